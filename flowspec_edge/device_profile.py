@@ -29,9 +29,13 @@ SPARSE_GRAPH_LAYER_LAUNCHES = 17  # with experts, and without theirs
 EXPERT_LAUNCHES = 2  # of each expert that rows have chosen
 SEGMENT_LAUNCHES = 18  # of a segment beside its layers: masks, positions, 4 uploads, the norm, a download
 OUTPUT_LAUNCHES = 10  # lm_head and a greedy choice; 29 for a token sampled with top-p
-# Of a draft pass, by kind: (within the layers of a small model, others).
+# Of a draft pass, by kind: (within the layers of a small model, others); block drafters are estimated.
 PASS_LAUNCHES = {"eagle2": (0, 32), "eagle2-deep": (0, 32), "eagle3": (0, 38), "spd": (0, 38),
-                 "lm": (354, 18), "ngram": (0, 0)}
+                 "lm": (354, 18), "ngram": (0, 0), "dflash": (0, 150), "dspark": (0, 160)}
+SCORE_LAUNCHES = 15  # of ranking by an earlier block
+# Of a block drafter, in passes of an EAGLE head, by bytes at Llama-2-7B: five layers, fc over five states and
+# lm_head in 2.46 GB, beside one layer, fc and lm_head in 0.74; and a Markov head of rank 256.
+BLOCK_PASSES, BLOCK_SCORES = 3.3, 0.03
 # Where passes are CUDA graphs (tests/drafting/test_recorded.py): one for each of three, and copies.
 GRAPH_PASS_LAUNCHES = {"eagle2": 6, "eagle2-deep": 6, "eagle3": 5, "lm": 4}
 
@@ -265,14 +269,16 @@ class Profile(StrictModel):
         return seconds + self.launch.added(in_layers * 1e-3 / devices, layers * self.launch.of_layer(rows),
                                            SEGMENT_LAUNCHES)
 
-    def draft_seconds(self, kind: str, nodes: int = 1) -> float:
+    def draft_seconds(self, kind: str, nodes: int = 1, scored: bool = False) -> float:
         """One pass that expands ``nodes``; ``kind``: of ``modeldir.DRAFT_PARTS``, or "ngram", which is
-        free."""
+        free.  ``scored``: by an earlier pass of a block drafter."""
         eagle = self.draft.pass_ms
+        block = (BLOCK_SCORES if scored else BLOCK_PASSES) * eagle
         costs = {"eagle2": eagle, "eagle2-deep": eagle, "eagle3": eagle, "lm": self.draft.lm_pass_ms,
-                 "spd": self.draft.spd_pass_ms, "ngram": 0.0}
+                 "spd": self.draft.spd_pass_ms, "ngram": 0.0, "dflash": block, "dspark": block}
         seconds = (costs[kind] + self.draft.row_ms * nodes) * 1e-3
-        return seconds + (self.launch.added(seconds, *self.launch.of_pass(kind)) if self.launch else 0.0)
+        launches = (0, SCORE_LAUNCHES) if scored else self.launch and self.launch.of_pass(kind)
+        return seconds + (self.launch.added(seconds, *launches) if self.launch and launches else 0.0)
 
     def verify_seconds(self, rows: int, outputs: int = 1) -> float:
         """D0's time for ``outputs`` that came together: bookkeeping for each, and lm_head once for all

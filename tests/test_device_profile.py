@@ -181,3 +181,13 @@ def test_any_text_comes_back(source: str, machine: str, clocks: dict[str, float]
     assert data["source"] == source
     assert data["conditions"].get("machine", "") == machine
     assert data["conditions"].get("clocks_mhz", {}) == clocks
+
+
+def test_a_block_is_charged_once_a_root() -> None:
+    """2.46 GB of weights, by Llama-2-7B's shape, beside the 0.74 GB that take an EAGLE pass 15 ms."""
+    profile = load_profile("paper-7b")
+    layer, state, head = 4 * 4096**2 + 3 * 4096 * 11008, 4096**2, 4096 * 32000
+    eagle, block = layer + 2 * state + head, 5 * layer + 5 * state + head
+    assert profile.draft_seconds("dspark") == pytest.approx(0.015 * block / eagle, rel=0.02)
+    assert profile.draft_seconds("dflash", 10, scored=True) < 0.001
+    assert profile.draft_seconds("eagle3") == 0.015

@@ -43,6 +43,10 @@ class Drafter(Protocol):
     def expand(self, request: DraftRequest) -> DraftOutput:
         """One forward pass over everything committed since the last one and the request's nodes."""
 
+    def scores_only(self, request: DraftRequest) -> bool:
+        """Whether :meth:`expand` ranks by an earlier pass alone, so that its price is not that of one."""
+        return False
+
     def tap(self, message: Tap) -> None:
         """Hidden states of an inner layer, which ``taps`` or the strategy requested; by default not used."""
         return

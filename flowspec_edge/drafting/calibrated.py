@@ -62,13 +62,16 @@ class CalibratedDrafter(Drafter):
     def tap(self, message: Tap) -> None:
         self._base.tap(message)
 
+    def scores_only(self, request: DraftRequest) -> bool:
+        return self._base.scores_only(request)
+
     def expand(self, request: DraftRequest) -> DraftOutput:
         if request.root != self._root:
             self._root = request.root
             # A child's id is larger than its parent's, so nothing at or below this id is needed.
             self._right = {node: right for node, right in self._right.items() if node > request.root}
         wider = self._base.expand(replace(request, children=request.children + 1))
-        output = DraftOutput(wider.tokens[:, :-1].copy(), wider.scores[:, :-1].copy())
+        output = DraftOutput(wider.tokens[:, :-1].copy(), wider.scores[:, :-1].copy(), wider.beyond)
         for row, node in enumerate(request.nodes):
             following = node.position + 1
             if not self._is_right(node) or following >= len(self._text):

@@ -10,32 +10,33 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.draft_formats import FORMATS, recognise_format
-from flowspec_edge.model.modeldir import check_config
+from flowspec_edge.model.modeldir import BLOCKS, check_config
 from flowspec_edge.util.bounded_read import read_json, read_json_object
 from flowspec_edge.util.tensors import check_finite
 from flowspec_edge.util.weight_file import SAFETENSORS, Embedding, EmbeddingTable, SafetensorsFile
 
 _Module = TypeVar("_Module", bound=nn.Module)
+_Config = TypeVar("_Config", bound=PretrainedConfig)
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 _COMPUTED = "rotary_emb.inv_freq"  # stored by old releases of transformers; it follows from the config
 _PREFIXES = ("module.", "model.")  # of a training framework's wrapper, and of a whole model
 
 
-def read_config(directory: Path, what: str) -> dict[str, Any]:
+def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, Any]:
     """UsageError if config.json is missing or invalid, FlowspecError if it is of a format that cannot be run;
-    ``what``: the model's name with its article."""
+    ``what``: the model's name with its article; ``blocks``: it may be a block drafter."""
     path = directory / "config.json"
     if not path.exists():
         raise UsageError(f"no {_bare(what)} at {directory}: config.json is missing")
@@ -44,7 +45,10 @@ def read_config(directory: Path, what: str) -> dict[str, Any]:
     name = recognise_format(raw)
     if name is not None and FORMATS.get(name) is None:
         raise FlowspecError(f"{path}: draft heads in the format {name} cannot be run, those of EAGLE-1, 2 "
-                            f"and 3 can; {_instead(raw)}")
+                            f"and 3, DFlash, DSpark and JetSpec can; {_instead(raw)}")
+    if name is not None and (kind := FORMATS[name]) in BLOCKS and not blocks:
+        raise FlowspecError(f"{path}: a head in the format {name} is a draft model of the kind {kind}: it "
+                            f"belongs in a directory {kind}/")
     return raw
 
 
@@ -73,9 +77,14 @@ class StoredTensor:
 
 
 def llama_config(fields: dict[str, Any], directory: Path) -> LlamaConfig:
+    """As :func:`config_of`."""
+    return config_of(LlamaConfig, fields, directory)
+
+
+def config_of(kind: type[_Config], fields: dict[str, Any], directory: Path) -> _Config:
     """FlowspecError for fields of ``directory``'s config.json that do not go together."""
     try:
-        return LlamaConfig.from_dict(fields)
+        return cast(_Config, kind.from_dict(fields))
     except Exception as error:  # transformers and huggingface_hub raise many kinds of errors
         reason = str(error).strip().splitlines()[-1].strip()
         raise FlowspecError(f"{directory / 'config.json'}: {reason}") from error
@@ -87,7 +96,7 @@ def has_embedding(directory: Path) -> bool:
     return path.exists() and any(_plain(name) == EMBEDDING for name in SafetensorsFile(path).tensors)
 
 
-def own_embedding(directory: Path, config: LlamaConfig, dtype: torch.dtype) -> EmbeddingTable | None:
+def own_embedding(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> EmbeddingTable | None:
     """A head's own embeddings, in their file; None if it has none, or not in one safetensors file.
     FlowspecError for another shape than ``config``'s."""
     path = directory / SAFE
@@ -168,13 +177,13 @@ def _readable(path: Path) -> Iterator[None]:
         raise FlowspecError(f"{path} cannot be read as weights: {first_line(error)}") from error
 
 
-def on_meta(kind: Callable[[LlamaConfig], _Module], config: LlamaConfig) -> _Module:
+def on_meta(kind: Callable[[_Config], _Module], config: _Config) -> _Module:
     """On the meta device, without memory."""
     with torch.device("meta"):
         return kind(config)
 
 
-def build(kind: Callable[[LlamaConfig], _Module], config: LlamaConfig, weights: dict[str, StoredTensor],
+def build(kind: Callable[[_Config], _Module], config: _Config, weights: dict[str, StoredTensor],
           directory: Path, what: str, dtype: torch.dtype, embedding: Embedding | None = None,
           quantise: Callable[[nn.Module], None] = lambda module: None) -> _Module:
     """A module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own.
@@ -187,7 +196,7 @@ def build(kind: Callable[[LlamaConfig], _Module], config: LlamaConfig, weights: 
     _assign(module, weights, directory, what, dtype, quantise)
     if embedding is not None:
         module.embed_tokens = embedding.to(dtype)  # not copied
-    module.rotary_emb = LlamaRotaryEmbedding(config)  # its buffers are computed, not stored
+    module.rotary_emb = LlamaRotaryEmbedding(cast(Any, config))  # its buffers are computed, not stored
     return module.eval()
 
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.block.drafter import BlockDrafter
+from flowspec_edge.drafting.block.formats import load_block_head
 from flowspec_edge.drafting.checkpoint import has_embedding
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head, require_fit
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
@@ -24,7 +26,7 @@ from flowspec_edge.drafting.spd.module import load_module
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import DRAFT_PARTS
+from flowspec_edge.model.modeldir import BLOCKS, DRAFT_PARTS
 from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.util.graphs import KernelChoice, Recorder
 from flowspec_edge.util.tensors import parse_dtype
@@ -68,7 +70,7 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
     layers     the target's; an EAGLE-3 head's captured states depend on it
     quantise   replaces those linears of a draft model that have weights; it is called after each tensor.
                SPD's module and language models stay in ``dtype``
-    memory     where the drafters of heads and language models keep their caches; None: each in its own
+    memory     where the drafters of EAGLE heads and language models keep their caches; None: each in its own
 
     UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
     """
@@ -100,13 +102,18 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
                 f"{shared.embedding_dim}; a module works with the target that it was trained for only"
             )
         make = partial(SpdDrafter, module, shared.to(target.device, torch_dtype))
+    elif kind in BLOCKS:
+        block = load_block_head(path, embedding, torch_dtype, layers, True, quantise).to(target.device)
+        require_fit(path, "width", block.config.hidden_size, target.hidden_size)
+        vocabulary = block.config.vocab_size
+        make = partial(BlockDrafter, block, target)
     else:  # compares the vocabularies by their tokenizers
         model = load_lm(path, model_dir / "target", target.vocabulary, torch_dtype, target.device, fused)
         return memory.drafters(model.clone_session) if memory else model.clone_session
     if vocabulary != target.vocabulary:
         raise FlowspecError(f"{path}: the draft model's vocabulary has {vocabulary} tokens, "
                             f"the target's {target.vocabulary}; they must share one tokenizer")
-    return memory.drafters(make) if memory and kind != "spd" else make
+    return memory.drafters(make) if memory and kind not in ("spd", *BLOCKS) else make
 
 
 def needs_embedding(kind: str, model_dir: Path) -> bool:

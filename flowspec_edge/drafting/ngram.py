@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
@@ -104,13 +105,16 @@ class MergedDrafter:
     def tap(self, message: Tap) -> None:
         self._base.tap(message)
 
+    def scores_only(self, request: DraftRequest) -> bool:
+        return self._base.scores_only(request)
+
     def expand(self, request: DraftRequest) -> DraftOutput:
         return merge(self._base.expand(request), self._lookup.expand(request), request.children)
 
 
 def merge(first: DraftOutput, second: DraftOutput, children: int) -> DraftOutput:
     """The ``children`` best of both for every node [n, children]; of equals, those of ``first``."""
-    merged = DraftOutput.empty(len(first.tokens), children)
+    merged = replace(DraftOutput.empty(len(first.tokens), children), beyond=first.beyond)
     for row in range(len(first.tokens)):
         best: dict[int, float] = {}
         for found in (first, second):

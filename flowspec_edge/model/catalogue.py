@@ -72,8 +72,9 @@ class KnownModel(StrictModel):
 
     @property
     def runnable(self) -> list[PublishedHead]:
-        """EAGLE-2's before EAGLE-3's."""
-        return sorted((head for head in self.published if head.kind), key=lambda head: head.kind or "")
+        """EAGLE-2's before EAGLE-3's before block drafters."""
+        order = list(FORMATS.values())
+        return sorted((head for head in self.published if head.kind), key=lambda head: order.index(head.kind))
 
 
 class Catalogue(RootModel[dict[str, KnownModel]]):

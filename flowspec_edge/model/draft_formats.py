@@ -7,8 +7,8 @@ from typing import Any
 
 # Format -> kind of draft model; None: cannot be run.
 FORMATS: dict[str, str | None] = {
-    "EAGLE-2": "eagle2", "EAGLE-3": "eagle3", "DFlash": None, "DFlash2": None, "DSpark": None,
-    "JetSpec": None, "Domino": None, "P-EAGLE": None, "MTP": None, "Medusa": None, "Hydra": None,
+    "EAGLE-2": "eagle2", "EAGLE-3": "eagle3", "DFlash": "dflash", "DFlash2": None, "DSpark": "dspark",
+    "JetSpec": "dflash", "Domino": None, "P-EAGLE": None, "MTP": None, "Medusa": None, "Hydra": None,
     "Gemma 4 assistant": None,
 }
 # ``speculators_model_type`` of vllm-project/speculators, and ``projector_type`` of SpecForge.

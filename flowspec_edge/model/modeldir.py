@@ -28,7 +28,9 @@ DEMO = "demo"
 MANIFEST = "manifest.json"
 # Draft kind -> directory.  "eagle2-deep" is a second EAGLE-2 head, used only if named; "ngram" has none.
 DRAFT_PARTS = {"eagle2": "eagle2", "eagle2-deep": "eagle2-deep", "eagle3": "eagle3", "lm": "draft-lm",
-               "spd": "spd"}
+               "spd": "spd", "dflash": "dflash", "dspark": "dspark"}
+BLOCKS = ("dflash", "dspark")  # kinds that draft a block of all depths in one pass
+STAND_INS = ("eagle3", "dspark", "dflash")  # for a missing EAGLE-2 head
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")

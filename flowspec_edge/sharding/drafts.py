@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.drafting import checkpoint as weights
+from flowspec_edge.drafting.block.formats import block_config, check_layers
 from flowspec_edge.drafting.checkpoint import EMBEDDING
 from flowspec_edge.drafting.eagle.eagle2 import head_config, require_fit
 from flowspec_edge.drafting.eagle.eagle3 import states_of
@@ -17,12 +18,14 @@ from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_laye
 from flowspec_edge.drafting.lm import require_padding
 from flowspec_edge.drafting.spd.module import module_config
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, cache_values
+from flowspec_edge.model.draft_formats import FORMATS, recognise_format
+from flowspec_edge.model.modeldir import BLOCKS, DRAFT_PARTS, ModelDir, cache_values
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint
 from flowspec_edge.util.weight_file import TensorInfo
 
 _DEEP_EAGLE2 = "eagle2-deep"  # recognised by its directory alone: its files are those of any EAGLE-2 head
+_LOOKED_UP = (EMBEDDING, "markov_head.markov_w1.weight")
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")  # prefixes of a training wrapper, and of a whole model
 
 
@@ -49,15 +52,15 @@ class DraftFiles:
         return sum(prod(t.shape) for t in self.tensors.values() if t.dtype.is_floating_point)
 
     def weight_bytes(self, width: int, scheme: Scheme | None = None) -> int:
-        """Bytes in memory, with ``width`` bytes per parameter, and an EAGLE head's matrices quantised by
-        ``scheme``; integer tensors keep their size. A head's own embeddings stay in a safetensors file."""
+        """Bytes in memory, with ``width`` bytes per parameter, and a head's matrices quantised by ``scheme``;
+        integer tensors keep their size. A head's own embeddings stay in a safetensors file."""
         fixed = sum(t.nbytes for t in self.tensors.values() if not t.dtype.is_floating_point)
-        eagle = self.kind.startswith("eagle")
-        in_file = eagle and (self.directory / weights.SAFE) in self.files
+        head = self.kind.startswith("eagle") or self.kind in BLOCKS
+        in_file = head and (self.directory / weights.SAFE) in self.files
         saved = 0
         for name, t in self.tensors.items():
-            if (eagle and scheme is not None and len(t.shape) == 2 and t.dtype.is_floating_point
-                    and _PREFIX.sub("", name) != EMBEDDING and scheme.fits(*t.shape)):
+            if (head and scheme is not None and len(t.shape) == 2 and t.dtype.is_floating_point
+                    and _PREFIX.sub("", name) not in _LOOKED_UP and scheme.fits(*t.shape)):
                 saved += prod(t.shape) * width - scheme.nbytes(*t.shape)
         looked_up = sum(prod(t.shape) for name, t in self.tensors.items()
                         if in_file and _PREFIX.sub("", name) == EMBEDDING)
@@ -85,14 +88,15 @@ def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[DraftFiles]:
 
 def open_draft(directory: Path) -> DraftFiles:
     """UsageError if there is no draft model of a known kind; FlowspecError for damaged files."""
-    config = weights.read_config(directory, "a draft model")
+    config = weights.read_config(directory, "a draft model", blocks=True)
     checkpoint = Checkpoint(directory)
     tensors = checkpoint.stored(checkpoint.names)
     bare = {_PREFIX.sub("", name): stored for name, stored in tensors.items()}
     kind = _kind(directory, config, bare)
-    layer = head3_config(directory).to_dict() if kind == "eagle3" else config
+    layer = (head3_config(directory).to_dict() if kind == "eagle3" else
+             block_config(directory).to_dict() if kind in BLOCKS else config)
     return DraftFiles(kind, directory, _files(directory), tensors,
-                 embeddings=kind == "spd" or (kind in ("eagle2", "eagle3") and EMBEDDING not in bare),
+                 embeddings=kind == "spd" or (kind != "lm" and EMBEDDING not in bare),
                  kv_row=cache_values(layer), fingerprint=checkpoint.digest(checkpoint.names))
 
 
@@ -115,6 +119,10 @@ def check_fit(draft: DraftFiles, target: Path, width: int, vocabulary: int, laye
         head3_layers(directory, config, layers)
         widths = [config.target_hidden_size, *([fc[1] // states_of(config)] if fc else [])]
         widths += [] if EMBEDDING in shapes else [config.hidden_size]
+    elif draft.kind in BLOCKS:
+        block = config = block_config(directory)
+        check_layers(directory, block, layers)
+        widths = [block.hidden_size, *([fc[1] // len(block.captured)] if fc else [])]
     else:
         config = module_config(directory) if draft.kind == "spd" else head_config(directory)
         widths = [config.hidden_size, *([fc[0]] if fc else [])]
@@ -126,6 +134,8 @@ def check_fit(draft: DraftFiles, target: Path, width: int, vocabulary: int, laye
 
 def _kind(directory: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> str:
     fc = tensors.get("fc.weight")
+    if (named := FORMATS.get(recognise_format(config) or "")) in BLOCKS:
+        return str(named)
     if "d2t" in tensors or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight")
                                for name in tensors):
         return "eagle3"

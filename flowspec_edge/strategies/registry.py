@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.modeldir import STAND_INS, ModelDir
 from flowspec_edge.strategies.parameters import COMMON, DRAFTED, Parameter, Parameters, parameters
 from flowspec_edge.util.terminal import did_you_mean
 
@@ -178,13 +178,15 @@ def _located(chosen: type[Strategy]) -> type[Strategy]:
 def draft_kind(chosen: type[Strategy], params: Parameters, model: ModelDir) -> str | None:
     """The kind of draft model that ``chosen`` uses on ``model``, which may lack it; None: it drafts nothing.
 
-    An EAGLE-3 head replaces a missing EAGLE-1/2 head.  UsageError for an unusable kind.
+    An EAGLE-3 head, then a block drafter, replaces a missing EAGLE-1/2 head.  UsageError for an unusable
+    kind.
     """
     kind = chosen.drafts_with(params)
-    if kind == "eagle2" and not model.draft(kind) and model.draft("eagle3"):
-        kind = "eagle3"
-    if kind == "eagle3" and chosen.parallelism != "pipeline":
-        raise UsageError(f"{chosen.name} cannot draft with an EAGLE-3 head: it needs inner states of the "
+    if kind == "eagle2" and not model.draft(kind):
+        kind = next(filter(model.draft, STAND_INS), kind)
+    if kind in STAND_INS and chosen.parallelism != "pipeline":
+        what = "an EAGLE-3 head" if kind == "eagle3" else f"the block drafter {kind}"
+        raise UsageError(f"{chosen.name} cannot draft with {what}: it needs inner states of the "
                          "target, which devices that share each layer do not send; see --draft for another "
                          "kind, or leave this strategy out")
     return kind

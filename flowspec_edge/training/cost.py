@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.training.eagle import DRAFT_VOCABULARY, Eagle2, Eagle3, EagleRecipe, new_head, new_head3
-from flowspec_edge.training.heads import HeadRecipe, Student, optimiser_for, unrolled_loss
+from flowspec_edge.training.heads import HeadRecipe, UnrolledStudent, optimiser_for, unrolled_loss
 from flowspec_edge.training.loop import backpropagate, device
 
 _SECONDS = 12.0  # wanted of the timed step
@@ -161,7 +161,7 @@ def _timed(step: _Step, kind: str, recipe: HeadRecipe, dev: torch.device) -> flo
     return seconds
 
 
-def _student(config: Any, kind: str, recipe: HeadRecipe, dev: torch.device) -> Student:
+def _student(config: Any, kind: str, recipe: HeadRecipe, dev: torch.device) -> UnrolledStudent:
     """An untrained head and a target with random weights."""
     dtype = torch.bfloat16 if dev.type == "cuda" else torch.float32
     with dev:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, captured_layers
-from flowspec_edge.training.heads import HeadRecipe, Reading, Student, frozen_embedding
+from flowspec_edge.training.heads import HeadRecipe, Reading, UnrolledStudent, frozen_embedding
 from flowspec_edge.training.target import layer_config
 
 
@@ -31,7 +31,7 @@ def new_head(target: Any) -> EagleHead:
     return head
 
 
-class Eagle2(Student):
+class Eagle2(UnrolledStudent):
     name = "eagle2"
 
     def __init__(self, head: EagleHead, target: Any, soft_weight: float = 1.0) -> None:
@@ -90,7 +90,7 @@ def new_head3(target: Any, drafted: Tensor) -> Eagle3Head:
     return head
 
 
-class Eagle3(Student):
+class Eagle3(UnrolledStudent):
     name = "eagle3"
 
     def __init__(self, head: Eagle3Head, target: Any) -> None:

@@ -1,7 +1,7 @@
-"""Training an EAGLE head on a frozen target's states, and measuring its agreement.
+"""Training a draft head on a frozen target's states, and measuring its agreement.
 
-A head is unrolled along a text as drafting unrolls a branch: a row at depth d attends to true states up to
-d - 1 rows back, then to the head's own rows of depth 2 … d.  Training uses drafting's forward.
+An EAGLE head is unrolled along a text as drafting unrolls a branch: a row at depth d attends to true states
+up to d - 1 rows back, then to the head's own rows of depth 2 … d.  Training uses drafting's forward.
 """
 
 from __future__ import annotations
@@ -67,6 +67,33 @@ class Student(ABC):
     def read(self, rows: Tensor) -> Reading: ...
 
     @abstractmethod
+    def step_loss(self, fade: float, rows: Tensor, noise: Tensor, anchors: Tensor, depth: int) -> Tensor:
+        """The loss of a batch of windows, int64 [B, n + 1]; depth d has the weight ``fade`` ** (d - 1)."""
+
+    @abstractmethod
+    def drafts(self, states: Tensor, rows: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:
+        """The head's best tokens [B, A] at depth 1 … ``depth`` below token anchors[a] + 1 of ``rows``, along
+        the text."""
+
+    def target_logits(self, features: Tensor) -> Tensor:
+        """The target's lm_head: [..., H] to float32 logits [..., V]."""
+        lm_head = self.target.lm_head
+        logits: Tensor = lm_head(features.to(lm_head.weight.dtype)).float()
+        return logits
+
+
+class UnrolledStudent(Student):
+    """An EAGLE head."""
+
+    def step_loss(self, fade: float, rows: Tensor, noise: Tensor, anchors: Tensor, depth: int) -> Tensor:
+        return unrolled_loss(self, fade, rows, noise, anchors, depth)
+
+    def drafts(self, states: Tensor, rows: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:
+        outputs = unroll(self.head, self.input_states(states[:, :-1]), rows[:, 1:], anchors, depth)
+        for d, out in enumerate(outputs):
+            yield self.best(out if d else out[:, anchors])
+
+    @abstractmethod
     def input_states(self, states: Tensor) -> Tensor:
         """States [B, n, S] as inputs of the head's first pass: [B, n, H]."""
 
@@ -82,18 +109,12 @@ class Student(ABC):
     def best(self, out: Tensor) -> Tensor:
         """The head's best token for each output [..., H], as the target's id."""
 
-    def target_logits(self, features: Tensor) -> Tensor:
-        """The target's lm_head: [..., H] to float32 logits [..., V]."""
-        lm_head = self.target.lm_head
-        logits: Tensor = lm_head(features.to(lm_head.weight.dtype)).float()
-        return logits
-
 
 def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Tensor, work: Path, seed: int,
                loop: LoopOptions) -> None:
     """Train on token ids, vectors longer than ``recipe.window`` (held out: LENGTH); resumes from ``work``."""
     dev, head = student.target.device, student.head
-    step_loss = compiled(partial(unrolled_loss, student, recipe.fade), loop.compile)
+    step_loss = compiled(partial(student.step_loss, recipe.fade), loop.compile)
 
     def loss(step: int, total: int) -> float:
         rows = windows(text, recipe.window, step, recipe.tokens_per_step // recipe.window, seed)
@@ -115,8 +136,8 @@ def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Ten
               loss, report, loop.checkpoint_every_s))
 
 
-def unrolled_loss(student: Student, fade: float, rows: Tensor, noise: Tensor, anchors: Tensor, depth: int
-                  ) -> Tensor:
+def unrolled_loss(student: UnrolledStudent, fade: float, rows: Tensor, noise: Tensor, anchors: Tensor,
+                  depth: int) -> Tensor:
     """The loss of a batch of windows, int64 [B, n + 1], over ``depth`` steps unrolled from ``anchors``."""
     with torch.no_grad():
         states, features = student.read(rows)
@@ -154,9 +175,7 @@ def agreement(student: Student, held_out: Tensor, greedy: bool = False, limit: i
     for rows in texts.split(8):  # logits over a large vocabulary are large
         states, features = student.read(rows)
         best = student.target_logits(features[:, 1:]).argmax(-1)
-        outputs = unroll(student.head, student.input_states(states[:, :-1]), rows[:, 1:], anchors, DEPTHS)
-        for d, out in enumerate(outputs):
-            chosen = student.best(out if d else out[:, anchors])
+        for d, chosen in enumerate(student.drafts(states, rows, anchors, DEPTHS)):
             hits[d] += (chosen == best[:, anchors + d]).sum().item()
     shares: list[float] = (hits / (len(texts) * len(anchors))).tolist()
     return shares

@@ -24,6 +24,7 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.files import replacing
 
 # The quintic's coefficients: torch.optim.Muon's (and Jordan et al., "Muon", 2024).
+_TABLES = ("embed", "lm_head", "markov_w")  # matrices with a row for each token
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 
@@ -69,7 +70,7 @@ class Optimiser:
                  warmup: int = 40) -> None:
         """``decay_from``: the fraction of the run after which the rate falls linearly to zero."""
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        hidden = [p for n, p in named if p.ndim == 2 and "embed" not in n and "lm_head" not in n]
+        hidden = [p for n, p in named if p.ndim == 2 and not any(table in n for table in _TABLES)]
         ids = {id(p) for p in hidden}
         rest = [p for _, p in named if id(p) not in ids]
         self._rates = (muon_lr, adam_lr)

@@ -17,7 +17,7 @@ from flowspec_edge.stage.weights.checkpoint import digest
 from flowspec_edge.training.loop import device
 from flowspec_edge.util.tensors import no_loading_bars
 
-_SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
+SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
           "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
           "rms_norm_eps", "rope_parameters", "vocab_size")  # fields that a draft layer takes over
 
@@ -77,7 +77,7 @@ def fingerprint(model: ModelDir) -> str:
 def layer_config(config: Any, **own: Any) -> LlamaConfig:
     """A Llama layer of the target's shape, without Qwen3's norms on queries and keys."""
     shape = config.to_dict()
-    known = {key: shape[key] for key in _SHAPE if shape.get(key) is not None}
+    known = {key: shape[key] for key in SHAPE if shape.get(key) is not None}
     return LlamaConfig(**{"num_hidden_layers": 1, "tie_word_embeddings": False, **known, **own})
 
 

@@ -11,12 +11,14 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
+from flowspec_edge.drafting.block.formats import load_block_head, save_block_head
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, load_head, save_head
 from flowspec_edge.drafting.eagle.eagle3_formats import load_head3, save_head3
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir
+from flowspec_edge.model.modeldir import BLOCKS, DRAFT_PARTS, ModelDir
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.weights.checkpoint import digest as tensors_digest
+from flowspec_edge.training.block import Block, BlockRecipe, new_block_head, rarest_token
 from flowspec_edge.training.eagle import (
     DRAFT_VOCABULARY,
     Eagle2,
@@ -60,7 +62,9 @@ from flowspec_edge.util.tomlfile import toml_table
 
 _SEED = 0
 # As many steps as the demonstration model's head; a large target needs more.
-_RECIPES: dict[str, HeadRecipe] = {"eagle2": EagleRecipe(steps=900), "eagle3": Eagle3Recipe(steps=900)}
+_RECIPES: dict[str, HeadRecipe] = {"eagle2": EagleRecipe(steps=900), "eagle3": Eagle3Recipe(steps=900),
+                                   "dflash": BlockRecipe(steps=900),
+                                   "dspark": BlockRecipe(steps=900, rank=64)}
 _QUICK: dict[str, Any] = {"steps": 60, "window": 64, "tokens_per_step": 256, "micro_batch": 128, "chains": 16}
 
 
@@ -196,6 +200,8 @@ def _student(kind: str, target: Any, text: TrainingText, drafted: int | None, re
             return Eagle2(start, target, recipe.soft_weight)
         return Eagle2(new_head(target), target, recipe.soft_weight)
     vocabulary = target.config.vocab_size
+    if isinstance(recipe, BlockRecipe):
+        return Block(new_block_head(target, recipe, rarest_token(text.train, vocabulary)), target)
     ids = draft_vocabulary(text.train, vocabulary, drafted or vocabulary)
     return Eagle3(new_head3(target, ids), target)
 
@@ -204,6 +210,8 @@ def _save(student: Student, directory: Path) -> None:
     """In float16, without the embedding, which is the target's."""
     if isinstance(student, Eagle3):
         save_head3(student.head, directory, torch.float16)
+    elif isinstance(student, Block):
+        save_block_head(student.head, directory, torch.float16)
     else:
         save_head(student.head, directory, torch.float16, with_embedding=False)
 
@@ -212,6 +220,9 @@ def _stored(kind: str, directory: Path, target: Any) -> Student:
     embedding: Tensor = target.get_input_embeddings().weight
     if kind == "eagle3":
         return Eagle3(load_head3(directory, embedding, torch.float32), target)
+    if kind in BLOCKS:
+        layers = target.config.num_hidden_layers
+        return Block(load_block_head(directory, embedding, torch.float32, layers), target)
     return Eagle2(load_head(directory, embedding, torch.float32), target)
 
 
@@ -219,8 +230,9 @@ def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: Tr
            windows: int) -> dict[str, Any]:
     student = _stored(kind, directory, target)
     head = student.head
+    what = "a block drafter" if kind in BLOCKS else "an EAGLE head"
     facts: dict[str, Any] = {
-        "summary": "an EAGLE head for one target; a demonstration, trained by flowspec; not for real use",
+        "summary": f"{what} for one target; a demonstration, trained by flowspec; not for real use",
         "kind": kind,
         "date": date,
         "parameters": sum(p.numel() for name, p in head.named_parameters() if "embed_tokens" not in name),

@@ -43,10 +43,13 @@ class DraftOutput:
 
     tokens  [n, k] int32
     scores  [n, k] float64, log confidence (at most 0) of each child given its parent
+    beyond  [n]: nodes that are too deep for the drafter below this root, to be asked for below a later one;
+            None: it knows no such depth
     """
 
     tokens: NDArray[np.int32]
     scores: NDArray[np.float64]
+    beyond: NDArray[np.bool_] | None = None
 
     @classmethod
     def empty(cls, nodes: int, children: int) -> DraftOutput:

@@ -43,7 +43,8 @@ def test_a_config_names_its_format(config: dict[str, object], name: str | None) 
 
 
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3", "spd"])
-@pytest.mark.parametrize(("config", "name"), CONFIGS[:3] + CONFIGS[7:10])
+@pytest.mark.parametrize(("config", "name"), [
+    case for case in CONFIGS if case[1] is not None and FORMATS.get(case[1]) is None][:6])
 def test_other_formats_are_refused_wherever_they_lie(tmp_path: Path, kind: str, config: dict[str, object],
                                                      name: str) -> None:
     for place in ("eagle2", "eagle3", "spd"):
@@ -57,17 +58,26 @@ def test_other_formats_are_refused_wherever_they_lie(tmp_path: Path, kind: str, 
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3", "spd"])
+def test_a_block_drafter_elsewhere_is_told_its_place(tmp_path: Path, kind: str) -> None:
+    (tmp_path / kind).mkdir()
+    (tmp_path / kind / "config.json").write_text(json.dumps(CONFIGS[1][0]))
+    with pytest.raises(FlowspecError, match="kind dspark: it belongs in a directory dspark/"):
+        load_drafters(kind, tmp_path, torch.zeros(9, 4), torch.zeros(9, 4), "fp32", 8)
+
+
 @pytest.mark.parametrize("field", [
-    {"speculators_config": {"verifier": {"name_or_path": "Qwen/Qwen3-8B"}}},
-    {"target_model_name_or_path": "Qwen/Qwen3-8B"},
+    {"speculators_config": {"verifier": {"name_or_path": "Qwen/Qwen3-4B"}}},
+    {"target_model_name_or_path": "Qwen/Qwen3-4B"},
 ])
 def test_a_refusal_says_which_heads_there_are(tmp_path: Path, field: dict[str, object]) -> None:
-    config = {"speculators_model_type": "dflash", **field}
+    config = {"speculators_model_type": "dflash2", **field}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FlowspecError) as caught:
         open_draft(tmp_path)
-    assert "RedHatAI/Qwen3-8B-speculator.eagle3" in str(caught.value)
-    assert "RedHatAI/Qwen3-8B-speculator.dflash" not in str(caught.value)
+    assert "AngelSlim/Qwen3-4B_eagle3" in str(caught.value)
+    assert "deepseek-ai/dspark_qwen3_4b_block7" in str(caught.value)
+    assert "Qwen3-4B-speculator.dflash2" not in str(caught.value)
 
 
 def test_heads_of_the_catalogue_have_a_format_and_a_source() -> None:

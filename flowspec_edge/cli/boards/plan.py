@@ -53,6 +53,9 @@ def plan(
                         "model.")] = "head",
     predict: Annotated[bool, typer.Option(
         "--predict/--no-predict", help="Predict tokens/s in virtual time.")] = True,
+    heads: Annotated[bool, typer.Option(
+        "--heads/--no-heads", help="List what each kind of draft head would take on D0, in 16, 8 and 4 "
+                                   "bits.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not tables.")] = False,
 ) -> None:
     """Split a model over boards: roles, layers, memory and expected speed.
@@ -70,6 +73,7 @@ def plan(
 
       flowspec plan --model llama-2-7b --devices orin-nano-8gb:5
       flowspec plan --model llama-2-7b --devices orin-nano-8gb:5 --draft ngram
+      flowspec plan --model qwen3-8b --devices orin-nano-8gb:5 --dtype int4 --heads --no-predict
       flowspec plan --model llama-2-7b --dtype auto --devices agx-orin-64gb --devices orin-nano-8gb:4
       flowspec plan --model llama-13b/ --dtype int4 --devices agx-orin-64gb --devices orin-nano-8gb:3
       flowspec plan --model llama-7b/config.json --devices cluster.toml --context 4096 --no-predict --json
@@ -93,6 +97,11 @@ def plan(
                                 None if kv_cache == "auto" else kv_cache)
     report = (_predicted(main, others, members, model, names) if predict
               else unpredicted(main, others, members))
+    if heads and report.plan:
+        from flowspec_edge.fleet.planning.draft_heads import head_costs
+        from flowspec_edge.fleet.planning.model_size import target_config
+
+        report.heads = head_costs(target_config(model), report.plan.d0.profile)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
     else:

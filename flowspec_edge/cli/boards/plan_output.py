@@ -10,6 +10,7 @@ from rich.table import Table
 
 from flowspec_edge.bench.tables import show as show_whole
 from flowspec_edge.cli.common.listing import figures_table
+from flowspec_edge.fleet.planning.draft_heads import HeadCost
 from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, draft_turn
 from flowspec_edge.fleet.planning.estimate import Prediction
 from flowspec_edge.fleet.planning.model_size import EAGLE3_VOCABULARY, ModelBytes
@@ -60,6 +61,7 @@ class PlanReport:
     alternatives: list[Alternative] = field(default_factory=list)
     others: OtherPrograms | None = None
     smallest: SmallestBoard | None = None
+    heads: list[HeadCost] = field(default_factory=list)
 
     @property
     def draft(self) -> DraftTurn | None:
@@ -129,6 +131,7 @@ class PlanReport:
             "alternatives": [asdict(alternative) for alternative in self.alternatives],
             "smallest_single_board": asdict(self.smallest) if self.smallest else None,
             "other_programs": self.others.as_json() if self.others else None,
+            "draft_heads": [asdict(cost) for cost in self.heads],
             "estimated": bool(self.notes), "notes": self.notes,
         }
 
@@ -173,6 +176,9 @@ def show(report: PlanReport) -> None:
     if len(report.alternatives) > 1:
         say("")
         show_whole(console, _alternatives(report))
+    if report.heads:
+        say("")
+        show_whole(console, _heads(report.heads))
     for note in report.notes:
         say(f"estimated: {note}")
 
@@ -217,6 +223,15 @@ def _alternatives(report: PlanReport) -> Table:
         rate = "–" if a.tokens_per_second is None else f"{about}{a.tokens_per_second:.2f}"
         table.add_row(plain(", ".join(a.boards)) + " ← this plan" * a.chosen, a.dtype, a.strategy or "–",
                       f"{about}{_ms(a.slowest_stage_ms)}", rate)
+    return table
+
+
+def _heads(costs: list[HeadCost]) -> Table:
+    table = figures_table("draft heads on D0, by bytes over bandwidth: lm_head included, caches not",
+                          ("head", "bits"), ("memory MB", "fits", "ms a pass", "ms for 8 depths"))
+    for cost in costs:
+        table.add_row(cost.kind, cost.bits, f"{cost.memory_mb:,.0f}", "yes" if cost.fits else "no",
+                      _ms(cost.pass_ms), _ms(cost.tree_ms))
     return table
 
 

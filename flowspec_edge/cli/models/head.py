@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_STAGES
-from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model
+from flowspec_edge.model.modeldir import STAND_INS, ModelDir, is_here, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.model.catalogue import KnownModel, PublishedHead
@@ -91,7 +91,7 @@ def _ngram(name: str, known: KnownModel | None, here: ModelDir | None) -> DraftC
 
 
 def _published(name: str, known: KnownModel | None, here: ModelDir | None, stages: int) -> DraftChoice:
-    own = [part for part in ("eagle2", "eagle3") if here and here.draft(part)]
+    own = [part for part in ("eagle2", *STAND_INS) if here and here.draft(part)]
     shard = f"flowspec models shard --model {name} --stages {stages} --out {_short(name)}-{stages}"
     if own:
         return DraftChoice("head", True, f"A head is here: {', '.join(own)}.",
@@ -99,7 +99,7 @@ def _published(name: str, known: KnownModel | None, here: ModelDir | None, stage
     if known is None or not known.heads:
         return DraftChoice("head", False, (
             "A published head: the catalogue knows none for this model.  With one from elsewhere, in the "
-            "format of EAGLE-1, 2 or 3:"), [f"{shard} --draft HEAD-DIR"])
+            "format of EAGLE-1, 2 or 3, DFlash, DSpark or JetSpec:"), [f"{shard} --draft HEAD-DIR"])
     named = [f"{head.repository} ({head.kind or head.format + ', cannot be run'}{_facts(head)})"
              for head in (*known.runnable, *(head for head in known.published if head.kind is None))]
     others = [f"flowspec models fetch {name} --head {head.repository}" for head in known.runnable

@@ -40,7 +40,8 @@ def train_spd(
 
 def train_head(
     model: _Model,
-    kind: Annotated[Literal["eagle2", "eagle3"], typer.Option("--kind", help="Which head.")],
+    kind: Annotated[Literal["eagle2", "eagle3", "dflash", "dspark"], typer.Option(
+        "--kind", help="Which head.")],
     data: Annotated[list[Path] | None, typer.Option(
         "--data", metavar="FILES", help="Training text: a file or a directory; may be given several times.  "
         "Default: the Python source of the interpreter and of installed packages.")] = None,
@@ -58,14 +59,15 @@ def train_head(
         "32000, or the target's whole vocabulary if that is smaller.", metavar="N")] = None,
     depth: Annotated[int | None, typer.Option(
         "--depth", min=1, max=64,
-        help="Steps for which the head is unrolled on its own outputs.  Default: 6.",
+        help="Steps for which an EAGLE head is unrolled on its own outputs, by default 6; slots of the block "
+        "of a dflash or dspark head, by default 16.",
         metavar="N")] = None,
     start: Annotated[Path | None, typer.Option(
         "--start", help="Continue from this EAGLE-2 head: unrolled from the first step, and the learning "
         "rate falls after a fifth of the run.  Default: an untrained head.", metavar="DIR")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few steps of few tokens, to try it.")] = False,
 ) -> None:
-    """Train an EAGLE-2 or EAGLE-3 head for a model; the model's weights do not change.
+    """Train an EAGLE head or a block drafter for a model; the model's weights do not change.
 
     Text files (.txt, .py, .md) are read as they are.  A line of a .jsonl file has "text", or "prompt" with
     "completion" (appended as it is) or "answer", or "messages"; answers and messages go through the

@@ -37,12 +37,11 @@ from flowspec_edge.drafting.eagle.head_drafter import (
 )
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.drafting.recorded import RecordedPasses
+from flowspec_edge.drafting.tapped import TappedStates
 from flowspec_edge.drafting.tree_cache import CacheMemory
-from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.util.kernels import RmsNorm
-from flowspec_edge.util.tensors import to_device, to_torch
 
 CAPTURED = 3  # inner states of the target per row, where a head does not say otherwise
 
@@ -172,9 +171,9 @@ class Eagle3Drafter(HeadDrafter):
 
     def __init__(self, head: Eagle3Head, layers: Sequence[int], memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None) -> None:
-        self._layers = tuple(layers)
-        self.taps = tuple(sorted(set(layers)))
-        self._tapped: dict[int, dict[int, Tensor]] = {}  # number -> layer -> state [target_H]
+        weight = head.norm.weight  # is never quantised
+        self._tapped = TappedStates(layers, weight.dtype, weight.device)
+        self.taps = self._tapped.taps
         vocabulary = None
         if head.config.draft_vocab_size != head.config.vocab_size:
             vocabulary = DraftVocabulary(head.target_ids().cpu().numpy(), head.config.vocab_size)
@@ -190,23 +189,10 @@ class Eagle3Drafter(HeadDrafter):
         return super().rewind(tokens, sampling, rank, tau)
 
     def tap(self, message: Tap) -> None:
-        if message.layer in self.taps:
-            states = to_device(to_torch(message.hidden), self._device).to(self._dtype)
-            for number, state in zip(message.numbers.tolist(), states, strict=True):
-                self._tapped.setdefault(number, {})[message.layer] = state
+        self._tapped.tap(message)
 
     def _text_states(self, features: Tensor, rows: Sequence[int]) -> Tensor:
-        states = torch.stack([torch.cat([self._state(row, layer) for layer in self._layers]) for row in rows])
-        # Older rows cannot predict a token any more.
-        self._tapped = {n: by_layer for n, by_layer in self._tapped.items() if n >= rows[-1]}
-        return states
-
-    def _state(self, row: int, layer: int) -> Tensor:
-        state = self._tapped.get(row, {}).get(layer)
-        if state is None:
-            raise ProtocolError(f"the state of row {row} after {layer} layers is missing: a token that it "
-                                "predicted was committed before its taps came")
-        return state
+        return self._tapped.take(rows)
 
     def _to_head_input(self, states: Tensor) -> Tensor:
         return self._fuse(states)

@@ -201,7 +201,16 @@ def _drop_identity(stored: dict[str, StoredTensor], config: LlamaConfig) -> None
 def _check_draft_vocabulary(directory: Path, head: Eagle3Head) -> None:
     if head.config.draft_vocab_size == head.config.vocab_size:
         return
-    ids, vocabulary = head.target_ids(), head.config.vocab_size
+    ids = head.target_ids()
+    check_target_ids(directory, ids, head.config.vocab_size)
+    marked = int(head.t2d.sum())
+    if marked != len(ids) or not head.t2d[ids].all():
+        raise FlowspecError(f"{directory}: tensor t2d marks {marked} tokens, which are not the "
+                            f"{len(ids)} that d2t maps to")
+
+
+def check_target_ids(directory: Path, ids: Tensor, vocabulary: int) -> None:
+    """FlowspecError unless the draft tokens' ``ids`` [D] are distinct tokens of the target."""
     for extreme in (int(ids.min()), int(ids.max())):
         if not 0 <= extreme < vocabulary:
             raise FlowspecError(f"{directory}: tensor d2t maps a draft token to {extreme}, but the target's "
@@ -209,7 +218,3 @@ def _check_draft_vocabulary(directory: Path, head: Eagle3Head) -> None:
     if (distinct := len(ids.unique())) != len(ids):
         raise FlowspecError(f"{directory}: tensor d2t maps {len(ids)} draft tokens to {distinct} "
                             "of the target's")
-    marked = int(head.t2d.sum())
-    if marked != len(ids) or not head.t2d[ids].all():
-        raise FlowspecError(f"{directory}: tensor t2d marks {marked} tokens, which are not the "
-                            f"{len(ids)} that d2t maps to")

@@ -24,7 +24,7 @@ from flowspec_edge.fleet.probe.facts import BoardStatus
 from flowspec_edge.fleet.services.status import FleetStatus
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
-from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, resolve_model, shipped_models
+from flowspec_edge.model.modeldir import DRAFT_PARTS, STAND_INS, ModelDir, resolve_model, shipped_models
 from flowspec_edge.runtime.draft_device.capacity import cache_rows, tentative_rows
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, strategy_class
@@ -180,7 +180,7 @@ def _require_drafter(cluster: ClusterSettings, path: Path, model: ModelDir, head
         from flowspec_edge.sharding.drafts import open_draft  # torch takes a while
 
         head_kind = open_draft(head).kind
-        if head_kind == kind or (kind, head_kind) == ("eagle2", "eagle3"):
+        if head_kind == kind or (kind == "eagle2" and head_kind in STAND_INS):
             return
         lacks += f", and {head} is of the kind {head_kind}"
     ways = 'take strategy = "autoregressive"'

@@ -172,10 +172,10 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         name=name, dtype=dtype, layers=int(config.num_hidden_layers),
         hidden_width=int(config.hidden_size), vocabulary=vocabulary,
         max_positions=position_limit(config.to_dict()),
-        layer=max(_module(layer, width, packed) for layer in core.layers),
+        layer=max(module_bytes(layer, width, packed) for layer in core.layers),
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
-        draft=_module(head, width, quantised) - head.embed_tokens.weight.numel() * width,
+        draft=module_bytes(head, width, quantised) - head.embed_tokens.weight.numel() * width,
         draft_lm_head=0 if isinstance(head, Eagle3Head) else matrix, head_bits=bits,
         kv_row=-(-sum(kind.row_bytes(width) for kind in kinds) // len(kinds)),
         window=min(windows, default=None), windowed=len(windows) / len(kinds),
@@ -183,7 +183,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         kv_cache=kv_cache,
         from_weights=from_weights, draft_estimated=draft is None,
         layer_launches=LAYER_LAUNCHES.get(config.model_type, OTHER_LAYER_LAUNCHES),
-        experts=len(sparse), expert=_module(sparse[0], width, packed) if sparse else 0,
+        experts=len(sparse), expert=module_bytes(sparse[0], width, packed) if sparse else 0,
         chosen=int(config.num_experts_per_tok) if sparse else 0,
         state=sum(kind.request_bytes(width) for kind in recurrent) // len(kinds),
         state_read=sum(kind.read_bytes() for kind in recurrent) // len(kinds),
@@ -257,7 +257,7 @@ def _assumed_shape(config: Any) -> LlamaConfig:
         head_dim=getattr(config, "head_dim", None), bias=True)
 
 
-def _module(module: nn.Module, width: int, how: Scheme | None) -> int:
+def module_bytes(module: nn.Module, width: int, how: Scheme | None) -> int:
     """Bytes in memory with its linears stored by ``how``, all else in ``width`` bytes a value."""
     shapes = [m.weight.shape for name, m in module.named_modules()
               if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS)]

@@ -18,6 +18,7 @@ from flowspec_edge.errors import UsageError
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.planning.model_size import ModelBytes
+    from flowspec_edge.model.manifest import HeadBits
 
 # Of a stage's times: the profile's own kind of weights; the profile's int4 kernel; bytes over bandwidth.
 Basis = Literal["profile", "kernel", "bandwidth"]
@@ -86,7 +87,7 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
         return profile.model_copy(update={"model": shape}), Scaling()
     per_mb, ratio = _read_ms(profile), size.layer_read(1) / 1e6 / measured.layer_mb
     stage, basis = _stage(profile, size)
-    d0_per_mb = per_mb if size.head_bits == "16bit" else _read_quantised_ms(profile, per_mb)
+    d0_per_mb = weight_read_ms(profile, size.head_bits)
     head = size.lm_head / 1e6 * d0_per_mb
     draft = profile.draft.model_copy(update={
         "pass_ms": (size.draft + size.draft_lm_head) / 1e6 * d0_per_mb,
@@ -100,6 +101,12 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
         f"scaled from layers of {measured.layer_mb:,.4g} MB and width {measured.hidden_width} "
         f"to {size.layer / 1e6:,.4g} MB and {size.hidden_width}"
         + (f", of which 1 row reads {size.layer_read(1) / 1e6:,.4g} MB" if size.experts else ""), basis)
+
+
+def weight_read_ms(profile: Profile, bits: HeadBits) -> float:
+    """The time to read 10^6 bytes of a head's weights of these bits, with the rows of a segment."""
+    per_mb = _read_ms(profile)
+    return per_mb if bits == "16bit" else _read_quantised_ms(profile, per_mb)
 
 
 def _read_ms(profile: Profile) -> float:

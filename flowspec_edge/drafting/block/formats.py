@@ -1,0 +1,200 @@
+"""Block heads as they are published: one configuration and one set of names for all of them.
+
+- z-lab (DFlash, MIT): a Qwen3's config.json with ``block_size``, ``num_target_layers`` and ``dflash_config``;
+  the root's own slot ranks nothing; embeddings and lm_head are the target's.  JetSpec (MIT) adds
+  ``causal_head``.  SpecForge (MIT) puts a Markov head's settings into ``dflash_config``, too, and trains
+  layers with a window causally; of a head without ``projector_type`` they are not, as in z-lab's code.
+- deepseek-ai/DeepSpec (DSpark and, with ``markov_rank`` 0, DFlash; MIT): ``target_layer_ids`` and the rest
+  at the top, own copies of embeddings and lm_head; every slot ranks the tokens after it.
+- vllm-project/speculators (both; Apache-2.0): ``transformer_layer_config``, an lm_head of its own, which may
+  be over a draft vocabulary; layers with a window are causal unless it is said otherwise, and it is the
+  same text for all slots.
+
+A confidence head is read past: the draft's scores are learned to be probabilities anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flowspec_edge.drafting import checkpoint
+from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
+from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
+from flowspec_edge.drafting.eagle.eagle2 import require_fit
+from flowspec_edge.drafting.eagle.eagle3_formats import check_target_ids
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.draft_formats import recognise_format
+from flowspec_edge.model.modeldir import check_config
+from flowspec_edge.util.weight_file import Embedding, as_embedding
+
+_WHAT = "a block drafter"
+_FORMATS = ("DFlash", "DSpark", "JetSpec")
+_MOST_SLOTS = 64
+_NOT_READ = ("confidence_head.", "verifier_", "t2d")
+
+
+def load_block_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
+                    layers: int, in_file: bool = False,
+                    quantise: Callable[[nn.Module], None] = lambda module: None) -> BlockHead:
+    """As ``eagle2.load_head``; ``layers``: the target's, of which none is captured that it lacks."""
+    config = block_config(directory)
+    check_layers(directory, config, layers)
+    own = checkpoint.own_embedding(directory, config, dtype) if in_file else None
+    stored = _own_names(checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT, own is None),
+                                               directory))
+    config.own_lm_head = "lm_head.weight" in stored
+    if config.draft_vocab_size != config.vocab_size and not config.own_lm_head:
+        raise FlowspecError(f"{directory}: tensor lm_head.weight is missing from the block drafter, which "
+                            f"drafts {config.draft_vocab_size} of {config.vocab_size} tokens")
+    if config.draft_vocab_size == config.vocab_size:
+        stored.pop("d2t", None)  # the identity
+    shared: Embedding | None = None
+    if embedding is not None:
+        shared = as_embedding(embedding)
+        require_fit(directory, "width", config.hidden_size, shared.embedding_dim)
+        require_fit(directory, "vocabulary", config.vocab_size, shared.num_embeddings)
+        shared = None if EMBEDDING in stored else shared
+    head = checkpoint.build(BlockHead, config, stored, directory, _WHAT, dtype, own or shared, quantise)
+    if config.draft_vocab_size != config.vocab_size:
+        check_target_ids(directory, head.target_ids(), config.vocab_size)
+    return head
+
+
+def block_config(directory: Path) -> BlockConfig:
+    """UsageError or FlowspecError if config.json is missing or unusable; ``own_lm_head`` is set later."""
+    path = directory / "config.json"
+    raw = checkpoint.read_config(directory, _WHAT, blocks=True)
+    if (name := recognise_format(raw)) not in _FORMATS:
+        raise FlowspecError(f"{path}: this is no {' or '.join(_FORMATS)}, but {name or 'no draft head'}")
+    inner = raw.get("transformer_layer_config")
+    if isinstance(inner, dict):
+        fields, settings = inner, _speculators(raw, name == "DSpark")
+        check_config(inner, path)
+    elif "target_layer_ids" in raw:
+        fields, settings = raw, {**_outputs(raw, path), "from_root": True}
+    else:
+        block = raw.get("dflash_config")
+        block = block if isinstance(block, dict) else {}
+        fields, settings = raw, {**_outputs({**raw, **block}, path),
+                                 "from_root": bool(block.get("shift_label")),
+                                 "all_causal": bool(block.get("causal_head")),
+                                 "window_causal": block.get("projector_type") is not None}
+    if (family := fields.get("model_type", "qwen3")) != "qwen3":
+        raise FlowspecError(f"{path}: block drafters with layers of {family!r} are not supported, only of "
+                            "'qwen3'")
+    config = checkpoint.config_of(BlockConfig, fields, directory)
+    own = config.sliding_window
+    config.windows = tuple(own if kind == "sliding_attention" else None for kind in config.layer_types)
+    config.causal = tuple(settings.get("all_causal", False)
+                          or (settings.get("window_causal", False) and window is not None)
+                          for window in config.windows)
+    config.window_from_root = isinstance(inner, dict)
+    config.captured, config.from_root = settings["captured"], settings["from_root"]
+    for key in ("block_size", "mask_token_id"):
+        setattr(config, key, _number(settings.get(key), key, path))
+    config.markov_rank = _number(settings.get("markov_rank") or 0, "markov_rank", path)
+    config.markov_gated = _gated(settings, path) if config.markov_rank else False
+    config.draft_vocab_size = settings.get("draft_vocab_size") or config.vocab_size
+    config.own_lm_head = False
+    _check(config, path)
+    return config
+
+
+def check_layers(directory: Path, config: BlockConfig, layers: int) -> None:
+    """FlowspecError for a state of a layer that the target lacks."""
+    if min(config.captured) < 0 or max(config.captured) > layers:
+        raise FlowspecError(f"{directory / 'config.json'}: the head's states after "
+                            f"{', '.join(map(str, config.captured))} layers reach past the target, which has "
+                            f"{layers} layers; a head works with the target that it was trained for only")
+
+
+def save_block_head(head: BlockHead, directory: Path, dtype: torch.dtype) -> None:
+    """In the form of z-lab and SpecForge, without embeddings and lm_head, which are the target's."""
+    config = head.config
+    facts = config.to_dict()
+    keys = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
+            "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+            "rms_norm_eps", "rope_parameters", "sliding_window", "use_sliding_window", "vocab_size")
+    block: dict[str, Any] = {"mask_token_id": config.mask_token_id, "shift_label": config.from_root,
+                             "target_layer_ids": [depth - 1 for depth in config.captured]}
+    if config.markov_rank:
+        block |= {"projector_type": "dspark", "markov_rank": config.markov_rank,
+                  "markov_head_type": "gated" if config.markov_gated else "vanilla"}
+    if all(config.causal):
+        block["causal_head"] = True
+    written = {"architectures": ["DSparkDraftModel" if config.markov_rank else "DFlashDraftModel"],
+               "model_type": "qwen3", "block_size": config.block_size, "dflash_config": block,
+               "rope_theta": facts["rope_parameters"]["rope_theta"],
+               "torch_dtype": str(dtype).removeprefix("torch."),
+               **{key: facts[key] for key in keys if facts.get(key) is not None}}
+    stored = {name: weight for name, weight in head.state_dict().items() if name != EMBEDDING}
+    checkpoint.write(directory, written, stored, dtype)
+
+
+def _speculators(raw: dict[str, Any], markov: bool) -> dict[str, Any]:
+    """Its layer ids count inputs of layers, as in its EAGLE-3 heads."""
+    ids: Any = raw.get("aux_hidden_state_layer_ids")
+    kept = {key: raw.get(key) for key in ("block_size", "mask_token_id", "draft_vocab_size")}
+    if markov:
+        kept |= {"markov_rank": raw.get("markov_rank", 256),
+                 "markov_head_type": raw.get("markov_head_type", "vanilla")}
+    return {**kept, "captured": tuple(ids) if _are_numbers(ids) else (),
+            "from_root": bool(raw.get("sample_from_anchor", markov)),
+            "window_causal": not raw.get("sliding_window_non_causal", False)}
+
+
+def _outputs(settings: dict[str, Any], path: Path) -> dict[str, Any]:
+    """``captured`` by layer ids that count outputs of layers; -1 is the embeddings."""
+    ids = settings.get("target_layer_ids")
+    if ids is None:
+        count = [_number(settings.get(key), key, path) for key in ("num_target_layers", "num_hidden_layers")]
+        return {**settings, "captured": default_layers(*count)}
+    return {**settings, "captured": tuple(layer + 1 for layer in ids) if _are_numbers(ids) else ()}
+
+
+def default_layers(layers: int, states: int) -> tuple[int, ...]:
+    """z-lab's, of a target with this many: the outputs of layers 1 to L - 3, evenly, or of the middle one."""
+    if states == 1:
+        return (layers // 2 + 1,)
+    return tuple(2 + round(i * (layers - 4) / (states - 1)) for i in range(states))
+
+
+def _are_numbers(ids: Any) -> bool:
+    return isinstance(ids, list) and bool(ids) and all(type(layer) is int for layer in ids)
+
+
+def _number(value: Any, key: str, path: Path) -> int:
+    if type(value) is not int or value < 0:
+        raise FlowspecError(f"{path}: {key} must be a whole number, not {value!r}")
+    return value
+
+
+def _gated(settings: dict[str, Any], path: Path) -> bool:
+    kind = settings.get("markov_head_type", "vanilla")
+    if kind not in ("vanilla", "gated"):
+        raise FlowspecError(f"{path}: a Markov head of the type {kind!r} is not supported, only 'vanilla' "
+                            "and 'gated'")
+    return bool(kind == "gated")
+
+
+def _check(config: BlockConfig, path: Path) -> None:
+    if not config.captured:
+        raise FlowspecError(f"{path}: the list of the target's layers that the head reads is missing")
+    least = 1 if config.from_root else 2
+    if not least <= config.block_size <= _MOST_SLOTS:
+        raise FlowspecError(f"{path}: block_size must be {least} to {_MOST_SLOTS}, not {config.block_size}")
+    for key, value in (("mask_token_id", config.mask_token_id),
+                       ("draft_vocab_size", config.draft_vocab_size - 1)):
+        if value is None or not 0 <= value < config.vocab_size:
+            raise FlowspecError(f"{path}: {key} does not fit into the vocabulary of {config.vocab_size}")
+
+
+def _own_names(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    names = {name: name.removeprefix("logit_head.")
+             for name in stored}
+    return {names[name]: tensor for name, tensor in stored.items() if not names[name].startswith(_NOT_READ)}

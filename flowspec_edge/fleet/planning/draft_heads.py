@@ -1,0 +1,77 @@
+"""What each kind of draft head takes on D0: memory, and the time of a pass, by bytes over bandwidth.
+
+Sizes are those of the usual head of a kind for a target's shape: EAGLE's one layer, a block drafter's five
+over five of the target's states, with blocks of 16 and a Markov head of rank 256.  EAGLE-2 and block heads
+rank by the target's lm_head, which D0 holds anyway; EAGLE-3's own one is over 32,000 tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from torch import nn
+
+from flowspec_edge.device_profile import Profile
+from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
+from flowspec_edge.drafting.checkpoint import on_meta
+from flowspec_edge.fleet.planning.model_size import assumed_head, module_bytes
+from flowspec_edge.fleet.planning.scaling import weight_read_ms
+from flowspec_edge.model.manifest import HeadBits
+from flowspec_edge.stage.quant.schemes import head_scheme
+
+_WIDTH = 2  # bytes of an unpacked value
+_LAYERS, _STATES, _BLOCK, _RANK = 5, 5, 16, 256
+_EAGLE_DEPTHS = 8  # of a tree in the default strategy: a pass for each
+
+
+@dataclass(frozen=True)
+class HeadCost:
+    """kind     of draft model
+    bits      of its matrices and of lm_head
+    memory_mb  10^6 bytes of the head and the target's lm_head, without caches; embeddings stay in their file
+    fits      beside D0's process in the board's memory
+    pass_ms   to read what a pass needs
+    tree_ms   for a tree of eight depths: as many passes of an EAGLE head, one of a block drafter
+    """
+
+    kind: str
+    bits: HeadBits
+    memory_mb: float
+    fits: bool
+    pass_ms: float
+    tree_ms: float
+
+
+def head_costs(config: Any, profile: Profile) -> list[HeadCost]:
+    """For a target of transformers' ``config``, on a D0 of ``profile``, scaled to a model or not."""
+    heads: dict[str, nn.Module] = {"eagle2": assumed_head(config, ["eagle2"]),
+                                   "eagle3": assumed_head(config, ["eagle3"]),
+                                   "dflash": _block(config, 0), "dspark": _block(config, _RANK)}
+    lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+    room = profile.memory.usable_mb - profile.memory.process_mb if profile.memory else float("inf")
+    found = []
+    for kind, head in heads.items():
+        for bits in get_args(HeadBits):
+            scheme, rate = head_scheme(bits), weight_read_ms(profile, bits) / 1e6
+            looked_up = [part for part in head.modules() if isinstance(part, nn.Embedding)]
+            own = module_bytes(head, _WIDTH, scheme)
+            read = own - sum(part.weight.numel() * _WIDTH for part in looked_up)
+            matrix = module_bytes(lm_head, _WIDTH, scheme)
+            embeddings: Any = head.embed_tokens
+            memory = (own - embeddings.weight.numel() * _WIDTH + matrix) / 1e6
+            passed = (read + (0 if kind == "eagle3" else matrix)) * rate
+            found.append(HeadCost(kind, bits, memory, memory <= room, passed,
+                                  passed * (_EAGLE_DEPTHS if kind.startswith("eagle") else 1)))
+    return found
+
+
+def _block(config: Any, rank: int) -> BlockHead:
+    heads = config.num_attention_heads
+    return on_meta(BlockHead, BlockConfig(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=_LAYERS,
+        intermediate_size=getattr(config, "intermediate_size", 4 * config.hidden_size),
+        num_attention_heads=heads, num_key_value_heads=config.num_key_value_heads or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        captured=(1,) * _STATES, block_size=_BLOCK, mask_token_id=0, causal=(False,) * _LAYERS,
+        windows=(None,) * _LAYERS, markov_rank=rank, draft_vocab_size=config.vocab_size))

@@ -1,0 +1,143 @@
+"""Block drafters by their formulas (numpy, float64), and a writer of heads as others publish them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import safetensors.torch
+import torch
+from headkit import Layer
+
+WIDTH, VOCABULARY, MASK = 32, 61, 60
+VARIANTS = {  # options of published_block, for targets of 8 layers or more
+    "z-lab": {"ids": [1, 3, 5]},
+    "z-lab, windows": {"ids": [1, 4], "kinds": ["sliding_attention", "full_attention"], "window": 5},
+    "z-lab, default ids": {"ids": None, "layers": 3},
+    "JetSpec": {"ids": [1, 5], "causal": True},
+    "SpecForge, gated": {"form": "specforge", "ids": [1, 3, 5], "rank": 6, "gated": True, "window": 3,
+                         "kinds": ["full_attention", "sliding_attention"]},
+    "DeepSpec": {"form": "deepspec", "ids": [-1, 1, 3, 4, 5], "rank": 6, "block": 5},
+    "DeepSpec, DFlash": {"form": "deepspec", "ids": [1, 5], "block": 5},
+    "speculators": {"form": "speculators", "ids": [2, 6], "drafted": 20},
+    "speculators, DSpark": {"form": "speculators", "ids": [2, 4, 6], "rank": 6, "drafted": 20, "window": 4,
+                            "kinds": ["full_attention", "sliding_attention"]},
+}
+
+
+def published_block(directory, seed=1, form="zlab", ids=(1, 5), layers=2, block=6, rank=0, gated=False,
+                    causal=False, drafted=None, kinds=None, window=None, width=WIDTH,
+                    vocabulary=VOCABULARY, heads=4, kv_heads=2, **config):
+    """A head as others publish it, written without our code: (facts for :class:`Block`, tensors)."""
+    kinds, drafted = kinds or ["full_attention"] * layers, drafted or vocabulary
+    layer = {"model_type": "qwen3", "hidden_size": width, "intermediate_size": 40, "head_dim": 8,
+             "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+             "rms_norm_eps": 1e-6, "rope_theta": 5e5, "vocab_size": vocabulary,
+             "max_position_embeddings": 512,
+             "layer_types": kinds,
+             "sliding_window": window, "use_sliding_window": window is not None,
+             "tie_word_embeddings": False, "hidden_act": "silu", "torch_dtype": "bfloat16"}
+    markov = {"markov_rank": rank, "markov_head_type": "gated" if gated else "vanilla"}
+    mask = vocabulary - 1
+    captured = [depth + (form != "speculators") for depth in ids] if ids else [2, 4, 6]
+    if form == "deepspec":
+        raw = {**layer, **markov, "architectures": ["Qwen3DSparkModel"], "block_size": block,
+               "mask_token_id": mask, "target_layer_ids": list(ids), "num_anchors": 4,
+               "enable_confidence_head": rank > 0, "confidence_head_with_markov": rank > 0}
+    elif form == "speculators":
+        raw = {"speculators_model_type": "dspark" if rank else "dflash", "transformer_layer_config": layer,
+               "aux_hidden_state_layer_ids": list(ids), "block_size": block, "mask_token_id": mask,
+               "draft_vocab_size": drafted, "sample_from_anchor": rank > 0, **(markov if rank else {})}
+    else:
+        own = {"mask_token_id": mask, **({"target_layer_ids": list(ids)} if ids else {}),
+               **({"causal_head": True} if causal else {}),
+               **({**markov, "projector_type": "dspark"} if rank else {})}
+        raw = {**layer, "architectures": ["DFlashDraftModel"], "block_size": block, "num_target_layers": 8,
+               "dflash_config": own}
+    raw |= config
+    shapes = {"fc.weight": (width, len(captured) * width), "hidden_norm.weight": (width,),
+              "norm.weight": (width,)}
+    for i in range(layers):
+        a = f"layers.{i}."
+        shapes |= {a + "input_layernorm.weight": (width,), a + "post_attention_layernorm.weight": (width,),
+                   a + "self_attn.q_proj.weight": (heads * 8, width), a + "self_attn.q_norm.weight": (8,),
+                   a + "self_attn.k_proj.weight": (kv_heads * 8, width), a + "self_attn.k_norm.weight": (8,),
+                   a + "self_attn.v_proj.weight": (kv_heads * 8, width),
+                   a + "self_attn.o_proj.weight": (width, heads * 8),
+                   a + "mlp.gate_proj.weight": (40, width), a + "mlp.up_proj.weight": (40, width),
+                   a + "mlp.down_proj.weight": (width, 40)}
+    if form in ("deepspec", "speculators"):
+        shapes["lm_head.weight"] = (drafted, width)
+    if form == "deepspec":
+        shapes["embed_tokens.weight"] = (vocabulary, width)
+    if rank:
+        shapes |= {"markov_head.markov_w1.weight": (vocabulary, rank),
+                   "markov_head.markov_w2.weight": (drafted, rank), "confidence_head.proj.bias": (1,),
+                   "confidence_head.proj.weight": (1, width + rank)}
+    if gated:
+        shapes |= {"markov_head.gate_proj.weight": (rank, width + rank),
+                   "markov_head.gate_proj.bias": (rank,)}
+    generator = torch.Generator().manual_seed(seed)
+    weights = {n: torch.randn(s, generator=generator) / (s[-1] ** 0.5 if len(s) == 2 else 1)
+               for n, s in shapes.items()}
+    if drafted < vocabulary:
+        ranked = torch.randperm(vocabulary, generator=generator)[:drafted].sort().values
+        weights["d2t"] = ranked - torch.arange(drafted)
+        weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ranked, True)
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(raw))
+    safetensors.torch.save_file(weights, directory / "model.safetensors")
+    facts = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "block": block, "mask": mask,
+             "captured": captured, "from_root": form == "deepspec" or (form == "speculators" and rank > 0),
+             "windows": [window if kind == "sliding_attention" else None for kind in kinds],
+             "causal": [causal or (form != "zlab" and kind == "sliding_attention") for kind in kinds],
+             "window_from_root": form == "speculators"}
+    return facts, weights
+
+
+class Block:
+    """One row at a time, of tensors by name as float64 arrays; ``embedding``, ``lm_head``: the target's."""
+
+    def __init__(self, facts, weights, embedding, lm_head):
+        self.f = facts
+        self.w = {"embed_tokens.weight": embedding, "lm_head.weight": lm_head, **weights}
+        self.w = {name: tensor.double().numpy() for name, tensor in self.w.items()}
+        self.layers = [Layer(self.w, f"layers.{i}.", facts["heads"], facts["kv_heads"], 1e-6, 5e5)
+                       for i in range(facts["layers"])]
+
+    def outputs(self, states, root):
+        """Of all slots of the block whose root follows the text with these ``states``."""
+        norm, first = self.layers[0].norm, len(states)
+        text = [(norm("hidden_norm", self.w["fc.weight"] @ state), i) for i, state in enumerate(states)]
+        slots = [self.w["embed_tokens.weight"][token]
+                 for token in (root, *[self.f["mask"]] * (self.f["block"] - 1))]
+        for i, layer in enumerate(self.layers):
+            window, causal = self.f["windows"][i], self.f["causal"][i]
+            rows = [(norm(f"layers.{i}.input_layernorm", x), first + j) for j, x in enumerate(slots)]
+            out = []
+            for x, (own, at) in zip(slots, rows, strict=True):
+                seen = [(row, place) for row, place in rows if place != at and not (causal and place > at)]
+                nearest = (first - 1 if self.f["window_from_root"] else at) - (window or 10**6)
+                seen += [(row, place) for row, place in text if place > nearest]
+                x = x + layer.attend([*seen, (own, at)])
+                out.append(x + layer.mlp(norm(f"layers.{i}.post_attention_layernorm", x)))
+            slots = out
+        return [norm("norm", x) for x in slots]
+
+    def logits(self, outputs, depth, token):
+        """Of the children of a node ``depth`` below the root that holds ``token``; None: the block ends."""
+        slot = depth + (not self.f["from_root"])
+        if slot >= self.f["block"]:
+            return None
+        drafted = self.w["lm_head.weight"] @ outputs[slot]
+        if "markov_head.markov_w1.weight" in self.w:
+            before = self.w["markov_head.markov_w1.weight"][token]
+            if "markov_head.gate_proj.weight" in self.w:
+                gate = self.w["markov_head.gate_proj.weight"] @ np.concatenate([outputs[slot], before])
+                before = before / (1 + np.exp(-gate - self.w["markov_head.gate_proj.bias"]))
+            drafted = drafted + self.w["markov_head.markov_w2.weight"] @ before
+        if "d2t" not in self.w:
+            return drafted
+        x = np.full(len(self.w["embed_tokens.weight"]), -np.inf)
+        x[np.arange(len(drafted)) + self.w["d2t"].astype(int)] = drafted
+        return x
