@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from torch import Tensor
 from flowspec_edge.stage.layers import delta_rule
 from flowspec_edge.stage.layers.delta_rule import DeltaRows, Entries, Sight
 from flowspec_edge.util.kernels import HeadNorms
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ROOM = 64  # rows by which the memory for entries grows, at least
 State = tuple[Tensor, Tensor]  # [heads, k, v], and the convolution's last inputs
