@@ -22,7 +22,7 @@ from flowspec_edge.messages import Segment
 from flowspec_edge.sampling.rule import Sampling, scores_from_probabilities
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.parameters import LONGEST_BLOCK, Parameters
-from flowspec_edge.strategies.slot_worth import PlaceOutcomes, SlotWorth
+from flowspec_edge.strategies.slot_worth import SlotWorth
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 from flowspec_edge.tree.acceptance import AcceptanceEstimator
 from flowspec_edge.tree.best_first_tree import BestFirstTree
@@ -78,7 +78,6 @@ class FlowSpecPlus(TreeStrategy):
         self.tree = BestFirstTree(-1, -1, 0, self._estimator)  # until ``start``
         self._text = TextIndex(_LONGEST_RUN, 1)
         self._worth = SlotWorth(pipeline.stages)
-        self._outcomes = PlaceOutcomes() if pipeline.sparse else None
         self._root_is_stale = True  # its expansion did not have its true features
         self._pending_draft: dict[int, Node] = {}  # the nodes of the draft pass in progress, by id
         self._least_sent = 0.0  # probability of the last segment's least likely row; 0: it had room for more
@@ -119,11 +118,7 @@ class FlowSpecPlus(TreeStrategy):
     # ---- sending -----------------------------------------------------------------------
 
     def row_probabilities(self, limit: int) -> Sequence[float]:
-        best = self.best_probabilities(min(limit, self._longest()))
-        if self._outcomes is None:
-            return best
-        root = int(self.tree.root.number < 0)
-        return best[:root] + self._outcomes.corrected(best[root:])
+        return self.best_probabilities(min(limit, self._longest()))
 
     def _longest(self) -> int:
         return self.params.plus_rows or (LONGEST_BLOCK if self._curve() else self.params.segment)
@@ -137,13 +132,7 @@ class FlowSpecPlus(TreeStrategy):
         self.tree.requeue(found[len(nodes) :])
         is_full = nodes and len(nodes) < len(found)
         self._least_sent = self.tree.probability(nodes[-1]) if is_full else 0.0
-        if not root and not nodes:
-            return None
-        worths = [self.tree.probability(node) for node in nodes]
-        segment = self.send(nodes, root)
-        if self._outcomes is not None:
-            self._outcomes.sent(segment, worths)
-        return segment
+        return self.send(nodes, root) if root or nodes else None
 
     def _curve(self) -> bool:
         return self.pipeline.slot_seconds is not None and "curve" not in self._disabled
@@ -159,8 +148,8 @@ class FlowSpecPlus(TreeStrategy):
         if seconds is None or not nodes or not self._curve():
             return len(nodes)
         worths = [self.tree.probability(node) for node in nodes]
-        if self._outcomes is not None:
-            return self._worth.rows(self._outcomes.corrected(worths), seconds, int(root))
+        if self.pipeline.sparse:
+            return self._worth.rows(worths, seconds, int(root))
         gains = np.cumsum([float(root), *worths])
         least, stages = seconds(1), self.pipeline.stages
         rates = [gains[rows] / (least + stages * (seconds(rows + root) - least))

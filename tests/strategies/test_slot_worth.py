@@ -9,8 +9,7 @@ from scripted import ROOT, A, B, Device0
 
 from flowspec_edge.stage.layers.experts import correlated
 from flowspec_edge.strategies.base import Pipeline
-from flowspec_edge.strategies.slot_worth import PlaceOutcomes, SlotWorth
-from flowspec_edge.tree.segment_builder import SegmentBuilder
+from flowspec_edge.strategies.slot_worth import SlotWorth
 
 
 def touching(correlation: float) -> Callable[[int], float]:
@@ -21,7 +20,7 @@ def touching(correlation: float) -> Callable[[int], float]:
 @pytest.mark.parametrize("correlation", [0.0, 0.3, 0.7, 1.0])
 @pytest.mark.parametrize("worths", [[0.9, 0.1, 0.05, 0.01], [0.5, 0.4, 0.3, 0.3], [0.2] * 20])
 def test_a_constant_worth_gives_the_best_fixed_number(correlation: float, worths: list[float]) -> None:
-    """Time beyond one row's counts twice."""
+    """Time beyond one row's counts once per stage."""
     slot, seconds = SlotWorth(2), touching(correlation)
     sent = [slot.rows(worths, seconds) for _ in range(5)]
 
@@ -46,26 +45,6 @@ def test_rows_that_cost_nothing_all_go() -> None:
     assert slot.rows([0.5, 0.001, 0.001], lambda rows: 1.0) == 3
     assert slot.rows([0.5, 0.001, 0.001], lambda rows: 1.0, taken=1) == 3
     assert slot.rows([], lambda rows: 1.0) == 0
-
-
-def test_requests_without_further_rows_follow_one_another() -> None:
-    """Four of plain decoding: together they would leave three of four stages idle."""
-    for alone, sent in ((True, 1), (False, 4)):
-        assert SlotWorth(4).rows([1.0] * 4, touching(0.3), alone=alone) == sent
-
-
-def test_estimates_are_corrected_by_what_came_of_their_place() -> None:
-    """First rows always become text and second ones never; further places are taken for the last known."""
-    outcomes, builder = PlaceOutcomes(), SegmentBuilder(1, 0)
-    for turn in range(20):
-        first = builder.add(5, turn)
-        builder.add(6, turn + 1, first)
-        outcomes.sent(builder.seal(), [0.4, 0.5])
-        builder.commit(first)
-    known = 19  # the newest segment tells of all but its own rows
-    found = outcomes.corrected([0.4, 0.5, 0.3])
-    first_factor, second_factor = (4 + known) / (4 + 0.4 * known), 4 / (4 + 0.5 * (known - 1))
-    assert found == pytest.approx([0.4 * first_factor, 0.5 * second_factor, 0.3 * second_factor])
 
 
 def test_flowspec_plus_asks_it_for_sparse_models_alone() -> None:

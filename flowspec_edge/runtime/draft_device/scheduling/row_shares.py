@@ -41,8 +41,7 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
                   for place, worth in enumerate(offer))[:most]
     if seconds is not None:
         if slot is not None:
-            alone = all(len(offer) == 1 for offer in offers)
-            rows = rows[:slot.rows([-gain for _, gain, _, _ in rows], seconds, taken, alone)]
+            rows = rows[:slot.rows([-gain for _, gain, _, _ in rows], seconds, taken)]
         else:
             gains = gained + np.cumsum([-gain for _, gain, _, _ in rows])
             least = seconds(1)
