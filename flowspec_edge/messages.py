@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_BATCH = 64  # sessions in a Batch
 
 Int32 = NDArray[np.int32]
@@ -43,6 +43,8 @@ class Open:
     parent_session  closed session whose first ``rows`` retained rows this one takes over, numbered from 0
                     and committed; the rest is freed; -1: none
     timed           every stage reports how long it computed each segment (Computed)
+    snapshot        rows of the text with which a later session may begin, although layers with a window or a
+                    state go on: at least ``rows``; 0: none
     """
 
     session: int
@@ -55,6 +57,7 @@ class Open:
     rows: int = 0
     timed: bool = False
     tentative: int = 0
+    snapshot: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,14 @@ VICUNA_SYSTEM = ("A chat between a curious user and an artificial intelligence a
                  "The assistant gives helpful, detailed, and polite answers to the user's questions.")
 
 # End-of-turn tokens of tokenizers' templates, which generation_config.json may not list.
-TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "</s>")
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "</s>")
+_CHANNEL = "<|channel|>"  # in gpt-oss's format (harmony) a turn has several messages, each with an <|end|>
+
+
+def turn_ends(template: str) -> tuple[str, ...]:
+    """The tokens that may end an answer by a Jinja chat template."""
+    return tuple(end for end in _TURN_ENDS
+                 if end in template and not (end == "<|end|>" and _CHANNEL in template))
 
 
 @dataclass(frozen=True)

@@ -45,12 +45,17 @@ WINDOW_SLACK = 64
 SESSIONS = 2  # that stages hold, for each request at once: its own, and a retained prefix
 
 
+def window_text(window: int) -> int:
+    """Rows of its text that a session's layer holds at most: the newest, and a window before a snapshot."""
+    return 2 * (window - 1) + 2 * WINDOW_SLACK
+
+
 def reserved(window: int | None, rows: int, requests: int, tentative: int) -> int:
     """Rows for which a layer has memory whose window has ``window`` rows (None: all), of a cache of ``rows``;
     ``tentative``: uncommitted ones of each of ``requests`` requests at once (0: any number)."""
     if window is None or not requests:
         return rows
-    return min(rows, requests * (SESSIONS * (window - 1 + 2 * WINDOW_SLACK) + tentative))
+    return min(rows, requests * (SESSIONS * window_text(window) + tentative))
 
 
 class PartFile(_Strict):

@@ -10,7 +10,6 @@ from typing import Any
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import (
     BUILT_IN,
-    TURN_ENDS,
     Message,
     Tool,
     ToolFormat,
@@ -18,6 +17,7 @@ from flowspec_edge.model.chat import (
     read_template,
     recognise,
     recognise_tool_format,
+    turn_ends,
 )
 from flowspec_edge.model.grammar import GrammarCompiler
 from flowspec_edge.model.modeldir import ModelDir
@@ -99,8 +99,7 @@ class Tokenizer:
         ends = {self._tokenizer.eos_token_id} - {None}
         special = {str(token): number for number, token in self._tokenizer.added_tokens_decoder.items()
                    if token.special}
-        template = self._jinja or ""
-        return frozenset(ends | {special[end] for end in TURN_ENDS if end in special and end in template})
+        return frozenset(ends | {special[end] for end in turn_ends(self._jinja or "") if end in special})
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
         """``special``: with special tokens."""

@@ -131,6 +131,12 @@ class StageEngine:
             self._memory.give_back(self._end(number))
         inherited = self._take_kept(message)
         cache = self._cache(message, inherited)
+        if message.snapshot:
+            try:
+                cache.snapshot_at(message.snapshot)
+            except ProtocolError:
+                self._memory.give_back(cache)
+                raise
         if not self._sessions:
             self._closed_counters = dict.fromkeys(COUNTERS, 0)
         base = message.rows if inherited else 0

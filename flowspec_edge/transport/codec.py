@@ -60,7 +60,7 @@ _NUMBER = Int(high=2**31)  # of a row, or one past
 FIELDS: dict[type, dict[str, Field]] = {
     m.Open: {**_SESSION, "capacity": Int(low=1), "version": Int(), "concurrent": Ints(), "retained": Ints(),
              "parent_session": Int(low=-1), "rows": Int(), "timed": Bool(),
-             "tentative": Int()},
+             "tentative": Int(), "snapshot": Int()},
     m.Close: {"session": Int(), "retain": Ints()},
     m.Segment: {**_RUN, "first": _NUMBER, "stop": _NUMBER, "base": _NUMBER, "taps": Ints(), "numbers": _ROWS,
                 "positions": _ROWS, "committed": Array("int32", ("c",)),

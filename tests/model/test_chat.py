@@ -10,7 +10,7 @@ from tiny import EOS, tiny_llama, tiny_tokenizer
 from tokenizerkit import save, sentencepiece_style
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import Message, PromptPiece, llama_2, recognise, vicuna
+from flowspec_edge.model.chat import Message, PromptPiece, llama_2, recognise, turn_ends, vicuna
 from flowspec_edge.model.modeldir import ModelDir, resolve_model
 from flowspec_edge.model.text import Tokenizer
 
@@ -165,6 +165,12 @@ def test_the_tokenizers_own_template_comes_first(model: Path) -> None:
     other = Tokenizer(found, "llama-2")
     assert own.decode(other.chat(ASK)) == f"{EOS}[INST] Who are you? [/INST]"  # its <s> is its <eos>
     assert other.chat_stop_ids == {0}
+
+
+def test_a_message_that_ends_is_not_always_the_turn() -> None:
+    """In gpt-oss's format the answer comes after the reasoning's end."""
+    assert turn_ends("<|user|>{{ text }}<|end|>") == ("<|end|>",)
+    assert turn_ends("<|start|>assistant<|channel|>final<|message|>{{ text }}<|end|>") == ()
 
 
 def test_without_a_template_one_line_names_the_choices(model: Path) -> None:

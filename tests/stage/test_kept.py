@@ -66,7 +66,8 @@ def oracle_of(model: Path) -> Oracle:
 
 @st.composite
 def plays(draw: st.DrawFn, kinds: list[CacheKind]) -> tuple[list[Step], dict[int, Story]]:
-    """A session that is closed and leaves rows, one that begins with some of them, one beside both.
+    """A session that is closed and leaves rows, one that begins with some of them, one beside both.  The
+    first and the second have a snapshot somewhere, or none.
 
     The Close comes at any moment after the outputs of the rows to be kept, also between the layers of
     a segment of that very session, which may share its pass with one of the session beside it.
@@ -76,7 +77,8 @@ def plays(draw: st.DrawFn, kinds: list[CacheKind]) -> tuple[list[Step], dict[int
     seen = {number for segment in first.segments[:last] for number in segment.numbers.tolist()}
     text = first.book.committed
     kept = text[: next((i for i, number in enumerate(text) if number not in seen), len(text))]
-    cuts = [reusable(kinds, len(text), wanted) for wanted in range(len(kept) + 1)]
+    snapshot = draw(st.integers(0, len(text)))
+    cuts = [reusable(kinds, len(text), wanted, snapshot) for wanted in range(len(kept) + 1)]
     assume(any(cuts))
     rows = draw(st.sampled_from(sorted({*cuts} - {0})))
     kept = kept[: draw(st.sampled_from([n for n in range(rows, len(kept) + 1) if cuts[n]]))]
@@ -94,9 +96,10 @@ def plays(draw: st.DrawFn, kinds: list[CacheKind]) -> tuple[list[Step], dict[int
         closing = st.sampled_from(inside) | closing
     closed = draw(closing)
     opened = draw(st.integers(closed, max(closed, start * SLOTS)))
-    moments[0] += [Open(1, 0, 64), Open(2, 0, 64, concurrent=(1,))]
+    moments[0] += [Open(1, 0, 64, snapshot=snapshot), Open(2, 0, 64, concurrent=(1,))]
     moments[closed].append(Close(1, tuple(kept)))
-    moments[opened].append(Open(3, 0, 80, concurrent=(2,), parent_session=1, rows=rows))
+    moments[opened].append(Open(3, 0, 80, concurrent=(2,), parent_session=1, rows=rows,
+                                snapshot=draw(st.sampled_from([0, rows, rows + 3]))))
     for story, since in ((first, 0), (beside, 0), (second, opened)):
         for prune in story.prunes:
             moments[draw(st.integers(since, len(moments) - 1))].append(prune)

@@ -20,7 +20,7 @@ from flowspec_edge.stage.shard import load_shard
 
 WINDOW, LAYERS, REQUESTS, CHUNK, TEXT = 7, 4, 1, 32, 400
 LONG = 240  # rows, more than a window's layers hold and a segment
-HELD = WINDOW - 1 + 2 * WINDOW_SLACK  # of the text, at most
+HELD = 2 * (WINDOW - 1) + 2 * WINDOW_SLACK  # of the text, at most
 ROWS = TEXT + CHUNK
 ROW = 2 * 2 * 16 * 4  # bytes in a layer: key and value, kv heads, head_dim, fp32
 
@@ -30,6 +30,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = family_model("gpt-oss", tmp_path_factory.mktemp("windows") / "target", layers=LAYERS)
     (path / "tokenizer.json").write_text("{}")
     return path
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> Oracle:
+    return Oracle(model)
 
 
 def test_memory_is_what_the_plan_says(model: Path, tmp_path: Path) -> None:
@@ -42,12 +47,14 @@ def test_memory_is_what_the_plan_says(model: Path, tmp_path: Path) -> None:
     assert manifest.part(stage_part(0)).cache_bytes(ROWS) == LAYERS * ROW * ROWS
 
 
-def test_a_long_text_stays_within_it(model: Path) -> None:
+@pytest.mark.parametrize(("snapshot", "rows"), [(0, LONG - WINDOW_SLACK), (120, 120),
+                                                (120, LONG - WINDOW_SLACK), (3, 3)])
+def test_a_long_text_stays_within_it(model: Path, oracle: Oracle, snapshot: int, rows: int) -> None:
     """A text, its retained prefix and the session that goes on from it, against transformers."""
-    oracle, tokens = Oracle(model), random_tokens(LONG, VOCAB, seed=6)
+    tokens = random_tokens(LONG, VOCAB, seed=6)
     engine = StageEngine(load_shard(model, 0, 1, "fp32"), ROWS, REQUESTS, CHUNK)
     reserved, book = engine.cache_bytes, Book()
-    engine.open(Open(1, 0, ROWS, tentative=CHUNK))
+    engine.open(Open(1, 0, ROWS, tentative=CHUNK, snapshot=snapshot))
     for lo in range(0, LONG, CHUNK):
         output = through([engine], book.text(tokens[lo : lo + CHUNK]))[1]
         cache = engine.cache_of(1)
@@ -58,7 +65,7 @@ def test_a_long_text_stays_within_it(model: Path) -> None:
             assert len(part) <= (HELD + CHUNK if kind.window else LONG)
     assert_rows(output, book, oracle)
     engine.close(Close(1, tuple(range(LONG))))
-    assert_goes_on(engine, oracle, tokens, LONG - WINDOW_SLACK)
+    assert_goes_on(engine, oracle, tokens, rows)
     assert engine.cache_bytes == reserved
 
 
@@ -76,7 +83,7 @@ def assert_goes_on(engine: StageEngine, oracle: Oracle, tokens: list[int], rows:
 
 def test_a_text_that_is_cut_too_short_is_refused(model: Path) -> None:
     engine = StageEngine(load_shard(model, 0, 1, "fp32"))
-    engine.open(Open(1, 0, ROWS, tentative=CHUNK))
+    engine.open(Open(1, 0, ROWS, tentative=CHUNK, snapshot=99))
     book = Book()
     for lo in range(0, 320, CHUNK):
         through([engine], book.text(random_tokens(CHUNK, VOCAB, seed=lo)))
@@ -86,10 +93,20 @@ def test_a_text_that_is_cut_too_short_is_refused(model: Path) -> None:
     assert engine.kept == {}
 
 
+def test_a_snapshot_of_what_is_gone_is_refused(model: Path) -> None:
+    engine, book = StageEngine(load_shard(model, 0, 1, "fp32")), Book()
+    engine.open(Open(1, 0, ROWS, tentative=CHUNK))
+    through([engine], book.text(random_tokens(40, VOCAB, seed=1)))
+    engine.close(Close(1, tuple(range(40))))
+    with pytest.raises(ProtocolError, match="snapshot after 29 rows comes too late for a text of 30"):
+        engine.open(Open(2, 0, ROWS, tentative=CHUNK, parent_session=1, rows=30, snapshot=29))
+    assert engine.kept == {}
+    assert engine.sessions == ()
+
+
 @torch.inference_mode()
-def test_rows_far_in_number_are_near_in_position(model: Path) -> None:
+def test_rows_far_in_number_are_near_in_position(model: Path, oracle: Oracle) -> None:
     """The children of one row, as many as the window is wide, are all a position behind it."""
-    oracle = Oracle(model)
     engine, book = StageEngine(load_shard(model, 0, 1, "fp32")), Book()
     engine.open(Open(1, 0, 128))
     through([engine], book.text(random_tokens(20, VOCAB, seed=1)))

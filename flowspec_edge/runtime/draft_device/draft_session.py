@@ -45,6 +45,10 @@ class DraftPass:
 
 Task = Verify | DraftPass
 
+# A chat's next turn may differ from the prompt's last tokens on, because they begin an answer whose reasoning
+# the template leaves out.  So few rows take as long as one (Params.segment).
+_BEFORE_ANSWER = 16
+
 
 class DraftSession:
     def __init__(self, request: Request, make: Callable[[SegmentBuilder], Strategy], drafter: Drafter | None,
@@ -97,7 +101,7 @@ class DraftSession:
         stages = self.strategy.pipeline.stages
         return Open(self.builder.session, self.builder.epoch, session_rows(self.request, stages),
                     parent_session=self._parent_session, rows=self._cached_rows,
-                    tentative=tentative_rows(self.request.params, stages))
+                    tentative=tentative_rows(self.request.params, stages), snapshot=self.snapshot)
 
     def controls(self) -> list[Prune | Cancel]:
         return [] if self._prompt_left else self.strategy.controls()
@@ -295,6 +299,11 @@ class DraftSession:
     def retainable_rows(self) -> tuple[list[int], list[int]]:
         """Return numbers and tokens of the text's rows that have come back: every stage has these."""
         return self._chain, self._read[: len(self._chain)]
+
+    @property
+    def snapshot(self) -> int:
+        """Rows of the text at which stages keep a snapshot: a little before the prompt's end."""
+        return max(self._cached_rows, len(self._text) - _BEFORE_ANSWER)
 
     @property
     def text_rows(self) -> int:

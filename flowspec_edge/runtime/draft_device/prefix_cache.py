@@ -4,7 +4,8 @@ A request whose prompt starts with a retained text takes over its rows, so they 
 Eviction is least recently retained first. Row counts are the same for all stages.
 
 A prefix can be cut only where every kind of layer can go on: one with a window or a state does not hold the
-whole text (``stage.layers.kinds.reusable``).
+whole text (``stage.layers.kinds.reusable``).  They keep a snapshot of the prompt's end, at which a chat goes
+on whose template leaves out what the model reasoned.
 """
 
 from __future__ import annotations
@@ -25,15 +26,18 @@ from flowspec_edge.stage.layers.stage_cache import CacheKind
 
 # Fewer rows save no time: a segment of this many takes as long as a single row (Params.segment).
 MIN_ROWS = 16
-# Do not give up a long chat's rows to a request that shares only its system prompt.
+# Do not give up a long chat's rows to a request that shares only its system prompt: neither so many of all
+# rows, nor the prompt but for tokens that a template puts behind the beginning of the newest answer alone.
 MIN_SHARE = 0.5
+_NEWEST_ANSWER = 4
 
 
 @dataclass(frozen=True, eq=False)
 class CachedPrefix:
     """The retained rows of an ended session: ``tokens`` int32 [rows], all read by ``drafter``.
 
-    text  rows of its text that a stage may have had when it ended, at least as many
+    text      rows of its text that a stage may have had when it ended, at least as many
+    snapshot  rows of its prompt after which the stages kept a snapshot
     """
 
     session: int
@@ -41,6 +45,7 @@ class CachedPrefix:
     request: Request
     drafter: Drafter | None
     text: int
+    snapshot: int
 
     def shared_with(self, prompt: Sequence[int]) -> int:
         length = min(len(self.tokens), len(prompt))
@@ -64,7 +69,7 @@ class PrefixCache:
         """``limit``: rows at a time; None: no limit, and no rows are retained."""
         self._limit = limit
         self._most: int | None = None
-        self._reusable: Callable[[int, int], int] = lambda text, wanted: wanted
+        self._reusable: Callable[[int, int, int], int] = lambda text, wanted, snapshot: wanted
         self._open: dict[int, int] = {}  # capacities by session
         self._retained: dict[int, CachedPrefix] = {}  # by session, the oldest first
 
@@ -92,9 +97,11 @@ class PrefixCache:
         row less than prompt and prefix share, so that one is left to compute."""
         best: PrefixHit | None = None
         for prefix in self._retained.values():
-            rows = self._reusable(prefix.text, prefix.shared_with(prompt) - 1)
-            enough = rows >= MIN_ROWS and rows >= MIN_SHARE * len(prefix.tokens)
-            if enough and (best is None or rows >= best.rows) and usable(prefix):
+            shared = prefix.shared_with(prompt)
+            rows = self._reusable(prefix.text, shared - 1, prefix.snapshot)
+            enough = (rows >= MIN_SHARE * len(prefix.tokens)
+                      or shared >= len(prefix.request.prompt) - _NEWEST_ANSWER)
+            if enough and rows >= MIN_ROWS and (best is None or rows >= best.rows) and usable(prefix):
                 best = PrefixHit(prefix, rows)
         return best
 
@@ -115,14 +122,15 @@ class PrefixCache:
         drafter = draft_session.drafter
         del self._open[session]
         numbers, tokens = draft_session.retainable_rows()
-        if self._limit is None or self._reusable(draft_session.text_rows, len(numbers)) <= MIN_ROWS:
+        text, snapshot = draft_session.text_rows, draft_session.snapshot
+        if self._limit is None or self._reusable(text, len(numbers), snapshot) <= MIN_ROWS:
             return ()
         # Also frees what the drafter holds beyond the text.
         if drafter and not drafter.rewind(len(numbers), request.sampling, request.params.rank,
                                           request.params.tau):
             return ()
         self._retained[session] = CachedPrefix(session, np.array(tokens, dtype=np.int32), request, drafter,
-                                               draft_session.text_rows)
+                                               text, snapshot)
         return tuple(numbers)
 
     def drop(self, session: int) -> None:

@@ -44,9 +44,8 @@ class KeysValues:
     def reserved(self, rows: int, requests: int, tentative: int) -> int:
         return reserved(self.window, rows, requests, tentative)
 
-    def reusable(self, text: int, wanted: int) -> int:
-        """Rows, at most ``wanted``, from which a session can go on whose text has ``text`` rows."""
-        return wanted if self.window is None else window_reusable(self.window, text, wanted)
+    def reusable(self, text: int, wanted: int, snapshot: int) -> int:
+        return wanted if self.window is None else window_reusable(self.window, text, wanted, snapshot)
 
     def arena(self, layers: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int) -> KVArena:
         return KVArena(layers, self.kv_heads, self.head_dim, dtype, device, self.kept_in, rows, self.window)
@@ -90,9 +89,10 @@ def by_kind(kinds: Iterable[CacheKind], first: int = 0) -> dict[CacheKind, list[
     return found
 
 
-def reusable(kinds: Iterable[CacheKind], text: int, wanted: int) -> int:
-    """Rows, at most ``wanted``, from which every kind's layers can go on if the text has ``text`` rows."""
+def reusable(kinds: Iterable[CacheKind], text: int, wanted: int, snapshot: int = 0) -> int:
+    """Rows, at most ``wanted``, from which every kind's layers can go on if the text has ``text`` rows and a
+    snapshot was taken after ``snapshot`` (0: none)."""
     distinct, rows = set(kinds), wanted
-    while (fewer := min((kind.reusable(text, rows) for kind in distinct), default=rows)) < rows:
+    while (fewer := min((kind.reusable(text, rows, snapshot) for kind in distinct), default=rows)) < rows:
         rows = fewer
     return rows

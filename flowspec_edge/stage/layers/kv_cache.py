@@ -7,6 +7,7 @@
 
 Layers with a window hold the committed rows that a later row may see, ``SLACK`` more, so that a text can be
 cut that much shorter, and at most ``SLACK`` beyond, so that rows seldom move; and every uncommitted row.
+They also go on holding the window before one place in the text, the *snapshot*, which a session may begin at.
 
 An allocation on a board takes long, because the system clears the pages and the device is waited for, and it
 fragments the memory that GPU and system share.  So a stage allocates all rows before its first session, and
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Int32
-from flowspec_edge.model.manifest import WINDOW_SLACK, CacheBits
+from flowspec_edge.model.manifest import WINDOW_SLACK, CacheBits, window_text
 from flowspec_edge.util.tensors import to_device
 from flowspec_edge.util.torchdevice import release
 
@@ -139,6 +140,8 @@ class KVCache:
         self.capacity = capacity
         self.first = 0
         self._arena = arena
+        self._snapshot = 0  # rows of text, the last of which a window keeps
+        self._apart = 0  # of these, rows that it keeps in the first slots, because others behind them went
         self._length = 0
         self._reserved = 0  # rows of the pass that may be under way
 
@@ -148,16 +151,21 @@ class KVCache:
     @property
     def occupied(self) -> int:
         """Slots that hold rows, or may hold those of a pass."""
-        return min(self.capacity, self._length + self._reserved)
+        return min(self.capacity, self._apart + self._length + self._reserved)
+
+    @property
+    def _begin(self) -> int:
+        """The first row's slot in the arena."""
+        return self.start + self._apart
 
     def rows(self) -> dict[int, Tensor]:
         """Keys and values by layer: views [2, len, kv_heads, head_dim]."""
-        return {layer: self._arena.layers[i][:, self.start : self.start + self._length]
+        return {layer: self._arena.layers[i][:, self._begin : self._begin + self._length]
                 for layer, i in self._arena.index.items()}
 
     def reserve(self, rows: int) -> None:
         """Before a pass of ``rows`` rows.  FlowspecError unless they fit."""
-        if self._length + rows > self.capacity:
+        if self._apart + self._length + rows > self.capacity:
             raise FlowspecError(f"KV cache is full: {self._length} rows held, {rows} more to come, "
                                 f"capacity {self.capacity}: shorten the request or raise the capacity")
         self._reserved = rows
@@ -181,7 +189,7 @@ class KVCache:
     def _held(self, layer_idx: int, new: int) -> Tensor:
         """The layer's rows, and slots for ``new`` rows."""
         layer = self._arena.layers[self._arena.index[layer_idx]]
-        return layer.narrow(1, self.start, self._length + new)
+        return layer.narrow(1, self._begin, self._length + new)
 
     def append(self, rows: int) -> None:
         """Add the rows that every layer has just written."""
@@ -196,38 +204,73 @@ class KVCache:
         source = first + np.flatnonzero(mask[first:])
         length = first + len(source)
         if len(source):
-            slots = to_device(torch.from_numpy(self.start + source), self._arena.device)
+            slots = to_device(torch.from_numpy(self._begin + source), self._arena.device)
             for layer in self._arena.layers:
-                layer[:, self.start + first : self.start + length] = layer.index_select(1, slots)
+                layer[:, self._begin + first : self._begin + length] = layer.index_select(1, slots)
         self._length = length
 
     @torch.inference_mode()
     def commit(self, rows: int) -> None:
         """The session's first ``rows`` rows are text: a window drops those that no later row sees."""
-        window, start = self._arena.window, self.start
+        window = self._arena.window
         if window is None or rows - self.first <= window - 1 + 2 * SLACK:
             return
-        dropped = rows - self.first - (window - 1 + SLACK)
-        self._arena.move([(start + lo + dropped, start + lo, min(_MOVED, self._length - dropped - lo))
-                          for lo in range(0, self._length - dropped, _MOVED)])
-        self.first += dropped
+        first, oldest = rows - (window - 1 + SLACK), max(0, self._snapshot - (window - 1))
+        if self._apart or not self._snapshot:
+            self._drop(first)
+        elif first < self._snapshot:
+            self._drop(min(first, oldest))
+        else:
+            self._drop(oldest)
+            self._apart = self._snapshot - oldest
+            self.first += self._apart
+            self._length -= self._apart
+            self._drop(first)
+
+    def _drop(self, first: int) -> None:
+        """The rows before ``first``, if it holds any."""
+        dropped = first - self.first
+        if dropped <= 0:
+            return
+        self._shift(self._begin + dropped, self._begin, self._length - dropped)
+        self.first = first
         self._length -= dropped
+
+    def _shift(self, source: int, target: int, rows: int) -> None:
+        """In all layers, to lower slots."""
+        self._arena.move([(source + lo, target + lo, min(_MOVED, rows - lo))
+                          for lo in range(0, rows, _MOVED)])
 
     def retain(self, rows: int) -> None:
         """All rows are text, ``rows`` of them, and no more are to come."""
-        if rows < self.first:
+        if rows < self.first and not self._apart:
             raise ProtocolError(f"a text cannot be cut behind {rows} rows: layers with a window hold those "
                                 f"from row {self.first} on")
         self.commit(rows)
         self._reserved = 0
-        self.capacity = self._length
+        self.capacity = self._apart + self._length
 
+    @torch.inference_mode()
     def truncate(self, rows: int) -> None:
         """ProtocolError if a window has dropped rows that the next one sees."""
+        if self._apart and rows == self._snapshot:
+            self.first, self._length = rows - self._apart, self._apart
+        else:
+            self._check(rows)
+            self._length = rows - self.first
+            self._shift(self._begin, self.start, self._length if self._apart else 0)
+        self._apart = self._snapshot = 0
+
+    def snapshot_at(self, rows: int) -> None:
+        """ProtocolError as for ``truncate``."""
+        if self._arena.window is not None:
+            self._check(rows)
+            self._snapshot = rows
+
+    def _check(self, rows: int) -> None:
         if self.first and rows < self.first + (self._arena.window or 1) - 1:
             raise ProtocolError(f"a session cannot begin with {rows} rows of a text of which layers with a "
                                 f"window hold the rows from {self.first} on")
-        self._length = rows - self.first
 
     @torch.inference_mode()
     def fill(self, rows: int) -> None:
@@ -248,12 +291,15 @@ class KVCache:
 
 def window_rows(window: int, tentative: int) -> int:
     """Rows that a session's cache holds at most, ``tentative`` of them uncommitted or in one segment."""
-    return window - 1 + 2 * SLACK + tentative
+    return window_text(window) + tentative
 
 
-def window_reusable(window: int, text: int, wanted: int) -> int:
-    """``wanted`` if a cache that has up to ``text`` rows of a text can surely be cut to as many, else 0."""
-    return wanted if text <= window - 1 + 2 * SLACK or text - wanted <= SLACK else 0
+def window_reusable(window: int, text: int, wanted: int, snapshot: int) -> int:
+    """The most rows, up to ``wanted``, to which a cache that has up to ``text`` rows of a text can surely be
+    cut; 0: none."""
+    if text <= window - 1 + 2 * SLACK or text - wanted <= SLACK:
+        return wanted
+    return snapshot if snapshot <= wanted else 0
 
 
 class Int8KVCache(KVCache):

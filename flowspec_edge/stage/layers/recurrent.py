@@ -6,7 +6,7 @@ fold at once, since reading and writing a state costs as much as many entries do
 that never becomes entries: a pass computes the states behind it, and ``append`` takes them.
 
 A session that takes over another text begins at a snapshot: the states after each ``GRID`` rows of it,
-of which the newest few are kept.
+of which the newest few are kept, or after the rows for which its session asked for one.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GatedDelta(DeltaShape):
         """That a session takes in a layer, its snapshots included, unless very late prunes leave more
         entries."""
         entries = min(tentative, _EXPECTED) + 2 * AT_ONCE
-        return (1 + _KEPT) * self.state_bytes(width) + entries * self.entry_bytes(width)
+        return (2 + _KEPT) * self.state_bytes(width) + entries * self.entry_bytes(width)
 
     def request_bytes(self, width: int) -> int:
         """In a layer, for each request at once: its session, and the snapshots of texts that were retained.
@@ -77,10 +77,10 @@ class GatedDelta(DeltaShape):
         """Entries of a session of ``capacity`` rows, ``tentative`` of them uncommitted."""
         return min(capacity, tentative) + 2 * AT_ONCE
 
-    def reusable(self, text: int, wanted: int) -> int:
-        """Rows, at most ``wanted``, from which a session can go on whose text has ``text`` rows."""
+    def reusable(self, text: int, wanted: int, snapshot: int) -> int:
         rows = wanted // GRID * GRID
-        return rows if rows // GRID > text // GRID - REUSABLE else 0
+        return max(rows if rows // GRID > text // GRID - REUSABLE else 0,
+                   snapshot if snapshot <= wanted else 0)
 
     def arena(self, layers: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int
               ) -> RecurrentArena:
@@ -164,6 +164,7 @@ class RecurrentCache:
         self._text: tuple[int, ...] = ()  # of the pass
         self.layers = {layer: RecurrentLayer(kind, dtype, device) for layer in layers}
         self._snapshots: dict[int, list[State]] = {}  # of all layers, by rows of text, the oldest first
+        self._snapshot = 0  # rows of text after which one is kept beside those of the grid
 
     def __len__(self) -> int:
         return self._length
@@ -187,8 +188,8 @@ class RecurrentCache:
             text = 0
         else:
             self._fold(self.first + self._length)
-            ends = range(GRID - self.first % GRID, text, GRID)
-            self._text = (*ends, text)
+            ends = {*range(GRID - self.first % GRID, text, GRID), self._snapshot - self.first, text}
+            self._text = tuple(sorted(end for end in ends if 0 < end <= text))
         seen = mask[text:, self.first + text:]
         if self._length + len(seen) > self.capacity:
             raise FlowspecError(f"recurrent layers hold {self._length} rows that are not folded, {len(seen)} "
@@ -232,6 +233,8 @@ class RecurrentCache:
     def _fold(self, rows: int) -> None:
         while self.first < rows:
             end = min(rows, (self.first // GRID + 1) * GRID)
+            if self.first < self._snapshot:
+                end = min(end, self._snapshot)
             for layer in self.layers.values():
                 layer.fold(end - self.first)
             self._length -= end - self.first
@@ -239,10 +242,13 @@ class RecurrentCache:
 
     def _folded(self, rows: int) -> None:
         self.first = rows
-        if rows % GRID == 0:
+        if rows % GRID == 0 or rows == self._snapshot:
             self._snapshots[rows] = [layer.snapshot() for layer in self.layers.values()]
-            for oldest in list(self._snapshots)[:-_KEPT]:
+            for oldest in [at for at in self._snapshots if at != self._snapshot][:-_KEPT]:
                 del self._snapshots[oldest]
+
+    def snapshot_at(self, rows: int) -> None:
+        self._snapshot = rows
 
     @torch.inference_mode()
     def retain(self, rows: int) -> None:
@@ -261,7 +267,7 @@ class RecurrentCache:
         self._snapshots = {at: states for at, states in self._snapshots.items() if at <= rows}
         for layer, state in zip(self.layers.values(), self._snapshots[rows], strict=True):
             layer.restore(state)
-        self.first, self._length = rows, 0
+        self.first, self._length, self._snapshot = rows, 0, 0
 
     def fill(self, rows: int) -> None:
         self.first = rows

@@ -59,6 +59,10 @@ class LayerCache(Protocol):
         """Only the first ``rows`` rows of the text, as many as its kind's ``reusable`` permits.
         ProtocolError for others."""
 
+    def snapshot_at(self, rows: int) -> None:
+        """Keep what a session needs that begins with the text's first ``rows`` rows, however far this one
+        goes; no more rows than these are text yet.  ProtocolError if that is gone already."""
+
     def fill(self, rows: int) -> None:
         """An empty cache as a text of ``rows`` rows leaves it, which are zeros."""
 
@@ -103,8 +107,9 @@ class CacheKind(Hashable, Protocol):
         """Rows for which a stage has memory whose caches hold ``rows``, of ``requests`` requests at once (0:
         any number) with ``tentative`` uncommitted rows each."""
 
-    def reusable(self, text: int, wanted: int) -> int:
-        """Rows, at most ``wanted``, from which a session can go on whose text has ``text`` rows."""
+    def reusable(self, text: int, wanted: int, snapshot: int) -> int:
+        """The most rows, up to ``wanted``, from which a session can go on whose text has ``text`` rows and a
+        snapshot after ``snapshot`` of them; 0: none."""
 
     def arena(self, layers: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int) -> LayerArena:
         """Memory for ``rows`` rows of ``layers``, indexes in the whole model."""
@@ -216,6 +221,13 @@ class StageCache:
         for part in self.parts:
             part.retain(self._length)
         self.renumber(self._length)
+
+    def snapshot_at(self, rows: int) -> None:
+        """A later session is to begin with the text's first ``rows`` rows.  ProtocolError if it cannot."""
+        if rows < self.committed:
+            raise ProtocolError(f"a snapshot after {rows} rows comes too late for a text of {self.committed}")
+        for part in self.parts:
+            part.snapshot_at(rows)
 
     def renumber(self, capacity: int) -> None:
         """The rows from 0, with room for ``capacity``, which the memory has."""

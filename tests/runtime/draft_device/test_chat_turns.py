@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stagekit import through
+from familykit import VOCAB, family_dir
+from stagekit import random_tokens, through
 from tiny_dir import tiny_eagle3
 
 from flowspec_edge.messages import Cancel, Close, Credit, Prune, Segment
@@ -23,6 +24,7 @@ from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.layers import kv_cache
 from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
@@ -78,6 +80,7 @@ class Direct:
     def __init__(self, model: Path, limit: int | None = 10_000) -> None:
         self.pool = PrefixCache(limit)
         self.device0 = _draft_models(model)
+        self.pool.suit(self.device0.kinds, 2)
         self.engines = [StageEngine(shard) for shard in _shards(model)]
         self.session = 0
 
@@ -180,6 +183,22 @@ def test_one_that_goes_away_leaves_what_was_read(model: Path) -> None:
     assert (result.tokens, result.stats.reused) == (expected, 30)
     assert cluster.answer(request, leave_after=5).stats.reused == 47  # never the whole prompt
     assert cluster.answer(request).tokens == expected
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "qwen3.5"])
+def test_a_chat_that_leaves_its_reasoning_out(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                              ) -> None:
+    """Layers with a window, or a state, go on a little before the last prompt's end."""
+    monkeypatch.setattr(kv_cache, "SLACK", 2)
+    path = family_dir(family, tmp_path / family)
+    cluster, history, reused = Direct(path), random_tokens(40, VOCAB, 1), []
+    for turn in range(3):
+        request, expected = asked(path, history, "flowspec", "own", SAMPLINGS[0], 24)
+        result = cluster.answer(request)
+        assert result.tokens == expected, turn
+        reused.append(result.stats.reused)
+        history = [*history, *random_tokens(20, VOCAB, 2 + turn)]
+    assert reused == [0, 40 - 16, 60 - 16]
 
 
 def test_what_is_not_taken_over(model: Path) -> None:

@@ -134,6 +134,7 @@ def test_layers_with_a_window_limit_where_a_text_is_cut() -> None:
             hit = pool.find([*text[: shared + 1], -1], lambda _: True)
             assert (hit.rows if hit else 0) == (rows if 2 * rows >= length - 1 else 0)
     assert reusable(kinds, 1000, 1000 - SLACK - 1) == 0
+    assert [reusable(kinds, 1000, rows, 500) for rows in (499, 500, 900, 940)] == [0, 500, 500, 940]
 
 
 def test_windows_limit_how_many_prefixes_stay() -> None:

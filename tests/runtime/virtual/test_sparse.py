@@ -9,8 +9,10 @@ import pytest
 from familykit import SMALL, family_dir, generated
 
 from flowspec_edge.device_profile import StageCurve, load_profile
+from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.layers.experts import independent
 from flowspec_edge.strategies.registry import STRATEGIES
 
@@ -43,6 +45,15 @@ def expected(model: Path) -> list[int]:
 def test_tokens_are_those_of_generate(models: dict[str, Path], family: str, name: str) -> None:
     request = Request(PROMPT, name, NEW, params=SMALL)
     assert cluster(models[family], STAGES[family]).generate(request).tokens == expected(models[family])
+
+
+@pytest.mark.parametrize(("stages", "name"), [(2, "flowspec_plus"), (2, "pipedec"), (3, "flowspec"),
+                                              (3, "pipeinfer")])
+def test_sampled_tokens_are_plain_decodings(models: dict[str, Path], stages: int, name: str) -> None:
+    model, sampling = models["gpt-oss"], Sampling(1.0, seed=3)
+    tokens, _ = PlainDecoder(model).generate(PROMPT, NEW, sampling)
+    request = Request(PROMPT, name, NEW, sampling, SMALL)
+    assert cluster(model, stages).generate(request).tokens == tokens
 
 
 def test_passes_are_charged_by_what_they_touched(models: dict[str, Path]) -> None:
