@@ -22,7 +22,7 @@ from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers import recurrent
 from flowspec_edge.stage.layers.kinds import reusable
-from flowspec_edge.stage.layers.recurrent import RecurrentArena, RecurrentCache
+from flowspec_edge.stage.layers.recurrent import GatedDelta, RecurrentArena, RecurrentCache
 from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.util.tensors import to_torch
@@ -108,27 +108,33 @@ def test_shards_of_it_in_4_bits(sparse: Path, tmp_path: Path) -> None:
 
 def test_the_manifest_counts_what_a_request_holds(sparse: Path, tmp_path: Path,
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """A session with a long text and 240 rows in flight beside a retained text."""
+    """A session with a long text and 240 rows in flight beside a retained text, which keeps two snapshots of
+    the grid and one near the prompt's end."""
     monkeypatch.setattr(recurrent, "GRID", 32)
     whole = published(sparse, tmp_path / "whole")
     part = cut(whole, tmp_path / "out", dtype="int4", stages=1).part("stage-1")
     [engine] = engines(tmp_path / "out", 1, "bf16", capacity=512)
+    states = sum(kind.state_bytes(2) for kind in engine.shard.kinds if isinstance(kind, GatedDelta))
     text = random_tokens(100, VOCAB, seed=6)
     for session in (1, 2):
-        engine.open(Open(session, 1, 512, retained=(1,)))
+        engine.open(Open(session, 1, 512, retained=(1,), snapshot=84))
         book = Book(session, epoch=1)
         for start in (0, 50):
             through([engine], book.text(text[start : start + 50]))
         if session == 1:
             engine.close(Close(1, tuple(range(100))))
+            assert state_memory(engine) // states == 3
     below = book.committed[-1]
     for start in range(0, 240, 16):
         leaves = [book.add(token, below) for token in random_tokens(16, VOCAB, seed=start)]
         through([engine], book.builder.seal())
         below = leaves[-1]
-    held = sum(arena.nbytes for arena in engine._memory.arenas.values() if isinstance(arena, RecurrentArena))
-    assert part.states * 0.85 <= held <= part.states
+    assert part.states * 0.85 <= state_memory(engine) <= part.states
     assert part.cache_bytes(1000, 2) == 1000 * part.row_bytes + 2 * part.states
+
+
+def state_memory(engine: StageEngine) -> int:
+    return sum(arena.nbytes for arena in engine._memory.arenas.values() if isinstance(arena, RecurrentArena))
 
 
 def test_a_restarted_session_computes_the_text_again(dense: Path) -> None:

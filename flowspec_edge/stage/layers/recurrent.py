@@ -2,8 +2,9 @@
 
 The session's first ``first`` rows are folded into the states, and only the others have entries
 (:mod:`delta_rule`): memory does not grow with the text.  Committed rows stay entries until a few are there to
-fold at once, since reading and writing a state costs as much as many entries do.  A text that is longer than
-that never becomes entries: a pass computes the states behind it, and ``append`` takes them.
+fold at once, since reading and writing a state costs as much as many entries do.  Of a segment that says its
+own rows are text (D0 says so with the next one) more than those never become entries: a pass computes the
+states behind them, and ``append`` takes these.
 
 A session that takes over another text begins at a snapshot: the states after each ``GRID`` rows of it,
 of which the newest few are kept, or after the rows for which its session asked for one.
@@ -64,9 +65,9 @@ class GatedDelta(DeltaShape):
         return (2 + _KEPT) * self.state_bytes(width) + entries * self.entry_bytes(width)
 
     def request_bytes(self, width: int) -> int:
-        """In a layer, for each request at once: its session, and the snapshots of texts that were retained.
-        """
-        retained = (SESSIONS - 1) * _KEPT * self.state_bytes(width)
+        """In a layer, for each request at once: its session, and the snapshots of texts that were retained,
+        one of them near the prompt's end."""
+        retained = (SESSIONS - 1) * (REUSABLE + 1) * self.state_bytes(width)
         return self.session_bytes(_EXPECTED, width) + retained
 
     def read_bytes(self) -> int:
@@ -252,9 +253,11 @@ class RecurrentCache:
 
     @torch.inference_mode()
     def retain(self, rows: int) -> None:
-        """Keep no more than snapshots of the text's first ``rows`` rows: a stage may have folded more."""
+        """Keep no more than the snapshots that a session may begin with: a stage may have folded more."""
         self._fold(rows)
-        self._snapshots = {at: states for at, states in self._snapshots.items() if at <= rows}
+        held = [at for at in self._snapshots if at <= rows]
+        newest = [at for at in held if at % GRID == 0][-REUSABLE:]
+        self._snapshots = {at: self._snapshots[at] for at in held if at in newest or at == self._snapshot}
         self.first, self._length, self.capacity = rows, 0, 0
         for layer in self.layers.values():
             layer.clear()

@@ -5,7 +5,8 @@
     cache.reserve(n); …; cache.append(numbers, positions)     # around a pass, in which the layers write
     cache.keep(mask); cache.commit(n)            # prunes and commits, for all kinds alike
 
-A kind is a value that says how layers remember rows (``kinds``: keys and values, of all rows or of a window).
+A kind is a value that says how layers remember rows (``kinds``: keys and values, of all rows or of a window;
+``recurrent``: a state).
 Every kind sees the same rows in the same order, committed ones first.  It may cease to hold the oldest
 committed rows one by one: those that no later row sees, or that are folded into a state.
 """
