@@ -87,6 +87,8 @@ class BlockDrafter(Drafter):
                                 f"first token, not {len(rows)} after {len(self._text)}")
         elif tokens:
             self._states.append(self._tapped.take(rows))
+            if sum(map(len, self._states)) >= WARM_ROWS:  # of a prompt: states are many times as large
+                self._read()
         self._text += tokens
         self._block = None
 
@@ -125,6 +127,7 @@ class BlockDrafter(Drafter):
             if not self._text or (node.id == request.root) != (depth == 0) or depth < 0:
                 raise root_misplaced_error(node, len(self._text))
 
+    @torch.inference_mode()
     def _read(self) -> None:
         """Keys and values of the text rows that are queued."""
         if not self._states:

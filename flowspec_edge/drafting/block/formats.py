@@ -195,6 +195,5 @@ def _check(config: BlockConfig, path: Path) -> None:
 
 
 def _own_names(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    names = {name: name.removeprefix("logit_head.")
-             for name in stored}
-    return {names[name]: tensor for name, tensor in stored.items() if not names[name].startswith(_NOT_READ)}
+    own = {name.removeprefix("logit_head."): tensor for name, tensor in stored.items()}
+    return {name: tensor for name, tensor in own.items() if not name.startswith(_NOT_READ)}

@@ -123,6 +123,7 @@ def test_a_rewound_drafter_knows_the_text_up_to_there(tmp_path):
 def test_a_text_longer_than_the_first_memory(tmp_path):
     h = History(tmp_path, kinds=["sliding_attention"] * 2, window=6)
     h.commit([3] * 300)
+    assert not h.drafter._states  # the target's, several layers wide, do not wait for the prompt's end
     h.check([0, 3])
     h.commit([4] * 260)
     h.check([2, 1])
@@ -155,3 +156,12 @@ def test_misplaced_nodes_and_missing_states_are_named(tmp_path):
         h.drafter.commit([6], torch.zeros(1, WIDTH), [9])
     with pytest.raises(ProtocolError, match="the root stands at position 5"):
         h.drafter.expand(DraftRequest(0, (DraftNode(0, -1, 5, 5),), 2))
+
+
+def test_outputs_of_several_requests_say_what_is_beyond(tmp_path):
+    h = History(tmp_path)
+    h.commit([4, 5])
+    nodes = tuple(DraftNode(depth, depth - 1, 5, 1 + depth) for depth in (0, 3, 9))
+    first, second = h.drafter.expand(DraftRequest(0, nodes, 2)).split([2, 1])
+    assert first.beyond.tolist() == [False, False]
+    assert second.beyond.tolist() == [True]
