@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.files import replacing
 
-# The quintic's coefficients: torch.optim.Muon's (and Jordan et al., "Muon", 2024).
 _TABLES = ("embed", "lm_head", "markov_w")  # matrices with a row for each token
+# The quintic's coefficients: torch.optim.Muon's (and Jordan et al., "Muon", 2024).
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 
 

@@ -18,8 +18,8 @@ from flowspec_edge.training.loop import device
 from flowspec_edge.util.tensors import no_loading_bars
 
 SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
-          "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
-          "rms_norm_eps", "rope_parameters", "vocab_size")  # fields that a draft layer takes over
+         "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
+         "rms_norm_eps", "rope_parameters", "vocab_size")  # fields that a draft layer takes over
 
 
 def check_target(model: ModelDir) -> int:

@@ -38,7 +38,7 @@ from flowspec_edge.strategies.params import Params
 if TYPE_CHECKING:
     from flowspec_edge.bench.runner import ArrivalPattern
 
-EQUAL = partial(Params, draft="eagle2")  # the same head for all, or the model's EAGLE-3 head
+EQUAL = partial(Params, draft="eagle2")  # the same head for all, or what stands in for a missing one
 PAPER = partial(Params, draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
 # Of right children that are not ranked first. With it FlowSpec makes the paper's 8.7 tokens a round (Table
 # II) with the demonstration model: docs/benchmarks.md, "Acceptance".

@@ -47,9 +47,9 @@ def list_models(
 def fetch(
     name: Annotated[str, typer.Argument(help="A name of the catalogue: flowspec models list.")],
     head: Annotated[str | None, typer.Option(
-        "--head", help="What to draft with: eagle2, eagle3, lm (a small model with the same tokenizer), all, "
-                       "none, or the repository of a head that flowspec models head lists.  Default: "
-                       "EAGLE-2's head, else EAGLE-3's.",
+        "--head", help="What to draft with: eagle2, eagle3, dflash, dspark, lm (a small model with the same "
+                       "tokenizer), all, none, or the repository of a head that flowspec models head lists.  "
+                       "Default: the first of these kinds that is published.",
         metavar="KIND", show_default=False)] = None,
 ) -> None:
     """Download a model of the catalogue and its draft head from Hugging Face's hub.

@@ -21,18 +21,18 @@ from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.stage.quant.schemes import head_scheme
 
 _WIDTH = 2  # bytes of an unpacked value
-_LAYERS, _STATES, _BLOCK, _RANK = 5, 5, 16, 256
+_LAYERS, _STATES, _BLOCK, _RANK = 5, 5, 16, 256  # of a block drafter
 _EAGLE_DEPTHS = 8  # of a tree in the default strategy: a pass for each
 
 
 @dataclass(frozen=True)
 class HeadCost:
-    """kind     of draft model
-    bits      of its matrices and of lm_head
+    """kind       of draft model
+    bits       of its matrices and of lm_head
     memory_mb  10^6 bytes of the head and the target's lm_head, without caches; embeddings stay in their file
-    fits      beside D0's process in the board's memory
-    pass_ms   to read what a pass needs
-    tree_ms   for a tree of eight depths: as many passes of an EAGLE head, one of a block drafter
+    fits       beside D0's process in the board's memory
+    pass_ms    to read what a pass needs
+    tree_ms    for a tree of eight depths: as many passes of an EAGLE head, one of a block drafter
     """
 
     kind: str

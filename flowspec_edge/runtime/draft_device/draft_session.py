@@ -45,8 +45,9 @@ class DraftPass:
 
 Task = Verify | DraftPass
 
-# A chat's next turn may differ from the prompt's last tokens on, because they begin an answer whose reasoning
-# the template leaves out.  So few rows take as long as one (Params.segment).
+# The next turn of a chat may repeat all of a prompt but its last tokens, which begin an answer whose
+# reasoning the template leaves out later.  A segment of so few rows takes as long as a single row
+# (Params.segment).
 _BEFORE_ANSWER = 16
 
 

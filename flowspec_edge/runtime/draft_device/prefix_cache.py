@@ -26,8 +26,9 @@ from flowspec_edge.stage.layers.stage_cache import CacheKind
 
 # Fewer rows save no time: a segment of this many takes as long as a single row (Params.segment).
 MIN_ROWS = 16
-# Do not give up a long chat's rows to a request that shares only its system prompt: neither so many of all
-# rows, nor the prompt but for tokens that a template puts behind the beginning of the newest answer alone.
+# A request that shares only a long chat's system prompt must not use up the chat's rows: it has to share this
+# part of them, or the whole prompt except for the last tokens, which a template may put before the newest
+# answer alone.
 MIN_SHARE = 0.5
 _NEWEST_ANSWER = 4
 
