@@ -15,6 +15,7 @@ from flowspec_edge.runtime.draft_device.scheduling.row_shares import (
     fair_weights,
     prompt_rows,
 )
+from flowspec_edge.strategies.slot_worth import SlotWorth
 
 falling = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=6).map(lambda row: sorted(row, reverse=True))
 offers = st.lists(falling, min_size=1, max_size=4)
@@ -103,6 +104,12 @@ def test_in_order_the_first_has_what_it_would_have_alone(
     at_least = first + len(others)
     assert first + sum(others) <= max(at_least, sum(
         seconds(n) <= 1.05 * seconds(first) for n in range(1, 60)))
+
+
+def test_rows_beside_segments_that_fill_every_slot() -> None:
+    """Where every row costs time, a request that is never worth a slot's second row is not left waiting."""
+    slot = SlotWorth(4)
+    assert [divide([[0.9, 0.2]], curve(1, 1.0), 4, 16, 1, 1.0, slot=slot) for _ in range(5)] == [[1]] * 5
 
 
 def test_in_order_what_the_first_leaves_free_goes_to_the_next() -> None:

@@ -41,7 +41,8 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
                   for place, worth in enumerate(offer))[:most]
     if seconds is not None:
         if slot is not None:
-            rows = rows[:slot.rows([-gain for _, gain, _, _ in rows], seconds, taken)]
+            # One at least: segments that cannot be divided may take what a slot is worth in every slot.
+            rows = rows[:max(1, slot.rows([-gain for _, gain, _, _ in rows], seconds, taken))]
         else:
             gains = gained + np.cumsum([-gain for _, gain, _, _ in rows])
             least = seconds(1)
