@@ -145,7 +145,7 @@ def describe(model: ModelDir, weights: WeightSource, drafts: Sequence[Path], nam
         prefix = gone[0].removesuffix(".weight")
         if f"{prefix}.qweight" in weights:
             raise FlowspecError(f"{weights.directory}: {prefix} is in 4 bits: take a checkpoint that has all "
-                                "but the linears of decoder layers, routers among it, in 16 bits")
+                                "but the linears of decoder layers in 16 bits, routers included")
         raise FlowspecError(f"{weights.directory} has no tensor {gone[0]}: the checkpoint is incomplete, or "
                             "not of this architecture")
     spare = set(weights.names) - wanted - packed

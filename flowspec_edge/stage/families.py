@@ -143,7 +143,7 @@ def _check_layers(config: Any, path: Path | str) -> None:
     others = {*(getattr(config, "layer_types", None) or ())} - known
     if others:
         raise UsageError(f"{path}: layers of type {', '.join(sorted(others))} cannot be run, only "
-                         "full_attention and sliding_attention")
+                         f"{' and '.join(sorted(known))}")
 
 
 def _check_quantisation(config: Any, path: Path | str) -> None:

@@ -8,6 +8,7 @@ For E experts of width I in a model of width H, ``experts`` holds
 
 Rows of gate and up take turns.  Here expert e has ``experts.e.gate_proj.weight`` [I, H], ``.bias`` [I] and so
 on.
+
 An MXFP4 block is 32 values of 4 bits (sign, two bits of exponent, one of mantissa; the lower half of a byte
 first) with a common power of two, 2^(scale - 127) (Open Compute Project, Microscaling Formats v1.0).  Each is
 exact in bfloat16.
@@ -26,7 +27,7 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.weight_file import TensorInfo, WeightFile
 
 _STACKED = re.compile(r"(.*\.experts)\.(?:gate_up_proj|down_proj)(?:_blocks|_scales|_bias)?")
-# Of an expert: the stack that holds its matrix, and the first and every how manieth row.
+# Of an expert: the stack that holds its matrix, its first row there, and the step to the next.
 _PLACES = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2),
            "down_proj": ("down_proj", 0, 1)}
 _BLOCK = 32  # values with a common scale
