@@ -60,7 +60,7 @@ class DraftSession:
                      one's prompt
         cached_rows  rows of the prompt that the stages retain from ``parent_session``; at least one must be
                      left to prefill, and a drafter must have been rewound to one token more
-        draft  what the request drafts with, for its ``Stats``
+        draft  what the request drafts with, as ``draft_label`` says it
         """
         if not request.prompt:
             raise UsageError("the prompt is empty; give at least one token")
@@ -95,6 +95,11 @@ class DraftSession:
         self._rounds = 0
         if drafter and not cached_rows:
             drafter.reset(request.sampling, request.params.rank, request.params.tau)
+
+    @property
+    def draft_kind(self) -> str:
+        """The kind of draft model that it uses, which may stand in for the one that its strategy wants."""
+        return self._draft.partition("+")[0]
 
     # ---- messages to send ------------------------------------------------------------------
 

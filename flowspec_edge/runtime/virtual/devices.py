@@ -128,12 +128,10 @@ class Devices:
         if outputs:
             return self.d0.verify_seconds(sum(outputs), len(outputs))
         draft_session = job.parts[0][0]
-        kind = draft_session.strategy.drafts_with(draft_session.request.params)
-        assert kind is not None
         requests = [task.request for task in tasks if isinstance(task, DraftPass)]
         nodes, drafter = sum(len(request.nodes) for request in requests), draft_session.drafter
         scored = drafter is not None and drafter.scores_only(requests[0])
-        return self.d0.draft_seconds(kind, nodes, scored)
+        return self.d0.draft_seconds(draft_session.draft_kind, nodes, scored)
 
     def _profile(self, place: int) -> Profile:
         return self.stages[place - 1] if place else self.d0

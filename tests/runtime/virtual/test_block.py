@@ -105,6 +105,9 @@ def test_what_lies_beyond_a_block_is_asked_for_later(target: Path, tmp_path: Pat
 def test_it_stands_in_for_a_head_and_needs_a_pipeline(target: Path, tmp_path: Path) -> None:
     model = with_a_head(target, tmp_path, "dflash", ids=[1, 5])
     cluster = VirtualCluster(model, 2, PROFILE)
-    assert cluster.generate(Request(PROMPT, "flowspec", 4)).tokens == plain(target, 4, Sampling())
+    result = cluster.generate(Request(PROMPT, "flowspec", 8))
+    assert result.tokens == plain(target, 8, Sampling())
+    named = Request(PROMPT, "flowspec", 8, Sampling(), Params(draft="dflash"))
+    assert result.stats == cluster.generate(named).stats  # it takes its own time
     with pytest.raises(UsageError, match="galaxy cannot draft with the block drafter dflash"):
         cluster.generate(Request(PROMPT, "galaxy", 4, Sampling(), Params(draft="dflash")))
