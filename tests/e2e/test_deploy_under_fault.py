@@ -15,7 +15,7 @@ import nspawnkit
 import pytest
 from faultkit import DRAFT, STAGE, Case, Ground, Step, make_ground, survives, trial_on
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
 
 # What is wrong with a release, and for how long its draft device waits for stages.
 BROKEN = {
