@@ -197,7 +197,7 @@ def build(kind: Callable[[_Config], _Module], config: _Config, weights: dict[str
           quantise: Callable[[nn.Module], None] = lambda module: None) -> _Module:
     """A module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own.
 
-    ``quantise``, called after each tensor, may replace the linears that are complete.
+    ``quantise``, called after each tensor with the parent of its linear, may replace complete linears in it.
     """
     module = on_meta(kind, config)
     if embedding is not None:
@@ -234,9 +234,10 @@ def _assign(module: nn.Module, weights: dict[str, StoredTensor], directory: Path
             raise FlowspecError(f"{directory}: tensor {name} holds {tensor.dtype}, not {held[name].dtype}")
         check_finite(tensor, dtype, f"{directory}: tensor {name}")
         placed = tensor.to(dtype if tensor.is_floating_point() else held[name].dtype)
-        module.load_state_dict({name: placed}, strict=False, assign=True)
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner).load_state_dict({leaf: placed}, strict=False, assign=True)
         del tensor, placed
-        quantise(module)
+        quantise(module.get_submodule(owner.rpartition(".")[0]))  # a layer with experts has a thousand others
 
 
 def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype) -> None:

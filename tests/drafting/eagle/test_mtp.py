@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from familykit import FAMILIES, VOCAB, family_model
+from familykit import FAMILIES, VOCAB, family_dir, family_model
 from headkit import Session
 from mtpkit import Mtp, with_mtp
-from shardkit import edit
+from shardkit import cut, edit
 from tiny import tiny_llama, tiny_model
 
+from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter
 from flowspec_edge.drafting.eagle.mtp import load_mtp
 from flowspec_edge.drafting.load import load_drafters
@@ -21,6 +22,7 @@ from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.quant.base import QuantLinear
 from flowspec_edge.stage.quant.schemes import head_scheme, quantise_linears
+from flowspec_edge.strategies.params import Params
 
 H = 32
 
@@ -64,14 +66,19 @@ def test_its_matrices_and_experts_go_into_four_bits(tmp_path: Path) -> None:
             f"{block}experts.5.down_proj"} <= packed
 
 
-def test_a_checkpoint_with_a_part_of_it(tmp_path: Path) -> None:
-    target = with_mtp(family_model("qwen3-next", tmp_path))
+def test_a_checkpoint_with_a_part_of_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line when it is loaded; a sharded model goes without."""
+    model = family_dir("qwen3-next", tmp_path / "model")
+    target = with_mtp(model / "target")
     edit(target, mtp__layers__0__mlp__experts__4__up_proj__weight=None)
     embedding, lm_head = tables()
     with pytest.raises(FlowspecError, match=r"tensor layers\.0\.mlp\.experts\.4\.up_proj\.weight is missing "
                                             "from the MTP layer") as caught:
-        load_drafters("mtp", target, lm_head, embedding, "fp32", 4)
+        load_drafters("mtp", model, lm_head, embedding, "fp32", 4)
     assert "\n" not in str(caught.value)
+    cut(target, tmp_path / "out")
+    assert "mtp.layers.0.mlp.experts.4.up_proj.weight is missing" in caplog.text
+    assert not (tmp_path / "out" / "draft" / "mtp").exists()
 
 
 def test_models_without_one(tmp_path: Path) -> None:
@@ -82,3 +89,5 @@ def test_models_without_one(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=why) as caught:
             load_drafters("mtp", model, lm_head, embedding, "fp32", 4)
         assert "\n" not in str(caught.value)
+        with pytest.raises(UsageError, match=why):
+            require_runnable(["flowspec"], ModelDir(model), Params(draft="mtp"), "virtual", 2)
