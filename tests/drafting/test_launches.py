@@ -116,7 +116,6 @@ def test_a_pass_of_an_mtp_layer(family: str, most: int) -> None:
     experts = getattr(head.layers[0].mlp, "experts", None)
     chosen = 0 if experts is None else len(experts.chosen.unique())
     assert log.launches.total() - 3 * chosen <= most, log.launches
-    assert copies_no_cache(log, TEXT * 2 * 64 * 2)
 
 
 @pytest.mark.parametrize("sessions", [1, 3])
