@@ -195,7 +195,8 @@ def _require_drafter(cluster: ClusterSettings, path: Path, model: ModelDir, head
     ways = 'take strategy = "autoregressive"'
     if kind != "spd":
         add = "shard it again with --draft DIR" if model.sharded else "give a head's directory as draft"
-        ways = f'in [cluster], set draft = "ngram" to look up in the text, {add}, or {ways}'
+        own = ', "mtp" to draft with its own MTP layer' if model.draft("mtp") else ""
+        ways = f'in [cluster], set draft = "ngram" to look up in the text{own}, {add}, or {ways}'
     raise UsageError(f"{path}: {cluster.strategy} drafts with {DRAFT_PARTS[kind]}/, {lacks}: {ways}")
 
 
