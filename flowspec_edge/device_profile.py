@@ -31,7 +31,7 @@ SEGMENT_LAUNCHES = 18  # of a segment beside its layers: masks, positions, 4 upl
 OUTPUT_LAUNCHES = 10  # lm_head and a greedy choice; 29 for a token sampled with top-p
 # Of a draft pass, by kind: (within the layers of a small model, others); block drafters are estimated.
 PASS_LAUNCHES = {"eagle2": (0, 32), "eagle2-deep": (0, 32), "eagle3": (0, 38), "spd": (0, 38),
-                 "lm": (354, 18), "ngram": (0, 0), "dflash": (0, 150), "dspark": (0, 160)}
+                 "lm": (354, 18), "ngram": (0, 0), "dflash": (0, 150), "dspark": (0, 160), "mtp": (0, 110)}
 SCORE_LAUNCHES = 15  # of ranking by an earlier block
 # Of a block drafter, in passes of an EAGLE head, by bytes at Llama-2-7B: five layers, fc over five states and
 # lm_head in 2.46 GB, beside one layer, fc and lm_head in 0.74; and a Markov head of rank 256.
@@ -60,7 +60,7 @@ class StageCurve(StrictModel):
     each corner; ``overhead_ms``: added to every segment, whatever the layers.
 
     Of a model with experts, ``ms`` is the time if every row chooses by itself, and ``shared_ms`` if all rows
-    choose the same; in between, by ``correlation``, as ``stage.layers.experts`` defines it: None for
+    choose the same; in between, by ``correlation``, as ``util.experts`` defines it: None for
     :data:`CORRELATION`.
     """
 
@@ -275,7 +275,8 @@ class Profile(StrictModel):
         eagle = self.draft.pass_ms
         block = (BLOCK_SCORES if scored else BLOCK_PASSES) * eagle
         costs = {"eagle2": eagle, "eagle2-deep": eagle, "eagle3": eagle, "lm": self.draft.lm_pass_ms,
-                 "spd": self.draft.spd_pass_ms, "ngram": 0.0, "dflash": block, "dspark": block}
+                 "spd": self.draft.spd_pass_ms, "ngram": 0.0, "dflash": block, "dspark": block,
+                 "mtp": eagle}
         seconds = (costs[kind] + self.draft.row_ms * nodes) * 1e-3
         launches = (0, SCORE_LAUNCHES) if scored else self.launch and self.launch.of_pass(kind)
         return seconds + (self.launch.added(seconds, *launches) if self.launch and launches else 0.0)

@@ -16,7 +16,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, PretrainedConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.model.catalogue import find_known
@@ -24,7 +23,13 @@ from flowspec_edge.model.draft_formats import FORMATS, recognise_format
 from flowspec_edge.model.modeldir import BLOCKS, check_config
 from flowspec_edge.util.bounded_read import read_json, read_json_object
 from flowspec_edge.util.tensors import check_finite
-from flowspec_edge.util.weight_file import SAFETENSORS, Embedding, EmbeddingTable, SafetensorsFile
+from flowspec_edge.util.weight_file import (
+    SAFETENSORS,
+    Embedding,
+    EmbeddingTable,
+    SafetensorsFile,
+    use_own_names,
+)
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _Config = TypeVar("_Config", bound=PretrainedConfig)
@@ -43,6 +48,9 @@ def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, A
     raw = read_json_object(path)
     check_config(raw, path)
     name = recognise_format(raw)
+    if name == "MTP":
+        raise FlowspecError(f"{path}: an MTP layer is not read from a directory of its own, only from its "
+                            "model's checkpoint: --draft mtp with a model that has one")
     if name is not None and FORMATS.get(name) is None:
         raise FlowspecError(f"{path}: draft heads in the format {name} cannot be run, those of EAGLE-1, 2 "
                             f"and 3, DFlash, DSpark and JetSpec can; {_instead(raw)}")
@@ -157,6 +165,7 @@ def _read(path: Path, embedding: bool) -> dict[str, StoredTensor]:
         raise FlowspecError(f"{path} is missing: copy the draft model again")
     if path.suffix == SAFETENSORS:
         file = SafetensorsFile(path)
+        use_own_names(file)
         return {name: StoredTensor(info.shape, partial(file.read, name))
                 for name, info in file.tensors.items() if embedding or _plain(name) != EMBEDDING}
     with _readable(path):
@@ -188,7 +197,7 @@ def build(kind: Callable[[_Config], _Module], config: _Config, weights: dict[str
           quantise: Callable[[nn.Module], None] = lambda module: None) -> _Module:
     """A module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own.
 
-    ``quantise``, called after each tensor, may replace the linears that are complete.
+    ``quantise``, called after each tensor with the parent of its linear, may replace complete linears in it.
     """
     module = on_meta(kind, config)
     if embedding is not None:
@@ -196,7 +205,8 @@ def build(kind: Callable[[_Config], _Module], config: _Config, weights: dict[str
     _assign(module, weights, directory, what, dtype, quantise)
     if embedding is not None:
         module.embed_tokens = embedding.to(dtype)  # not copied
-    module.rotary_emb = LlamaRotaryEmbedding(cast(Any, config))  # its buffers are computed, not stored
+    rotary: Any = type(module.rotary_emb)
+    module.rotary_emb = rotary(config)  # its buffers are computed, not stored
     return module.eval()
 
 
@@ -224,9 +234,10 @@ def _assign(module: nn.Module, weights: dict[str, StoredTensor], directory: Path
             raise FlowspecError(f"{directory}: tensor {name} holds {tensor.dtype}, not {held[name].dtype}")
         check_finite(tensor, dtype, f"{directory}: tensor {name}")
         placed = tensor.to(dtype if tensor.is_floating_point() else held[name].dtype)
-        module.load_state_dict({name: placed}, strict=False, assign=True)
+        owner, _, leaf = name.rpartition(".")
+        module.get_submodule(owner).load_state_dict({leaf: placed}, strict=False, assign=True)
         del tensor, placed
-        quantise(module)
+        quantise(module.get_submodule(owner.rpartition(".")[0]))  # a layer with experts has a thousand others
 
 
 def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor], dtype: torch.dtype) -> None:

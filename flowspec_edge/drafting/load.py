@@ -19,6 +19,7 @@ from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head, require
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_layers, load_head3
 from flowspec_edge.drafting.eagle.head_drafter import FusibleHead
+from flowspec_edge.drafting.eagle.mtp import load_mtp
 from flowspec_edge.drafting.lm import load_lm
 from flowspec_edge.drafting.recorded import record_passes, warm_up
 from flowspec_edge.drafting.spd.drafter import SpdDrafter
@@ -26,7 +27,7 @@ from flowspec_edge.drafting.spd.module import load_module
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import BLOCKS, DRAFT_PARTS
+from flowspec_edge.model.modeldir import BLOCKS, DRAFT_PARTS, ModelDir, missing_mtp
 from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.util.graphs import KernelChoice, Recorder
 from flowspec_edge.util.tensors import parse_dtype
@@ -65,7 +66,7 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
 
     kind       a key of ``DRAFT_PARTS``
     lm_head    [V, H], or a module of it, the target's; the drafter works on its device
-    embedding  [V, H], the target's or None; for "spd" and EAGLE heads without their own
+    embedding  [V, H], the target's or None; for "spd", "mtp" and EAGLE heads without their own
     dtype      "fp32", "fp16" or "bf16": of weights, cache and arithmetic
     layers     the target's; an EAGLE-3 head's captured states depend on it
     quantise   replaces those linears of a draft model that have weights; it is called after each tensor.
@@ -84,6 +85,13 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
         require_fit(path, "width", head.config.hidden_size, target.hidden_size)
         vocabulary = head.config.vocab_size
         make: Callable[..., Drafter] = partial(EagleDrafter, _placed(head, target.device, fused), target)
+    elif kind == "mtp":
+        home = ModelDir(model_dir).draft(kind)
+        if home is None or embedding is None:
+            raise UsageError(missing_mtp(ModelDir(model_dir)))
+        mtp = load_mtp(home, embedding, torch_dtype, quantise)
+        vocabulary = mtp.config.vocab_size
+        make = partial(EagleDrafter, _placed(mtp, target.device, fused), target)
     elif kind == "eagle3":
         head3 = load_head3(path, embedding, torch_dtype, True, quantise)
         require_fit(path, "target width", head3.config.target_hidden_size, target.hidden_size)

@@ -54,7 +54,7 @@ class ClusterSettings(StrictModel):
     ssh_config: str = ""  # for ssh -F; empty: the user's configuration
     # For `flowspec deploy`.  Relative paths are resolved against the cluster file's directory.
     model: str = ""  # a model in the package, a checkpoint's directory, or a sharded model
-    draft: str = ""  # a draft head's checkpoint, if the model's directory has none; or "ngram"
+    draft: str = ""  # a draft head's checkpoint, if the model's directory has none; or "ngram", "mtp"
     dtype: Literal["auto", ShardDtype] = "auto"  # of the weights; auto: unchanged
     kv_cache: CacheBits = "16bit"  # of the stages' keys and values
     lm_head: Literal["auto", HeadBits] = "auto"  # of lm_head and EAGLE heads; auto: int4 with 4-bit weights
@@ -69,6 +69,11 @@ class ClusterSettings(StrictModel):
     serve_host: Address = "127.0.0.1"  # listen address; other than loopback requires an API key
     serve_port: Port = 8000
     forwarded_allow_ips: str = ""  # proxies whose X-Forwarded-For names the client
+
+    @property
+    def draft_kind(self) -> Literal["own", "mtp", "ngram"]:
+        """What ``draft`` names; "own": a head, in the model's directory or the given one."""
+        return "mtp" if self.draft == "mtp" else "ngram" if self.by_ngrams else "own"
 
     @property
     def by_ngrams(self) -> bool:

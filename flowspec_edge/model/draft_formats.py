@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# Format -> kind of draft model; None: cannot be run.
+# Format -> kind of draft model; None: cannot be run.  An MTP layer is read from its model's checkpoint alone.
 FORMATS: dict[str, str | None] = {
     "EAGLE-2": "eagle2", "EAGLE-3": "eagle3", "DFlash": "dflash", "DFlash2": None, "DSpark": "dspark",
-    "JetSpec": "dflash", "Domino": None, "P-EAGLE": None, "MTP": None, "Medusa": None, "Hydra": None,
+    "JetSpec": "dflash", "Domino": None, "P-EAGLE": None, "MTP": "mtp", "Medusa": None, "Hydra": None,
     "Gemma 4 assistant": None,
 }
 # ``speculators_model_type`` of vllm-project/speculators, and ``projector_type`` of SpecForge.

@@ -26,13 +26,15 @@ from flowspec_edge.util.terminal import did_you_mean
 
 DEMO = "demo"
 MANIFEST = "manifest.json"
-# Draft kind -> directory.  "eagle2-deep" is a second EAGLE-2 head, used only if named; "ngram" has none.
+# Draft kind -> directory.  "eagle2-deep" is a second EAGLE-2 head, used only if named; so is "mtp", which a
+# whole model has in its target; "ngram" has none.
 DRAFT_PARTS = {"eagle2": "eagle2", "eagle2-deep": "eagle2-deep", "eagle3": "eagle3", "lm": "draft-lm",
-               "spd": "spd", "dflash": "dflash", "dspark": "dspark"}
+               "spd": "spd", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
 BLOCKS = ("dflash", "dspark")  # kinds that draft a block of all depths in one pass
 STAND_INS = ("eagle3", "dspark", "dflash")  # for a missing EAGLE-2 head
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
            "pytorch_model.bin.index.json")
+_MOST_NAMES = 100_000_000  # bytes of an index or a header
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
 
@@ -67,7 +69,23 @@ class ModelDir:
     def draft(self, kind: str) -> Path | None:
         """``kind`` is a key of ``DRAFT_PARTS``; None if the model has no such draft."""
         path = self.parts / DRAFT_PARTS[kind]
+        if kind == "mtp" and not path.is_dir() and self._stores_mtp:
+            return self.target
         return path if (path / "config.json").is_file() else None
+
+    @cached_property
+    def _stores_mtp(self) -> bool:
+        """Whether the target's checkpoint names tensors of an MTP layer of a family that has one."""
+        path = self.target / "config.json"
+        if not path.is_file() or self.config.get("model_type") not in RECURRENT:
+            return False
+        for name in WEIGHTS[:2]:
+            if (path := self.target / name).is_file():
+                with path.open("rb") as file:  # of safetensors, the header
+                    size = (path.stat().st_size if name.endswith(".json") else
+                            int.from_bytes(file.read(8), "little"))
+                    return b'"mtp.' in file.read(min(size, _MOST_NAMES))
+        return False
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -118,6 +136,16 @@ class ModelDir:
 
 def is_sharded(model_dir: Path | str) -> bool:
     return (Path(model_dir) / MANIFEST).is_file()
+
+
+def missing_mtp(model: ModelDir) -> str:
+    """Why ``model`` has no draft model of the kind "mtp"."""
+    family = model.config.get("model_type")
+    if family not in RECURRENT:
+        return (f"draft mtp: {family!r} models have no MTP layer that can be run, only those of the types "
+                f"{', '.join(RECURRENT)}")
+    return (f"draft mtp: {model.path} has no MTP layer, since its weights hold no tensors mtp.*: take the "
+            "checkpoint as it was published, and shard that again")
 
 
 _GGUF = ("GGUF files are not read: give the directory of the Hugging Face checkpoint from which the file was "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from flowspec_edge.drafting.checkpoint import EMBEDDING
 from flowspec_edge.drafting.eagle.eagle2 import head_config, require_fit
 from flowspec_edge.drafting.eagle.eagle3 import states_of
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers
+from flowspec_edge.drafting.eagle.mtp import mtp_config, mtp_tensors
 from flowspec_edge.drafting.lm import require_padding
 from flowspec_edge.drafting.spd.module import module_config
 from flowspec_edge.errors import UsageError
@@ -24,6 +26,8 @@ from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint
 from flowspec_edge.util.weight_file import TensorInfo
 
+log = logging.getLogger(__name__)
+
 _DEEP_EAGLE2 = "eagle2-deep"  # recognised by its directory alone: its files are those of any EAGLE-2 head
 _LOOKED_UP = (EMBEDDING, "markov_head.markov_w1.weight")
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")  # prefixes of a training wrapper, and of a whole model
@@ -31,7 +35,7 @@ _PREFIX = re.compile(r"^(module\.)?(model\.)?")  # prefixes of a training wrappe
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """A draft model's files, which are copied unchanged.
+    """A draft model's files, which are copied unchanged; of an MTP layer none, but its ``tensors``.
 
     kind        a key of ``DRAFT_PARTS``
     files       those in ``directory`` that a loader reads
@@ -55,7 +59,7 @@ class DraftFiles:
         """Bytes in memory, with ``width`` bytes per parameter, and a head's matrices quantised by ``scheme``;
         integer tensors keep their size. A head's own embeddings stay in a safetensors file."""
         fixed = sum(t.nbytes for t in self.tensors.values() if not t.dtype.is_floating_point)
-        head = self.kind.startswith("eagle") or self.kind in BLOCKS
+        head = self.kind.startswith("eagle") or self.kind in (*BLOCKS, "mtp")
         in_file = head and (self.directory / weights.SAFE) in self.files
         saved = 0
         for name, t in self.tensors.items():
@@ -72,7 +76,8 @@ def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[DraftFiles]:
 
     UsageError for a directory without a draft model, and for two of one kind.
     """
-    found = {kind: open_draft(path) for kind in DRAFT_PARTS if (path := model.draft(kind)) is not None}
+    found = {kind: open_draft(path) for kind in DRAFT_PARTS
+             if kind != "mtp" and (path := model.draft(kind)) is not None}
     deep = found.get(_DEEP_EAGLE2)
     if deep and deep.kind == "eagle2":
         found[_DEEP_EAGLE2] = replace(deep, kind=_DEEP_EAGLE2)
@@ -83,7 +88,24 @@ def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[DraftFiles]:
             raise UsageError(f"{new[draft.kind].directory} and {path} are both draft models of the kind "
                              f"{draft.kind!r}: give one")
         new[draft.kind] = draft
-    return list({**found, **new}.values())
+    own = model.draft("mtp")
+    layer = _own_layer(own) if own is not None else None
+    return [*{**found, **new}.values(), *([layer] if layer else [])]
+
+
+def _own_layer(directory: Path) -> DraftFiles | None:
+    """The MTP layer in a target's checkpoint; None, with a warning, if it cannot be taken along."""
+    config, checkpoint = mtp_config(directory), Checkpoint(directory)
+    shapes = mtp_tensors(config)
+    bad = next((name for name, shape in shapes.items() if name not in checkpoint
+                or checkpoint.stored([name])[name].shape != shape
+                or not checkpoint.stored([name])[name].dtype.is_floating_point), None)
+    if bad is not None:
+        log.warning("the MTP layer in %s is left out: tensor %s is missing, or not as config.json asks for",
+                    directory, bad)
+        return None
+    return DraftFiles("mtp", directory, (), checkpoint.stored(shapes), embeddings=True,
+                      kv_row=cache_values(config.to_dict()), fingerprint=checkpoint.digest(shapes))
 
 
 def open_draft(directory: Path) -> DraftFiles:
@@ -107,6 +129,8 @@ def check_fit(draft: DraftFiles, target: Path, width: int, vocabulary: int, laye
     width       of the target's hidden states
     vocabulary  tokens of the target's embeddings
     """
+    if draft.kind == "mtp":
+        return  # is the target's own
     directory, shapes = draft.directory, {_PREFIX.sub("", name): t.shape for name, t in draft.tensors.items()}
     if draft.kind == "lm":
         own = int(weights.read_config(directory, "a draft model")["vocab_size"])

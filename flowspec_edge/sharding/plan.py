@@ -264,6 +264,9 @@ def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
     for draft in source.drafts:
         home = Path(DRAFT, DRAFT_PARTS[draft.kind])
         files += [CopiedFile(home / path.name, path) for path in draft.files]
+        if draft.kind == "mtp":
+            files += [TensorsFile(home / SAFE, tuple(draft.tensors)),
+                      TextFile(home / "config.json", source.plain_config)]
     width = DTYPES[recipe.compute].itemsize
     shape = source.tensors[head].shape
     matrix = prod(shape)

@@ -63,7 +63,7 @@ class Linear:
 @dataclass(frozen=True)
 class SourceModel:
     """raw          config.json as it was read
-    tensors      of all tensors stored in plain form
+    tensors      of all tensors stored in plain form, those of the MTP layer among them
     linears      the decoder layers' matrices, by layer
     imported     for the matrices of an AWQ or GPTQ checkpoint; None for a plain one
     extra_files  tokenizer files and the like
@@ -159,6 +159,7 @@ def describe(model: ModelDir, weights: WeightSource, drafts: Sequence[Path], nam
     found = tuple(drafts_of(model, drafts))
     for draft in found:
         check_fit(draft, model.target, width, vocabulary, len(core.layers))
+        tensors |= draft.tensors if draft.kind == "mtp" else {}
     return SourceModel(name, revision, config, read_bytes(model.target / "config.json"), weights, tensors,
                        linears, reads, extra, found)
 

@@ -36,12 +36,12 @@ from flowspec_edge.messages import (
 from flowspec_edge.stage import forward, rows
 from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.layers.attention import Part
-from flowspec_edge.stage.layers.experts import correlation_of
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.stage_cache import StageCache, StageMemory
 from flowspec_edge.stage.rows import COUNTERS, Session
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util import torchdevice
+from flowspec_edge.util.experts import correlation_of
 from flowspec_edge.util.tensors import from_torch, wire_name
 
 _NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
@@ -244,7 +244,7 @@ class StageEngine:
         return forward.run(self.shard, parts, keep_going, self.graphs) if parts else None
 
     def correlation(self, rows: int) -> float | None:
-        """Of the experts of the last pass, which had ``rows`` (``layers.experts``)."""
+        """Of the experts of the last pass, which had ``rows`` (``util.experts``)."""
         return correlation_of(self.shard.modules, rows)
 
     def _prepare(self, admitted: Segment) -> Part | None:

@@ -24,8 +24,8 @@ from flowspec_edge.model.modeldir import (
 )
 from flowspec_edge.stage.layers import attention
 from flowspec_edge.stage.layers.delta_net import recur_over_trees
-from flowspec_edge.stage.layers.experts import separate_experts
 from flowspec_edge.util.bounded_read import read_json_object
+from flowspec_edge.util.experts import separate_experts
 
 # Rotary embeddings whose angle depends only on the row's position.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")

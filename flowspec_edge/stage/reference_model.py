@@ -13,7 +13,6 @@ from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, Manifest, stage_pa
 from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers.attention import register_rounded
-from flowspec_edge.stage.layers.experts import separate_experts
 from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.checkpoint import Checkpoint
@@ -26,6 +25,7 @@ from flowspec_edge.stage.weights.load import (
     part_dir,
     scheme_of,
 )
+from flowspec_edge.util.experts import separate_experts
 from flowspec_edge.util.tensors import parse_dtype
 
 

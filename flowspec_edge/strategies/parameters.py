@@ -16,7 +16,7 @@ LONGEST_BLOCK = 64  # PEARL's, when a draft pass costs next to nothing
 LONGEST_LOOK_UP = 32  # steps and index entries a token
 MOST = 65_536  # of any number
 _MOST_ROWS = 8192  # of a segment: beyond, a stage's attention mask alone would need gigabytes
-Draft = Literal["own", "eagle2", "eagle2-deep", "eagle3", "dflash", "dspark", "lm", "ngram"]
+Draft = Literal["own", "eagle2", "eagle2-deep", "eagle3", "dflash", "dspark", "mtp", "lm", "ngram"]
 Declared = TypeVar("Declared", bound="Parameters")
 
 COMMON = ("prefill_chunk", "segment")  # of all strategies

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,9 @@ DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
 }
 _MOST_HEADER = 100_000_000  # bytes, as the safetensors library allows
+MTP = "mtp."  # names of a model's own MTP layer begin so
+_WITHIN = "model.language_model."  # a multimodal checkpoint's language model
+_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,37 @@ class SafetensorsFile(WeightFile):
             at += info.nbytes
         if at != self.file.size:
             raise ValueError(f"{self.file.size} bytes, and tensors up to {at}")
+
+
+def is_written_otherwise(name: str) -> bool:
+    """Whether :func:`use_own_names` changes it."""
+    return name.startswith(_WITHIN) or (name.startswith(MTP) and _STACKED.fullmatch(name) is not None)
+
+
+def use_own_names(file: WeightFile) -> None:
+    """Name a file's tensors as a decoder's are here: without the place of a language model in a multimodal
+    checkpoint, and matrices of their own instead of a layer's stacked experts, [experts, 2 inner, width] for
+    gate and up, [experts, width, inner] for down.
+
+    Sources: transformers' conversions of ``qwen3_5_text`` and ``qwen2_moe``; the names in Qwen3.5-35B-A3B.
+    """
+    if not isinstance(file, SafetensorsFile) or not any(map(is_written_otherwise, file.tensors)):
+        return
+    for stored in list(filter(is_written_otherwise, file.tensors)):
+        within, shape = stored.startswith(_WITHIN), file.info(stored).shape
+        name = f"model.{stored.removeprefix(_WITHIN)}" if within else stored
+        stacked = _STACKED.fullmatch(name)
+        if stacked is not None and len(shape) == 3:
+            block, matrices = stacked.groups()
+            names = ("gate_proj", "up_proj") if matrices == "gate_up_proj" else ("down_proj",)
+            experts, rows, columns = shape[0], shape[1] // len(names), shape[2]
+            for i, (expert, matrix) in enumerate(product(range(experts), names)):
+                file.view(f"{block}.{expert}.{matrix}.weight", stored, i * rows * columns, (rows, columns))
+        elif within:
+            file.view(name, stored, 0, shape)
+        else:
+            continue  # a loader misses its experts
+        del file.tensors[stored]
 
 
 _DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from strictdevice import Log, counting
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, Eagle3Head
+from flowspec_edge.drafting.eagle.mtp import MtpHead
 from flowspec_edge.drafting.fused import fuse_model
 from flowspec_edge.drafting.lm import LMDrafter
 from flowspec_edge.drafting.spd.drafter import SpdDrafter
@@ -94,6 +96,26 @@ def test_a_pass_of_an_eagle_3_head(rms: bool) -> None:
     log = a_pass([Eagle3Drafter(head, [2, 4, 6])], rms)
     assert log.launches.total() <= 37 - 4 * rms, log.launches
     assert copies_no_cache(log, TEXT * 2 * 64 * 2)
+
+
+@pytest.mark.parametrize(("family", "most"), [("qwen3_5_text", 109), ("qwen3_5_moe_text", 132)])
+def test_a_pass_of_an_mtp_layer(family: str, most: int) -> None:
+    """It stays transformers' own; without the products of the experts that rows have chosen."""
+    torch.manual_seed(0)
+    settings = AutoConfig.for_model(
+        family, vocab_size=V, hidden_size=H, intermediate_size=256, moe_intermediate_size=64,
+        shared_expert_intermediate_size=64, num_experts=8, num_experts_per_tok=2, num_hidden_layers=1,
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64, layer_types=["full_attention"])
+    head = checkpoint.on_meta(MtpHead, settings).to_empty(device="cpu")
+    for weight in head.parameters():
+        weight.data = torch.randn(weight.shape, dtype=weight.dtype) * H**-0.5
+    head.rotary_emb = type(head.rotary_emb)(settings)
+    head.to("cuda")
+    lm_head = torch.randn(V, H).to("cuda")
+    log = a_pass([EagleDrafter(head, lm_head)], False)
+    experts = getattr(head.layers[0].mlp, "experts", None)
+    chosen = 0 if experts is None else len(experts.chosen.unique())
+    assert log.launches.total() - 3 * chosen <= most, log.launches
 
 
 @pytest.mark.parametrize("sessions", [1, 3])

@@ -18,7 +18,8 @@ from flowspec_edge.strategies.pearl import PearlParameters
     ({"tau": 0.0}, "tau must be positive, not 0.0"),
     ({"rank": "score"}, "rank must be draft or noise, not 'score'"),
     ({"draft": "medusa"},
-     "draft must be own or eagle2 or eagle2-deep or eagle3 or lm or ngram, not 'medusa'"),
+     "draft must be own or eagle2 or eagle2-deep or eagle3 or dflash or dspark or mtp or lm or ngram, "
+     "not 'medusa'"),
     ({"pipeinfer_canonical": "none"}, "pipeinfer-canonical must be all or needed, not 'none'"),
     ({"stpp_branching": "2,x"}, "stpp-branching must be positive numbers separated by commas, not '2,x'"),
     ({"stpp_branching": "100,100"}, "a segment of 10101 rows is more than 8192: lower the tree, width, gamma "

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flowspec_edge.cli.common.options import Clock, DtypeChoice, dtype_of, require_unsharded
 from flowspec_edge.cli.common.progress import progress as progress
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import DEMO, DRAFT_PARTS, ModelDir, require_family
+from flowspec_edge.model.modeldir import DEMO, DRAFT_PARTS, ModelDir, missing_mtp, require_family
 from flowspec_edge.util.resources import resource_dir
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params,
         chosen = strategy_class(name)
         kind = draft_kind(chosen, params, model)
         if kind and kind != "ngram" and not model.draft(kind):
+            if kind == "mtp":
+                raise UsageError(missing_mtp(model))
             part = DRAFT_PARTS[kind]
             ways = f"make it with: flowspec models train-spd --model {model.path}; or leave this strategy out"
             if kind != "spd":
@@ -84,11 +86,13 @@ def with_a_draft(strategy: str, model: ModelDir, params: Params) -> Params:
     """``params`` with look-up in the text, and a note about it, if the model has no draft model at all."""
     from flowspec_edge.strategies.registry import strategy_class
 
-    drafter = strategy_class(strategy).drafter
-    if params.draft != "own" or drafter in (None, "spd", "ngram") or any(map(model.draft, DRAFT_PARTS)):
+    drafter, kinds = strategy_class(strategy).drafter, set(filter(model.draft, DRAFT_PARTS))
+    if params.draft != "own" or drafter in (None, "spd", "ngram") or kinds - {"mtp"}:
         return params
-    print(f"flowspec: note: {model.path} has no draft model, so {strategy} looks up in the text; for a head: "
-          f"flowspec models head {model.path}", file=sys.stderr)
+    lacks, other = (("head", "its own MTP layer: --draft mtp") if kinds else
+                    ("draft model", f"a head: flowspec models head {model.path}"))
+    print(f"flowspec: note: {model.path} has no {lacks}, so {strategy} looks up in the text; for {other}",
+          file=sys.stderr)
     return replace(params, draft="ngram")
 
 

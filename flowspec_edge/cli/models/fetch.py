@@ -49,7 +49,8 @@ def fetch(
     head: Annotated[str | None, typer.Option(
         "--head", help="What to draft with: eagle2, eagle3, dflash, dspark, lm (a small model with the same "
                        "tokenizer), all, none, or the repository of a head that flowspec models head lists.  "
-                       "Default: the first of these kinds that is published.",
+                       "Default: the first of these kinds that is published.  An MTP layer is in the "
+                       "model itself.",
         metavar="KIND", show_default=False)] = None,
 ) -> None:
     """Download a model of the catalogue and its draft head from Hugging Face's hub.
@@ -73,7 +74,8 @@ def fetch(
         raise UsageError(f"no model {name!r} in the catalogue; see: flowspec models list")
     own, model = found
     directory = fetched_dir(own)
-    wanted = {"target": model.target, **_heads(own, model, head)}
+    heads = {kind: place for kind, place in _heads(own, model, head).items() if place != model.target}
+    wanted = {"target": model.target, **heads}  # an MTP layer comes with its target
     record = directory / FETCHED
     done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     if head is None:  # a head that was chosen before stays

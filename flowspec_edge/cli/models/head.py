@@ -93,6 +93,9 @@ def _ngram(name: str, known: KnownModel | None, here: ModelDir | None) -> DraftC
 def _published(name: str, known: KnownModel | None, here: ModelDir | None, stages: int) -> DraftChoice:
     own = [part for part in ("eagle2", *STAND_INS) if here and here.draft(part)]
     shard = f"flowspec models shard --model {name} --stages {stages} --out {_short(name)}-{stages}"
+    mtp = f'flowspec generate --model {name} --draft mtp "…"'
+    if not own and here and here.draft("mtp"):
+        return DraftChoice("head", True, "The model's own MTP layer is here.", [mtp, shard])
     if own:
         return DraftChoice("head", True, f"A head is here: {', '.join(own)}.",
                            [f'flowspec generate --model {name} "…"', shard])
@@ -100,6 +103,10 @@ def _published(name: str, known: KnownModel | None, here: ModelDir | None, stage
         return DraftChoice("head", False, (
             "A published head: the catalogue knows none for this model.  With one from elsewhere, in the "
             "format of EAGLE-1, 2 or 3, DFlash, DSpark or JetSpec:"), [f"{shard} --draft HEAD-DIR"])
+    if set(known.heads) == {"mtp"}:
+        [layer] = known.runnable
+        text = f"The model's own MTP layer comes with it (mtp{_facts(layer)})."
+        return DraftChoice("head", False, text, [f"flowspec models fetch {name}", mtp, shard])
     named = [f"{head.repository} ({head.kind or head.format + ', cannot be run'}{_facts(head)})"
              for head in (*known.runnable, *(head for head in known.published if head.kind is None))]
     others = [f"flowspec models fetch {name} --head {head.repository}" for head in known.runnable

@@ -94,7 +94,7 @@ class EagleHead(FusibleHead):
 class EagleDrafter(HeadDrafter):
     """``lm_head`` ([V, H], or a module of it) is the target's, of the head's dtype and on its device."""
 
-    def __init__(self, head: EagleHead, lm_head: Tensor | OutputHead, memory: CacheMemory | None = None,
+    def __init__(self, head: FusibleHead, lm_head: Tensor | OutputHead, memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None) -> None:
         super().__init__(head, as_output_head(lm_head), None, memory, recorded)
 

@@ -123,9 +123,9 @@ class FusibleHead(nn.Module, ABC):
         Before the first pass, on the device and in the dtype of all passes; each is one over a
         ``PassCache``, for positions that have been reached (:meth:`reach`).
         """
-        if self.fused is None and is_fixed(self.rotary_emb):
+        if self.fused is None and is_fixed(self.rotary_emb) and (layer := self._fused_layer()):
             weight = next(self.parameters())  # is never quantised
-            self.fused = self._fused_layer()
+            self.fused = layer
             self.rotary_emb = RotaryTable(self.rotary_emb, weight.dtype, weight.device)
 
     def reach(self, position: int) -> None:
@@ -147,7 +147,8 @@ class FusibleHead(nn.Module, ABC):
         )
 
     @abstractmethod
-    def _fused_layer(self) -> DraftLayer: ...
+    def _fused_layer(self) -> DraftLayer | None:
+        """None: it stays transformers' own."""
 
 
 class HeadDrafter(TreeDrafter):

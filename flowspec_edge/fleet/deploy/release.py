@@ -110,7 +110,7 @@ class _Rendering:
         cluster, stages = self._deployment.cluster, len(self._boards) - 1
         return DraftConfig(
             cluster=cluster.name, model=self._model, name=self._manifest.source.name,
-            strategy=cluster.strategy, draft="ngram" if cluster.by_ngrams else "own",
+            strategy=cluster.strategy, draft=cluster.draft_kind,
             dtype=self._manifest.compute_dtype,
             device=self._deployment.inventory.torch_device(self._boards[0]), control=self._control,
             output=self._data[0], first=self._data[1],

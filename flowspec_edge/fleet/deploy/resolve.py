@@ -24,7 +24,14 @@ from flowspec_edge.fleet.probe.facts import BoardStatus
 from flowspec_edge.fleet.services.status import FleetStatus
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
-from flowspec_edge.model.modeldir import DRAFT_PARTS, STAND_INS, ModelDir, resolve_model, shipped_models
+from flowspec_edge.model.modeldir import (
+    DRAFT_PARTS,
+    STAND_INS,
+    ModelDir,
+    missing_mtp,
+    resolve_model,
+    shipped_models,
+)
 from flowspec_edge.runtime.draft_device.capacity import cache_rows, tentative_rows
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import draft_kind, strategy_class
@@ -157,7 +164,7 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]
     directory = beside(path, cluster.model)
     named = cluster.model in shipped_models() or (find_known(cluster.model) and not directory.is_dir())
     model = resolve_model(cluster.model if named else directory)
-    if not cluster.draft or cluster.by_ngrams:
+    if not cluster.draft or cluster.draft_kind != "own":
         return model, None
     head = beside(path, cluster.draft)
     if model.sharded:
@@ -171,10 +178,12 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]
 
 def _require_drafter(cluster: ClusterSettings, path: Path, model: ModelDir, head: Path | None) -> None:
     """UsageError if neither ``model`` nor ``head`` is what the strategy drafts with."""
-    params = Params(draft="ngram" if cluster.by_ngrams else "own")
+    params = Params(draft=cluster.draft_kind)
     kind = draft_kind(strategy_class(cluster.strategy), params, model)
     if kind in (None, "ngram") or model.draft(kind):
         return
+    if kind == "mtp":
+        raise UsageError(f"{path}: {missing_mtp(model)}")
     lacks = f"which {model.path} does not have"
     if head is not None:
         from flowspec_edge.sharding.drafts import open_draft  # torch takes a while
@@ -186,7 +195,8 @@ def _require_drafter(cluster: ClusterSettings, path: Path, model: ModelDir, head
     ways = 'take strategy = "autoregressive"'
     if kind != "spd":
         add = "shard it again with --draft DIR" if model.sharded else "give a head's directory as draft"
-        ways = f'in [cluster], set draft = "ngram" to look up in the text, {add}, or {ways}'
+        own = ', "mtp" to draft with its own MTP layer' if model.draft("mtp") else ""
+        ways = f'in [cluster], set draft = "ngram" to look up in the text{own}, {add}, or {ways}'
     raise UsageError(f"{path}: {cluster.strategy} drafts with {DRAFT_PARTS[kind]}/, {lacks}: {ways}")
 
 

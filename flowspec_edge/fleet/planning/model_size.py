@@ -33,7 +33,6 @@ from flowspec_edge.model.modeldir import (
 )
 from flowspec_edge.sharding.plan import IN_16_BITS
 from flowspec_edge.stage.families import load_config, parse_config, skeleton
-from flowspec_edge.stage.layers.experts import correlated
 from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.layers.recurrent import GatedDelta
@@ -41,6 +40,7 @@ from flowspec_edge.stage.quant.awq_gptq import importer
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
+from flowspec_edge.util.experts import correlated
 
 PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
 EAGLE3_VOCABULARY = 32_000  # draft tokens of most published EAGLE-3 heads

@@ -20,7 +20,7 @@ class DraftConfig(StrictModel):
     model: Text  # the sharded model's directory, with D0's part
     name: Text  # clients' name of the model
     strategy: Text = DEFAULT_STRATEGY
-    draft: Literal["own", "ngram"] = "own"  # the strategy's own kind of draft model, or n-grams
+    draft: Literal["own", "mtp", "ngram"] = "own"  # the strategy's own kind of draft model, or that kind
     dtype: ComputeDtype = "fp16"
     device: Text = "cpu"  # torch's, for lm_head and the draft models; the tree stays on the CPU
     control: Text  # where the stages connect to

@@ -15,9 +15,8 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.weights.files import INDEX, PICKLED, SAFE, WeightFiles
 from flowspec_edge.stage.weights.stacked import StackedExperts, stacks
-from flowspec_edge.stage.weights.tensor_names import is_written_otherwise, use_own_names
 from flowspec_edge.util.bounded_read import read_json
-from flowspec_edge.util.weight_file import TensorInfo, WeightFile
+from flowspec_edge.util.weight_file import TensorInfo, WeightFile, is_written_otherwise, use_own_names
 
 _SAMPLE = 1024  # elements at each end of a tensor that enter the digest
 

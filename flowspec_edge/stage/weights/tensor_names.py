@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.util.weight_file import SafetensorsFile, WeightFile
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -23,36 +21,6 @@ _IGNORABLE = (
     re.compile(r"mtp\..*"),
     re.compile(r"model\.visual\..*"),
 )
-_WITHIN = "model.language_model."  # a multimodal checkpoint's language model
-_STACKED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
-
-
-def is_written_otherwise(name: str) -> bool:
-    """Whether :func:`use_own_names` changes it."""
-    return name.startswith(_WITHIN)
-
-
-def use_own_names(file: WeightFile) -> None:
-    """Name a file's tensors as a decoder's are here: without the place of a language model in a multimodal
-    checkpoint, and matrices of their own instead of a layer's stacked experts, [experts, 2 inner, width] for
-    gate and up, [experts, width, inner] for down.
-
-    Sources: transformers' conversions of ``qwen3_5_text`` and ``qwen2_moe``; the names in Qwen3.5-35B-A3B.
-    """
-    if not isinstance(file, SafetensorsFile) or not any(map(is_written_otherwise, file.tensors)):
-        return
-    for stored in list(filter(is_written_otherwise, file.tensors)):
-        name, shape = f"model.{stored.removeprefix(_WITHIN)}", file.info(stored).shape
-        stacked = _STACKED.fullmatch(name)
-        if stacked is None or len(shape) != 3:
-            file.view(name, stored, 0, shape)
-        else:
-            block, matrices = stacked.groups()
-            names = ("gate_proj", "up_proj") if matrices == "gate_up_proj" else ("down_proj",)
-            experts, rows, columns = shape[0], shape[1] // len(names), shape[2]
-            for i, (expert, matrix) in enumerate(product(range(experts), names)):
-                file.view(f"{block}.{expert}.{matrix}.weight", stored, i * rows * columns, (rows, columns))
-        del file.tensors[stored]
 
 
 def whole_model(core: Any) -> set[str]:

@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from familykit import family_dir
 from headkit import published_eagle3
 from hubkit import hub
+from mtpkit import with_mtp
 from tiny import tiny_llama
 from tiny_dir import tiny_model_dir
 from transformers import AutoConfig
@@ -152,6 +154,19 @@ def test_another_head_of_a_kind_takes_its_place(tmp_path: Path, place: Path) -> 
             kept = {path.name for path in (place / "qwen3-8b" / "eagle3").glob("*.json")}
             assert kept == {"config.json", "second.json"}
     assert "transformer_layer_config" in (place / "qwen3-8b" / "eagle3" / "config.json").read_text()
+
+
+def test_an_mtp_layer_comes_with_its_model(tmp_path: Path, place: Path,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    name, target = "qwen3.6-27b", "Qwen/Qwen3.6-27B"
+    source = with_mtp(family_dir("qwen3.5", tmp_path / "source") / "target")
+    with hub({target: source}) as (address, _):
+        done = flowspec("models", "fetch", name, HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
+        assert done.returncode == 0, done.stderr
+    assert json.loads((place / name / "fetched.json").read_text()) == {"target": target}
+    assert resolve_model(name).draft("mtp") == place / name / "target"
+    assert main(["models", "head", name, "--no-measure"]) == 0
+    assert f"flowspec generate --model {name} --draft mtp" in capsys.readouterr().out
 
 
 def test_what_cannot_be_fetched(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,6 +156,8 @@ def test_a_strategy_needs_its_draft_model(home: Path) -> None:
         decide(home, f'{target}\ndraft = "model/draft-lm"', *boards)
     with pytest.raises(UsageError, match=r"spd drafts with spd/, .* does not have: take strategy = "):
         decide(home, f'{target}\ndraft = "ngram"\nstrategy = "spd"', *boards)
+    with pytest.raises(UsageError, match="draft mtp: 'llama' models have no MTP layer that can be run"):
+        decide(home, f'{target}\ndraft = "mtp"', *boards)
     cut(home / "model/target", home / "cut-alone", split=[3, 3])
     with pytest.raises(UsageError, match=r"cut-alone does not have: .*, shard it again with --draft DIR"):
         decide(home, 'model = "cut-alone"', *boards)

@@ -13,8 +13,8 @@ from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.stage.layers.experts import independent
 from flowspec_edge.strategies.registry import STRATEGIES
+from flowspec_edge.util.experts import independent
 
 PROMPT = [5, 17, 42, 3, 3, 58, 11]
 NEW = 12

@@ -23,7 +23,10 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.families import load_config
-from flowspec_edge.stage.layers.experts import (
+from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup
+from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
+from flowspec_edge.util.experts import (
     Experts,
     correlated,
     correlation_of,
@@ -31,9 +34,6 @@ from flowspec_edge.stage.layers.experts import (
     separated,
     touched,
 )
-from flowspec_edge.stage.shard import load_shard
-from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup
-from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
 
 WIDTH, INNER = 32, 24
 _BLOCKS: dict[str, Any] = {"qwen3_moe": Qwen3MoeSparseMoeBlock, "mixtral": MixtralSparseMoeBlock}

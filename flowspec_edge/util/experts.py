@@ -176,7 +176,8 @@ def computed(layers: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
 
 def independent(experts: int, chosen: int, rows: float) -> float:
     """Distinct experts that ``rows`` touch on average if each chooses ``chosen`` of ``experts`` by itself."""
-    return experts * (1 - (1 - chosen / experts) ** rows)
+    found: float = experts * (1 - (1 - chosen / experts) ** rows)
+    return found
 
 
 def correlated(experts: int, chosen: int, rows: float, correlation: float) -> float:
