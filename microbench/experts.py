@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from flowspec_edge.stage.layers.experts import Experts, independent, separated
 from flowspec_edge.stage.quant.schemes import scheme
+from flowspec_edge.util.experts import Experts, independent, separated
 from microbench._common import Row, options, print_rows
 
 ROWS = (1, 2, 4, 8, 16, 32)
