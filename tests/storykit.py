@@ -27,9 +27,10 @@ class Story:
 
 
 @st.composite
-def stories(draw: st.DrawFn, session: int = 1, kept: tuple[int, ...] = ()) -> Story:
-    """A prompt in up to two chunks, after the tokens that were ``kept``, then some rounds of growing,
-    committing, missing, pruning."""
+def stories(draw: st.DrawFn, session: int = 1, kept: tuple[int, ...] = (), text: tuple[int, ...] = ()
+            ) -> Story:
+    """A prompt in up to two chunks, after the tokens that were ``kept`` or after ``text``, then some rounds
+    of growing, committing, missing, pruning."""
     story = Story(Book(session, kept=kept))
     book = story.book
     tokens = iter(random_tokens(200, VOCAB, seed=draw(st.integers(0, 3))))
@@ -38,6 +39,8 @@ def stories(draw: st.DrawFn, session: int = 1, kept: tuple[int, ...] = ()) -> St
         """The next token that no child of ``parent`` has: as in a tree, a path stands for one number."""
         return next(token for token in tokens if (*book.paths[parent], token) not in book.paths.values())
 
+    if text:
+        story.segments.append(book.text(text))
     for size in draw(st.sampled_from([[5], [3, 2], [1, 4]])):
         story.segments.append(book.text([next(tokens) for _ in range(size)]))
     book.builder.skip_prune()

@@ -121,3 +121,33 @@ def test_prunes_may_never_arrive(shards: list[Shard], oracle: Oracle, data: st.D
     assert held[held < base].tolist() == story.book.committed
     assert set(story.survivors) <= set(held.tolist())
     assert_cache(engine, story.book, oracle)
+
+
+@examples(60, quick=10)
+@given(data=st.data())
+def test_a_lost_stage_is_told_the_text_again(shards: list[Shard], oracle: Oracle, data: st.DataObject
+                                             ) -> None:
+    """After any segment one stage is replaced: another session begins with the text, everywhere."""
+    first = data.draw(stories())
+    whole = first.book.paths[first.book.committed[-1]]
+    second = data.draw(stories(2, text=whole[: data.draw(st.integers(1, len(whole)))]))
+    before: list[Segment | Output] = list(first.segments[: data.draw(st.integers(1, len(first.segments)))])
+    after: list[Segment | Output] = list(second.segments)
+    lost = data.draw(st.integers(0, STAGES - 1))
+    for i, shard in enumerate(shards):
+        engine = StageEngine(shard)
+        engine.open(Open(session=1, epoch=0, capacity=64))
+        told = [m for m in before if isinstance(m, Segment)]
+        before = run_stage(engine, told, first.prunes, data.draw(schedules(first)))
+        if i == lost:
+            engine = StageEngine(shard)
+        engine.open(Open(session=2, epoch=0, capacity=96))
+        told = [m for m in after if isinstance(m, Segment)]
+        after = run_stage(engine, told, second.prunes, data.draw(schedules(second)))
+        held = engine.cache_of(2)
+        assert held is not None
+        assert held.numbers.tolist() == second.survivors
+        assert_cache(engine, second.book, oracle)
+    for output in after:
+        assert isinstance(output, Output)
+        assert_rows(output, second.book, oracle)
