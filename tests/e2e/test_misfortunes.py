@@ -23,7 +23,7 @@ from jetsonkit import Orins
 from flowspec_edge.fleet import paths
 from flowspec_edge.util.resources import resource_dir
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
 
 UNLUCKY, OLD = 1, 4
 TORCH = "/usr/lib/jetson/torch"
