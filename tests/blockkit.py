@@ -6,8 +6,7 @@ import json
 
 import numpy as np
 import safetensors.torch
-import torch
-from headkit import Layer
+from headkit import Layer, drawn_weights
 
 WIDTH, VOCABULARY, MASK = 32, 61, 60
 VARIANTS = {  # options of published_block, for targets of 8 layers or more
@@ -77,13 +76,7 @@ def published_block(directory, seed=1, form="zlab", ids=(1, 5), layers=2, block=
     if gated:
         shapes |= {"markov_head.gate_proj.weight": (rank, width + rank),
                    "markov_head.gate_proj.bias": (rank,)}
-    generator = torch.Generator().manual_seed(seed)
-    weights = {n: torch.randn(s, generator=generator) / (s[-1] ** 0.5 if len(s) == 2 else 1)
-               for n, s in shapes.items()}
-    if drafted < vocabulary:
-        ranked = torch.randperm(vocabulary, generator=generator)[:drafted].sort().values
-        weights["d2t"] = ranked - torch.arange(drafted)
-        weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ranked, True)
+    weights = drawn_weights(shapes, drafted, vocabulary, seed)
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw))
     safetensors.torch.save_file(weights, directory / "model.safetensors")

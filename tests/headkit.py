@@ -183,6 +183,16 @@ def published_eagle3(directory, seed, target_width, vocabulary, width=None, draf
         shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(states)}
     if raw.get("norm_before_fc"):
         shapes["input_norm.weight"] = (states * target_width,)
+    weights = drawn_weights(shapes, drafted, vocabulary, seed)
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(_in_form(form, raw, qk_norm)))
+    names = {n: n if form == "classic" else n.replace("midlayer.", "layers.0.") for n in weights}
+    safetensors.torch.save_file({names[n]: w for n, w in weights.items()}, directory / "model.safetensors")
+    return raw, weights
+
+
+def drawn_weights(shapes, drafted, vocabulary, seed):
+    """Random tensors of those shapes, and a draft vocabulary of ``drafted`` tokens if it is not the whole."""
     generator = torch.Generator().manual_seed(seed)
     weights = {n: torch.randn(s, generator=generator) / (s[-1] ** 0.5 if len(s) == 2 else 1)
                for n, s in shapes.items()}
@@ -190,11 +200,7 @@ def published_eagle3(directory, seed, target_width, vocabulary, width=None, draf
         ids = torch.randperm(vocabulary, generator=generator)[:drafted].sort().values
         weights["d2t"] = ids - torch.arange(drafted)
         weights["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
-    directory.mkdir(exist_ok=True)
-    (directory / "config.json").write_text(json.dumps(_in_form(form, raw, qk_norm)))
-    names = {n: n if form == "classic" else n.replace("midlayer.", "layers.0.") for n in weights}
-    safetensors.torch.save_file({names[n]: w for n, w in weights.items()}, directory / "model.safetensors")
-    return raw, weights
+    return weights
 
 
 def _in_form(form, raw, qk_norm):
