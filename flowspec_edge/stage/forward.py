@@ -22,7 +22,7 @@ from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util.experts import touched
-from flowspec_edge.util.kernels import rotation
+from flowspec_edge.util.kernels import angles, rotation
 from flowspec_edge.util.tensors import indices, to_device, to_host, to_torch
 from flowspec_edge.util.weight_file import tokens_device
 
@@ -94,7 +94,7 @@ def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], No
     ids = to_device(torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))), shard.device)[None]
     inputs = [kind.inputs(parts, index, shard.dtype, shard.device, n + padding)
               for index, kind in enumerate(shard.layers_of_kinds)]
-    rotated = shard.rotary(x, position_ids=ids)
+    rotated = angles(shard.rotary, x, ids)
     if fused:
         rotated = rotation(*rotated)
     if (recorded := graphs.get(n + padding)) is not None:

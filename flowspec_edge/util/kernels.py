@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @cache
@@ -78,6 +78,16 @@ def _halved(x: Tensor, plus_minus: Tensor, weight: Tensor | None, eps: float) ->
     width = x.shape[-1]
     both = (x[..., None, :] * plus_minus).flatten(-2)
     return F.layer_norm(both, (2 * width,), weight, None, eps)[..., :width]
+
+
+def angles(embedding: nn.Module, x: Tensor, positions: Tensor) -> Any:
+    """Cosines and sines of ``positions`` [B, n] in x's dtype, from a family's rotary embedding.
+
+    Qwen3.5's has grids of positions for time, height and width, which are equal in a text.  Before release
+    5.20 of transformers it takes all three only.
+    """
+    grids = positions.expand(3, -1, -1) if hasattr(embedding, "mrope_section") else positions
+    return embedding(x, position_ids=grids)
 
 
 def rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -52,7 +52,8 @@ def launches(work: Callable[[], object], composed_rms_norm: bool = False) -> int
 
 def cuda_launches(work: Callable[[], object]) -> int:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU,
-                                            torch.profiler.ProfilerActivity.CUDA]) as profile:
+                                            torch.profiler.ProfilerActivity.CUDA],
+                                acc_events=True) as profile:
         work()
         torch.cuda.synchronize()
     return sum(event.count for event in profile.key_averages()

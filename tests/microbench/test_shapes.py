@@ -71,7 +71,8 @@ def test_segments(device: str, dtype: str) -> None:
                 assert (t.cuda_launches is None) == (device == "cpu")
         more = found[3][0].launches - found[1][0].launches
         assert more % 2 == 0  # every layer launches the same
-        assert 20 <= more // 2 <= 70
+        least = 13 if device == "cuda" else 20  # a fused layer's, and transformers' own
+        assert least <= more // 2 <= 70
 
 
 @pytest.mark.parametrize("device", DEVICES)

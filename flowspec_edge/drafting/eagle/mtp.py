@@ -33,6 +33,7 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.modeldir import check_config, text_config
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.experts import separate_experts
+from flowspec_edge.util.kernels import angles
 from flowspec_edge.util.weight_file import MTP, Embedding, as_embedding
 
 _WHAT = "an MTP layer"
@@ -62,7 +63,7 @@ class MtpHead(FusibleHead):
         """As :meth:`EagleHead.forward`."""
         x = self.fc(torch.cat((self.pre_fc_norm_embedding(self.embedded(tokens)),
                                self.pre_fc_norm_hidden(features)), dim=-1))
-        x = self.layers[0](x, position_embeddings=self.rotary_emb(x, position_ids=positions),
+        x = self.layers[0](x, position_embeddings=angles(self.rotary_emb, x, positions),
                            attention_mask=mask, past_key_values=cache)
         return cast(Tensor, self.norm(x))
 
