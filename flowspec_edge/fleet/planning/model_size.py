@@ -16,6 +16,8 @@ from torch import nn
 from transformers import LlamaConfig
 
 from flowspec_edge.device_profile import LAYER_LAUNCHES, OTHER_LAYER_LAUNCHES
+from flowspec_edge.drafting.block.formats import block_config
+from flowspec_edge.drafting.block.head import BlockHead
 from flowspec_edge.drafting.checkpoint import on_meta
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
@@ -24,6 +26,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
 from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
 from flowspec_edge.model.modeldir import (
+    BLOCKS,
     DRAFT_PARTS,
     WEIGHTS,
     ModelDir,
@@ -55,8 +58,8 @@ class ModelBytes:
     layer            weights of one decoder layer (the largest)
     layer_values     its parameters, a number
     lm_head          the embeddings themselves if the model ties the two
-    head_bits        of lm_head and the EAGLE head's matrices
-    draft            the EAGLE head's fc and layer, and its own lm_head if it has one (EAGLE-3)
+    head_bits        of lm_head and the draft head's matrices
+    draft            the draft head's fc and layers, and its own lm_head if it has one (EAGLE-3)
     draft_lm_head    what a draft pass reads of the target's lm_head: 0 for a head with its own
     kv_row           keys and values of one row in one layer, on average; draft_kv_row: in the draft head
     window           rows that layers with a window see; ``windowed``: their share of all layers
@@ -176,10 +179,10 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
         draft=module_bytes(head, width, quantised) - head.embed_tokens.weight.numel() * width,
-        draft_lm_head=0 if isinstance(head, Eagle3Head) else matrix, head_bits=bits,
+        draft_lm_head=matrix if getattr(head, "lm_head", None) is None else 0, head_bits=bits,
         kv_row=-(-sum(kind.row_bytes(width) for kind in kinds) // len(kinds)),
         window=min(windows, default=None), windowed=len(windows) / len(kinds),
-        draft_kv_row=_kv_row(head.config, width),
+        draft_kv_row=_kv_row(head.config, width) * (len(head.layers) if isinstance(head, BlockHead) else 1),
         kv_cache=kv_cache,
         from_weights=from_weights, draft_estimated=draft is None,
         layer_launches=LAYER_LAUNCHES.get(config.model_type, OTHER_LAYER_LAUNCHES),
@@ -197,7 +200,7 @@ def target_config(name_or_path: str) -> Any:
 
 
 def _locate(name_or_path: str) -> tuple[str, Path | None, Path | None, Any]:
-    """(name, directory of the target, of its EAGLE head, the target's configuration); None: not here."""
+    """(name, directory of the target, of its draft head, the target's configuration); None: not here."""
     path = model_path(name_or_path)
     given = Path(name_or_path)
     if path is None and given.name == "config.json" and given.is_file():
@@ -211,7 +214,7 @@ def _locate(name_or_path: str) -> tuple[str, Path | None, Path | None, Any]:
     if model.sharded:
         raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
-    draft = model.draft("eagle2") or model.draft("eagle3")
+    draft = next(filter(None, map(model.draft, ("eagle2", "eagle3", *BLOCKS))), None)
     return model.name, model.target, draft, load_config(model.target, quantised=True)
 
 
@@ -225,10 +228,14 @@ def _check(target: Path, config: Any, core: Any) -> None:
         check_shape(target, name, stored[name].shape, shape)
 
 
-def _head(draft: Path | None, config: Any, published: list[str]) -> EagleHead | Eagle3Head:
-    """The EAGLE head in ``draft``, or :func:`assumed_head`; on the meta device."""
+def _head(draft: Path | None, config: Any, published: list[str]) -> EagleHead | Eagle3Head | BlockHead:
+    """The head in ``draft``, or :func:`assumed_head`; on the meta device."""
     if draft is None:
         return assumed_head(config, published)
+    if draft.name in map(DRAFT_PARTS.get, BLOCKS):
+        block = block_config(draft)
+        block.own_lm_head = block.draft_vocab_size != block.vocab_size
+        return on_meta(BlockHead, block)
     if draft.name == DRAFT_PARTS["eagle3"]:
         return on_meta(Eagle3Head, head3_config(draft))
     return on_meta(EagleHead, head_config(draft))

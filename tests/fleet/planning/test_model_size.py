@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from blockkit import published_block
 from safetensors.torch import load_file, save_file
 from tiny import tiny_llama, tiny_model
 from tiny_dir import tiny_eagle3, tiny_model_dir
 
+from flowspec_edge.drafting.block.formats import load_block_head
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning.model_size import PlanDtype, model_bytes
@@ -21,6 +23,7 @@ from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, recipe_for
 from flowspec_edge.sharding.source import open_source
+from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers.kv_cache import KVArena
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.strategies.params import Params
@@ -193,6 +196,21 @@ def test_a_head_of_either_kind_is_counted(tmp_path: Path) -> None:
     stored = load_file(path / "eagle3" / "model.safetensors")
     assert size.draft == sum(t.nbytes for name, t in stored.items() if t.is_floating_point()
                              and name != "embed_tokens.weight")
+    assert not size.draft_estimated
+
+
+@pytest.mark.parametrize("drafted", [None, 48])
+def test_a_block_drafter_is_counted(tmp_path: Path, drafted: int | None) -> None:
+    """With keys and values in each of its layers; it may rank by its own lm_head."""
+    target = tiny_llama(tmp_path / "model" / "target", layers=6, vocab=64)
+    width = load_config(target).hidden_size
+    facts = {"drafted": drafted, "form": "speculators"} if drafted else {}
+    published_block(tmp_path / "model" / "dflash", width=width, vocabulary=64, layers=3, ids=(1, 4), **facts)
+    size = model_bytes(str(tmp_path / "model"), "fp32")
+    head = load_block_head(tmp_path / "model" / "dflash", torch.zeros(64, width), torch.float32, 6)
+    held = sum(p.nbytes for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
+    assert (size.draft, size.draft_lm_head) == (held, 0 if drafted else size.lm_head)
+    assert size.draft_kv_row == 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
     assert not size.draft_estimated
 
 
