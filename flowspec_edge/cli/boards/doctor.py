@@ -110,18 +110,15 @@ def _show(boards: list[BoardFindings]) -> None:
 
 
 def _check_gpu(device: str, as_json: bool, out: Path | None) -> None:
-    from rich.console import Console
-
-    from flowspec_edge.fleet.gpu_check.report import check_gpu
+    from flowspec_edge.cli.common.progress import progress
+    from flowspec_edge.fleet.doctor.board_report import PARTS
+    from flowspec_edge.fleet.gpu_check.report import GROUPS, check_gpu
     from flowspec_edge.model.modeldir import DEMO, resolve_model
     from flowspec_edge.util.files import check_writable
 
     if out is not None:
         check_writable(out)
-    with Console(stderr=True).status(f"{device}: starting") as status:
-        def doing(what: str) -> None:
-            status.update(f"{device}: {what}")
-
+    with progress(GROUPS + (0 if out is None else PARTS), device, "parts") as doing:
         try:
             report = check_gpu(resolve_model(DEMO), device, report=doing)
         except FlowspecError as error:  # a torch that sees no GPU is worth a report, too

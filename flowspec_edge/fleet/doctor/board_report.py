@@ -28,6 +28,7 @@ from flowspec_edge.util import procfs
 from flowspec_edge.util.jetson import jetpack_of
 
 FORMAT = 1
+PARTS = 7  # of :func:`board_report`, beside the findings on the GPU
 _PACKAGES = ("flowspec-edge", "torch", "transformers", "numpy", "safetensors", "pyzmq", "bitsandbytes",
              "triton")
 _PROFILE = ("device", "profile", "--json", "--device")

@@ -6,7 +6,7 @@ import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -24,6 +24,7 @@ from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.util import torchdevice
 
 Group = Literal["device", "products", "operations", "tokens"]
+GROUPS = len(get_args(Group))
 
 _SHAPE = (1024, 1024)
 ROWS = (1, 4, 16, 17, 64)  # plain decoding, a small tree, a segment, one row more, a prefill's

@@ -12,7 +12,13 @@ from gpukit import without_cuda
 
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.fleet.doctor import board_report as module
-from flowspec_edge.fleet.doctor.board_report import board_report, journal, tegrastats, without_secrets
+from flowspec_edge.fleet.doctor.board_report import (
+    PARTS,
+    board_report,
+    journal,
+    tegrastats,
+    without_secrets,
+)
 from flowspec_edge.fleet.doctor.run import check_machine
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.transport.keys import generate
@@ -77,6 +83,7 @@ def test_a_part_that_fails_is_its_error(monkeypatch: pytest.MonkeyPatch) -> None
     assert found["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
     assert found["memory"]["MemFree"] > 0
     assert doing == ["versions", "board", "memory", "doctor", "tegrastats", "profile", "journal"]
+    assert len(doing) == PARTS
     assert json.loads(json.dumps(found)) == found
 
 
