@@ -53,7 +53,7 @@ def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, A
                             "model's checkpoint: --draft mtp with a model that has one")
     if name is not None and FORMATS.get(name) is None:
         raise FlowspecError(f"{path}: draft heads in the format {name} cannot be run, those of EAGLE-1, 2 "
-                            f"and 3, DFlash, DSpark and JetSpec can; {_instead(raw)}")
+                            f"and 3, DFlash, DFlash2, DSpark and JetSpec can; {_instead(raw)}")
     if name is not None and (kind := FORMATS[name]) in BLOCKS and not blocks:
         raise FlowspecError(f"{path}: a head in the format {name} is a draft model of the kind {kind}: it "
                             f"belongs in a directory {kind}/")

@@ -7,7 +7,7 @@ from typing import Any
 
 # Format -> kind of draft model; None: cannot be run.  An MTP layer is read from its model's checkpoint alone.
 FORMATS: dict[str, str | None] = {
-    "EAGLE-2": "eagle2", "EAGLE-3": "eagle3", "DFlash": "dflash", "DFlash2": None, "DSpark": "dspark",
+    "EAGLE-2": "eagle2", "EAGLE-3": "eagle3", "DFlash": "dflash", "DFlash2": "dflash", "DSpark": "dspark",
     "JetSpec": "dflash", "Domino": None, "P-EAGLE": None, "MTP": "mtp", "Medusa": None, "Hydra": None,
     "Gemma 4 assistant": None,
 }
@@ -32,6 +32,8 @@ def _named(config: Mapping[str, Any]) -> Iterator[str]:
         yield _TYPES.get(str(given), f"speculators' {given}")
     if (given := block.get("projector_type")) is not None:
         yield _TYPES.get(str(given), f"DFlash with {given}")
+    if block.get("selector_rank"):
+        yield "DFlash2"
     if block.get("causal_head"):
         yield "JetSpec"
     if config.get("markov_rank") == 0:  # DeepSpec's class for both

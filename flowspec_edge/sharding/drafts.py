@@ -29,7 +29,8 @@ from flowspec_edge.util.weight_file import TensorInfo
 log = logging.getLogger(__name__)
 
 _DEEP_EAGLE2 = "eagle2-deep"  # recognised by its directory alone: its files are those of any EAGLE-2 head
-_LOOKED_UP = (EMBEDDING, "markov_head.markov_w1.weight")
+_LOOKED_UP = (EMBEDDING, "markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook",
+              "candidate_selector.successor_codebook")
 _PREFIX = re.compile(r"^(module\.)?(model\.)?")  # prefixes of a training wrapper, and of a whole model
 
 

@@ -100,9 +100,8 @@ class Block(Student):
 
     def logits(self, hidden: Tensor, rows: Tensor, anchors: Tensor) -> Tensor:
         """Float32 [B, A, slots, V]; the token before a slot's is the text's."""
-        logits = self.target_logits(hidden)
-        bias = self.head.bias(rows[:, self._places(anchors).clamp(max=rows.shape[1] - 1)], hidden)
-        return logits if bias is None else logits + bias.float()
+        before = rows[:, self._places(anchors).clamp(max=rows.shape[1] - 1)]
+        return self.head.after(before, hidden, self.target_logits(hidden))
 
     def _places(self, anchors: Tensor) -> Tensor:
         """[A, slots]: where the tokens stand after which slots rank."""

@@ -24,6 +24,8 @@ CONFIGS = [
     ({"architectures": ["DFlashDraftModel"], "dflash_config": {"causal_head": True}}, "JetSpec"),
     ({"speculators_model_type": "dflash", "transformer_layer_config": {}}, "DFlash"),
     ({"speculators_model_type": "dflash2"}, "DFlash2"),
+    ({"architectures": ["Qwen3DFlash2DraftModel"], "dflash_config": {"mask_token_id": 5}}, "DFlash2"),
+    ({"architectures": ["DFlashDraftModel"], "dflash_config": {"selector_rank": 256}}, "DFlash2"),
     ({"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]}, "P-EAGLE"),
     ({"architectures": ["PEagleDraftModel"], "model_type": "llama"}, "P-EAGLE"),
     ({"speculators_model_type": "mlp"}, "speculators' mlp"),
@@ -67,17 +69,17 @@ def test_a_block_drafter_elsewhere_is_told_its_place(tmp_path: Path, kind: str) 
 
 
 @pytest.mark.parametrize("field", [
-    {"speculators_config": {"verifier": {"name_or_path": "Qwen/Qwen3-4B"}}},
-    {"target_model_name_or_path": "Qwen/Qwen3-4B"},
+    {"speculators_config": {"verifier": {"name_or_path": "Qwen/Qwen3-8B"}}},
+    {"target_model_name_or_path": "Qwen/Qwen3-8B"},
 ])
 def test_a_refusal_says_which_heads_there_are(tmp_path: Path, field: dict[str, object]) -> None:
-    config = {"speculators_model_type": "dflash2", **field}
+    config = {"speculators_model_type": "peagle", **field}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(FlowspecError) as caught:
         open_draft(tmp_path)
-    assert "AngelSlim/Qwen3-4B_eagle3" in str(caught.value)
-    assert "deepseek-ai/dspark_qwen3_4b_block7" in str(caught.value)
-    assert "Qwen3-4B-speculator.dflash2" not in str(caught.value)
+    assert "AngelSlim/Qwen3-8B_eagle3" in str(caught.value)
+    assert "RedHatAI/Qwen3-8B-speculator.dflash2" in str(caught.value)
+    assert "Qwen3-8B-speculator.peagle" not in str(caught.value)
 
 
 def test_heads_of_the_catalogue_have_a_format_and_a_source() -> None:

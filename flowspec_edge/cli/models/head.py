@@ -102,7 +102,7 @@ def _published(name: str, known: KnownModel | None, here: ModelDir | None, stage
     if known is None or not known.heads:
         return DraftChoice("head", False, (
             "A published head: the catalogue knows none for this model.  With one from elsewhere, in the "
-            "format of EAGLE-1, 2 or 3, DFlash, DSpark or JetSpec:"), [f"{shard} --draft HEAD-DIR"])
+            "format of EAGLE-1, 2 or 3, DFlash, DFlash2, DSpark or JetSpec:"), [f"{shard} --draft HEAD-DIR"])
     if set(known.heads) == {"mtp"}:
         [layer] = known.runnable
         text = f"The model's own MTP layer comes with it (mtp{_facts(layer)})."

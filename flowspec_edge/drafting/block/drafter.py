@@ -24,8 +24,8 @@ from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.model.output_head import OutputHead
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
-from flowspec_edge.sampling.sampler import rank_children
-from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
+from flowspec_edge.sampling.sampler import largest, rank_children
+from flowspec_edge.tree.draft_api import ABSENT, DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import tokens_device
 
@@ -73,7 +73,8 @@ class BlockDrafter(Drafter):
         self._tapped.clear()  # the numbers are another session's
         self._rows = rows  # of the text whose keys and values are known: it has one more token
         self._states = []  # of the rows that follow, [n, S] each
-        self._block: tuple[Tensor, Tensor] | None = None  # outputs [depths, H] and logits [depths, D]
+        # Outputs [depths, H], logits [depths, D] and, for a selector, candidates [depths, k].
+        self._block: tuple[Tensor, ...] | None = None
 
     def tap(self, message: Tap) -> None:
         self._tapped.tap(message)
@@ -107,17 +108,14 @@ class BlockDrafter(Drafter):
             return output
         if self._block is None:
             self._block = self._draft()
-        hidden, logits = self._block
         at = indices([below[row] for row in inside], self._device)
-        chosen = logits.index_select(0, at)
-        if self._head.markov_head is not None:
-            before = indices([request.nodes[row].token for row in inside], self._device)
-            chosen = chosen + self._head.markov_head(before, hidden.index_select(0, at))
+        before = indices([request.nodes[row].token for row in inside], self._device)
+        chosen = self._head.after(before, *(part.index_select(0, at) for part in self._block))
         positions = np.fromiter((request.nodes[row].position for row in inside), np.int64)
         sampling, rank, tau = self._ranking
         tokens, scores = rank_children(chosen, positions, request.children, sampling, rank, tau,
                                        self._vocabulary)
-        output.tokens[inside, : tokens.shape[1]] = tokens
+        output.tokens[inside, : tokens.shape[1]] = np.where(np.isfinite(scores), tokens, ABSENT)
         output.scores[inside, : scores.shape[1]] = scores
         return output
 
@@ -148,14 +146,16 @@ class BlockDrafter(Drafter):
             self._memory.take(max(rows.stop, 2 * held) - held)
         return PassCache(self._memory, indices([*rows], self._device), rows.stop)
 
-    def _draft(self) -> tuple[Tensor, Tensor]:
+    def _draft(self) -> tuple[Tensor, ...]:
         head, first = self._head, self._rows
         slots = range(first, first + head.config.block_size)
         tokens = indices(head.slot_tokens(self._text[-1]), self._tokens_device)
         out = head(head.embed_tokens(tokens)[None], indices([[*slots]], self._device), self._masks(slots),
                    self._cache(slots))[0]
         hidden = out[len(slots) - head.depths :]
-        return hidden, self._lm_head(hidden)
+        logits = self._lm_head(hidden)
+        most = head.config.selector_top_k
+        return (hidden, logits, largest(logits, most)[1]) if most else (hidden, logits)
 
     def _masks(self, slots: range) -> list[Tensor]:
         """Additive masks [1, 1, m, columns] of all layers; the text's columns, then the slots'."""

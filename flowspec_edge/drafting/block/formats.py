@@ -1,14 +1,15 @@
 """Block heads as they are published: one configuration and one set of names for all of them.
 
-- z-lab (DFlash, MIT): a Qwen3's config.json with ``block_size``, ``num_target_layers`` and ``dflash_config``;
-  the root's own slot ranks nothing; embeddings and lm_head are the target's.  JetSpec (MIT) adds
-  ``causal_head``.  SpecForge (MIT) puts a Markov head's settings into ``dflash_config``, too, and trains
-  layers with a window causally; of a head without ``projector_type`` they are not, as in z-lab's code.
+- z-lab (DFlash and DFlash2, MIT): a Qwen3's config.json with ``block_size``, ``num_target_layers`` and
+  ``dflash_config``; the root's own slot ranks nothing; embeddings and lm_head are the target's.  Layers with
+  a window are causal unless ``is_causal`` says otherwise, for all layers; vLLM reads ``causal`` of
+  ``dflash_config``, too.  JetSpec (MIT) adds ``causal_head``.  SpecForge (MIT) puts a Markov head's settings
+  into ``dflash_config``, too.
 - deepseek-ai/DeepSpec (DSpark and, with ``markov_rank`` 0, DFlash; MIT): ``target_layer_ids`` and the rest
   at the top, own copies of embeddings and lm_head; every slot ranks the tokens after it.
-- vllm-project/speculators (both; Apache-2.0): ``transformer_layer_config``, an lm_head of its own, which may
-  be over a draft vocabulary; layers with a window are causal unless it is said otherwise, and it is the
-  same text for all slots.
+- vllm-project/speculators (all three; Apache-2.0): ``transformer_layer_config``, perhaps an lm_head of its
+  own over a draft vocabulary; layers with a window are causal unless it is said otherwise, in DFlash2 if it
+  is said, and it is the same text for all slots.
 
 A confidence head is read past: the draft's scores are learned to be probabilities anyway.
 """
@@ -33,7 +34,11 @@ from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 _WHAT = "a block drafter"
-_FORMATS = ("DFlash", "DSpark", "JetSpec")
+_FORMATS = ("DFlash", "DFlash2", "DSpark", "JetSpec")
+# Settings of DFlash2, in speculators with these values by default; and what z-lab's heads for some targets
+# multiply or cap, by the value that changes nothing.
+_DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
+_SCALES = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": 0}
 _MOST_SLOTS = 64
 _NOT_READ = ("confidence_head.", "verifier_", "t2d")
 
@@ -73,17 +78,19 @@ def block_config(directory: Path) -> BlockConfig:
         raise FlowspecError(f"{path}: this is no {' or '.join(_FORMATS)}, but {name or 'no draft head'}")
     inner = raw.get("transformer_layer_config")
     if isinstance(inner, dict):
-        fields, settings = inner, _speculators(raw, name == "DSpark")
+        fields, settings = inner, _speculators(raw, name)
         check_config(inner, path)
     elif "target_layer_ids" in raw:
         fields, settings = raw, {**_outputs(raw, path), "from_root": True}
     else:
         block = raw.get("dflash_config")
         block = block if isinstance(block, dict) else {}
+        said = raw.get("is_causal")
+        said = block.get("causal") if said is None else said
         fields, settings = raw, {**_outputs({**raw, **block}, path),
                                  "from_root": bool(block.get("shift_label")),
-                                 "all_causal": bool(block.get("causal_head")),
-                                 "window_causal": block.get("projector_type") is not None}
+                                 "all_causal": bool(said or block.get("causal_head")),
+                                 "window_causal": said is None}
     if (family := fields.get("model_type", "qwen3")) != "qwen3":
         raise FlowspecError(f"{path}: block drafters with layers of {family!r} are not supported, only of "
                             "'qwen3'")
@@ -99,6 +106,11 @@ def block_config(directory: Path) -> BlockConfig:
         setattr(config, key, _number(settings.get(key), key, path))
     config.markov_rank = _number(settings.get("markov_rank") or 0, "markov_rank", path)
     config.markov_gated = _gated(settings, path) if config.markov_rank else False
+    for key in _DFLASH2:
+        setattr(config, key, _number(settings.get(key), key, path) if name == "DFlash2" else 0)
+    for key, neutral in _SCALES.items():
+        if (value := settings.get(key)) not in (None, neutral):
+            raise FlowspecError(f"{path}: a head with {key} {value!r} is not supported, only with {neutral}")
     config.draft_vocab_size = settings.get("draft_vocab_size") or config.vocab_size
     config.own_lm_head = False
     _check(config, path)
@@ -125,10 +137,9 @@ def save_block_head(head: BlockHead, directory: Path, dtype: torch.dtype) -> Non
     if config.markov_rank:
         block |= {"projector_type": "dspark", "markov_rank": config.markov_rank,
                   "markov_head_type": "gated" if config.markov_gated else "vanilla"}
-    if all(config.causal):
-        block["causal_head"] = True
     written = {"architectures": ["DSparkDraftModel" if config.markov_rank else "DFlashDraftModel"],
                "model_type": "qwen3", "block_size": config.block_size, "dflash_config": block,
+               **({"is_causal": config.causal[0]} if len(set(config.causal)) == 1 else {}),
                "rope_theta": facts["rope_parameters"]["rope_theta"],
                "torch_dtype": str(dtype).removeprefix("torch."),
                **{key: facts[key] for key in keys if facts.get(key) is not None}}
@@ -136,16 +147,18 @@ def save_block_head(head: BlockHead, directory: Path, dtype: torch.dtype) -> Non
     checkpoint.write(directory, written, stored, dtype)
 
 
-def _speculators(raw: dict[str, Any], markov: bool) -> dict[str, Any]:
+def _speculators(raw: dict[str, Any], name: str) -> dict[str, Any]:
     """Its layer ids count inputs of layers, as in its EAGLE-3 heads."""
     ids: Any = raw.get("aux_hidden_state_layer_ids")
+    markov = name == "DSpark"
     kept = {key: raw.get(key) for key in ("block_size", "mask_token_id", "draft_vocab_size")}
     if markov:
         kept |= {"markov_rank": raw.get("markov_rank", 256),
                  "markov_head_type": raw.get("markov_head_type", "vanilla")}
-    return {**kept, "captured": tuple(ids) if _are_numbers(ids) else (),
+    return {**kept, **{key: raw.get(key, value) for key, value in _DFLASH2.items()},
+            "captured": tuple(ids) if _are_numbers(ids) else (),
             "from_root": bool(raw.get("sample_from_anchor", markov)),
-            "window_causal": not raw.get("sliding_window_non_causal", False)}
+            "window_causal": not raw.get("sliding_window_non_causal", name == "DFlash2")}
 
 
 def _outputs(settings: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -188,12 +201,28 @@ def _check(config: BlockConfig, path: Path) -> None:
     least = 1 if config.from_root else 2
     if not least <= config.block_size <= _MOST_SLOTS:
         raise FlowspecError(f"{path}: block_size must be {least} to {_MOST_SLOTS}, not {config.block_size}")
+    if config.selector_rank or config.conv_kernel_size:
+        _check_dflash2(config, path)
     for key, value in (("mask_token_id", config.mask_token_id),
                        ("draft_vocab_size", config.draft_vocab_size - 1)):
         if value is None or not 0 <= value < config.vocab_size:
             raise FlowspecError(f"{path}: {key} does not fit into the vocabulary of {config.vocab_size}")
 
 
+def _check_dflash2(config: BlockConfig, path: Path) -> None:
+    for key, most in (("conv_kernel_size", config.block_size), ("conv_group_size", config.hidden_size),
+                      ("selector_rank", config.vocab_size), ("selector_top_k", config.vocab_size)):
+        if not 1 <= getattr(config, key) <= most:
+            raise FlowspecError(f"{path}: {key} must be 1 to {most}, not {getattr(config, key)}")
+    if config.hidden_size % config.conv_group_size:
+        raise FlowspecError(f"{path}: conv_group_size {config.conv_group_size} does not divide hidden_size "
+                            f"{config.hidden_size}")
+    if config.draft_vocab_size != config.vocab_size:
+        raise FlowspecError(f"{path}: a DFlash2 head over {config.draft_vocab_size} of {config.vocab_size} "
+                            "tokens is not supported, only over all of them")
+
+
 def _own_names(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    own = {name.removeprefix("logit_head."): tensor for name, tensor in stored.items()}
+    own = {name.removeprefix("logit_head.") + ".weight" * name.endswith("_codebook"): tensor
+           for name, tensor in stored.items()}
     return {name: tensor for name, tensor in own.items() if not name.startswith(_NOT_READ)}

@@ -1,10 +1,11 @@
-"""The model of DFlash, DSpark and JetSpec: some layers of Qwen3 over a block of mask tokens.
+"""The model of DFlash, DFlash2, DSpark and JetSpec: some layers of Qwen3 over a block of mask tokens.
 
 The block of a root at position p holds the root's token and mask tokens at p + 1, p + 2, …; its rows see the
 text before the root and one another.  Of the text a layer has no rows of its own: keys and values of token i
 are projections of the target's inner states of that token, and are computed once.  A slot's output, through
 lm_head, ranks the tokens of one depth, whatever stands at the depths between: DSpark's Markov head adds a
-bias by the token before.
+bias by the token before, and so does DFlash2's selector, to the likeliest tokens alone.  DFlash2's layers
+have short convolutions along the block, too.
 
 Sources: papers as in the package's docstring; the published code is named in ``formats``.
 """
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -43,6 +45,10 @@ class BlockConfig(Qwen3Config):
     window_from_root  whether they are the text's last ones for every slot
     markov_rank    width of the Markov head; 0: without one
     markov_gated   whether the slot's output gates it
+    conv_kernel_size  slots that a convolution sees, its own and those before it; 0: without convolutions
+    conv_group_size   channels that share a change of its kernel
+    selector_rank  width of the candidate selector; 0: without one
+    selector_top_k tokens of a slot that it ranks; others are no candidates
     own_lm_head    over ``draft_vocab_size`` tokens; False: the target's
     """
 
@@ -55,6 +61,10 @@ class BlockConfig(Qwen3Config):
     window_from_root: bool = False
     markov_rank: int = 0
     markov_gated: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 0
     own_lm_head: bool = False
     draft_vocab_size: int = 0
 
@@ -78,6 +88,66 @@ class MarkovHead(nn.Module):
         return bias
 
 
+class CandidateSelector(nn.Module):
+    """A bias on the logits of a slot's candidates by the token before, of low rank (DFlash2)."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        rank = config.selector_rank
+        self.predecessor_codebook = nn.Embedding(config.vocab_size, rank)
+        self.successor_codebook = nn.Embedding(config.vocab_size, rank)
+        self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
+
+    def forward(self, tokens: Tensor, hidden: Tensor, candidates: Tensor) -> Tensor:
+        """[…] tokens, the slots' outputs […, H] and candidates […, k] that they precede, to […, k]."""
+        context = self.predecessor_codebook(tokens) * self.hidden_projection(hidden)
+        bias: Tensor = (self.successor_codebook(candidates) * context[..., None, :]).sum(-1)
+        return bias
+
+
+class Convolution(nn.Module):
+    """Depthwise and causal along a block, before a sublayer and after it (DFlash2).  A slot's two kernels are
+    learned ones with a change by the sublayer's input, which a group of channels shares."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        self._taps, self._shared = config.conv_kernel_size, config.conv_group_size
+        width = config.hidden_size
+        self.base_kernel = nn.Parameter(torch.empty(2, self._taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * self._taps * width // self._shared, bias=False)
+
+    def kernels(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Both, [B, m, taps, H] each, by the sublayer's input [B, m, H]."""
+        change = self.kernel_projection(x).unflatten(-1, (2, self._taps, -1))
+        before, after = (change.repeat_interleave(self._shared, -1) + self.base_kernel).unbind(-3)
+        return before, after
+
+
+def convolved(x: Tensor, kernel: Tensor) -> Tensor:
+    """[B, m, H] by [B, m, taps, H]: tap t reads the slot t places before, and zeros before the first one."""
+    out = x * kernel[:, :, 0]
+    for tap in range(1, kernel.shape[2]):
+        out = out + F.pad(x, (0, 0, tap, 0))[:, :-tap] * kernel[:, :, tap]
+    return out
+
+
+class ConvolvedLayer(Qwen3DecoderLayer):
+    """A layer whose sublayers have convolutions around them; ``forward`` is over one block a sequence."""
+
+    def __init__(self, config: BlockConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.attention_conv, self.mlp_conv = Convolution(config), Convolution(config)
+
+    def forward(self, hidden_states: Tensor, **attention: Any) -> Tensor:
+        x = self.input_layernorm(hidden_states)
+        before, after = self.attention_conv.kernels(x)
+        x, _ = self.self_attn(hidden_states=convolved(x, before), **attention)
+        hidden_states = hidden_states + convolved(x, after)
+        x = self.post_attention_layernorm(hidden_states)
+        before, after = self.mlp_conv.kernels(x)
+        return hidden_states + convolved(self.mlp(convolved(x, before)), after)
+
+
 class BlockHead(nn.Module):
     """``embed_tokens`` is the target's or the head's own; so is ``lm_head``, which is None for the target's.
 
@@ -94,10 +164,12 @@ class BlockHead(nn.Module):
         self.embed_tokens = nn.Embedding(vocabulary, width)
         self.fc = nn.Linear(len(config.captured) * width, width, bias=False)
         self.hidden_norm = Qwen3RMSNorm(width, eps=config.rms_norm_eps)
-        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        layer = ConvolvedLayer if config.conv_kernel_size else Qwen3DecoderLayer
+        self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
         self.norm = Qwen3RMSNorm(width, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(width, drafted, bias=False) if config.own_lm_head else None
         self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
         self.rotary_emb = LlamaRotaryEmbedding(cast(Any, config))
         if drafted != vocabulary:
             self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64))
@@ -143,10 +215,18 @@ class BlockHead(nn.Module):
         normed: Tensor = self.norm(x)
         return normed
 
-    def bias(self, tokens: Tensor, hidden: Tensor) -> Tensor | None:
-        """What the tokens before, […], add to the logits of slots with outputs […, H]: […, D]."""
-        bias: Tensor | None = None if self.markov_head is None else self.markov_head(tokens, hidden)
-        return bias
+    def after(self, tokens: Tensor, hidden: Tensor, logits: Tensor, candidates: Tensor | None = None
+              ) -> Tensor:
+        """Logits […, D] of slots with outputs […, H] after the tokens […]; -inf for what is no candidate.
+
+        candidates  […, selector_top_k], the slots' likeliest tokens: of a head with a selector
+        """
+        if self.markov_head is not None:
+            return logits + self.markov_head(tokens, hidden).to(logits.dtype)
+        if self.candidate_selector is None or candidates is None:
+            return logits
+        ranked = logits.gather(-1, candidates) + self.candidate_selector(tokens, hidden, candidates)
+        return torch.full_like(logits, float("-inf")).scatter(-1, candidates, ranked)
 
     def target_ids(self) -> Tensor:
         """The target's id of each draft token: int64 [D]."""

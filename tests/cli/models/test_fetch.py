@@ -174,8 +174,8 @@ def test_what_cannot_be_fetched(place: Path, capsys: pytest.CaptureFixture[str])
     assert "flowspec models list" in capsys.readouterr().err
     assert main(["models", "fetch", "qwen3-8b", "--head", "eagle2"]) == 2
     assert "only AngelSlim/Qwen3-8B_eagle3 (eagle3)" in capsys.readouterr().err
-    assert main(["models", "fetch", "qwen3-4b", "--head", "RedHatAI/Qwen3-4B-speculator.dflash2"]) == 2
+    assert main(["models", "fetch", "qwen3-8b", "--head", "RedHatAI/Qwen3-8B-speculator.peagle"]) == 2
     said = capsys.readouterr().err
-    assert "a head in the format DFlash2, which cannot be run" in said
-    assert "deepseek-ai/dspark_qwen3_4b_block7 (dspark)" in said
+    assert "a head in the format P-EAGLE, which cannot be run" in said
+    assert "RedHatAI/Qwen3-8B-speculator.dflash2 (dflash)" in said
     assert "\n" not in said.strip()

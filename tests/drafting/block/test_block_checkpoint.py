@@ -8,6 +8,8 @@ import torch
 from blockkit import VARIANTS, VOCABULARY, WIDTH, published_block
 
 from flowspec_edge.drafting.block.formats import block_config, load_block_head, save_block_head
+from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
+from flowspec_edge.drafting.checkpoint import on_meta
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.sharding.drafts import check_fit, open_draft
@@ -44,6 +46,37 @@ def test_what_does_not_fit_is_one_line(tmp_path, fields, said):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("fields", "said"), [
+    ({"selector_top_k": None}, "selector_top_k must be a whole number, not None"),
+    ({"selector_top_k": 62}, "selector_top_k must be 1 to 61, not 62"),
+    ({"conv_kernel_size": 7}, "conv_kernel_size must be 1 to 6, not 7"),
+    ({"conv_group_size": 5}, "conv_group_size 5 does not divide hidden_size 32"),
+    ({"output_multiplier": 0.2}, "a head with output_multiplier 0.2 is not supported, only with 1"),
+    ({"final_logit_softcapping": 20.0}, "a head with final_logit_softcapping 20.0 is not supported"),
+])
+def test_a_dflash2_head_that_does_not_fit_is_one_line(tmp_path, fields, said):
+    published_block(tmp_path, ids=[1, 5], top=5)
+    changed(tmp_path, dflash_config=fields)
+    with pytest.raises(FlowspecError, match=said) as caught:
+        block_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("shape", "published"), [
+    # RedHatAI/Qwen3-8B-speculator.dflash2: the hub's count of its safetensors file.
+    ({"hidden_size": 4096, "intermediate_size": 12288, "vocab_size": 151_936}, 1_169_573_120),
+    # z-lab/Qwen3.8-27B-DFlash2: 1.924 billion, by readers of its header.
+    ({"hidden_size": 5120, "intermediate_size": 17408, "vocab_size": 248_320}, 1_924_404_480),
+])
+def test_it_has_the_parameters_of_published_heads(shape, published):
+    config = BlockConfig(**shape, num_hidden_layers=5, num_attention_heads=32, num_key_value_heads=8,
+                         head_dim=128, captured=(1,) * 5, conv_kernel_size=2, conv_group_size=16,
+                         selector_rank=256, selector_top_k=16, draft_vocab_size=shape["vocab_size"])
+    head = on_meta(BlockHead, config)
+    own = sum(weight.numel() for name, weight in head.named_parameters() if name != "embed_tokens.weight")
+    assert own == published
+
+
 def test_tensors_that_are_missing_or_too_many_are_named(tmp_path):
     published_block(tmp_path, form="speculators", ids=[2], drafted=20)
     path = tmp_path / "model.safetensors"
@@ -74,7 +107,8 @@ def test_what_is_written_is_read_again(tmp_path, variant):
 
 
 @pytest.mark.parametrize(("variant", "kind"), [("z-lab", "dflash"), ("JetSpec", "dflash"),
-                                               ("DeepSpec", "dspark"), ("speculators, DSpark", "dspark")])
+                                               ("z-lab, DFlash2", "dflash"), ("DeepSpec", "dspark"),
+                                               ("speculators, DSpark", "dspark")])
 def test_sharding_recognises_and_checks_it(tmp_path, variant, kind):
     published_block(tmp_path, **VARIANTS[variant])
     draft = open_draft(tmp_path)

@@ -139,11 +139,12 @@ def test_reset_forgets_everything(tmp_path):
     h.check([0, 1])
 
 
-def test_children_are_as_many_as_the_draft_vocabulary_has(tmp_path):
-    h = History(tmp_path, form="speculators", ids=[2], drafted=2)
+@pytest.mark.parametrize("few", [{"drafted": 2}, {"top": 2}])
+def test_children_are_as_many_as_the_head_can_name(tmp_path, few):
+    h = History(tmp_path, form="speculators", ids=[2], **few)
     h.commit([5, 6])
     got = h.drafter.expand(DraftRequest(0, (DraftNode(0, -1, 6, 1),), 5))
-    assert (got.tokens[0] != ABSENT).sum() == 2
+    assert (got.tokens[0] != ABSENT).tolist() == [True] * 2 + [False] * 3
     assert got.tokens.shape == (1, 5)
 
 

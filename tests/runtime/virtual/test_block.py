@@ -56,7 +56,7 @@ def with_a_head(target: Path, path: Path, kind: str, **options: Any) -> Path:
 
 
 @pytest.mark.parametrize("variant", [
-    variant if variant in ("z-lab", "DeepSpec", "speculators, DSpark")
+    variant if variant in ("z-lab", "z-lab, DFlash2", "DeepSpec", "speculators, DSpark")
     else pytest.param(variant, marks=pytest.mark.slow) for variant in VARIANTS])
 def test_every_published_variant_drafts_losslessly(target: Path, tmp_path: Path,
                                                    monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
