@@ -27,6 +27,7 @@ from flowspec_edge import (
     strategy_class,
     strategy_names,
 )
+from flowspec_edge.strategies import registry
 from flowspec_edge.strategies.params import set_parameters
 from flowspec_edge.strategies.registry import parameters_of
 
@@ -78,6 +79,12 @@ def test_the_package_is_a_command() -> None:
 @pytest.fixture(scope="module")
 def cluster() -> Cluster:
     return Cluster.virtual("demo", stages=2)
+
+
+@pytest.fixture(autouse=True)
+def loaded_here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strategies from outside are unknown to the tests that follow."""
+    monkeypatch.setattr(registry, "_loaded", {})
 
 
 @pytest.fixture
