@@ -75,7 +75,7 @@ def test_llamas_of_all_shapes_in_few_launches(tmp_path: Path, shape: dict[str, A
     agrees(load_lm(tmp_path, tmp_path, V, torch.float32, CPU, True), tmp_path, V, [5, 6, 7, 8, 9, 3])
 
 
-def test_a_model_that_few_launches_compute_wrongly_keeps_its_own_layers(
+def test_a_model_computed_wrongly_by_few_launches_keeps_layers(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path)
     monkeypatch.setattr("flowspec_edge.drafting.fused.rotate_in_place", lambda x, by: x.mul_(-3))

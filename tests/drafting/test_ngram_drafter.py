@@ -72,7 +72,7 @@ def expand(drafter: NgramDrafter, text: list[int]) -> DraftOutput:
     return drafter.expand(DraftRequest(0, (DraftNode(0, -1, text[-1], len(text) - 1),), 2))
 
 
-def test_with_noise_a_score_is_the_chance_to_win_against_all_else() -> None:
+def test_with_noise_a_score_is_the_chance_to_win() -> None:
     """Drawn anew many times: the token's own noise is known, the best of all others is not."""
     text = [5, 6, 7, 1, 5, 6, 8, 1, 5, 6]
     p = 1 / 6  # of 7 and of 8: 1 / (2 + 2^2)

@@ -49,7 +49,7 @@ def test_a_release_answers_and_the_command_completes(ground: Ground, case: Case)
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_boards_return_from_a_release_that_does_not_work_without_the_control_host(
+def test_boards_leave_a_faulty_release_without_the_control_host(
         ground: Ground, tmp_path: Path, what: str) -> None:
     """The control host dies when the draft device has been told to restart."""
     case = Case("up", step(DRAFT, "restarting"), "control host killed", "after")

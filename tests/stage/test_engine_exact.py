@@ -136,7 +136,7 @@ def test_a_committed_row_in_the_segment_that_commits_it(model: Path, oracle: Ora
     assert_rows(through(chain, early)[1], book, oracle)
 
 
-def test_taps_are_hidden_states_from_the_stage_that_computed_them(model: Path, oracle: Oracle) -> None:
+def test_taps_come_from_the_stage_that_computed_them(model: Path, oracle: Oracle) -> None:
     book, chain = Book(), engines(model, 3)
     taps, _ = through(chain, replace(book.text(TEXT), taps=(0, 2, 5, 7)))
     assert [tap.layer for tap in taps] == [0, 2, 5, 7]
@@ -162,7 +162,7 @@ def test_a_boundary_is_tapped_before_the_next_stage_begins(model: Path) -> None:
     assert chain[1].compute([admitted])[0][0] == []
 
 
-def test_the_state_after_all_layers_is_tapped_before_the_final_norm(model: Path, oracle: Oracle) -> None:
+def test_the_last_state_is_tapped_before_the_final_norm(model: Path, oracle: Oracle) -> None:
     book, chain = Book(), engines(model, 3)
     (tap,), output = through(chain, replace(book.text(TEXT), taps=(8,)))
     with torch.inference_mode():

@@ -187,7 +187,7 @@ def test_a_fused_kernel_is_chosen(device: str) -> None:
 @needs_cuda
 @pytest.mark.parametrize("columns", [7, 16, 255])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_the_memory_efficient_kernel_takes_the_mask_without_a_copy(groups: int, columns: int) -> None:
+def test_the_memory_efficient_kernel_copies_no_mask(groups: int, columns: int) -> None:
     query, keys, values, mask, _ = arguments(16, columns, groups, "cuda", torch.float16)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), torch.profiler.profile(acc_events=True) as profile:
         attend(torch.nn.Identity(), query, keys, values, mask)

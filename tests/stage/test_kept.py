@@ -185,7 +185,7 @@ def test_rows_that_are_not_there(model: Path) -> None:
         engine.close(Close(3, (8, 9)))
 
 
-def test_a_session_must_have_room_for_the_rows_that_it_begins_with(model: Path) -> None:
+def test_a_session_has_room_for_the_rows_it_begins_with(model: Path) -> None:
     [engine] = engines(model, 1)
     left(engine, 2, 16, 6)
     rows = engine.cache_rows

@@ -128,7 +128,7 @@ def test_launches_of_recurrent_layers(tmp_path: Path, family: str, fuses: bool, 
     assert (counts[1] - counts[0]).total() - experts[1] == attention
 
 
-def test_between_attention_nothing_is_uploaded_waited_for_or_asked_of_the_text(model: Path) -> None:
+def test_between_attention_nothing_is_uploaded_or_waited_for(model: Path) -> None:
     """What a CUDA graph demands: the same kernels on the same memory, wherever the rows are."""
     shard = load_shard(model, 0, 1, "fp16", "cuda")
     engine = StageEngine(shard, 700)

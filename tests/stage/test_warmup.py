@@ -74,7 +74,7 @@ for dtype in ("fp32", "bf16", "fp16"):
 
 
 @pytest.mark.soak  # it imports for long
-def test_segments_of_other_lengths_read_no_library_that_the_warm_up_has_not(tmp_path: Path) -> None:
+def test_segments_of_other_lengths_read_no_new_library(tmp_path: Path) -> None:
     """The stage reports ready after it, under a watchdog: a board reads libraries slowly from its card."""
     path = tiny_llama(tmp_path, layers=2, hidden=32)
     done = subprocess.run([sys.executable, "-c", _NEW_LIBRARIES, str(path)], capture_output=True, text=True,

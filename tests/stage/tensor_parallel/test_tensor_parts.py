@@ -23,7 +23,7 @@ PATIENCE = 30.0  # seconds; only a failing test waits so long
 
 
 @given(key_heads=st.integers(1, 8), group=st.integers(1, 8), ranks=st.integers(1, 9))
-def test_every_query_head_is_held_once_and_reads_its_own_key_head(key_heads: int, group: int,
+def test_every_query_head_is_held_once_with_its_key_head(key_heads: int, group: int,
                                                                    ranks: int) -> None:
     held = []
     for lo, hi in even_runs(key_heads * group, ranks):
