@@ -42,7 +42,7 @@ def test_an_entry_is_a_model_that_stages_run(name: str) -> None:
     known = known_models()[name]
     size = model_bytes(name, "fp16")
     assert (size.name, size.layers) == (name, known.config["num_hidden_layers"])
-    assert model_bytes(known.target, "fp16") == size
+    assert find_known(known.target) == find_known(known.target.upper()) == (name, known)
     assert known.chat_template in (None, *BUILT_IN)
     assert set(known.config) <= set(AutoConfig.for_model(**known.config).to_dict()) | {"rope_theta",
                                                                                        "rope_scaling",
