@@ -231,24 +231,24 @@ class Worker:
             self._sleep()
 
     def _send(self, link: ClientLink, message: Message) -> None:
-        """Send ``message``; serve control messages while the peer has no room.
-
-        Data of a session that ends meanwhile is dropped, because a restarted peer must not get it. Ranks drop
-        nothing: all must see the same segments.
-        """
-        while not link.send(message):
+        """Send ``message``, without the data of ended sessions; serve control messages while the peer has no
+        room."""
+        while (left := self._without_ended(message)) is not None and not link.send(left):
             self._sleep(room=link)
             self._tick()
-            if self._config.tensor_parallel:
-                continue
-            match message:
-                case Segment() | Output() | Tap() if message.session not in self._counters:
-                    return
-                case Batch(parts):
-                    alive = [part for part in parts if part.session in self._counters]
-                    if not alive:
-                        return
-                    message = batch_of(alive)
+
+    def _without_ended(self, message: Message) -> Message | None:
+        """None if nothing is left: a restarted peer would wait for the Open of an ended session. Ranks drop
+        nothing: all must see the same segments."""
+        if self._config.tensor_parallel:
+            return message
+        match message:
+            case Segment() | Output() | Tap():
+                return message if message.session in self._counters else None
+            case Batch(parts):
+                alive = [part for part in parts if part.session in self._counters]
+                return batch_of(alive) if alive else None
+        return message
 
     def _sleep(self, room: Link | None = None, computing_s: float = math.inf) -> None:
         """Wait for a message, for room on ``room``, or until the next heartbeat or check is due, and read the

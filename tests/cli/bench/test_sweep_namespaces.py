@@ -79,7 +79,6 @@ def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None
         while b"chunk_pp" not in shown:
             shown += os.read(screen, 4096)
         made = fleetkit.made_by(command.pid)
-        inside = [pid for namespace in made for pid in fleetkit.processes_in(namespace)]
         assert len(made) == 4  # D0's, two stages', the switch's
         # As long as they are held, no namespace that another test makes gets the number of one of these.
         pids = [next(iter(fleetkit.processes_in(namespace))) for namespace in made]
@@ -96,8 +95,9 @@ def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None
         command.kill()
         command.wait()
         os.close(screen)
-    assert all(fleetkit.ended(pid, PATIENCE_S) for pid in inside)
-    assert not made & fleetkit.inhabited()
+    # Processes of the sweep may end a moment after the command; one that never does fails here.
+    while left := [pid for namespace in made for pid in fleetkit.processes_in(namespace)]:
+        assert all(fleetkit.ended(pid, PATIENCE_S) for pid in left)
     for namespace in held:
         os.close(namespace)
     assert fleetkit.interfaces() == outside
