@@ -48,8 +48,8 @@ def shaped(small: bool = False) -> Qwen3NextConfig:
     return Qwen3NextConfig(num_hidden_layers=2)
 
 
-def run(net: TreeDeltaNet, cache: RecurrentCache, x: Tensor, mask: NDArray[np.bool_], text: int) -> Tensor:
-    cache.begin(mask, text)
+def run(net: TreeDeltaNet, cache: RecurrentCache, x: Tensor, mask: NDArray[np.bool_]) -> Tensor:
+    cache.begin(mask)
     out: Tensor = net(x[None], cache_params=_Pass(cache, len(x)))[0]
     return out
 
@@ -61,8 +61,8 @@ def causal(cache: RecurrentCache, rows: int) -> NDArray[np.bool_]:
 
 def read_in(net: TreeDeltaNet, cache: RecurrentCache, x: Tensor) -> Tensor:
     out = []
-    for piece in x.split(512):
-        out.append(run(net, cache, piece, causal(cache, len(piece)), len(piece)))
+    for piece in x.split(64):
+        out.append(run(net, cache, piece, causal(cache, len(piece))))
         cache.append(len(piece))
         cache.commit(cache.first + len(cache))
     return torch.cat(out)
@@ -96,13 +96,13 @@ def times() -> None:
         read_in(ours, cache, text)
         for waiting in (0, 100, 300):
             while len(cache) < waiting:
-                run(ours, cache, torch.randn(20, config.hidden_size), causal(cache, 20), 0)
+                run(ours, cache, torch.randn(20, config.hidden_size), causal(cache, 20))
                 cache.append(20)
             assert len(cache) == waiting
             found = []
             for rows in (1, 4, 16):
                 x, mask = torch.randn(rows, config.hidden_size), causal(cache, rows)
-                found.append(f"{rows}: {milliseconds(partial(run, ours, cache, x, mask, 0)):.2f}")
+                found.append(f"{rows}: {milliseconds(partial(run, ours, cache, x, mask)):.2f}")
             print(f"    {waiting} uncommitted rows, rows of a pass {', '.join(found)}")
     x = torch.randn(16, config.hidden_size)
     alone = milliseconds(lambda: (net.in_proj_qkvz(x), net.in_proj_ba(x), net.out_proj(x.repeat(1, 2))))
@@ -124,7 +124,7 @@ def drift() -> None:
         cache = RecurrentCache(GatedDelta.of(config), [0], 400, dtype, torch.device("cpu"))
         own, ours = [], TreeDeltaNet(net)
         for piece in x.to(dtype).split(7):
-            own.append(run(ours, cache, piece, causal(cache, len(piece)), 0))
+            own.append(run(ours, cache, piece, causal(cache, len(piece))))
             cache.append(len(piece))
             cache.commit(cache.first + len(cache) - 3)
         cache._fold(tokens)

@@ -18,7 +18,6 @@ Everything is in one dtype: float32, unless a test wants more.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +25,6 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
-
-CHUNK = 64  # rows of a text that are computed at once, as in transformers
 
 
 class DeltaRows(NamedTuple):
@@ -38,9 +35,6 @@ class DeltaRows(NamedTuple):
     values: Tensor
     log_decays: Tensor  # at most 0
     betas: Tensor
-
-    def part(self, rows: slice) -> DeltaRows:
-        return DeltaRows(*(tensor[rows] for tensor in self))
 
 
 class Entries(NamedTuple):
@@ -111,35 +105,14 @@ def _weights(both: Tensor, entries: Entries, gates: Tensor, hidden: Tensor) -> T
 
 
 def fold(state: Tensor, entries: Entries) -> Tensor:
-    """The state after the path of ``entries``, oldest first, at least one; the others' log G then falls by
-    that of the last one (:func:`shifted`)."""
+    """The state after the path of ``entries``, oldest first, at least one; from the log G of entries that
+    saw all of them, subtract that of the last one."""
     last = entries.log_gates[-1]
     weighted = entries.updates * (last - entries.log_gates).exp()[..., None]
     heads, group = state.shape[0], state.shape[0] // entries.keys.shape[1]
     keys = entries.keys.permute(1, 2, 0)  # [key heads, k, n]
     keys = keys[:, None].expand(-1, group, -1, -1).reshape(heads, *keys.shape[1:])
     return torch.baddbmm(state * last.exp()[:, None, None], keys, weighted.transpose(0, 1))
-
-
-def shifted(entries: Entries, folded: Entries) -> Entries:
-    """Entries that saw all of ``folded``, once these are in the state."""
-    return entries._replace(log_gates=entries.log_gates - folded.log_gates[-1])
-
-
-def text(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs [n, heads, v] of a chain without entries above it, and the state behind it."""
-    outputs = []
-    for start in range(0, len(rows.keys), CHUNK):
-        part = rows.part(slice(start, start + CHUNK))
-        entries = Entries(*map(torch.empty_like, (part.keys, part.values, part.log_decays)))
-        outputs.append(segment(part, state, entries, _causal(len(part.keys), state.dtype, state.device)))
-        state = fold(state, entries)
-    return torch.cat(outputs), state
-
-
-@cache
-def _causal(n: int, dtype: torch.dtype, device: torch.device) -> Sight:
-    return Sight(*(tensor.to(device, dtype) for tensor in sight(np.tri(n, dtype=bool), n)))
 
 
 def convolved(inputs: Tensor, weight: Tensor) -> Tensor:

@@ -2,9 +2,7 @@
 
 The session's first ``first`` rows are folded into the states, and only the others have entries
 (:mod:`delta_rule`): memory does not grow with the text.  Committed rows stay entries until a few are there to
-fold at once, since reading and writing a state costs as much as many entries do.  Of a segment that says its
-own rows are text (D0 says so with the next one) more than those never become entries: a pass computes the
-states behind them, and ``append`` takes these.
+fold at once, since reading and writing a state costs as much as many entries do.
 
 A session that takes over another text begins at a snapshot: the states after each ``GRID`` rows of it,
 of which the newest few are kept, or after the rows for which its session asked for one.
@@ -34,7 +32,7 @@ from flowspec_edge.stage.layers.recurrent_layer import (
 )
 from flowspec_edge.util.tensors import indices, to_device
 
-AT_ONCE = 16  # committed rows that are folded together; more of a text are never entries
+AT_ONCE = 16  # committed rows that are folded together
 GRID = 256  # rows between snapshots
 REUSABLE = 2  # snapshots of a text, the newest, that a session may begin with
 _USUAL = 64  # uncommitted rows: four segments of 16
@@ -94,8 +92,7 @@ class GatedDelta(DeltaShape):
     def inputs(self, parts: Sequence[Part], index: int, dtype: torch.dtype, device: torch.device, rows: int
                ) -> tuple[RecurrentPass, None]:
         for part in parts:
-            text = int(part.segment.numbers.searchsorted(part.segment.base))
-            _held(part, index).begin(part.mask, text)
+            _held(part, index).begin(part.mask)
         return RecurrentPass(parts, index), None
 
 
@@ -162,7 +159,6 @@ class RecurrentCache:
         self.capacity = capacity
         self._device, self._kernel = device, kind.kernel
         self._length = 0
-        self._text: tuple[int, ...] = ()  # of the pass
         self.layers = {layer: RecurrentLayer(kind, dtype, device) for layer in layers}
         self._snapshots: dict[int, list[State]] = {}  # of all layers, by rows of text, the oldest first
         self._snapshot = 0  # rows of text after which one is kept beside those of the grid
@@ -176,22 +172,14 @@ class RecurrentCache:
         return kept + sum(layer.nbytes for layer in self.layers.values())
 
     def reserve(self, rows: int) -> None:
-        """Nothing: ``begin`` knows how many of them are entries."""
+        """Nothing: ``begin`` makes room."""
 
-    def begin(self, mask: Bool, text: int) -> None:
+    def begin(self, mask: Bool) -> None:
         """Before a pass.  FlowspecError unless its rows fit.
 
         mask  [n, first + len + n] bool: what its rows see
-        text  of its rows, the first ones, are committed already; then the cached rows are, too
         """
-        if text <= AT_ONCE:
-            self._text = ()  # entries, as other rows are
-            text = 0
-        else:
-            self._fold(self.first + self._length)
-            ends = {*range(GRID - self.first % GRID, text, GRID), self._snapshot - self.first, text}
-            self._text = tuple(sorted(end for end in ends if 0 < end <= text))
-        seen = mask[text:, self.first + text:]
+        seen = mask[:, self.first:]
         if self._length + len(seen) > self.capacity:
             raise FlowspecError(f"recurrent layers hold {self._length} rows that are not folded, {len(seen)} "
                                 f"more to come, capacity {self.capacity}: open the session with more "
@@ -199,22 +187,14 @@ class RecurrentCache:
         for layer in self.layers.values():
             layer.make_room(self._length + len(seen))
         masks = Sight(*(to_device(mask, self._device) for mask in sight(seen, len(seen))))
-        current = DeltaPass(self._text, masks, indices(last_ancestors(seen, self._kernel), self._device))
+        current = DeltaPass(masks, indices(last_ancestors(seen, self._kernel), self._device))
         for layer in self.layers.values():
             layer.begin(current)
 
-    @torch.inference_mode()
     def append(self, rows: int) -> None:
-        text = self._text[-1] if self._text else 0
-        cuts = [self.first + cut for cut in self._text]
-        for place, rows_of_text in enumerate(cuts):
-            for layer in self.layers.values():
-                layer.take_text(place)
-            self._folded(rows_of_text)
         for layer in self.layers.values():
-            layer.append(rows - text)
-        self._text = ()
-        self._length += rows - text
+            layer.append(rows)
+        self._length += rows
 
     def commit(self, rows: int) -> None:
         if rows - self.first >= AT_ONCE:

@@ -56,12 +56,10 @@ class DeltaShape:
 
 @dataclass(frozen=True, eq=False)
 class DeltaPass:
-    """cuts       ends of the pieces of the rows that are text and become part of the states, none if none do
-    seen       [n, entries + n]: what the n other rows see
+    """seen       [n, entries + n]: what the n rows see
     ancestors  [n, kernel] int64: which inputs enter each row's convolution, its own last
     """
 
-    cuts: tuple[int, ...]
     seen: Sight
     ancestors: Tensor
 
@@ -78,7 +76,6 @@ class RecurrentLayer:
         # The convolution's: of the last folded rows, then of each entry.
         self._inputs = torch.zeros(self._before, kind.channels, dtype=dtype, device=device)
         self._pass: DeltaPass | None = None
-        self._behind: list[State] = []  # after each piece of the pass's text
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +112,6 @@ class RecurrentLayer:
 
     def begin(self, current: DeltaPass) -> None:
         self._pass = current
-        self._behind.clear()
 
     def update(self, inputs: Tensor, weight: Tensor, log_decays: Tensor, betas: Tensor) -> Tensor:
         """The pass's outputs [n, heads, v] float32.
@@ -125,24 +121,11 @@ class RecurrentLayer:
         """
         current = self._pass
         assert current is not None
-        state, before, text, outputs = self.state, self._inputs[:self._before], 0, []
-        for end in current.cuts:
-            chain = torch.cat((before, inputs[text:end]))
-            windows = chain.unfold(0, self._kind.kernel, 1).mT.split(delta_rule.CHUNK)  # views
-            mixed = torch.cat([delta_rule.convolved(window, weight) for window in windows])
-            rows = self._rows(mixed, log_decays[text:end], betas[text:end])
-            output, state = delta_rule.text(rows, state)
-            before, text = chain[end - text :], end
-            self._behind.append((state, before))
-            outputs.append(output)
-        if text < len(inputs):
-            start, end = self._before + self._length, self._length + len(inputs) - text
-            self._inputs[start : self._before + end] = inputs[text:]
-            held = torch.cat((before, inputs[text:])) if text else self._inputs
-            mixed = delta_rule.convolved(held[current.ancestors], weight)
-            rows = self._rows(mixed, log_decays[text:], betas[text:])
-            outputs.append(delta_rule.segment(rows, state, self._some(slice(end)), current.seen))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        start, end = self._before + self._length, self._length + len(inputs)
+        self._inputs[start : self._before + end] = inputs
+        mixed = delta_rule.convolved(self._inputs[current.ancestors], weight)
+        return delta_rule.segment(self._rows(mixed, log_decays, betas), self.state, self._some(slice(end)),
+                                  current.seen)
 
     def _rows(self, mixed: Tensor, log_decays: Tensor, betas: Tensor) -> DeltaRows:
         kind = self._kind
@@ -152,13 +135,8 @@ class RecurrentLayer:
         queries, keys = both.chunk(2, 1)
         return DeltaRows(queries, keys, mixed[:, width:].unflatten(-1, (kind.heads, -1)), log_decays, betas)
 
-    def take_text(self, piece: int) -> None:
-        """A piece of the pass's text is text of the session."""
-        self.state, self._inputs[:self._before] = self._behind[piece]
-
     def append(self, rows: int) -> None:
         self._length += rows
-        self._behind.clear()
 
     def fold(self, count: int) -> None:
         """The first ``count`` entries."""
