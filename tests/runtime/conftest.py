@@ -34,15 +34,24 @@ def tiny_head(path: Path, vocab: int, hidden: int = 64, seed: int = 1) -> None:
         save_head(EagleHead(config), path, torch.float32)
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight layers, 97 tokens, a random head that is right now and then."""
-    path = tmp_path_factory.mktemp("tiny")
-    tiny_llama(path / "target", layers=8, vocab=97)
+def _tiny(path: Path, layers: int) -> Path:
+    tiny_llama(path / "target", layers=layers, vocab=97)
     tiny_head(path / "eagle2", vocab=97)
     tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=97, seed=2)
     tiny_spd(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four layers, 97 tokens, a random head that is right now and then."""
+    return _tiny(tmp_path_factory.mktemp("tiny"), 4)
+
+
+@pytest.fixture(scope="session")
+def eight_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a layer for each of up to eight stages."""
+    return _tiny(tmp_path_factory.mktemp("eight"), 8)
 
 
 @pytest.fixture(scope="session")

@@ -20,10 +20,10 @@ SAMPLINGS = (Sampling(), Sampling(1.0, seed=11), Sampling(1.0, top_p=0.9, seed=1
 
 @pytest.mark.soak
 @pytest.mark.parametrize("stages", range(1, 9))
-def test_every_strategy(tiny_model: Path, stages: int) -> None:
-    plain = PlainDecoder(tiny_model)
+def test_every_strategy(eight_layers: Path, stages: int) -> None:
+    plain = PlainDecoder(eight_layers)
     expected = [plain.generate(PROMPT, 12, sampling) for sampling in SAMPLINGS]
-    with open_cluster(ClusterSpec(tiny_model, stages, threads=1)) as clusters:
+    with open_cluster(ClusterSpec(eight_layers, stages, threads=1)) as clusters:
         for name in sorted(STRATEGIES, key=lambda n: STRATEGIES[n].parallelism):  # one start for each kind
             for sampling, (tokens, reason) in zip(SAMPLINGS, expected, strict=True):
                 result = clusters.generate(Request(PROMPT, name, 12, sampling))

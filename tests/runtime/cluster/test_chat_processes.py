@@ -27,7 +27,7 @@ from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 
 STAGES = 2
-ROW = 4 * 2 * 2 * 16 * 4  # bytes in a stage: layers, key and value, kv heads, head_dim, fp32
+ROW = 2 * 2 * 2 * 16 * 4  # bytes in a stage: layers, key and value, kv heads, head_dim, fp32
 SMALL = Params(segment=4, width=4, tree_size=20, depth=3, prefill_chunk=16, pipeinfer_split=0.1)
 LOOK_UP = replace(SMALL, draft="eagle2", ngram=True, ngram_min=1)
 SAMPLED = Sampling(1.0, seed=11)

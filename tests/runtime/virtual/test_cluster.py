@@ -18,18 +18,18 @@ PROFILE = load_profile("paper-7b")
 
 
 @pytest.mark.parametrize("name", ["autoregressive", "chunk_pp", "flowspec"])
-def test_two_runs_agree_to_the_last_digit(tiny_model: Path, name: str) -> None:
+def test_two_runs_agree_to_the_last_digit(eight_layers: Path, name: str) -> None:
     def run() -> str:
-        cluster = VirtualCluster(tiny_model, 3, PROFILE)
+        cluster = VirtualCluster(eight_layers, 3, PROFILE)
         return json.dumps(cluster.generate(Request([1, 2, 3], name, 9)).as_json(""))
 
     assert run() == run()
 
 
 @pytest.mark.parametrize("stages", [1, 4, 8])
-def test_plain_decoding_takes_the_sum_of_its_parts(tiny_model: Path, stages: int) -> None:
+def test_plain_decoding_takes_the_sum_of_its_parts(eight_layers: Path, stages: int) -> None:
     """A token costs every stage, every link and lm_head, one after the other, and nothing else."""
-    result = VirtualCluster(tiny_model, stages, PROFILE).generate(Request([1, 2, 3], "autoregressive", 6))
+    result = VirtualCluster(eight_layers, stages, PROFILE).generate(Request([1, 2, 3], "autoregressive", 6))
     row = PROFILE.model.hidden_width * PROFILE.model.bytes_per_value
     overhead = 0.0
     for size in [0.0] + [row] * stages:  # token ids to V1, then hidden rows from stage to stage
@@ -66,9 +66,9 @@ def test_bytes_are_those_of_the_profiles_model() -> None:
     assert wire_bytes(builder.seal(), PROFILE) < 1000  # ids only, on the way to V1
 
 
-def test_more_stages_than_layers_pass_hidden_states_on(tiny_model: Path) -> None:
-    few = VirtualCluster(tiny_model, 2, PROFILE).generate(Request([4, 5, 6], "flowspec", 8))
-    many = VirtualCluster(tiny_model, 14, PROFILE).generate(Request([4, 5, 6], "flowspec", 8))
+def test_more_stages_than_layers_pass_hidden_states_on(eight_layers: Path) -> None:
+    few = VirtualCluster(eight_layers, 2, PROFILE).generate(Request([4, 5, 6], "flowspec", 8))
+    many = VirtualCluster(eight_layers, 14, PROFILE).generate(Request([4, 5, 6], "flowspec", 8))
     assert many.tokens == few.tokens
     assert len(many.stats.stages) == 14
 
@@ -80,8 +80,8 @@ def test_more_stages_than_layers_pass_hidden_states_on(tiny_model: Path) -> None
     (Request([1] * 2040, "flowspec", 100), "2040 tokens and 100 more"),
     (Request([4711], "flowspec"), "outside the vocabulary"),
 ])
-def test_what_cannot_run_is_refused_in_one_line(tiny_model: Path, request_: Request, message: str) -> None:
-    cluster = VirtualCluster(tiny_model, 2, PROFILE)
+def test_what_cannot_run_is_refused_in_one_line(eight_layers: Path, request_: Request, message: str) -> None:
+    cluster = VirtualCluster(eight_layers, 2, PROFILE)
     with pytest.raises(UsageError, match=message) as caught:
         cluster.generate(request_)
     assert "\n" not in str(caught.value)

@@ -70,7 +70,7 @@ def same_tokens(model: Path, stages: int, request: Request) -> None:
 
 @pytest.mark.parametrize(("name", "stages"), [(name, stages) for name in STRATEGIES for stages in STAGES
                                               if name in THOROUGH or stages in (1, 3, 8)])
-def test_tiny_model(tiny_model: Path, name: str, stages: int) -> None:
+def test_tiny_model(eight_layers: Path, name: str, stages: int) -> None:
     """A random model: nearly every draft is wrong, so rounds, prunes and restarts abound.
 
     The stage counts of a strategy have all of the three prompts, samplings and parameters among them.
@@ -82,7 +82,7 @@ def test_tiny_model(tiny_model: Path, name: str, stages: int) -> None:
                     pipedec_width=(1, 5, 32)[i], pipeinfer_split=(0.8, 0.1, 0.01)[i],
                     pipeinfer_canonical=("all", "needed", "all")[i], pearl_gamma=(0, 1, 4)[i],
                     spd_width=(1, 2, 4)[i], stpp_branching=("1", "2,2", "1,3,1")[i])
-    same_tokens(tiny_model, stages, Request(prompt, name, 10, sampling, params))
+    same_tokens(eight_layers, stages, Request(prompt, name, 10, sampling, params))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -134,8 +134,8 @@ def test_greedy_text_is_that_of_generate(demo_model: Path, name: str) -> None:
 
 @pytest.mark.parametrize("limit", [1, 2, 7])
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_limits_are_exact(tiny_model: Path, name: str, limit: int) -> None:
-    same_tokens(tiny_model, 2, Request([5, 6, 7], name, limit))
+def test_limits_are_exact(eight_layers: Path, name: str, limit: int) -> None:
+    same_tokens(eight_layers, 2, Request([5, 6, 7], name, limit))
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -83,8 +83,8 @@ def test_every_strategy_gives_the_published_tokens(small_vocabulary_model: Path,
 
 @pytest.mark.parametrize(("name", "stages"),
                          [("flowspec_plus", 1), ("pipeinfer", 3), ("spd", 4), ("flowspec", 8)])
-def test_any_number_of_stages(tiny_model: Path, name: str, stages: int) -> None:
-    check(tiny_model, stages, tuple(range(20, 40)), name, SAMPLINGS[stages % 3], PENALTIES[0])
+def test_any_number_of_stages(eight_layers: Path, name: str, stages: int) -> None:
+    check(eight_layers, stages, tuple(range(20, 40)), name, SAMPLINGS[stages % 3], PENALTIES[0])
 
 
 def test_drafts_of_a_trained_head_are_accepted(demo_model: Path) -> None:

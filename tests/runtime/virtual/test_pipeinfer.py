@@ -65,12 +65,12 @@ def test_a_cancel_stops_a_stage_between_layers(demo_model: Path, demo_prompts: l
     assert any(s.end - s.start < 0.9 * SLOT for s in broken_off)
 
 
-def test_a_cancel_costs_the_layer_that_it_comes_in(tiny_model: Path) -> None:
+def test_a_cancel_costs_the_layer_that_it_comes_in(eight_layers: Path) -> None:
     """A stage of eight layers, a second each, gets four runs at once; two are cancelled at 9.5 s."""
     clock, builder = EventClock(), SegmentBuilder()
     sent: list[Outgoing] = []
     spans: list[Span] = []
-    stage = VirtualStage(1, clock, StageEngine(load_shard(tiny_model / "target", 0, 1, "fp32")),
+    stage = VirtualStage(1, clock, StageEngine(load_shard(eight_layers / "target", 0, 1, "fp32")),
                          lambda rows, context, correlation: 8.0, 8, sent.append, spans)
     stage.receive(Open(0, 0, 16))
     root = builder.add(1, 0, committed=True)

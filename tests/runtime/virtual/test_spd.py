@@ -85,12 +85,13 @@ def test_a_pass_begins_when_the_newest_token_enters_the_pipeline(
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T=0", "T=1"])
 @pytest.mark.parametrize("width", [1, 4])
 @pytest.mark.parametrize("stages", [1, 3, 11])
-def test_the_tokens_of_plain_decoding(tiny_model: Path, stages: int, width: int, sampling: Sampling) -> None:
+def test_the_tokens_of_plain_decoding(eight_layers: Path, stages: int, width: int, sampling: Sampling
+                                      ) -> None:
     """Eight layers: of eleven stages three hold none.  Under a profile whose links take time."""
     prompt = np.random.default_rng(stages).integers(1, 97, 70).tolist()
-    cluster = VirtualCluster(tiny_model, stages, load_profile("paper-7b"))
+    cluster = VirtualCluster(eight_layers, stages, load_profile("paper-7b"))
     result = cluster.generate(Request(prompt, "spd", 8, sampling, Params(spd_width=width)))
-    assert result.tokens == plain(tiny_model).generate(prompt, 8, sampling)[0]
+    assert result.tokens == plain(eight_layers).generate(prompt, 8, sampling)[0]
 
 
 @pytest.mark.parametrize("width", [1, 4])
