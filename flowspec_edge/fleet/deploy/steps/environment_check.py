@@ -7,7 +7,8 @@ from pathlib import Path
 from flowspec_edge.fleet.probe.onboard.torch_check import check_torch, innermost
 
 MODULES = ("transformers", "zmq", "msgpack", "flowspec_edge.cli.main", "flowspec_edge.cli.serve.daemons",
-           "flowspec_edge.runtime.worker.process", "flowspec_edge.runtime.cluster.clusters",
+           "flowspec_edge.runtime.worker.process", "flowspec_edge.runtime.worker.load",
+           "flowspec_edge.runtime.cluster.clusters", "flowspec_edge.strategies.flowspec_plus",
            "flowspec_edge.serving.server")
 
 found = check_torch("cpu")
