@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -91,10 +90,6 @@ def find_known(name: str) -> tuple[str, KnownModel] | None:
     wanted = name.lower()
     return next(((own, model) for own, model in known_models().items()
                  if wanted in (own, model.target.lower())), None)
-
-
-def similar_names(name: str) -> list[str]:
-    return get_close_matches(name.lower(), known_models(), n=2)
 
 
 def fetched_dir(name: str) -> Path:
