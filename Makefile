@@ -37,7 +37,7 @@ PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
 test: check
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not soak and not fleet and not aarch64 and not strict'
 
-# Tests of the same files that take about ten seconds or more each: so `make test` stays near ten minutes.
+# Tests that take three seconds of processor time or more, most of them over processes: CI runs them too.
 test-slow: $(READY)
 	$(BIN)/python -m pytest $(PARALLEL) -m 'slow and not soak and not fleet and not aarch64'
 

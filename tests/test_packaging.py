@@ -54,6 +54,7 @@ def site(wheel: Path) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_the_same_tree_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     (tmp_path / "flowspec_edge-0.0.9-py3-none-any.whl").write_text("the one before")
     again = build_wheel(tmp_path)
@@ -62,6 +63,7 @@ def test_the_same_tree_makes_the_same_wheel(wheel: Path, tmp_path: Path) -> None
     assert again.read_bytes() == wheel.read_bytes()
 
 
+@pytest.mark.slow
 def test_an_installation_makes_the_wheel_that_it_came_from(wheel: Path, site: Path, tmp_path: Path) -> None:
     (info,) = site.glob("*.dist-info")
     again = rebuild(PathDistribution(info), tmp_path)

@@ -117,6 +117,7 @@ class Swapping:
         self.cluster.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("near", [True, False])
 def test_a_bench_counts_near_ties_and_refuses_others(model: Path, near: bool) -> None:
     """In bf16; the prompts are those of thirty at whose first token there is a near tie."""

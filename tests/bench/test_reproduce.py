@@ -43,6 +43,7 @@ def measured(m: Measurement) -> Measured:
     return Measured(m, sweep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", {artefact.kind: name for name, artefact in ARTEFACTS.items()}.values())
 def test_every_format_holds_the_figures(name: str, tmp_path: Path) -> None:
     artefact = ARTEFACTS[name]

@@ -161,6 +161,7 @@ def test_a_difference_names_task_temperature_and_repeat(model: Path, cluster: Vi
     assert str(report.differences[0]).startswith("flowspec, first at T = 0, repeat 0, prompt 1: token 3 is ")
 
 
+@pytest.mark.slow
 def test_warming_up_is_not_counted(model: Path, cluster: VirtualCluster, requests: list[Request]) -> None:
     cold, warm, seen = BenchReport("p", "virtual"), BenchReport("p", "virtual"), []
     measure(cluster, Plain(model), plan(requests), cold)
@@ -190,6 +191,7 @@ class Interrupted:
         self.cluster.close()
 
 
+@pytest.mark.slow
 def test_an_interrupted_report_is_resumed(model: Path, cluster: VirtualCluster, tmp_path: Path,
                                          requests: list[Request]) -> None:
     settings = {"model": "m", "tasks": [], "stages": 2, "draft": "own", "pipedec_width": 1,

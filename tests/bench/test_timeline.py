@@ -123,6 +123,7 @@ def test_every_strategy_has_a_section_with_a_timeline() -> None:
     assert set(re.findall(r"<!-- timeline (\w+)", text)) == set(STRATEGIES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_timelines_are_those_of_the_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """After an intended change of a schedule run: make timelines."""

@@ -88,6 +88,7 @@ def test_right_tokens_come_first(text: list[int], read: int, share: float, seed:
     assert share > 1 or not changed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_stay_those_of_plain_decoding(model: Path, temperature: float) -> None:
     cluster = VirtualCluster(model, 2, load_profile("paper-7b"), right_children=1.4 if temperature else 0.4)
@@ -98,6 +99,7 @@ def test_texts_stay_those_of_plain_decoding(model: Path, temperature: float) -> 
         assert cluster.generate(request).tokens == tokens, name
 
 
+@pytest.mark.slow
 def test_fewer_right_children_make_shorter_rounds() -> None:
     demo = resolve_model("demo").path
     request = Request(list(range(40, 60)), "flowspec", 32)

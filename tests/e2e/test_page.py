@@ -50,7 +50,7 @@ CONTRASTS = """() => {
 }"""
 PROMPT = "def f(x): return"
 CONTINUED = 256  # tokens, chat.js
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

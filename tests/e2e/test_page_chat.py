@@ -47,7 +47,7 @@ RENDERED = """async (texts) => {
     });
 }"""
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

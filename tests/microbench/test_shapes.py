@@ -54,6 +54,7 @@ def test_a_random_stage_is_like_a_loaded_one(tmp_path: Path, shape: Shape, dtype
             assert 0.01 < float(value.float().std() if value.ndim == 2 else value.float().mean()) < 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "int4"])
 def test_segments(device: str, dtype: str) -> None:
@@ -75,6 +76,7 @@ def test_segments(device: str, dtype: str) -> None:
         assert least <= more // 2 <= 70
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_parts_of_a_turn(device: str) -> None:
     parts = {part.part: part for part in part_times("tiny", "bf16", device)}

@@ -91,6 +91,7 @@ def test_texts_are_those_of_transformers(renderer: TemplateRenderer, pieces: lis
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_every_hostile_template_is_text_or_an_error(renderer: TemplateRenderer) -> None:
     """Those that take their two seconds are among the soak tests' thousand."""
     for template in list(hostile_templates(200))[::5]:

@@ -22,6 +22,7 @@ def corpus(tmp_path_factory):
     return tokenized_corpus(tmp_path_factory.mktemp("work"), 320, seed=0, limit=300_000)
 
 
+@pytest.mark.slow
 def test_held_out_groups_share_no_file_with_the_training_text(corpus):
     seen, texts, held = {}, set(), set()
     for i, document in enumerate(documents()):

@@ -85,6 +85,7 @@ def test_a_hostile_template_is_an_error_of_each_chat(held: Held, model: Path, tm
         assert ask(server, "x").usage.completion_tokens == 6
 
 
+@pytest.mark.slow
 def test_other_clients_do_not_wait_for_slow_schemas(held: Held, model: Path) -> None:
     with serving(held, model) as (server, _):
         ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
@@ -111,6 +112,7 @@ def test_a_client_that_goes_ends_its_job(held: Held, model: Path) -> None:
         assert ask(server, "x", extra_body=wanting(ORDINARY), max_tokens=60)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [33, pytest.param(1000, marks=pytest.mark.soak)])
 def test_many_hostile_schemas(held: Held, model: Path, count: int) -> None:
     """Four at a time; each is answered with 200, 400 or 413, and the server serves on."""

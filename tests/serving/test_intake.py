@@ -45,6 +45,7 @@ class Waiting(Tokenizer):
         return super().encode(text)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_cannot_fit_is_not_tokenised(held: Held, model: Path) -> None:
     what = served(model)
     tokenizer = Counting(what.model, "vicuna")

@@ -141,6 +141,7 @@ def test_a_flood_from_one_address_does_not_keep_another_out(
                 assert sum(record.status == 200 for record in server.records.seen) <= i + 1
 
 
+@pytest.mark.slow
 def test_answers_that_give_way_are_those_of_plain_decoding(processes: OnDemandCluster, model: Path,
                                                            text: Callable[..., str]) -> None:
     """Two long ones of a caller; the newer gives its place to another's short ones, again and again."""

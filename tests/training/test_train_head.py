@@ -65,9 +65,9 @@ def card(path):
     return dict(lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [  # Mistral's layers are Llama's
-    pytest.param(family, marks={"llama": [], "mistral": [pytest.mark.soak]}.get(family, [pytest.mark.slow]))
-    for family in FAMILIES])
+    pytest.param(family, marks=[pytest.mark.soak] if family == "mistral" else []) for family in FAMILIES])
 def test_a_head_for_every_family_drafts_losslessly(family, tmp_path, data):
     """Text as transformers' own generate makes it, with drafts of a head trained a little."""
     kind, extra = FAMILIES[family]
@@ -177,6 +177,7 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(model, tmp_path, dat
         train_head_part(resolve_model(model), "eagle2", options(data), DATE)
 
 
+@pytest.mark.slow
 def test_a_head_goes_on_from_another_at_another_depth(model, tmp_path, data, monkeypatch):
     orders = set()
 

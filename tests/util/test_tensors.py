@@ -70,6 +70,7 @@ def test_wrong_types_are_refused() -> None:
         parse_dtype("fp8")
 
 
+@pytest.mark.slow
 def test_libraries_show_no_bars_while_a_model_loads(tmp_path: Path) -> None:
     """In a process without the commands' environment; bars of others are shown as before."""
     tiny_llama(tmp_path, layers=1)

@@ -11,6 +11,7 @@ from reportkit import report
 from flowspec_edge.cli.main import main
 
 
+@pytest.mark.slow
 def test_a_run_and_its_file_give_the_same_tables(model: Path, tmp_path: Path,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     for task in ("qa", "rag"):

@@ -21,6 +21,7 @@ def test_without_a_name_it_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert [found["name"] for found in json.loads(capsys.readouterr().out)] == list(ARTEFACTS)
 
 
+@pytest.mark.slow
 def test_a_table_is_measured_once_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                               monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flowspec_edge.cli.common.progress._EVERY_S", 0.01)

@@ -103,6 +103,7 @@ def test_without_a_gpu_there_is_nothing_to_test(capsys: pytest.CaptureFixture[st
         assert f"{option} works with --gpu only" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @without_cuda
 def test_a_board_whose_torch_sees_no_gpu_has_a_report(quick: list[Finding], tmp_path: Path,
                                                       capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_demo_speeds_also_at_the_papers_acceptance(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--devices", f"{home}/nano.toml:3", "--strategies", "flowspec,autoregressive")
     head, plain = planned(capsys, "--model", "demo", *given)["predictions"]

@@ -79,7 +79,7 @@ def test_text_goes_to_stdout_and_figures_to_stderr(
     assert "chunk_pp, 2 stages, VIRTUAL TIME under paper-7b" in err
 
 
-@pytest.mark.parametrize("clock", ["virtual", "wall"])
+@pytest.mark.parametrize("clock", ["virtual", pytest.param("wall", marks=pytest.mark.slow)])
 def test_ctrl_c_stops_the_text_and_prints_its_figures(tmp_path: Path, clock: str) -> None:
     """The text so far is plain decoding's."""
     model = never_ends(tiny_model_dir(tmp_path / "model", layers=2, hidden=32))

@@ -68,6 +68,7 @@ def descendants(pid: int) -> set[int]:
     return children.union(*(descendants(child) for child in children))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.soak)])
 def test_it_serves_logs_and_leaves_nothing_behind(
         model: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, number: signal.Signals,

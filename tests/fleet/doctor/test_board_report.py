@@ -67,6 +67,7 @@ def test_ordinary_lines_stay(harmless: str) -> None:
     assert without_secrets(harmless) == harmless
 
 
+@pytest.mark.slow
 @without_cuda
 def test_a_part_that_fails_is_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile of a GPU that is not there, by the real command; a doctor that breaks."""

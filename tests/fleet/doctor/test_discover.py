@@ -110,6 +110,7 @@ def test_complete_environments_are_told(tmp_path: Path) -> None:
     assert system.environments(["/opt/nothing/here", str(tmp_path)]) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_the_probe_reads_torch(tmp_path: Path) -> None:
     """The last line of what the import says; a user's own packages are not for services."""
     for name in ("numpy", "torch"):

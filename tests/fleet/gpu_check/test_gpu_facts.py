@@ -37,6 +37,7 @@ print(json.dumps([asdict(largest_piece("cpu", available)) for available in (20 *
 """
 
 
+@pytest.mark.slow
 def test_the_facts_of_this_machine(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 7802680 kB\nMemFree:          500000 kB\nMemAvailable:    3000000 kB\n")
@@ -66,6 +67,7 @@ def test_an_allocator_that_fails_on_a_jetson(l4t: str, environment: dict[str, st
     assert [finding.state for finding in allocator(l4t, environment)] == ["failed"] * failed
 
 
+@pytest.mark.slow
 def test_the_largest_piece_is_found_by_halves() -> None:
     """The system refuses pieces beyond 6 GB of addresses, of which a process with torch uses some itself."""
     done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=True)

@@ -83,6 +83,7 @@ def test_every_kind_is_tried_and_timed(device: str) -> None:
     assert report.copy_rate > 0
 
 
+@pytest.mark.slow
 def test_a_profile_gets_int4_beside_its_own_weights() -> None:
     found = measure_int4("cpu", "fp32", (64, 128))
     assert found is not None
@@ -102,6 +103,7 @@ def test_a_trial_in_every_type(kind: str, dtype: str, device: str) -> None:
     assert found.error < (1e-5 if exact else 2**-6)
 
 
+@pytest.mark.slow
 def test_a_library_that_ends_the_process_is_a_finding(tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bitsandbytes.py").write_text(ENDS_THE_PROCESS, encoding="utf-8")
@@ -113,6 +115,7 @@ def test_a_library_that_ends_the_process_is_a_finding(tmp_path: Path,
     assert (lived.check, lived.ok) == ("int4", True)
 
 
+@pytest.mark.slow
 def test_after_an_unusable_context_comes_a_new_process(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "losing_context.py").write_text(LOSES_ITS_CONTEXT, encoding="utf-8")

@@ -162,6 +162,7 @@ def test_the_torch_of_this_machine_passes() -> None:
     assert facts["build"] == torch_check.build()
 
 
+@pytest.mark.slow
 def test_without_memory_the_check_is_killed_first() -> None:
     program = f"{torch_check_program('cpu')['program']}\nprint(open('/proc/self/oom_score_adj').read())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -254,6 +255,7 @@ def test_the_innermost_cause_is_shown(fails: Callable[[], None], said: str) -> N
 CHECK = ROOT / "flowspec_edge/fleet/deploy/steps/environment_check.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("broken", "said"), [
     ({"torch.py": "raise OSError('libcudart.so.12: cannot open shared object file')"},
      "the board's Python has no torch that every user can import: OSError: libcudart.so.12: cannot open"),

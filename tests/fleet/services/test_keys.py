@@ -119,6 +119,7 @@ def test_all_keys_are_changed_or_none(boards: sshkit.Boards, tmp_path: Path) -> 
         assert on(boards, place, "ls", "/run/flowspec").split() == ["board.key"]
 
 
+@pytest.mark.slow
 def test_a_rotation_cut_off_by_a_power_failure(boards: sshkit.Boards, tmp_path: Path) -> None:
     """Board 0 missed the order to settle, board 1 everything after its new pair."""
     inventory, devices, here = boards.inventory, boards.inventory.device, tmp_path / "keys"
@@ -159,6 +160,7 @@ def test_a_record_that_is_no_key(boards: sshkit.Boards, tmp_path: Path) -> None:
         recorded(boards.inventory.device, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_shows_who_has_none(boards: sshkit.Boards, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["keys", "show", "--cluster", str(boards.file), "--json"]) == 1
     told = json.loads(capsys.readouterr().out)["boards"]

@@ -30,6 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_only_its_own_request_ends(model: Path) -> None:
     spoiled = [*PROMPT[:AT], LARGE, *PROMPT[AT:]]
     other = Request(PROMPT, "autoregressive", max_new_tokens=12)  # its rows are always computed alone

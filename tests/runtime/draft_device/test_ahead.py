@@ -149,6 +149,7 @@ def test_what_does_not_go_ahead(tiny_model: Path) -> None:
     assert d0.ahead() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [4, pytest.param(8, marks=pytest.mark.soak)])
 def test_v1_waits_less_for_draft_passes(demo_model: Path, stages: int) -> None:
     """In virtual time, a pass lasts a fifth of a slot at four stages; the text is the same."""

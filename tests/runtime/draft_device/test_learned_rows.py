@@ -56,6 +56,7 @@ def speed_of(results: list[Result]) -> float:
     return fmean(result.stats.tokens_per_second for result in results)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("curve", "temperature", "prompts"), [
     ("flat to 64", 0.0, 1), ("steep", 0.0, 1),
     *(pytest.param(curve, temperature, 3, marks=pytest.mark.soak)
@@ -93,6 +94,7 @@ def test_what_a_row_takes_over_a_link_counts(demo_model: Path, demo_prompts: lis
     assert longest(slow) < longest(flat)
 
 
+@pytest.mark.slow
 def test_two_runs_that_learn_agree_to_the_last_digit(tiny_model: Path) -> None:
     def run() -> list[str]:
         cluster = VirtualCluster(tiny_model, 3, load_profile("paper-7b"), learn=True)

@@ -30,6 +30,8 @@ from flowspec_edge.serving.admission import Readiness
 from flowspec_edge.serving.dashboard.feed import Feed
 from flowspec_edge.serving.metrics import Metrics
 
+pytestmark = pytest.mark.slow
+
 WATTS = (5.0, 20.0)  # of each board
 PLACES = (0, 0, 1)  # the board of D0, V1, V2
 STAGES = len(PLACES) - 1

@@ -28,6 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "draft"), CASES)
 def test_no_strategy_mixes_devices(model: Path, strategy: str, draft: str) -> None:
     """FlowSpec+ samples in all three ways, the others in one each, in turn; `make test-strict` has all."""

@@ -12,6 +12,7 @@ from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.strategies.params import Params
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "stages"), [*(("pipedec", n) for n in (1, 2, 4, 7)), ("chain", 4)])
 def test_tokens_per_timestep(demo_model: Path, demo_prompts: list[list[int]], ideal_profile: Profile,
                              name: str, stages: int) -> None:
@@ -50,6 +51,7 @@ def test_a_layer_is_never_wider_than_w(demo_model: Path, demo_prompts: list[list
     assert max(drafts) == 5
 
 
+@pytest.mark.slow
 def test_wider_layers_hit_more_often(demo_model: Path, demo_prompts: list[list[int]],
                                      ideal_profile: Profile) -> None:
     cluster = VirtualCluster(demo_model, 4, ideal_profile)

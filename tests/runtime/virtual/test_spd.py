@@ -55,6 +55,7 @@ def test_cycles_are_those_of_the_law(demo_model: Path, demo_prompts: list[list[i
     assert n * tokens / cycles == pytest.approx(n / (n * (1 - a) + a))
 
 
+@pytest.mark.slow
 def test_a_draft_pass_hides_behind_the_pipelines_step(demo_model: Path, demo_prompts: list[list[int]],
                                                       ideal_profile: Profile) -> None:
     """Section 3.4: it begins when the newest token is sent, so it costs nothing up to a stage's time."""

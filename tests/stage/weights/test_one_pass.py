@@ -199,6 +199,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             for each in found}
 
 
+@pytest.mark.slow
 def test_a_draft_head_is_quantised_matrix_by_matrix(loaded: dict[str, Any]) -> None:
     """One of 90 MB that becomes 26 MB is never in memory as a whole."""
     head = loaded["head"]
@@ -207,6 +208,7 @@ def test_a_draft_head_is_quantised_matrix_by_matrix(loaded: dict[str, Any]) -> N
     assert head["peak"] < head["size"]
 
 
+@pytest.mark.slow
 def test_a_draft_model_is_not_held_twice(loaded: dict[str, Any]) -> None:
     """Of 63 MB, in another dtype than it is stored in, with matrices of at most 6 MB."""
     model = loaded["model"]
@@ -215,6 +217,7 @@ def test_a_draft_model_is_not_held_twice(loaded: dict[str, Any]) -> None:
     assert model["peak"] < 1.7 * model["size"]  # with holes that malloc leaves between matrices
 
 
+@pytest.mark.slow
 def test_experts_are_read_one_by_one(loaded: dict[str, Any]) -> None:
     """Two layers of 16 experts of 3 MB, in another dtype than they are stored in."""
     experts = loaded["experts"]
