@@ -57,9 +57,11 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
 def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
     """The releases of a rollback that was not completed; None if there was none.
 
-    The draft device switches last.  Until it has switched, the rollback's target is its previous release.
+    The draft device switches last.  Until it has switched, the rollback's target is its previous release.  A
+    stage that was switched and found the draft device with the newer release has returned to that one: then
+    nothing is left of the rollback but its mark.
     """
-    if status.release is not None and any(board.going_back for board in status.boards):
+    if status.release is not None and any(board.going_back == status.release for board in status.boards):
         return {board.name: board.current for board in status.boards if board.current}
     members = [board for board in status.boards if board.current or board.previous]
     targets = {board.previous.id for board in members

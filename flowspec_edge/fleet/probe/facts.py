@@ -174,7 +174,7 @@ class BoardStatus:
     reason: str = ""
     error: str = ""  # why the board could not be asked
     unreached: bool = False  # the error is that of ssh, or the board hangs
-    going_back: bool = False  # a rollback has switched this stage, and not ended
+    going_back: str = ""  # the release of a rollback that has switched this board, and not ended
     watts: float | None = None  # from the board's own sensor; None without one
 
     def as_json(self) -> dict[str, Any]:

@@ -32,11 +32,18 @@ def test_no_rollback_was_interrupted(boards: list[tuple[str, str]]) -> None:
 
 def test_a_rollback_with_all_boards_switched_is_completed() -> None:
     status = fleet(("old", "new"), ("old", "new"), ("", ""))
-    status.boards[1] = replace(status.boards[1], going_back=True)
+    status.boards[1] = replace(status.boards[1], going_back="old")
     found = interrupted(status)
     assert found is not None
     assert {name: release and release.id for name, release in found.items()} == {
         "board-0": "old", "board-1": "old"}
+
+
+def test_a_rollback_that_its_only_switched_stage_left_begins_anew() -> None:
+    """The stage rebooted, and the draft device's release, not switched yet, took it back."""
+    status = fleet(("new", "old"), ("new", "old"))
+    status.boards[1] = replace(status.boards[1], going_back="old")
+    assert interrupted(status) is None
 
 
 @pytest.mark.parametrize(("boards", "before"), [

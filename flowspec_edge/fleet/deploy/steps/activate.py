@@ -122,7 +122,7 @@ def links(state: BoardState, facts: BoardFacts) -> Action:
     target = paths.release_dir(state.release)
     if facts.current == target:
         return Action("current release")
-    text = paths.GOING_BACK if state.back else ""
+    text = f"{paths.GOING_BACK}{state.release}" if state.back else ""
     mark = (f"{quote('echo', text)} > {paths.UNSETTLED}",) if _marks(state, facts) else ()
     before = (_link(_before(state, facts), paths.PREVIOUS),) if facts.current else ()
     return Action("current release", (*mark, *before, _link(target, paths.CURRENT), f"sync -f {paths.HOME}"))

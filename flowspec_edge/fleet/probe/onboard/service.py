@@ -24,12 +24,13 @@ def facts(host: str, port: int, rails: list[Any]) -> dict[str, Any]:
     rails       for ``total_rails``
     """
     current = read_release(CURRENT)
+    mark = text(UNSETTLED).strip()
     found = {"state": "absent"} if current is None else show(unit_of(current["role"], current["stage"]))
     if current is not None and current["role"] == "draft":
         answer = ask_ready(host, port, API_KEY)
         found.update(ready=answer["ready"], reason=answer.get("reason") or "")
     return {**found, "current": current, "previous": read_release(PREVIOUS),
-            "going_back": text(UNSETTLED).strip() == GOING_BACK,
+            "going_back": mark[len(GOING_BACK):] if mark.startswith(GOING_BACK) else "",
             "watts": read_watts(total_rails(system_root(), rails))}
 
 
