@@ -172,9 +172,9 @@ def test_devices_that_share_each_layer_are_refused(model: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
-def test_texts_past_a_heads_limit_go_on(eight_layers: Path, tmp_path: Path, kind: str) -> None:
+def test_texts_past_a_heads_limit_go_on(tiny_model: Path, tmp_path: Path, kind: str) -> None:
     """32 rows are all that the head sees; the prompt alone has more."""
-    shutil.copytree(eight_layers, tmp_path / "model")
+    shutil.copytree(tiny_model, tmp_path / "model")
     path = tmp_path / "model"
     if kind == "eagle3":
         tiny_eagle3(path, drafted=64, max_positions=32)
