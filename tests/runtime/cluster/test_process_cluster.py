@@ -182,7 +182,9 @@ def test_a_truncated_shard_is_told_by_the_stage_that_reads_it(model: Path, tmp_p
 def test_a_table_that_changes_in_use_is_told_by_v1(model: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(model, tmp_path / "broken"))
     with ProcessCluster(ClusterSpec(broken, 2, threads=1)) as cluster:
-        with pytest.raises(FlowspecError, match=r"model\.safetensors has changed while its emb") as caught:
+        # the second if the file is cut between V1's look at its size and the read
+        told = r"model\.safetensors (has changed|was cut short) while its embeddings were in use"
+        with pytest.raises(FlowspecError, match=told) as caught:
             cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=1000),
                              on_third(lambda: os.truncate(broken / "target" / "model.safetensors", 1000)))
         assert str(caught.value).startswith("V1")
