@@ -19,6 +19,7 @@ CURRENT = f"{HOME}/current"
 PREVIOUS = f"{HOME}/previous"
 UNSETTLED = f"{HOME}/unsettled"
 GOING_BACK = "going back to "  # what it holds if the rollout is a rollback: this, and the release's id
+UNTRIED = "untried"  # file of the draft device's release until a token has come through it (flowspec-draft)
 PYTHON = f"{CURRENT}/venv/bin/python"
 STATE = "/var/lib/flowspec"
 MODELS = f"{STATE}/models"

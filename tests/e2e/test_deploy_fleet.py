@@ -23,6 +23,8 @@ from flowspec_edge.sampling.rule import Sampling
 
 pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
 
+# Releases of the draft device that have made no token.
+UNTRIED = "cd /opt/flowspec/releases; ls -d */untried 2>/dev/null || true"
 COUNT = 24
 # Of the boards' own system, whether something is deployed or not; sudo notes who has used it.
 _FILES = ("find / -xdev ( -path /proc -o -path /sys -o -path /run -o -path /tmp -o -path /var/tmp "
@@ -91,6 +93,7 @@ def test_from_nothing_to_tokens(cluster: Cluster, first: str) -> None:
     status = cluster.deploy("status")
     assert (status["ok"], status["ready"], status["release"]) == (True, True, first)
     assert [board["role"] for board in status["boards"]] == ["draft", *["verify"] * 4]
+    assert cluster.fleet.shell(0, UNTRIED) == ""
     answers_as_plain_decoding_does(cluster)
 
 
@@ -156,6 +159,7 @@ def test_a_broken_upgrade_is_taken_back(cluster: Cluster, first: str, broken: Pa
     assert told["release"] != before["release"] == told["rolled_back"]
     assert any("broken on purpose" in board["error"] for board in told["boards"]), told
     assert cluster.becomes_ready()["release"] == before["release"]
+    assert cluster.fleet.shell(0, UNTRIED) == f"{told['release']}/untried"
     answers_as_plain_decoding_does(cluster)
 
 

@@ -72,7 +72,8 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
     digests   of the stages' shards, V1's first (``release.digests_of``)
     """
     names = [device.name for device in deployment.boards]
-    keys = {name: _key_action(facts[name], recorded.get(name, "")) for name in names}
+    running = {board.name: board.current.public_key for board in status.boards if board.current}
+    keys = {name: _key_action(facts[name], recorded.get(name, ""), running.get(name, "")) for name in names}
     now = {name: replace(there, key=there.key_before, public=there.public_before)
            if keys[name] == "undo" else there for name, there in facts.items()}
     release, files = render(deployment, manifest, {name: now[name].public or _NO_KEY for name in names},
@@ -116,10 +117,12 @@ def part_name(place: int) -> str:
     return stage_part(place - 1) if place else DRAFT
 
 
-def _key_action(facts: BoardFacts, recorded: str) -> KeyAction:
+def _key_action(facts: BoardFacts, recorded: str, running: str) -> KeyAction:
+    """``running``: the public key that the board's release needs; its pair stays, though the records, which
+    another machine may have changed since, know only the former one."""
     if not facts.public:
         return "make"
-    return "undo" if recorded and facts.public_before == recorded else "show"
+    return "undo" if recorded and facts.public_before == recorded and facts.public != running else "show"
 
 
 def _needed_parts(manifest: Manifest, place: int, release: str, before: Installed | None, board: BoardStatus

@@ -20,8 +20,6 @@ from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, device_m
 from flowspec_edge.fleet.planning.layer_split import Ranges, split_evenly
 from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.fleet.probe.checks import Needs
-from flowspec_edge.fleet.probe.facts import BoardStatus
-from flowspec_edge.fleet.services.status import FleetStatus
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
 from flowspec_edge.model.modeldir import (
@@ -337,28 +335,18 @@ def process_bytes(deployment: Deployment, device: DeviceEntry) -> int:
     return round((memory.cuda if torch_device.startswith("cuda") else memory.cpu) * _MEGA)
 
 
-def needs_of(deployment: Deployment, manifest: Manifest, status: FleetStatus) -> dict[str, Needs]:
-    """What a deployment needs on each board, by name.  A part that the board already has (``status``) needs
-    no further disk."""
+def needs_of(deployment: Deployment, manifest: Manifest) -> dict[str, Needs]:
+    """What a deployment needs on each board, by name."""
     cluster = deployment.cluster
-    now = {board.name: board for board in status.boards}
     needs = {}
     for place, device in enumerate(deployment.boards):
-        name = stage_part(place - 1) if place else DRAFT
-        part, here = manifest.part(name), now[device.name]
+        part = manifest.part(stage_part(place - 1) if place else DRAFT)
         ports = (cluster.data_port,) if place else (cluster.control_port, cluster.data_port,
                                                     cluster.serve_port)
         needs[device.name] = Needs(
             home_bytes=ENVIRONMENT_BYTES,
-            state_bytes=0 if _has(here, manifest, place) else part.size,
             memory_bytes=(part.weight_bytes + part.cache_bytes(*deployment.caches)
                           + process_bytes(deployment, device)),
             ports=ports,
             dtype=manifest.dtype if place else "")
     return needs
-
-
-def _has(board: BoardStatus, manifest: Manifest, place: int) -> bool:
-    """Whether the board's current or previous release has this part."""
-    return any(release is not None and release.model == manifest.request and release.stage == place
-               for release in (board.current, board.previous))

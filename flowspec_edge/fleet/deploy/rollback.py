@@ -13,7 +13,7 @@ from flowspec_edge.fleet.deploy.rollout_log import DeployReport, RolloutLog, Wat
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import CURRENT, PREVIOUS, release_dir
 from flowspec_edge.fleet.probe.facts import BoardStatus, Installed
-from flowspec_edge.fleet.services.keys import forget, is_half_rotated
+from flowspec_edge.fleet.services.keys import forget, held_keys
 from flowspec_edge.fleet.services.status import FleetStatus, look
 
 _MIXED = ("boards may have different releases, or none; stages that reach the draft device follow its "
@@ -24,8 +24,8 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
     """Activate the previous release on all boards.  A second call activates the newer one again; after an
     interrupted call, it completes the rollback instead.
 
-    FlowspecError if a board cannot be reached, or the boards' previous releases are missing or differ.
-    Boards without a release are skipped, because they are not part of the cluster.
+    FlowspecError if a board cannot be reached, or the boards' previous releases are missing, differ, or have
+    never made a token.  Boards without a release are skipped, because they are not part of the cluster.
     """
     status = look(inventory)
     _require_answers(status)
@@ -42,11 +42,15 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
         pairs = ", ".join(f"{name} {release}" for name, release in ids.items())
         raise FlowspecError(f"the boards' releases before this one differ ({pairs}): deploy the one that you "
                             "want, with: flowspec deploy up")
-    names = [board.name for board in status.boards if _has_another_key(board)]
-    rotated = [device for device in inventory.device if device.name in names]
-    pythons = {device.name: python_for(inventory, device) for device in rotated}
-    if rotated and not is_half_rotated(inventory, rotated, pythons):
-        raise FlowspecError(f"{', '.join(names)}: the keys were rotated since the release before this one, "
+    if untried := {release.id for release in befores.values() if release and not release.tried}:
+        raise FlowspecError(f"release {untried.pop()}, which was deployed last, has never become ready: "
+                            "deploy the one that you want, with: flowspec deploy up; no board was touched")
+    needed = {board.name: target.public_key for board in status.boards
+              if (target := befores.get(board.name)) and _has_another_key(board)}
+    rotated = [device for device in inventory.device if device.name in needed]
+    held = held_keys(inventory, rotated, {device.name: python_for(inventory, device) for device in rotated})
+    if lacking := [name for name, key in needed.items() if key not in held[name]]:
+        raise FlowspecError(f"{', '.join(lacking)}: the keys were rotated since the release before this one, "
                             "which needs the former ones; deploy what you want with: flowspec deploy up; "
                             "no board was touched")
     log = RolloutLog(inventory, befores, watch or Watch())
@@ -107,14 +111,24 @@ def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple
 
 
 def releases_before(status: FleetStatus) -> dict[str, Installed | None]:
-    """The release to which each board returns: the draft device's if the board has it, otherwise the board's
-    current one.
+    """The release to which each board returns: the last one that made a token on the draft device if the
+    board has it, otherwise the board's current one.
 
-    The two differ on a board that an interrupted rollout had switched before the draft device.
+    The two differ on boards that an interrupted rollout had switched.
     """
-    wanted = {board.current.id for board in status.boards if board.current and board.current.role == "draft"}
+    wanted = {last.id for board in status.boards if (last := _last_tried(board))}
     return {board.name: next((release for release in (board.current, board.previous)
                               if release and release.id in wanted), board.current) for board in status.boards}
+
+
+def _last_tried(board: BoardStatus) -> Installed | None:
+    """Of a draft device; the current one if none has made a token.  None for a stage."""
+    if board.current is None or board.current.role != "draft":
+        return None
+    if board.current.tried or board.ready:
+        return board.current
+    before = board.previous
+    return before if before and before.role == "draft" and before.tried else board.current
 
 
 def activate(inventory: Inventory, releases: Mapping[str, Installed | None], log: RolloutLog) -> None:

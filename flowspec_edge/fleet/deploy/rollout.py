@@ -23,13 +23,12 @@ from flowspec_edge.fleet.deploy.resolve import Deployment, needs_of
 from flowspec_edge.fleet.deploy.rollback import go_back
 from flowspec_edge.fleet.deploy.rollout_log import DeployReport, RolloutLog, Watch
 from flowspec_edge.fleet.deploy.wheels import WheelTarget
-from flowspec_edge.fleet.probe.checks import environment_problems, preflight
+from flowspec_edge.fleet.probe.checks import Needs, PreflightReport, preflight, room_problems
 from flowspec_edge.fleet.probe.facts import BoardFacts
 from flowspec_edge.fleet.probe.findings import no_facts, unreachable
 from flowspec_edge.fleet.services import keys
 from flowspec_edge.fleet.services.status import look
 from flowspec_edge.fleet.transfer.push import push
-from flowspec_edge.model.manifest import Manifest
 
 
 class Rollout:
@@ -98,9 +97,12 @@ class Rollout:
         self._watch.phase("the model's parts")
         self._manifest = sharded_model(self._deployment,
                                        lambda done, total: self._watch.amount("here", done, total))
-        environments = self._look(self._manifest)
-        if environments is None:
+        needs = needs_of(self._deployment, self._manifest)
+        checked = self._check(needs)
+        if checked is None:
             return None
+        environments = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
+                                            for name, facts in checked.facts.items()})
         self._watch.phase("looking at the boards")
         asked = ask_boards(self._inventory, [
             (device, state_of(self._deployment, place, environments[device.name]),
@@ -114,6 +116,16 @@ class Rollout:
         self._facts: Mapping[str, BoardFacts] = {
             device.name: facts for device, facts in zip(self._boards, asked, strict=True)
             if isinstance(facts, BoardFacts)}
+        # Again, because boards of an interrupted rollout may have changed their release since.  A failed one
+        # goes back to that release.
+        self._status = look(self._inventory)
+        self._log.problems = [
+            *(board.error for board in self._status.boards if board.error),
+            *map(str, room_problems(
+                checked, needs, {name: environment.digest for name, environment in environments.items()},
+                {name: facts.missing_bytes for name, facts in self._facts.items()}))]
+        if self._log.problems:
+            return None
         self._recorded = keys.recorded(self._boards, self._deployment.keys)
         diff = self._diff(self._facts)
         self._log.problems = [*diff.problems]
@@ -123,24 +135,13 @@ class Rollout:
         return make_diff(self._deployment, self._manifest, self._environments, facts, self._recorded,
                          self._status, digests_of(self._manifest))
 
-    def _look(self, manifest: Manifest) -> dict[str, Environment] | None:
-        """The environments, by board; None as in ``_decide``."""
+    def _check(self, needs: Mapping[str, Needs]) -> PreflightReport | None:
+        """None as in ``_decide``."""
         self._watch.phase("looking at the boards")
-        needs = needs_of(self._deployment, manifest, self._status)
         checked = preflight(self._inventory, needs)
         self._log.notes = [str(problem) for problem in checked.problems if problem.state == "warning"]
-        problems = [problem for problem in checked.problems if problem.state == "failed"]
-        # The previous release must be known, because a failed rollout goes back to it.
-        silent = [board.error for board in self._status.boards
-                  if board.error and board.name not in {problem.board for problem in problems}]
-        self._log.problems = [*map(str, problems), *silent]
-        if self._log.problems:
-            return None
-        environments = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
-                                            for name, facts in checked.facts.items()})
-        digests = {name: environment.digest for name, environment in environments.items()}
-        self._log.problems = [str(problem) for problem in environment_problems(checked, needs, digests)]
-        return None if self._log.problems else environments
+        self._log.problems = [str(problem) for problem in checked.problems if problem.state == "failed"]
+        return None if self._log.problems else checked
 
     def _gather_wheels(self, targets: Mapping[str, WheelTarget]) -> dict[str, Environment]:
         self._watch.phase("wheels")

@@ -38,13 +38,11 @@ _NEW_MACHINE_ID = ("sudo rm -f /etc/machine-id /var/lib/dbus/machine-id; sudo sy
 class Needs:
     """What a deployment needs on one board.
 
-    home_bytes   below /opt/flowspec, if the environment is missing: environment and release
-    state_bytes  below /var/lib/flowspec: the missing part of the model
-    dtype        of the weights that a stage multiplies: fp16, int4, …
+    home_bytes  below /opt/flowspec, if the environment is missing: environment and release
+    dtype       of the weights that a stage multiplies: fp16, int4, …
     """
 
     home_bytes: int = 0
-    state_bytes: int = 0
     memory_bytes: int = 0
     ports: tuple[int, ...] = ()
     dtype: str = ""
@@ -203,12 +201,13 @@ def _skew(subject: Subject) -> Iterator[Finding]:
 
 
 def _room(subject: Subject) -> Iterator[Finding]:
-    """Whether one of the existing environments is the right one is known after the wheels are built."""
+    """Without the model's part; whether an existing environment is the right one is known once the wheels
+    are built: ``room_problems`` judges both."""
     home_bytes = 0 if subject.system.environments else subject.needs.home_bytes
-    yield from judge_room(subject.system.disks, home_bytes, subject.needs.state_bytes)
+    yield from judge_room(subject.system.disks, home_bytes)
 
 
-def judge_room(disks: Mapping[str, DiskFacts], home_bytes: int, state_bytes: int) -> Iterator[Finding]:
+def judge_room(disks: Mapping[str, DiskFacts], home_bytes: int, state_bytes: int = 0) -> Iterator[Finding]:
     """``home_bytes``, ``state_bytes``: needed below the directories ``HOME`` and ``STATE``."""
     on: dict[int, list[str]] = {}
     for path, disk in disks.items():
@@ -346,9 +345,13 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightRepo
     return PreflightReport([*found, *judge_together("up", facts)], facts)
 
 
-def environment_problems(found: PreflightReport, needs: Mapping[str, Needs], digests: Mapping[str, str]
-                         ) -> list[Finding]:
-    """Disk problems of boards that have environments, but not the one with this digest."""
-    return [replace(problem, board=board) for board, digest in digests.items()
-            if (facts := found.facts[board].system).environments and digest not in facts.environments
-            for problem in judge_room(facts.disks, needs[board].home_bytes, needs[board].state_bytes)]
+def room_problems(found: PreflightReport, needs: Mapping[str, Needs], digests: Mapping[str, str],
+                  missing: Mapping[str, int]) -> list[Finding]:
+    """Of boards without room for the environment with this digest and the part's missing bytes."""
+    problems = []
+    for board, digest in digests.items():
+        facts = found.facts[board].system
+        home_bytes = 0 if digest in facts.environments else needs[board].home_bytes
+        problems += [replace(problem, board=board)
+                     for problem in judge_room(facts.disks, home_bytes, missing[board])]
+    return problems

@@ -144,7 +144,7 @@ class SystemFacts:
 
 @dataclass(frozen=True)
 class Installed:
-    """A release on a board: its release.json."""
+    """A release on a board: its release.json, and whether a token has come through it."""
 
     id: str
     role: str  # "draft" or "verify"
@@ -152,6 +152,7 @@ class Installed:
     model: str = ""  # its manifest's request
     environment: str = ""
     public_key: str = ""  # of the pair that it needs; "" if an older flowspec deployed it
+    tried: bool = True  # only the draft device's may be False
 
     @property
     def unit(self) -> str:

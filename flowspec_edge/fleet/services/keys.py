@@ -114,6 +114,15 @@ def is_half_rotated(inventory: Inventory, devices: Sequence[DeviceEntry], python
     return any(board.before for board in _ask(inventory, devices, pythons, "show", path))
 
 
+def held_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
+              path: str = KEY) -> dict[str, set[str]]:
+    """The public keys of the pairs that each board has: the former one, too, while a rotation has not ended.
+    FlowspecError names the boards that do not say."""
+    found = _ask(inventory, devices, pythons, "show", path)
+    _require(found)
+    return {board.name: {board.public, board.before} - {""} for board in found}
+
+
 def settle(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
            directory: Path, path: str = KEY) -> None:
     """End a rotation interrupted after its keys were in use; FlowspecError names boards that failed."""
@@ -144,9 +153,10 @@ def forget(directory: Path, names: Iterable[str]) -> None:
 
 def _take_back(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
                directory: Path, before: Mapping[str, str], path: str) -> None:
-    _ask(inventory, devices, pythons, "undo", path)
+    # Records first: if this is cut off, the next `up` finds a recorded former pair, and takes the rest back.
     forget(directory, (device.name for device in devices if device.name not in before))
     record(directory, before)
+    _ask(inventory, devices, pythons, "undo", path)
 
 
 def _ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],

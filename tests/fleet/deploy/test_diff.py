@@ -154,6 +154,8 @@ CASES: dict[str, tuple[Callable[[BoardFacts], BoardFacts], set[str]]] = {
         {"settled"}),
     "a part that no release needs": (
         lambda facts: replace(facts, parts=(*facts.parts, f"{'b' * 16}/stage-1")), {"old shards"}),
+    "a piece of the part's first file came": (
+        lambda facts: replace(facts, part_changes=True, parts=(REQUEST[:16], *facts.parts[1:])), {"shards"}),
     "an environment that no release needs": (
         lambda facts: replace(facts, venvs={**facts.venvs, "unused": True}), {"old releases"}),
 }
@@ -183,18 +185,21 @@ def test_another_release_is_current() -> None:
     facts = service(release=other)(replace(STAGE, current=other, releases={
         **STAGE.releases, "r1": ReleaseFacts({}), "r0.partial": ReleaseFacts({})}))
     assert changed(diff({**SETTLED, "stage": facts})) == [
-        "current release", "power mode at boot", "running", "old releases", "settled"]
+        "current release", "power mode at boot", "running", "settled", "old releases"]
 
 
 def test_up_again_changes_nothing_after_three_models() -> None:
-    """The shards of the release before the previous one go with the switch, not with the next command."""
+    """The shards of the release before the previous one go at the rollout's end, not with the next command;
+    and not before it, because boards that go back would lack them."""
     parts = tuple(f"{model * 16}/stage-1" for model in "abc")
     release = diff(SETTLED).release
     assert release is not None
     now, before = (Installed(name, "verify", 1, model * 64) for name, model in (("r2", "b"), ("r1", "c")))
     ahead, after = ({**SETTLED, "stage": replace(STAGE, parts=parts)}, FleetStatus([
         BoardStatus("draft", replace(now, role="draft", stage=0)), BoardStatus("stage", now, before)]))
-    [shards] = [action for action in diff(ahead, before=after).boards[1].activate if action.changes]
+    found = diff(ahead, before=after).boards[1]
+    assert not any(action.changes for action in (*found.switch, *found.activate))
+    [shards] = [action for action in found.settle if action.changes]
     assert shards.step == "old shards"
     assert [part for part in parts if part.partition("/")[0] in " ".join(shards.commands)] == [parts[2]]
     running = FleetStatus([BoardStatus("draft", Installed(release, "draft", 0, REQUEST)),
@@ -216,7 +221,7 @@ def test_an_interrupted_rollout_keeps_the_way_back(tmp_path: Path) -> None:
     for name, release in (("current", "r2"), ("previous", "r1")):
         (tmp_path / name).symlink_to(tmp_path / "releases" / release)
     stage = found.boards[1]
-    for action in (*stage.switch, *stage.activate):
+    for action in (*stage.switch, *stage.settle):
         if action.step in ("current release", "old releases"):
             here = "\n".join(action.commands).replace("/opt/flowspec", str(tmp_path))
             subprocess.run(["sh", "-ec", here], check=True)
@@ -239,6 +244,38 @@ def test_the_draft_device_restarts_once_it_has_switched() -> None:
     assert [action.step for action in draft.settle if action.changes] == ["settled"]
     [switched] = [action for action in draft.switch if action.step == "current release"]
     assert any("/opt/flowspec/unsettled" in command for command in switched.commands)
+
+
+@pytest.mark.parametrize(("there", "untried"), [
+    ("", True), ("untried", True),
+    ("release.json", False),  # it runs, and a damaged file is replaced
+])
+def test_the_draft_devices_release_is_untried_until_a_token_comes(tmp_path: Path, there: str, untried: bool
+                                                                  ) -> None:
+    """``there``: a file of the release that is there."""
+    found = diff({name: BoardFacts(public=key) for name, key in KEYS.items()})
+    draft, stage = ([command for action in board.release for command in action.commands]
+                    for board in found.boards)
+    assert not any("untried" in command for command in stage)
+    [command] = [command for command in draft if "untried" in command]
+    home = tmp_path / "releases" / (found.release or "")
+    home.with_suffix(".partial").mkdir(parents=True)
+    if there:
+        home.mkdir()
+        (home / there).touch()
+    subprocess.run(["sh", "-ec", command.replace("/opt/flowspec", str(tmp_path))], check=True)
+    assert home.with_suffix(".partial").joinpath("untried").exists() == untried
+
+
+def test_a_pair_that_the_running_release_needs_stays() -> None:
+    """The records, of another machine, say the former one: a line says so, and no board is touched."""
+    rotated = replace(STAGE, public=OTHER, public_before=KEYS["stage"], key="n" * 64, key_before="k" * 64)
+    before = status()
+    before.boards[1] = replace(before.boards[1], current=Installed("r2", "verify", 1, REQUEST, "", OTHER))
+    found = diff({**SETTLED, "stage": rotated}, before=before)
+    assert [board.key for board in found.boards] == ["show", "show"]
+    [problem] = found.problems
+    assert problem.startswith("stage: its key has changed: it has oooooooooo…, and /lab/keys/stage.pub says")
 
 
 def test_a_rotation_cut_off_and_a_changed_key() -> None:

@@ -21,7 +21,7 @@ from flowspec_edge.fleet.deploy.actions import (
 )
 from flowspec_edge.fleet.deploy.steps.phases import bring_about
 from flowspec_edge.fleet.inventory import DeviceEntry
-from flowspec_edge.fleet.probe.facts import BoardFacts
+from flowspec_edge.fleet.probe.facts import BoardFacts, ReleaseFacts
 
 STATE = BoardState("any", release="never-there", files={"release.json": "{}\n"})
 
@@ -125,7 +125,9 @@ def test_facts_of_a_board_with_something_on_it(boards: sshkit.Boards) -> None:
     home = "/var/lib/flowspec/models/abc"
     boards.inside(0, "sh", "-c", f"rm -rf /var/lib/flowspec; mkdir -p {home}/draft/target {home}/stage-1; "
                                  f"chmod 750 /var/lib/flowspec; echo some > {home}/manifest.json; "
-                                 f"echo half > {home}/draft/config.json")
+                                 f"echo half > {home}/draft/config.json; "
+                                 "mkdir -p /opt/flowspec/releases/r1; cd /opt/flowspec/releases/r1; "
+                                 "echo {} > release.json; touch untried")
 
     def digest(path: str) -> str:
         command = ["sha256sum", str(boards.root(0) / path.lstrip("/"))]
@@ -140,7 +142,9 @@ def test_facts_of_a_board_with_something_on_it(boards: sshkit.Boards) -> None:
     assert isinstance(found, BoardFacts)
     assert isinstance(missing, BoardFacts)
     assert found.modes["/var/lib/flowspec"] == "750 root"
-    assert (found.modes["/opt/flowspec"], missing.modes["/var/lib/flowspec"]) == (None, None)
+    assert (found.modes["/etc/flowspec"], missing.modes["/var/lib/flowspec"]) == (None, None)
+    assert found.releases == {"r1": ReleaseFacts({
+        "release.json": digest("/opt/flowspec/releases/r1/release.json")})}
     assert list(found.parts) == ["abc/draft", "abc/stage-1"]
     assert "root" in found.groups
     assert (found.user, found.current, found.public, found.client_key) == (None, "", "", False)

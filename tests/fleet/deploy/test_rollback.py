@@ -11,10 +11,11 @@ from flowspec_edge.fleet.probe.facts import BoardStatus, Installed
 from flowspec_edge.fleet.services.status import FleetStatus
 
 
-def fleet(*boards: tuple[str, str]) -> FleetStatus:
+def fleet(*boards: tuple[str, str], untried: str = "") -> FleetStatus:
     """(current, previous) of the draft device and the stages; "" without one."""
     def installed(place: int, release: str) -> Installed | None:
-        return Installed(release, "verify" if place else "draft", place) if release else None
+        role = "verify" if place else "draft"
+        return Installed(release, role, place, tried=bool(place) or release != untried) if release else None
 
     return FleetStatus([BoardStatus(f"board-{place}", installed(place, current), installed(place, previous))
                         for place, (current, previous) in enumerate(boards)])
@@ -55,6 +56,20 @@ def test_a_failed_rollout_returns_to_what_the_draft_device_ran(boards: list[tupl
                                                                before: list[str | None]) -> None:
     found = releases_before(fleet(*boards)).values()
     assert [release and release.id for release in found] == before
+
+
+@pytest.mark.parametrize(("boards", "ready", "before"), [
+    ([("new", "old"), ("new", "old")], False, ["old", "old"]),  # waits for its first token, or died before
+    ([("new", "old"), ("old", "new")], False, ["old", "old"]),  # a stage has returned by itself
+    ([("new", "old"), ("new", "old")], True, ["new", "new"]),  # it has made one, and lost the note of it
+    ([("new", ""), ("new", "")], False, ["new", "new"]),  # there is no other
+    ([("old", "new"), ("new", "old")], False, ["old", "old"]),
+])
+def test_no_board_returns_to_a_release_that_never_worked(boards: list[tuple[str, str]], ready: bool,
+                                                         before: list[str]) -> None:
+    status = fleet(*boards, untried="new")
+    status.boards[0] = replace(status.boards[0], ready=ready)
+    assert [release and release.id for release in releases_before(status).values()] == before
 
 
 def test_the_stages_switch_before_the_draft_device() -> None:

@@ -19,9 +19,9 @@ from flowspec_edge.fleet.probe.checks import (
     PreflightReport,
     Subject,
     different_processors,
-    environment_problems,
     faults,
     preflight,
+    room_problems,
 )
 from flowspec_edge.fleet.probe.facts import BoardFacts, ask_system, system_facts
 from flowspec_edge.fleet.probe.findings import Finding, unreachable
@@ -52,7 +52,7 @@ def checks(problems: list[Finding], board: str) -> dict[str, Finding]:
 @sshkit.needs_boards
 def test_a_board_that_only_lacks_systemd(boards: sshkit.Boards) -> None:
     """These boards have all but a systemd that started them; torch is really imported."""
-    needs = {"board-1": Needs(10**6, 10**6, 10**6, (7702, 7703))}
+    needs = {"board-1": Needs(10**6, 10**6, (7702, 7703))}
     problems = preflight(changed(boards, sys.executable), needs).problems
     assert [(problem.board, problem.check) for problem in problems] == [("board-1", "systemd")]
 
@@ -69,7 +69,7 @@ def test_three_unfit_boards(boards: sshkit.Boards, tmp_path: Path) -> None:
     address = boards.bed.address(1)
     listen = SshRunner(inventory, inventory.device[1], own_connection=True).command(
         [sys.executable, "-m", "flowspec_edge.fleet.board_links.linktest", "serve", address, "7702"])
-    needs = {"board-0": Needs(), "board-1": Needs(2_000_000, HUGE, HUGE, (7701, 7702)), "board-2": Needs()}
+    needs = {"board-0": Needs(), "board-1": Needs(2_000_000, HUGE, (7701, 7702)), "board-2": Needs()}
     before = sorted(str(path) for path in boards.root(1).glob("var/lib/*"))
     with subprocess.Popen(listen, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as listener:
         assert listener.stdout is not None
@@ -85,9 +85,7 @@ def test_three_unfit_boards(boards: sshkit.Boards, tmp_path: Path) -> None:
     assert list(first) == ["torch", "systemd", "disk", "memory", "port"]
     assert first["torch"].found.startswith(f"{BARE} has no torch ")
     assert "(ModuleNotFoundError: No module named 'torch')" in first["torch"].found
-    disks = [problem.found for problem in found if (problem.board, problem.check) == ("board-1", "disk")]
-    assert disks[0] == "/opt/flowspec needs 0.00 GB, 0.00 GB are free"
-    assert disks[1].startswith("/var/lib/flowspec needs 1000000.00 GB, ")
+    assert first["disk"].found == "/opt/flowspec needs 0.00 GB, 0.00 GB are free"
     assert first["memory"].found.startswith("1000000.00 GB are needed, ")
     assert first["port"].found.startswith("7702 is taken by python")
     second = checks(found, "board-2")
@@ -213,26 +211,29 @@ def test_nf4_is_noted_for_an_orin() -> None:
 def test_directories_on_one_disk_share_its_space() -> None:
     facts = plain_facts()
     one = asdict(facts.system.disks["/opt/flowspec"])
-    assert judged(Needs(2, 3), facts, BARE) == []
-    (full,) = judged(Needs(3, 3), facts, BARE)
-    assert full.found.startswith("/opt/flowspec and /var/lib/flowspec need ")
+    assert room(facts, 3) == []
+    (full,) = room(facts, 4)
+    assert full.startswith("/opt/flowspec and /var/lib/flowspec need ")
     two = but(facts, disks={"/opt/flowspec": one, "/var/lib/flowspec": {**one, "device": 2}})
-    assert judged(Needs(3, 3), two, BARE) == []
+    assert room(two, 4) == []
     read_only = but(facts, disks={"/opt/flowspec": {**one, "writable": False}, "/var/lib/flowspec": one})
     assert [problem.check for problem in judged(Needs(), read_only, BARE)] == ["disk"]
 
 
 def test_an_upgrades_environment_needs_room() -> None:
     """Free are 5 bytes.  A board that has environments is judged when the new one's digest is known."""
-    facts, needs = plain_facts(environments=["old", "older"]), {"b": Needs(6)}
+    facts = plain_facts(environments=["old", "older"])
     assert [problem.check for problem in judged(Needs(6), plain_facts(), BARE)] == ["disk"]
     assert judged(Needs(6), facts, BARE) == []
-    found = PreflightReport([], {"b": facts})
-    (full,) = environment_problems(found, needs, {"b": "new"})
-    assert (full.board, full.check, full.found) == (
-        "b", "disk", "/opt/flowspec and /var/lib/flowspec need 0.00 GB, 0.00 GB are free")
-    assert environment_problems(found, needs, {"b": "older"}) == []
-    assert environment_problems(PreflightReport([], {"b": plain_facts()}), needs, {"b": "new"}) == []
+    assert room(facts, 4, "new") == ["/opt/flowspec and /var/lib/flowspec need 0.00 GB, 0.00 GB are free"]
+    assert room(facts, 5, "older") == []
+
+
+def room(facts: BoardFacts, missing: int, digest: str = "new") -> list[str]:
+    """What is wrong for an environment of 2 bytes with this digest and a part that lacks so many."""
+    found = room_problems(PreflightReport([], {"b": facts}), {"b": Needs(2)}, {"b": digest}, {"b": missing})
+    assert all((problem.board, problem.check) == ("b", "disk") for problem in found)
+    return [problem.found for problem in found]
 
 
 @pytest.mark.parametrize(("ntp", "note"), [("no", True), ("unknown", True), ("yes", False)])

@@ -14,7 +14,15 @@ import sshkit
 from flowspec_edge.cli.main import main
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.commands import SshRunner, as_root
-from flowspec_edge.fleet.services.keys import BoardKey, change_keys, record, recorded, rotate_keys, shown
+from flowspec_edge.fleet.services.keys import (
+    BoardKey,
+    change_keys,
+    held_keys,
+    record,
+    recorded,
+    rotate_keys,
+    shown,
+)
 
 PATH = "/run/flowspec/board.key"  # every board here has a /run of its own
 pytestmark = sshkit.needs_boards
@@ -100,6 +108,8 @@ def test_all_keys_are_changed_or_none(boards: sshkit.Boards, tmp_path: Path) -> 
     assert not set(calls[0].values()) & set(before.values())
     assert calls[1] == kept() == before  # not restored: both pairs stay
     assert calls[0] == recorded(devices, here) == now()
+    assert held_keys(inventory, devices, pythons(boards), PATH) == {
+        name: {public, before[name]} for name, public in calls[0].items()}
     record(here, before)
     make(boards, here, board_0="undo", board_1="undo")
 
@@ -117,6 +127,25 @@ def test_all_keys_are_changed_or_none(boards: sshkit.Boards, tmp_path: Path) -> 
     assert not set(publics.values()) & set(before.values())
     for place in range(2):
         assert on(boards, place, "ls", "/run/flowspec").split() == ["board.key"]
+
+
+def test_a_failed_rotation_that_is_cut_off_is_taken_back_by_the_next_up(boards: sshkit.Boards, tmp_path: Path
+                                                                        ) -> None:
+    """No board can be asked once the release before runs again."""
+    inventory, devices, here = boards.inventory, boards.inventory.device, tmp_path / "keys"
+    make(boards, here)
+    before, told = recorded(devices, here), pythons(boards)
+
+    def apply() -> None:
+        told.update(dict.fromkeys(told, "/usr/bin/false"))
+        raise FlowspecError("not ready")
+
+    with pytest.raises(FlowspecError, match="not ready"):
+        rotate_keys(inventory, devices, told, here, apply, lambda: True, PATH)
+    assert recorded(devices, here) == before  # so `up` undoes
+    assert not any(key.error for key in make(boards, here, board_0="undo", board_1="undo"))
+    assert held_keys(inventory, devices, pythons(boards), PATH) == {
+        name: {public} for name, public in before.items()}
 
 
 @pytest.mark.slow

@@ -8,7 +8,9 @@
    that cannot start or whose release the draft device rejects, and a draft device that fails before a token
    has come through.  So all boards come to run one release, even if the rollout is interrupted.
 4. Once a token has come through, ``UNSETTLED`` is removed: the draft device's when its service is ready, the
-   stages' by ``settle``.
+   stages' by ``settle``.  Only then are older releases and shards removed, to which a failed rollout's boards
+   may return.  On the draft device a release that has made no token yet is marked ``UNTRIED``: no board
+   goes back to it.
 
 Links are replaced atomically.  The next run completes an interrupted one, because it decides from the boards'
 facts alone.
@@ -60,9 +62,11 @@ def release(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
         return
     place = paths.release_dir(state.release)
     target, partial, old = quote(place), quote(f"{place}.partial"), quote(f"{place}.old")
+    untried = f"[ -e {target} ] && [ ! -e {target}/{paths.UNTRIED} ] || touch {partial}/{paths.UNTRIED}"
     yield Action("release", (
         f"rm -rf {partial} {old} && mkdir {partial}", f"tar -xf - --no-same-owner -C {partial}",
         f"chmod -R u=rwX,go=rX {partial}", *([f"ln -s {quote(link)} {partial}/venv"] if link else []),
+        *([untried] if state.unit == paths.DRAFT_UNIT else []),
         f"sync -f {partial}",  # a power failure could otherwise leave empty files
         f"if [ -e {target} ]; then mv -T {target} {old}; fi", f"mv -T {partial} {target}",
         f"rm -rf {old}"), state.files)
@@ -90,13 +94,13 @@ def activate(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     if state.unit != paths.DRAFT_UNIT:
         yield _others_gone(state, facts)
     yield started(state, facts)
-    yield tidy(state, facts)
-    yield from old_parts(state, facts)
 
 
 def settle(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     marked = facts.modes.get(paths.UNSETTLED) or _marks(state, facts)
     yield Action("settled", (quote("rm", "-f", paths.UNSETTLED),) if marked else ())
+    yield tidy(state, facts)
+    yield from old_parts(state, facts)
 
 
 def units(state: BoardState, facts: BoardFacts) -> Action:
@@ -159,12 +163,15 @@ def tidy(state: BoardState, facts: BoardFacts) -> Action:
 
 
 def old_parts(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
-    """Remove parts of models that neither this release nor the previous one needs."""
+    """Remove parts of models that neither this release nor the previous one needs.
+
+    A model without parts has had none when the facts were read: its first one may have been sent since.
+    """
     if state.parts is None:
         return
     models = {part.partition("/")[0] for part in state.parts}
     gone = {part if (model := part.partition("/")[0]) in models else model for part in facts.parts
-            if part not in state.parts}
+            if part not in state.parts and part not in models}
     if gone:
         yield Action("old shards", (quote("rm", "-rf", "--", *(f"{paths.MODELS}/{name}" for name in
                                                                sorted(gone))),))

@@ -25,6 +25,7 @@ from flowspec_edge.fleet.paths import (
     STATE,
     UNITS,
     UNSETTLED,
+    UNTRIED,
     USER,
     VENVS,
     WHEELS,
@@ -80,9 +81,9 @@ def sha256(path: str) -> str:
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """The sha256 of all files below a directory except links, by relative path."""
+    """The sha256 of all files below a directory except links and ``UNTRIED``, by relative path."""
     return {str(path.relative_to(directory)): sha256_of(path) for path in directory.rglob("*")
-            if path.is_file() and not path.is_symlink()}
+            if path.is_file() and not path.is_symlink() and path != directory / UNTRIED}
 
 
 def mode(path: str) -> str | None:

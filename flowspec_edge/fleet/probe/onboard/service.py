@@ -9,7 +9,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
-from flowspec_edge.fleet.paths import API_KEY, CURRENT, GOING_BACK, PREVIOUS, UNSETTLED, unit_of
+from flowspec_edge.fleet.paths import API_KEY, CURRENT, GOING_BACK, PREVIOUS, UNSETTLED, UNTRIED, unit_of
 from flowspec_edge.fleet.probe.onboard.tools import assignments, output, text
 from flowspec_edge.runtime.observe.power_rails import read_watts, system_root, total_rails
 
@@ -35,7 +35,7 @@ def facts(host: str, port: int, rails: list[Any]) -> dict[str, Any]:
 
 
 def read_release(link: str) -> Any:
-    """The release.json behind ``link``; None if it is missing or damaged."""
+    """The release.json behind ``link``, and "tried"; None if it is missing or damaged."""
     try:
         with open(os.path.join(link, "release.json"), encoding="utf-8") as file:
             told = json.load(file)
@@ -43,7 +43,7 @@ def read_release(link: str) -> Any:
         return None
     whole = (isinstance(told, dict) and isinstance(told.get("id"), str)
              and told.get("role") in ("draft", "verify") and isinstance(told.get("stage"), int))
-    return told if whole else None
+    return {**told, "tried": not os.path.exists(os.path.join(link, UNTRIED))} if whole else None
 
 
 def show(unit: str) -> dict[str, Any]:
