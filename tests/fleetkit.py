@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from multiprocessing import connection
 from pathlib import Path
@@ -61,6 +61,17 @@ def named_namespaces() -> str:
 def namespaces_of(pids: list[int]) -> set[str]:
     """The network namespaces of processes, as the kernel names them."""
     return {os.readlink(f"/proc/{pid}/ns/net") for pid in pids}
+
+
+@contextmanager
+def holding_namespaces_of(pids: list[int]) -> Iterator[set[str]]:
+    """The same, held open: until the end of this no namespace that another test makes gets the number of one
+    of these."""
+    with ExitStack() as ends:
+        held = [os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) for pid in pids]
+        for namespace in held:
+            ends.callback(os.close, namespace)
+        yield {os.readlink(f"/proc/self/fd/{namespace}") for namespace in held}
 
 
 def inhabited() -> set[str]:

@@ -246,7 +246,10 @@ class Fleet:
     def _here(self, board: int, leader: str) -> int:
         """This machine's number for the process that a board's systemd-nspawn knows as ``leader``."""
         for pid in fleetkit.processes_in(self.namespace(board)):
-            status = Path(f"/proc/{pid}/status").read_text()
+            try:
+                status = Path(f"/proc/{pid}/status").read_text()
+            except OSError:  # ended meanwhile
+                continue
             numbers = next(line for line in status.splitlines() if line.startswith("NSpid:")).split()[1:]
             if numbers[-2:] == [leader, "1"]:
                 return pid

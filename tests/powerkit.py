@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 CHIP = "sys/bus/i2c/drivers/ina3221/1-0040/hwmon/hwmon3"
 ORIN_NX = "NVIDIA Jetson Orin NX Engineering Reference Developer Kit"
@@ -33,3 +37,14 @@ def write(root: Path, name: str, text: str) -> None:
     new = path.with_name(f".{path.name}.new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)
+
+
+def once_measured(ask: Callable[[], T], measured: Callable[[T], object], tries: int = 5) -> T:
+    """The first result of ``ask`` that is ``measured``, else the last of ``tries``: a meter whose thread gets
+    no processor for over a second leaves a request without a figure."""
+    result = ask()
+    for _ in range(tries - 1):
+        if measured(result):
+            break
+        result = ask()
+    return result

@@ -183,7 +183,7 @@ def running(what: ServedModel, cluster: SharedCluster, capacity: int = 16, api_k
     requests.setLevel(logging.INFO)
     try:
         with (OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0) as client,
-              httpx2.Client(base_url=url, trust_env=False) as http,
+              httpx2.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http,
               listening(listener, make_app(admission, what, api_key, keep_alive_s, metrics,
                                            page(admission) if page else None), admission)):
             owner.start()

@@ -51,6 +51,7 @@ class Holdings:
 
 
 def holdings(draft: int, pids: Iterable[int], temporary: Path) -> Holdings:
+    """OSError if one of the processes ends meanwhile."""
     pids = set(pids)
     found = [Path(f"/proc/{pid}") for pid in pids]
     return Holdings(
@@ -62,4 +63,7 @@ def holdings(draft: int, pids: Iterable[int], temporary: Path) -> Holdings:
 
 def _resident_mib(pid: int) -> float:
     status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:")) / 1024
+    for line in status.splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise ProcessLookupError(f"process {pid} has ended")  # and its parent has not noticed

@@ -20,6 +20,8 @@ from tests.chaos.services import LinkedService, LocalService, Service
 
 _TOKENS = (4, 24, 64)
 _WARM = 3  # faults after which a server holds what it needs for good
+_SETTLE_S = 30.0  # connections, threads and helpers of the last answers may end a moment later
+_POLL_S = 0.1
 # What a server may gain; of everything else nothing.
 ALLOWED = {
     "draft_mib": 48.0, "stage_mib": 48.0,  # resident memory: the allocator's, and Python's caches
@@ -128,25 +130,37 @@ class _Episode:
         self._say(f"{number + 1}/{len(self._episode.faults)} {fault.kind} {took[0]:.2f} s {new[:400]}")
 
     def _rest(self) -> Holdings:
-        """What the server holds while it has nothing to do."""
+        """What the server holds while it has nothing to do, as soon as nothing has grown by more than it may,
+        or after _SETTLE_S."""
         service = self._service
         self._load.pause()
+        deadline = time.monotonic() + _SETTLE_S
         try:
-            service.seen |= service.processes()
-            return holdings(service.draft_pid, service.processes(), service.temporary)
+            while True:
+                try:
+                    held = holdings(service.draft_pid, service.processes(), service.temporary)
+                    if not self._excess(held) or time.monotonic() > deadline:
+                        return held
+                except OSError as error:  # a process has just ended
+                    if time.monotonic() > deadline:
+                        raise TimeoutError(f"the server does not come to rest: {error}") from error
+                time.sleep(_POLL_S)
         finally:
             self._load.go_on()
+
+    def _excess(self, now: Holdings) -> dict[str, float]:
+        """What has grown since the first rest by more than it may."""
+        grown = now.growth(self._rested) if self._rested else {}
+        return {name: value for name, value in grown.items() if value > ALLOWED.get(name, 0)}
 
     def _check_growth(self, now: Holdings) -> None:
         if self._rested is None:
             return
-        grown = now.growth(self._rested)
-        self._report.growth[self._name] = grown
+        self._report.growth[self._name] = now.growth(self._rested)
         self._report.held[self._name] = vars(now)
-        for name, value in grown.items():
-            if value > ALLOWED.get(name, 0):
-                self._report.violations.append(f"{self._name}: {name} grew by {value:g}: {now}, before "
-                                               f"{self._rested}")
+        for name, value in self._excess(now).items():
+            self._report.violations.append(f"{self._name}: {name} grew by {value:g}: {now}, before "
+                                           f"{self._rested}")
 
     def _in_log(self) -> list[str]:
         log = self._service.log.read_text(errors="replace")

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 
 import httpx2
-from servicekit import Services, command, free_port
+from servicekit import Services, command, free_port, own_address
 from shardkit import cut
 
 from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
@@ -151,10 +151,12 @@ class LocalService(Service):
     def __init__(self, directory: Path, shim: Path | None, model: ModelDir, strategy: str, stages: int,
                  small_disk: bool) -> None:
         super().__init__(directory, shim)
-        port = free_port()
-        self.url = f"http://127.0.0.1:{port}"
+        host = own_address()
+        port = free_port(host)
+        self.url = f"http://{host}:{port}"
         self._arguments = ["--model", str(model.path), "--name", "demo", "--strategy", strategy, "--stages",
-                           str(stages), "--port", str(port), "--queue", "32", "--at-once", "3"]
+                           str(stages), "--host", host, "--port", str(port), "--queue", "32",
+                           "--at-once", "3"]
         self._mounted = small_disk
         if small_disk:
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={_DISK}", "chaos", str(self.temporary)],

@@ -129,8 +129,7 @@ def test_it_shows_the_boards_the_answer_the_tree_and_the_figures(browser: Browse
         expect(page.locator("#acceptance span")).to_have_count(12)
         until(lambda: bars_fit_their_scale(page))
         expect(page.locator("#boards li").nth(1)).to_contain_text(re.compile(r"\d+ rows/s"))
-        assert painted(page, "#rail")
-        assert painted(page, "#tree")
+        until(lambda: painted(page, "#rail") and painted(page, "#tree"))
 
 
 def test_it_shows_requests_side_by_side_and_what_waits(browser: Browser, cluster: Watched) -> None:

@@ -130,7 +130,8 @@ def test_an_address_is_taken_from_a_trusted_proxy_only(model: Path, trusted: str
     listener = listen("127.0.0.1", 0, None)
     admission = AdmissionQueue(served(model).probe())
     with listening(listener, AccessMiddleware(echo, None), admission, trusted_proxies=trusted):
-        answer = httpx2.get(url_of(listener), headers={"X-Forwarded-For": "198.51.100.1, 203.0.113.5"})
+        answer = httpx2.get(url_of(listener), headers={"X-Forwarded-For": "198.51.100.1, 203.0.113.5"},
+                            timeout=PATIENCE)
     assert answer.json() == ["", address, "me"]
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from multiprocessing import connection
 from pathlib import Path
 from statistics import median
@@ -36,32 +36,32 @@ def bed() -> Iterator[NetnsTestbed]:
 def test_links_have_the_rate_they_are_shaped_to(bed: NetnsTestbed) -> None:
     for mbps in (125, 1000):
         bed.shape(mbps)
-        best = 0.0
-        for _ in range(8):  # a busy processor can slow a link down, but not speed it up
+        # A busy processor slows a link down, or reads the first message late, which makes it look faster.
+        for _ in range(8):
             with fleetkit.serving(bed, 1, PORT, 1), bed.entered(0):
-                best = max(best, measure_link(bed.address(1), PORT, 0.3).mbps)
-            if best > 0.95 * mbps:
+                found = measure_link(bed.address(1), PORT, 0.3).mbps
+            if found == pytest.approx(mbps, rel=0.1):
                 break
-        assert best == pytest.approx(mbps, rel=0.1)
+        assert found == pytest.approx(mbps, rel=0.1)
 
 
 @fleetkit.needs_netns
 def test_every_device_is_shaped_and_unshaped(bed: NetnsTestbed) -> None:
     bed.shape(None)
     bed.shape(50)
-    with fleetkit.serving(bed, 0, PORT, 2):
-        with bed.entered(1):  # the other way
-            slow = measure_link(bed.address(0), PORT, 0.4).mbps
+    with fleetkit.serving(bed, 0, PORT, 4):
+        with bed.entered(1):  # the other way; a busy processor may make one of three look faster
+            slow = min(measure_link(bed.address(0), PORT, 0.4).mbps for _ in range(3))
         bed.shape(None)
         with bed.entered(1):
             fast = measure_link(bed.address(0), PORT, 0.2).mbps
-    assert slow < 55  # a busy processor can slow a link down, but not speed it up
+    assert slow < 55
     assert fast > 2 * slow
 
 
-@fleetkit.needs_netns
-def test_the_control_port_does_not_wait_behind_data(bed: NetnsTestbed) -> None:
-    bed.shape(100)
+def beside_data(bed: NetnsTestbed) -> tuple[float, float, float]:
+    """The median round trips in s on another port and on the control port while data fills a link, and the
+    data's Mbps."""
     with (fleetkit.serving(bed, 1, PORT, 1), fleetkit.serving(bed, 1, bed.control_port, 1),
           fleetkit.serving(bed, 1, OTHER_PORT, 1)):
         rate = []
@@ -81,8 +81,18 @@ def test_the_control_port_does_not_wait_behind_data(bed: NetnsTestbed) -> None:
             data.join()
             for port in (OTHER_PORT, bed.control_port):  # lets the peers end
                 measure_link(bed.address(1), port, 0.05)
-    assert median(control) < 0.5 * median(plain)
-    assert 50 < rate[0] < 110
+    return median(plain), median(control), rate[0]
+
+
+@fleetkit.needs_netns
+def test_the_control_port_does_not_wait_behind_data(bed: NetnsTestbed) -> None:
+    bed.shape(100)
+    for _ in range(5):  # waits for a busy processor are in all three figures
+        plain, control, rate = beside_data(bed)
+        if control < 0.5 * plain and 50 < rate < 110:
+            break
+    assert control < 0.5 * plain
+    assert 50 < rate < 110
 
 
 @fleetkit.needs_netns
@@ -119,20 +129,21 @@ def test_nothing_stays_after_close_nor_after_an_exception() -> None:
     before = (fleetkit.interfaces(), fleetkit.named_namespaces())
     bed = NetnsTestbed(3)
     pids = [holder.pid for holder in bed._holders]
-    made = fleetkit.namespaces_of(pids)
-    assert len(made) == 5  # four devices and a switch
-    assert (fleetkit.interfaces(), fleetkit.named_namespaces()) == before  # not even meanwhile
-    bed.close()
-    bed.close()
-    assert not made & fleetkit.inhabited()
+    with fleetkit.holding_namespaces_of(pids) as made:
+        assert len(made) == 5  # four devices and a switch
+        assert (fleetkit.interfaces(), fleetkit.named_namespaces()) == before  # not even meanwhile
+        bed.close()
+        bed.close()
+        assert not made & fleetkit.inhabited()
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     with pytest.raises(FlowspecError, match="closed"):
         bed.command(0, ["true"])
 
-    with suppress(ZeroDivisionError), NetnsTestbed(1) as bed:
-        made = fleetkit.namespaces_of([holder.pid for holder in bed._holders])
-        raise ZeroDivisionError
-    assert not made & fleetkit.inhabited()
+    with ExitStack() as held:
+        with suppress(ZeroDivisionError), NetnsTestbed(1) as bed:
+            made = held.enter_context(fleetkit.holding_namespaces_of([holder.pid for holder in bed._holders]))
+            raise ZeroDivisionError
+        assert not made & fleetkit.inhabited()
     assert (fleetkit.interfaces(), fleetkit.named_namespaces()) == before
 
 
@@ -156,14 +167,14 @@ def test_nothing_stays_when_the_process_is_killed(number: signal.Signals) -> Non
         assert parent.stdout is not None
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) == 4
-        made = fleetkit.namespaces_of(pids)
-        ends = [os.pidfd_open(pid) for pid in pids]
-        parent.send_signal(number)
-        parent.wait(PATIENCE_S)
-    for end in ends:
-        assert connection.wait([end], PATIENCE_S), "a process of the bed outlives it"
-        os.close(end)
-    assert not made & fleetkit.inhabited()
+        with fleetkit.holding_namespaces_of(pids) as made:
+            ends = [os.pidfd_open(pid) for pid in pids]
+            parent.send_signal(number)
+            parent.wait(PATIENCE_S)
+            for end in ends:
+                assert connection.wait([end], PATIENCE_S), "a process of the bed outlives it"
+                os.close(end)
+            assert not made & fleetkit.inhabited()
     assert (fleetkit.interfaces(), fleetkit.named_namespaces()) == before
 
 

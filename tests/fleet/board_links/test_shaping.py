@@ -45,15 +45,17 @@ def test_shaped_measured_and_restored(boards: sshkit.Boards) -> None:
         links.apply(200)
         links.apply(100)
         assert all("htb f5ec:" in boards.shown(place) for place in (0, 1))
-        for _ in range(8):  # a busy processor can slow a link down, but not speed it up
+        payload = pytest.approx(100 * 1448 / 1514, rel=0.1)
+        # A busy processor slows a link down, or reads the first message late, which makes it look faster.
+        for _ in range(8):
             rates = links.measure(0.4)
-            if all(rate.measure is None or rate.measure.mbps > 92 for rate in rates):
+            if all(rate.measure is None or rate.measure.mbps == payload for rate in rates):
                 break
         assert [(rate.source, rate.target, rate.error) for rate in rates] == [
             ("board-0", "board-1", ""), ("board-1", "board-0", "")]
         for rate in rates:
             assert rate.measure is not None
-            assert rate.measure.mbps == pytest.approx(100 * 1448 / 1514, rel=0.1)
+            assert rate.measure.mbps == payload
         links.apply(None)
         assert [boards.shown(place) for place in (0, 1)] == before
         links.apply(50)
@@ -70,7 +72,7 @@ import sys
 from pathlib import Path
 from flowspec_edge.fleet.inventory import load_inventory
 from flowspec_edge.fleet.board_links.shaping import RemoteShaping
-with RemoteShaping(load_inventory(Path(sys.argv[1])), restore_after_s=5) as links:
+with RemoteShaping(load_inventory(Path(sys.argv[1])), restore_after_s=20) as links:
     links.apply(100)
     print("shaped", flush=True)
     sys.stdin.read()
@@ -94,11 +96,11 @@ def test_boards_restore_themselves_without_the_controller(boards: sshkit.Boards)
 
 def test_a_late_controller_gets_an_error(boards: sshkit.Boards) -> None:
     before = boards.shown(1)
-    with shaping_of(boards, after_s=5) as link:
+    with shaping_of(boards, after_s=20) as link:
         link.apply(100)
         assert all(fleetkit.ended(pid, PATIENCE_S) for pid in boards.running(1, SLEEPER))
         assert boards.shown(1) == before
-        with pytest.raises(FlowspecError, match=r"board-1 \(10\.77\.0\.2\): .* was not renewed for 5 s"):
+        with pytest.raises(FlowspecError, match=r"board-1 \(10\.77\.0\.2\): .* was not renewed for 20 s"):
             link.apply(50)
     assert boards.shown(1) == before
 

@@ -82,7 +82,7 @@ def test_before_the_first_up(boards: sshkit.Boards, bare: Path, capsys: pytest.C
     links = [found["board-0"]["link to board-1"], found["board-1"]["link to board-2"],
              found["board-2"]["link to board-0"]]
     assert [link["state"] for link in links] == ["ok", "warning", "ok"]
-    assert 10 < float(links[1]["found"].split()[0]) <= 51
+    assert 10 < float(links[1]["found"].split()[0]) < 100  # 100 and more would be no warning
     assert "is leased (DHCP)" in found["board-2"]["network"]["found"]
     assert boards.bed.address(0) in found["board-0"]["network"]["found"]
     assert "leased" not in found["board-0"]["network"]["found"]

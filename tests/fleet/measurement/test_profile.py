@@ -71,9 +71,10 @@ def test_measured_requests_decode_as_in_a_cluster(model: Path) -> None:
         assert 0 < sum(item.head_s for item in times.items) < times.seconds < passed
         times = measure_draft_device(device0, kinds, prompt, 12, 1, True, lambda share: None)
     assert set(times.passes) == set(kinds)
-    # Of lm_head's two parts a fit to noisy times may find one to be nothing.
-    assert min(*times.passes.values(), times.lm_head + times.row, times.bookkeeping) > 0
-    assert min(times.lm_head, times.row) >= 0
+    # A fit to noisy times may find that one of a cost's two parts, the fixed one or a node's or row's, is 0.
+    assert min(*(ms + times.node for ms in times.passes.values()), times.lm_head + times.row,
+               times.bookkeeping) > 0
+    assert min(*times.passes.values(), times.lm_head, times.row) >= 0
 
 
 def test_the_summary_recovers_known_costs() -> None:
@@ -97,7 +98,8 @@ def test_first_layers_stand_in_for_a_large_target(model: Path) -> None:
         first_layers.ready()
         device0 = MeasuredDraftDevice(model, "fp32", "cpu", first_layers)
         times = measure_draft_device(device0, ["eagle2", "spd"], [5, 6, 7], 6, 1, False, lambda share: None)
-    assert min(times.passes.values()) > 0
+    assert min(ms + times.node for ms in times.passes.values()) > 0  # as above
+    assert min(times.passes.values()) >= 0
     assert set(times.passes) == {"eagle2", "spd"}
 
 

@@ -113,11 +113,8 @@ def test_this_machine() -> None:
 
 
 def test_what_a_process_holds() -> None:
-    before = resident_mb(os.getpid())
     held = bytearray(os.urandom(1)) * 64_000_000
-    after = resident_mb(os.getpid())
-    assert before is not None
-    assert after is not None
-    assert after - before == pytest.approx(64, abs=8)
-    assert held
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    assert resident_mb(os.getpid()) == pytest.approx(resident / 1e6, abs=4)
+    assert resident > len(held)
     assert resident_mb(2**22 + 1) is None

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from clusterkit import PATIENCE, PROMPT, alive, on_third
+from servicekit import free_port, own_address
 from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM
 
@@ -191,14 +191,15 @@ def test_a_table_that_changes_in_use_is_told_by_v1(model: Path, tmp_path: Path) 
         assert len(str(caught.value).splitlines()) == 1
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
+def free_addresses() -> list[str]:
+    """Of D0's control, a stage's data, and its output."""
+    host = own_address()
+    return [f"tcp://{host}:{free_port(host)}" for _ in range(3)]
 
 
 @pytest.mark.slow
 def test_stages_elsewhere_serve_one_d0_after_another(model: Path, tmp_path: Path) -> None:
-    control, data, output = (f"tcp://127.0.0.1:{_free_port()}" for _ in range(3))
+    control, data, output = free_addresses()
     config = WorkerConfig(instance="board-1", stage=1, stages=1, model=str(model / "target"), threads=1,
                           control=control, listen=data, next=output, lost_after_s=PATIENCE)
     file = tmp_path / "worker.toml"
@@ -226,7 +227,7 @@ class OneBoard:
 
     def connect(self, parallelism: Parallelism) -> Connected:
         self.calls.append(parallelism)
-        control, data, output = (f"tcp://127.0.0.1:{_free_port()}" for _ in range(3))
+        control, data, output = free_addresses()
         file = self._directory / "worker.toml"
         file.write_text(WorkerConfig(instance="board-1", stage=1, stages=1, model=str(self._model / "target"),
                                      threads=1, control=control, listen=data, next=output).dump())
