@@ -14,7 +14,7 @@ from typing import Any
 import imagekit
 import nspawnkit
 import pytest
-from deploykit import PROMPT, Cluster
+from deploykit import PATIENCE, PROMPT, Cluster
 
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.model.text import Tokenizer
@@ -148,6 +148,27 @@ def test_an_upgrade_and_the_way_back(cluster: Cluster, first: str, monkeypatch: 
     answers_as_plain_decoding_does(cluster)
     assert cluster.deploy("rollback")["ok"]
     assert cluster.becomes_ready()["release"] == first
+    answers_as_plain_decoding_does(cluster)
+
+
+def test_a_board_that_is_no_longer_used_stops(cluster: Cluster, first: str, tmp_path: Path) -> None:
+    before = cluster.becomes_ready()["release"]
+    done = cluster.fleet.flowspec("models", "shard", "--model", "demo", "--stages", "3", "--out",
+                                  str(tmp_path / "three"), timeout=PATIENCE)
+    assert not done.returncode, done.stderr
+    cluster.write(model=str(tmp_path / "three"))
+    cluster.file.write_text(cluster.file.read_text().replace('"verify"', '"auto"'))
+    plan, told = cluster.deploy("plan"), cluster.deploy("up")
+    assert told["ok"], told
+    assert steps(told) == steps(plan)
+    status = cluster.becomes_ready()
+    assert [board["state"] for board in status["boards"]] == [*["active"] * 4, "absent"]
+    answers_as_plain_decoding_does(cluster)
+    assert cluster.deploy("up")["changed"] == 0
+    assert cluster.deploy("rollback")["ok"]
+    status = cluster.becomes_ready()
+    assert [board["state"] for board in status["boards"]] == ["active"] * 5
+    assert status["release"] == before
     answers_as_plain_decoding_does(cluster)
 
 

@@ -31,7 +31,7 @@ _IN_SCOPE = f"""limit=$1; step=$2; shift 2
 exec "$@"
 """
 
-Phase = Literal["software", "release", "switch", "activate", "settle", "down", "purge"]
+Phase = Literal["software", "release", "switch", "activate", "settle", "down", "leave", "purge"]
 """What a phase leaves on every board.
 
 software  clock, user, directories, the environment below ``venvs``, power mode; running services are not
@@ -45,6 +45,7 @@ settle    the rollout has ended: a stage no longer changes its release by itself
           neither this release nor the previous one needs is removed
 down      the units do not run, also after a reboot; their files are removed; power mode and clocks are what
           they were before the first ``software`` changed them
+leave     down, and the board has no current release; ``previous`` is the one that it had, for a rollback
 purge     the board has no file, user or directory of flowspec
 """
 

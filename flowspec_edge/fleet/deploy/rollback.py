@@ -31,8 +31,7 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
     _require_answers(status)
     if not any(board.current for board in status.boards):
         raise FlowspecError("nothing is deployed: flowspec deploy up")
-    befores = interrupted(status) or {board.name: board.previous for board in status.boards
-                                       if board.current or board.previous}
+    befores = interrupted(status) or {board.name: board.previous for board in _members(status)}
     absent = [name for name, release in befores.items() if release is None]
     if absent:
         raise FlowspecError(f"{', '.join(absent)}: there is no release before this one; deploy the one "
@@ -67,15 +66,27 @@ def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
     """
     if status.release is not None and any(board.going_back == status.release for board in status.boards):
         return {board.name: board.current for board in status.boards if board.current}
-    members = [board for board in status.boards if board.current or board.previous]
-    targets = {board.previous.id for board in members
-               if board.previous and board.current and board.current.role == "draft"}
+    members, targets = _members(status), _targets(status)
     if status.release is not None or len(targets) != 1:
         return None
     releases: dict[str, Installed | None] = {
         board.name: release for board in members for release in (board.previous, board.current)
         if release and release.id in targets}
     return releases if len(releases) == len(members) else None
+
+
+def _targets(status: FleetStatus) -> set[str]:
+    """The draft device's release before this one."""
+    return {board.previous.id for board in status.boards
+            if board.previous and board.current and board.current.role == "draft"}
+
+
+def _members(status: FleetStatus) -> list[BoardStatus]:
+    """The boards with a release, and those that had one when the draft device's release before this one ran:
+    this one does not use them."""
+    targets = _targets(status)
+    return [board for board in status.boards
+            if board.current or (board.previous and board.previous.id in targets)]
 
 
 def _has_another_key(board: BoardStatus) -> bool:

@@ -7,6 +7,7 @@
 4. Switch the stages to the new release, then the draft device (``steps.activate`` says what an interruption
    leaves).  Restart their services, and wait until a token has come through all stages.  On a failure all
    boards go back to the previous release.
+5. Stop the services of boards that an earlier deployment used, and this one does not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import replace
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.deploy import wheels
-from flowspec_edge.fleet.deploy.actions import Environment, Step, ask_boards
+from flowspec_edge.fleet.deploy.actions import BoardState, Environment, Step, ask_boards
 from flowspec_edge.fleet.deploy.diff import Diff, make_diff, part_name, part_wanted, state_of
 from flowspec_edge.fleet.deploy.release import digests_of, sharded_model
 from flowspec_edge.fleet.deploy.resolve import Deployment, needs_of
@@ -46,6 +47,8 @@ class Rollout:
         for board in diff.boards if diff else ():
             for step in board.steps():
                 self._log.add_step(step)
+        if diff:
+            self._stop_unused(dry_run=True)
         return self._log.report(diff.release if diff else None)
 
     def up(self, going_back: bool = True) -> DeployReport:
@@ -73,6 +76,7 @@ class Rollout:
             if going_back and any(self._facts[board.device.name].public_before and board.key != "undo"
                                   for board in diff.boards):  # else a rotation is still in progress
                 keys.settle(self._inventory, self._boards, _pythons(diff), self._deployment.keys)
+            self._stop_unused()
             return log.report(diff.release)
         rolled_back, left = self.take_back() if going_back else (None, "")
         return log.report(diff.release, rolled_back=rolled_back, left=left)
@@ -186,6 +190,18 @@ class Rollout:
         for result in sent:
             self._log.add_step(Step(result.board, "shards", changed=True), result.error)
         return not self._log.failed
+
+    def _stop_unused(self, dry_run: bool = False) -> None:
+        """Boards of the cluster file that have a release, and no part in this deployment."""
+        left_out = [device for device, _ in self._deployment.left_out]
+        if not left_out:
+            return
+        status = look(self._deployment.inventory.model_copy(update={"device": left_out}))
+        unused = [device for device, board in zip(left_out, status.boards, strict=True) if board.current]
+        if unused:
+            self._log.include(device.name for device in unused)
+            self._log.run("leave", [(device, BoardState(device.name)) for device in unused],
+                          "stopping what is no longer used", dry_run)
 
     def _activate(self, diff: Diff) -> bool:
         """Switch and restart all boards; return whether a token came through."""

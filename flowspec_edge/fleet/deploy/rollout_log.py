@@ -70,6 +70,10 @@ class RolloutLog:
         self.notes: list[str] = []
         self.unreached: list[str] = []
 
+    def include(self, boards: Iterable[str]) -> None:
+        """Report these boards, too, after the others."""
+        self._outcomes |= {name: BoardOutcome(name) for name in boards}
+
     @property
     def failed(self) -> bool:
         return any(outcome.error for outcome in self._outcomes.values())
@@ -93,10 +97,11 @@ class RolloutLog:
         run(self._inventory, boards, on_step=self.add_step, on_error=self._fail)
         return not self.failed
 
-    def run(self, phase: Phase, boards: Sequence[tuple[DeviceEntry, BoardState]], says: str) -> bool:
+    def run(self, phase: Phase, boards: Sequence[tuple[DeviceEntry, BoardState]], says: str,
+            dry_run: bool = False) -> bool:
         """Like ``carry_out``, with the actions decided from the boards' present state."""
         self.watch.phase(says)
-        bring_about(self._inventory, phase, boards, on_step=self.add_step, on_error=self._fail)
+        bring_about(self._inventory, phase, boards, dry_run, on_step=self.add_step, on_error=self._fail)
         return not self.failed
 
     def add(self, other: RolloutLog, says: str) -> None:

@@ -26,6 +26,7 @@ def fleet(*boards: tuple[str, str], untried: str = "") -> FleetStatus:
     [("new", "old"), ("other", "new")],  # an interrupted upgrade to "other"
     [("new", ""), ("old", "new")],
     [("", ""), ("", "")],
+    [("new", "old"), ("new", "old"), ("", "old")],  # "new" does not use the third board
 ])
 def test_no_rollback_was_interrupted(boards: list[tuple[str, str]]) -> None:
     assert interrupted(fleet(*boards)) is None
@@ -38,6 +39,13 @@ def test_a_rollback_with_all_boards_switched_is_completed() -> None:
     assert found is not None
     assert {name: release and release.id for name, release in found.items()} == {
         "board-0": "old", "board-1": "old"}
+
+
+def test_a_board_that_the_newer_release_does_not_use_goes_back_with_the_others() -> None:
+    found = interrupted(fleet(("new", "old"), ("old", "new"), ("", "old"), ("", "older")))
+    assert found is not None
+    assert {name: release and release.id for name, release in found.items()} == dict.fromkeys(
+        ("board-0", "board-1", "board-2"), "old")
 
 
 def test_a_rollback_that_its_only_switched_stage_left_begins_anew() -> None:

@@ -31,6 +31,13 @@ def down(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     yield from power_restored(facts)  # last: fails if the mode needs a reboot
 
 
+def leave(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
+    yield from down(state, facts)
+    yield Action("no release", (quote("rm", "-f", paths.UNSETTLED),
+                                quote("mv", "-T", paths.CURRENT, paths.PREVIOUS),
+                                f"sync -f {paths.HOME}") if facts.current else ())
+
+
 def purge(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     yield from down(state, facts)
     for path in (paths.HOME, paths.STATE, paths.CACHE, paths.ETC):
@@ -40,7 +47,7 @@ def purge(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
 
 _PHASES: Mapping[Phase, Callable[[BoardState, BoardFacts], Iterator[Action]]] = {
     "software": software, "release": release, "switch": switch, "activate": activate, "settle": settle,
-    "down": down, "purge": purge}
+    "down": down, "leave": leave, "purge": purge}
 
 
 def decide(phase: Phase, state: BoardState, facts: BoardFacts) -> list[Action]:
