@@ -67,7 +67,6 @@ def test_boards_leave_a_faulty_release_without_the_control_host(
             os.killpg(running.pid, signal.SIGKILL)
             trial.fleet.let_go(DRAFT)
         assert trial.answers(ground.text) == ground.releases[1]
-        assert trial.cluster.becomes_ready()["release"] == ground.releases[1]
         refused = trial.cluster.flowspec("deploy", "rollback")
         assert refused.returncode == 1
         assert "which was deployed last, has never become ready" in refused.stderr, refused.stderr

@@ -36,14 +36,14 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
     if absent:
         raise FlowspecError(f"{', '.join(absent)}: there is no release before this one; deploy the one "
                             "that you want, with: flowspec deploy up")
+    if untried := {release.id for release in befores.values() if release and not release.tried}:
+        raise FlowspecError(f"release {untried.pop()}, which was deployed last, has never become ready: "
+                            "deploy the one that you want, with: flowspec deploy up; no board was touched")
     ids = {name: release.id for name, release in befores.items() if release}
     if len(set(ids.values())) > 1:
         pairs = ", ".join(f"{name} {release}" for name, release in ids.items())
         raise FlowspecError(f"the boards' releases before this one differ ({pairs}): deploy the one that you "
                             "want, with: flowspec deploy up")
-    if untried := {release.id for release in befores.values() if release and not release.tried}:
-        raise FlowspecError(f"release {untried.pop()}, which was deployed last, has never become ready: "
-                            "deploy the one that you want, with: flowspec deploy up; no board was touched")
     needed = {board.name: target.public_key for board in status.boards
               if (target := befores.get(board.name)) and _has_another_key(board)}
     rotated = [device for device in inventory.device if device.name in needed]
