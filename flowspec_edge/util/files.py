@@ -5,6 +5,7 @@ Standard library and Python 3.8 syntax only: boards run this before a release is
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 from collections.abc import Iterator
@@ -15,6 +16,25 @@ from typing import BinaryIO
 from flowspec_edge.errors import UsageError
 
 PARTIAL = ".partial"  # suffix of a file that is being written
+
+
+@contextmanager
+def locked(path: Path, busy: str) -> Iterator[None]:
+    """Hold a lock on ``path``, which is made if needed; it ends with the process.
+
+    UsageError: ``busy`` if another process holds it, or if the file cannot be made.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("ab")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(busy) from None
+        yield
 
 
 def sync_directory(path: Path) -> None:

@@ -104,12 +104,12 @@ def rollback(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> N
 
       flowspec deploy rollback --cluster lab.toml
     """
-    from flowspec_edge.cli.deploy.rollout_output import print_report, watch_rollout
+    from flowspec_edge.cli.deploy.rollout_output import changing, print_report
     from flowspec_edge.fleet.deploy.rollback import roll_back
     from flowspec_edge.fleet.inventory import load_inventory
 
     inventory = load_inventory(cluster)
-    with watch_rollout(as_json) as watch:
+    with changing(cluster, inventory.cluster.name, as_json) as watch:
         report = roll_back(inventory, watch)
     print_report(report, "rolled back", as_json)
 
@@ -127,18 +127,18 @@ def down(
       flowspec deploy down
       flowspec deploy down --purge
     """
-    from flowspec_edge.cli.deploy.rollout_output import print_report, watch_rollout
+    from flowspec_edge.cli.deploy.rollout_output import changing, print_report
     from flowspec_edge.fleet.deploy.rollback import take_down
     from flowspec_edge.fleet.inventory import beside, load_inventory
 
     inventory = load_inventory(cluster)
-    with watch_rollout(as_json) as watch:
+    with changing(cluster, inventory.cluster.name, as_json) as watch:
         report = take_down(inventory, beside(cluster, inventory.cluster.keys), purge, watch)
     print_report(report, "taken down", as_json)
 
 
 def _roll_out(cluster: Path, as_json: bool, dry_run: bool = False) -> None:
-    from flowspec_edge.cli.deploy.rollout_output import print_report, show_roles, watch_rollout
+    from flowspec_edge.cli.deploy.rollout_output import changing, print_report, show_roles, watch_rollout
     from flowspec_edge.fleet.deploy.resolve import resolve_deployment
     from flowspec_edge.fleet.deploy.rollout import Rollout
     from flowspec_edge.fleet.inventory import load_inventory
@@ -146,9 +146,12 @@ def _roll_out(cluster: Path, as_json: bool, dry_run: bool = False) -> None:
     deployment = resolve_deployment(load_inventory(cluster), cluster)
     if not as_json:
         show_roles(deployment)
-    with watch_rollout(as_json) as watch:
-        rollout = Rollout(deployment, watch)
-        report = rollout.plan() if dry_run else rollout.up()
+    if dry_run:
+        with watch_rollout(as_json) as watch:
+            report = Rollout(deployment, watch).plan()
+    else:
+        with changing(cluster, deployment.cluster.name, as_json) as watch:
+            report = Rollout(deployment, watch).up()
     print_report(report, "deployed", as_json, dry_run)
 
 

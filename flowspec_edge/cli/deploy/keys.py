@@ -68,7 +68,7 @@ def rotate(
 
       flowspec keys rotate --cluster cluster.toml
     """
-    from flowspec_edge.cli.deploy.rollout_output import watch_rollout
+    from flowspec_edge.cli.deploy.rollout_output import changing
     from flowspec_edge.fleet.commands import python_for
     from flowspec_edge.fleet.deploy.resolve import resolve_deployment
     from flowspec_edge.fleet.deploy.rollout import Rollout
@@ -85,7 +85,7 @@ def rotate(
     if not is_ready and not is_half:
         raise FlowspecError("keys can be rotated while the cluster is ready, and it is not: see flowspec "
                             "deploy status")
-    with watch_rollout(as_json) as watch:
+    with changing(cluster, inventory.cluster.name, as_json) as watch:
         # Else the running release's keys might be neither the new ones nor those before.
         if is_half and not (report := Rollout(deployment, watch).up()).ok:
             raise FlowspecError("; ".join(report.failures))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ import typer
 from flowspec_edge.cli.common.progress import plain_lines
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.deploy.rollout_log import Watch
+from flowspec_edge.util.files import locked
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -58,6 +60,19 @@ class RolloutProgress(Watch):
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(f"  {name}", total=None, status="")
         return self._tasks[name]
+
+
+@contextmanager
+def changing(cluster: Path, name: str, quiet: bool) -> Iterator[Watch]:
+    """As ``watch_rollout``, for a command that changes boards.
+
+    UsageError if another one changes the cluster ``name`` of that file from this machine: the later one would
+    end the steps of the earlier, which would then go back to the release before.
+    """
+    lock = cluster.absolute().parent / ".flowspec" / name / "lock"
+    with (locked(lock, f"another flowspec command is changing cluster {name}: wait until it has ended"),
+          watch_rollout(quiet) as watch):
+        yield watch
 
 
 @contextmanager

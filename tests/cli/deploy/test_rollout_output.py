@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from flowspec_edge.cli.deploy.rollout_output import RolloutProgress, print_report
+from flowspec_edge.cli.main import main
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.deploy.actions import BoardOutcome, Step
 from flowspec_edge.fleet.deploy.rollout_log import DeployReport
@@ -49,3 +53,24 @@ def test_notes_are_shown_whatever_comes_of_it(problems: list[str], capsys: pytes
     else:
         print_report(report, "deployed", as_json=False)
     assert capsys.readouterr().err == f"  note: {note}\n"
+
+
+@pytest.mark.parametrize("command", ["up", "rollback", "down"])
+def test_one_command_at_a_time_changes_a_cluster(command: str, tmp_path: Path,
+                                                 capsys: pytest.CaptureFixture[str]) -> None:
+    """A process holds the lock, and is killed."""
+    boards = [f'[[device]]\nname = "{role}"\naddress = "127.0.0.{place}"\nssh_port = 1\nrole = "{role}"\n'
+              for place, role in enumerate(("draft", "verify"), start=2)]
+    file, lock = tmp_path / "cluster.toml", tmp_path / ".flowspec" / "bed" / "lock"
+    file.write_text('[cluster]\nname = "bed"\nmodel = "demo"\ninterface = "lo"\n' + "".join(boards))
+    holder = ("import sys; from pathlib import Path; from flowspec_edge.util.files import locked\n"
+              "with locked(Path(sys.argv[1]), 'busy'): print('held', flush=True); sys.stdin.read()")
+    with subprocess.Popen([sys.executable, "-c", holder, str(lock)], stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"held\n"
+        assert main(["deploy", command, "--cluster", str(file)]) == 2
+        assert "another flowspec command is changing cluster bed: wait" in capsys.readouterr().err
+        running.kill()
+    assert main(["deploy", command, "--cluster", str(file)]) == 1
+    assert "port 1" in capsys.readouterr().err  # the boards do not answer
