@@ -76,7 +76,7 @@ else:
     print("none:", said)' 2>&1 | tail -n 1"""
 # What is not whole: of the release that is current, and of the units.
 _HALF = (f"current=$(readlink {paths.CURRENT}); cd $current && test -s release.json || echo $current; "
-         f"find $current/ {paths.UNITS}/flowspec-* -type f -size 0; "
+         f"find $current/ {paths.UNITS}/flowspec-* -type f -size 0 ! -name {paths.UNTRIED}; "
          "grep -qx $(basename $(readlink -f venv)) venv/.complete || echo $current/venv")
 _LEFT = (f"ls -d {paths.RELEASES}/*.partial {paths.RELEASES}/*.old {paths.HOME}/*.new {paths.UNSETTLED} "
          f"2>/dev/null || true; ls -A {paths.ETC} | grep -v '^board.key$' || true; "

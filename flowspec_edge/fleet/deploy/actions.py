@@ -41,8 +41,8 @@ switch    ``current`` is this release, ``previous`` the one before; its units ar
           draft device was told to restart if it is not active or its release, key or unit file changed
 activate  the units run this release; those that were active and whose release, key and unit file are the same
           were not restarted
-settle    the rollout has ended: a stage no longer changes its release by itself (``UNSETTLED``), and what
-          neither this release nor the previous one needs is removed
+settle    the rollout has ended: what neither this release nor the previous one needs is removed, and a stage
+          no longer changes its release by itself (``UNSETTLED``)
 down      the units do not run, also after a reboot; their files are removed; power mode and clocks are what
           they were before the first ``software`` changed them
 leave     down, and the board has no current release; ``previous`` is the one that it had, for a rollback

@@ -185,7 +185,7 @@ def test_another_release_is_current() -> None:
     facts = service(release=other)(replace(STAGE, current=other, releases={
         **STAGE.releases, "r1": ReleaseFacts({}), "r0.partial": ReleaseFacts({})}))
     assert changed(diff({**SETTLED, "stage": facts})) == [
-        "current release", "power mode at boot", "running", "settled", "old releases"]
+        "current release", "power mode at boot", "running", "old releases", "settled"]
 
 
 def test_up_again_changes_nothing_after_three_models() -> None:

@@ -97,10 +97,11 @@ def activate(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
 
 
 def settle(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
-    marked = facts.modes.get(paths.UNSETTLED) or _marks(state, facts)
-    yield Action("settled", (quote("rm", "-f", paths.UNSETTLED),) if marked else ())
     yield tidy(state, facts)
     yield from old_parts(state, facts)
+    # Last: a rollback that fails before it is completed by the next one, and afterwards undone.
+    marked = facts.modes.get(paths.UNSETTLED) or _marks(state, facts)
+    yield Action("settled", (quote("rm", "-f", paths.UNSETTLED),) if marked else ())
 
 
 def units(state: BoardState, facts: BoardFacts) -> Action:
