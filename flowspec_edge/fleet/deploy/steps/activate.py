@@ -8,9 +8,9 @@
    that cannot start or whose release the draft device rejects, and a draft device that fails before a token
    has come through.  So all boards come to run one release, even if the rollout is interrupted.
 4. Once a token has come through, ``UNSETTLED`` is removed: the draft device's when its service is ready, the
-   stages' by ``settle``.  Only then are older releases and shards removed, to which a failed rollout's boards
-   may return.  On the draft device a release that has made no token yet is marked ``UNTRIED``: no board
-   goes back to it.
+   stages' by ``settle``, which also removes older releases and shards; earlier they may be needed to go
+   back.  On the draft device a release that has made no token yet is marked ``UNTRIED``: no board goes back
+   to it.
 
 Links are replaced atomically.  The next run completes an interrupted one, because it decides from the boards'
 facts alone.
