@@ -266,7 +266,8 @@ def trial_on(ground: Ground, case: Case) -> Iterator[Trial]:
     try:
         # Links: what a command makes or replaces there is renamed into its place.
         shutil.copytree(ground.directory / "cluster", place / "cluster", copy_function=os.link)
-        (place / "cluster/cluster.toml").unlink()
+        for own in (place / "cluster/cluster.toml", *(place / "cluster").glob(".flowspec/*/lock")):
+            own.unlink()
         with power_fleet(place / "boards", 2, ground.directory / "boards") as fleet:
             model = ground.directory / (NEXT if case.command == "up" else NOW) / "demo"
             tree = ground.directory / ("changed" if case.needs_new_code else "tree")
