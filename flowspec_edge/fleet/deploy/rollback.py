@@ -155,7 +155,9 @@ def activate(inventory: Inventory, releases: Mapping[str, Installed | None], log
     for phase, role, says in phases:
         if not log.run(phase, states[role], f"back to the release before: {says}"):
             return  # the draft device would wait for a token that cannot come
-    log.run("settle", [*states["draft"], *states["verify"]], "settling")
+    for role in ("draft", "verify"):  # the stages' marks go last: they tell of a rollback that has not ended
+        if not log.run("settle", states[role], "settling"):
+            return
 
 
 def take_down(inventory: Inventory, keys: Path, purge: bool = False, watch: Watch | None = None

@@ -59,7 +59,9 @@ def test_a_release_that_is_not_whole_is_none(tmp_path: Path, text: str | None) -
         (tmp_path / "release.json").write_text(text)
     assert read_release(str(tmp_path)) is None
     (tmp_path / "release.json").write_text(json.dumps(WHOLE))
-    assert read_release(str(tmp_path)) == WHOLE
+    assert read_release(str(tmp_path)) == {**WHOLE, "tried": True}
+    (tmp_path / "untried").touch()
+    assert read_release(str(tmp_path)) == {**WHOLE, "tried": False}
     told = parse({"time": 0, "seconds": 0, "service": {"current": WHOLE}}, 0.0, 0.0).running.current
     assert told == Installed("a1", "verify", 2, "m")
     assert told.unit == "flowspec-verify@2.service"
