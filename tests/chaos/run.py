@@ -144,7 +144,7 @@ class _Episode:
                 except OSError as error:  # a process has just ended
                     if time.monotonic() > deadline:
                         raise TimeoutError(f"the server does not come to rest: {error}") from error
-                time.sleep(_POLL_S)
+                time.sleep(_POLL_S)  # between two looks, up to the deadline: no event tells of what ends
         finally:
             self._load.go_on()
 

@@ -9,8 +9,8 @@
    has come through.  So all boards come to run one release, even if the rollout is interrupted.
 4. Once a token has come through, ``UNSETTLED`` is removed: the draft device's when its service is ready, the
    stages' by ``settle``, which also removes older releases and shards; earlier they may be needed to go
-   back.  On the draft device a release that has made no token yet is marked ``UNTRIED``: no board goes back
-   to it.
+   back.  On the draft device a release that has made no token yet is marked ``UNTRIED``: a failed rollout
+   goes back to another one, if there is one, and a rollback to it is refused.
 
 Links are replaced atomically.  The next run completes an interrupted one, because it decides from the boards'
 facts alone.
