@@ -246,6 +246,8 @@ def _piece(size: str, device: str) -> Finding:
     with _heard() as lines:
         try:
             piece = torch.empty(int(size) * _MB, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            why = str(error).split(". ")[0]  # the rest lists every process on the GPU
         except Exception as error:
             why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         else:

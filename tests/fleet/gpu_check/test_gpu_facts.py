@@ -95,6 +95,17 @@ def test_no_piece_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         "largest piece", "failed", f"not even 256 MB at once, which models need: {refused.found}")
 
 
+def test_of_pytorchs_message_the_first_sentence_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As PyTorch 2.11 wrote it on a GPU that other processes used, too."""
+    def refuse(*size: int, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 74.18 GiB. GPU 0 has a total capacity of 79.18 GiB "
+            "of which 73.04 GiB is free. Process 594 has 878.00 MiB memory in use.")
+
+    monkeypatch.setattr(gpu_facts.torch, "empty", refuse)
+    assert attempt("79644", "cpu") == Finding("79644", "failed", "CUDA out of memory")
+
+
 def test_what_a_driver_prints_is_heard_and_stderr_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
     with gpu_facts._heard() as lines:
         subprocess.run(["sh", "-c", "echo from C >&2"], check=True)
