@@ -108,6 +108,9 @@ class PlanReport:
             return (f"{name} has no EAGLE head: {size}; without one: --draft ngram, and see: "
                     f"flowspec models head {name if known else 'MODEL'}")
         kind, repository = next(iter(known[1].heads.items()))
+        if kind == "mtp":
+            return (f"the draft head is {name}'s own MTP layer, which is used only if named: --draft mtp, or "
+                    'draft = "mtp" in cluster.toml')
         return (f"the head of {name}, {repository} ({kind}), is not on this machine: {size}; "
                 f"flowspec models fetch {name} downloads both")
 

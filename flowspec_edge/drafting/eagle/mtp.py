@@ -77,10 +77,16 @@ def mtp_config(directory: Path) -> Any:
     fields = text_config(read_json_object(path))
     check_config(fields, path)
     try:
-        config = deepcopy(AutoConfig.for_model(**fields))
+        config = AutoConfig.for_model(**fields)
     except Exception as error:  # transformers and huggingface_hub raise many kinds of errors
         reason = str(error).strip().splitlines()[-1].strip()
         raise FlowspecError(f"{path}: {reason}") from error
+    return mtp_shape(config)
+
+
+def mtp_shape(target: Any) -> Any:
+    """The configuration of an MTP layer for a target of transformers' configuration ``target``."""
+    config = deepcopy(target)
     config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
     return config
 

@@ -1,8 +1,9 @@
 """What each kind of draft head takes on D0: memory, and the time of a pass, by bytes over bandwidth.
 
 Sizes are those of the usual head of a kind for a target's shape: EAGLE's one layer, a block drafter's five
-over five of the target's states, with blocks of 16 and a Markov head of rank 256.  EAGLE-2 and block heads
-rank by the target's lm_head, which D0 holds anyway; EAGLE-3's own one is over 32,000 tokens.
+over five of the target's states, with blocks of 16 and a Markov head of rank 256; and of the MTP layer of a
+family that has one.  EAGLE-3's own lm_head is over 32,000 tokens; the others rank by the target's, which D0
+holds anyway.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from torch import nn
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
 from flowspec_edge.drafting.checkpoint import on_meta
-from flowspec_edge.fleet.planning.model_size import assumed_head, module_bytes
+from flowspec_edge.fleet.planning.model_size import assumed_head, module_bytes, unread_experts
 from flowspec_edge.fleet.planning.scaling import weight_read_ms
 from flowspec_edge.model.manifest import HeadBits
+from flowspec_edge.model.modeldir import BLOCKS, RECURRENT
 from flowspec_edge.stage.quant.schemes import head_scheme
 
 _WIDTH = 2  # bytes of an unpacked value
 _LAYERS, _STATES, _BLOCK, _RANK = 5, 5, 16, 256  # of a block drafter
-_EAGLE_DEPTHS = 8  # of a tree in the default strategy: a pass for each
+_DEPTHS = 8  # of a tree in the default strategy: a pass for each
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class HeadCost:
     memory_mb  10^6 bytes of the head and the target's lm_head, without caches; embeddings stay in their file
     fits       beside D0's process in the board's memory
     pass_ms    to read what a pass needs
-    tree_ms    for a tree of eight depths: as many passes of an EAGLE head, one of a block drafter
+    tree_ms    for a tree of eight depths: as many passes, but one of a block drafter
     """
 
     kind: str
@@ -48,6 +50,8 @@ def head_costs(config: Any, profile: Profile) -> list[HeadCost]:
     heads: dict[str, nn.Module] = {"eagle2": assumed_head(config, ["eagle2"]),
                                    "eagle3": assumed_head(config, ["eagle3"]),
                                    "dflash": _block(config, 0), "dspark": _block(config, _RANK)}
+    if config.model_type in RECURRENT:
+        heads["mtp"] = assumed_head(config, ["mtp"])
     lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
     room = profile.memory.usable_mb - profile.memory.process_mb if profile.memory else float("inf")
     found = []
@@ -56,13 +60,14 @@ def head_costs(config: Any, profile: Profile) -> list[HeadCost]:
             scheme, rate = head_scheme(bits), weight_read_ms(profile, bits) / 1e6
             looked_up = [part for part in head.modules() if isinstance(part, nn.Embedding)]
             own = module_bytes(head, _WIDTH, scheme)
-            read = own - sum(part.weight.numel() * _WIDTH for part in looked_up)
+            read = (own - sum(part.weight.numel() * _WIDTH for part in looked_up)
+                    - unread_experts(head, _WIDTH, scheme))
             matrix = module_bytes(lm_head, _WIDTH, scheme)
             embeddings: Any = head.embed_tokens
             memory = (own - embeddings.weight.numel() * _WIDTH + matrix) / 1e6
             passed = (read + (0 if kind == "eagle3" else matrix)) * rate
             found.append(HeadCost(kind, bits, memory, memory <= room, passed,
-                                  passed * (_EAGLE_DEPTHS if kind.startswith("eagle") else 1)))
+                                  passed * (1 if kind in BLOCKS else _DEPTHS)))
     return found
 
 

@@ -22,6 +22,7 @@ from flowspec_edge.drafting.checkpoint import on_meta
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config
+from flowspec_edge.drafting.eagle.mtp import MtpHead, mtp_config, mtp_shape
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
 from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
@@ -43,6 +44,7 @@ from flowspec_edge.stage.quant.awq_gptq import importer
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
 from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
+from flowspec_edge.strategies.tree_strategy import TreeParameters
 from flowspec_edge.util.experts import correlated
 
 PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
@@ -60,6 +62,7 @@ class ModelBytes:
     lm_head          the embeddings themselves if the model ties the two
     head_bits        of lm_head and the draft head's matrices
     draft            the draft head's fc and layers, and its own lm_head if it has one (EAGLE-3)
+    draft_unread     of ``draft``: experts that no row of a level of the tree chooses, on average
     draft_lm_head    what a draft pass reads of the target's lm_head: 0 for a head with its own
     kv_row           keys and values of one row in one layer, on average; draft_kv_row: in the draft head
     window           rows that layers with a window see; ``windowed``: their share of all layers
@@ -99,6 +102,7 @@ class ModelBytes:
     chosen: int = 0
     state: int = 0
     state_read: int = 0
+    draft_unread: int = 0
 
     @property
     def bytes_per_value(self) -> int:
@@ -117,7 +121,8 @@ class ModelBytes:
 
     def without_head(self) -> ModelBytes:
         """For drafts by n-grams: D0 holds lm_head alone."""
-        return replace(self, draft=0, draft_lm_head=0, draft_kv_row=0, draft_estimated=False)
+        return replace(self, draft=0, draft_unread=0, draft_lm_head=0, draft_kv_row=0,
+                       draft_estimated=False)
 
     @property
     def target_weights(self) -> int:
@@ -179,6 +184,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
         draft=module_bytes(head, width, quantised) - head.embed_tokens.weight.numel() * width,
+        draft_unread=round(unread_experts(head, width, quantised)),
         draft_lm_head=matrix if getattr(head, "lm_head", None) is None else 0, head_bits=bits,
         kv_row=-(-sum(kind.row_bytes(width) for kind in kinds) // len(kinds)),
         window=min(windows, default=None), windowed=len(windows) / len(kinds),
@@ -214,7 +220,7 @@ def _locate(name_or_path: str) -> tuple[str, Path | None, Path | None, Any]:
     if model.sharded:
         raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
-    draft = next(filter(None, map(model.draft, ("eagle2", "eagle3", *BLOCKS))), None)
+    draft = next(filter(None, map(model.draft, ("eagle2", "eagle3", *BLOCKS, "mtp"))), None)
     return model.name, model.target, draft, load_config(model.target, quantised=True)
 
 
@@ -228,7 +234,8 @@ def _check(target: Path, config: Any, core: Any) -> None:
         check_shape(target, name, stored[name].shape, shape)
 
 
-def _head(draft: Path | None, config: Any, published: list[str]) -> EagleHead | Eagle3Head | BlockHead:
+def _head(draft: Path | None, config: Any, published: list[str]
+          ) -> EagleHead | Eagle3Head | BlockHead | MtpHead:
     """The head in ``draft``, or :func:`assumed_head`; on the meta device."""
     if draft is None:
         return assumed_head(config, published)
@@ -238,12 +245,16 @@ def _head(draft: Path | None, config: Any, published: list[str]) -> EagleHead | 
         return on_meta(BlockHead, block)
     if draft.name == DRAFT_PARTS["eagle3"]:
         return on_meta(Eagle3Head, head3_config(draft))
-    return on_meta(EagleHead, head_config(draft))
+    if draft.name == DRAFT_PARTS["eagle2"]:
+        return on_meta(EagleHead, head_config(draft))
+    return on_meta(MtpHead, mtp_config(draft))  # in the target's own checkpoint
 
 
-def assumed_head(config: Any, published: Sequence[str]) -> EagleHead | Eagle3Head:
+def assumed_head(config: Any, published: Sequence[str]) -> EagleHead | Eagle3Head | MtpHead:
     """A head for a target of ``config``, on the meta device: of the first kind in ``published``, else of the
     one that would be trained."""
+    if published[:1] == ["mtp"]:
+        return on_meta(MtpHead, mtp_shape(config))
     shape = _assumed_shape(config)
     if published[:1] != ["eagle3"]:
         return on_meta(EagleHead, shape)
@@ -270,6 +281,15 @@ def module_bytes(module: nn.Module, width: int, how: Scheme | None) -> int:
               if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS)]
     kept = _numel(module.parameters()) - sum(map(prod, shapes))
     return kept * width + sum(_matrix(shape, width, how) for shape in shapes)
+
+
+def unread_experts(head: nn.Module, width: int, how: Scheme | None) -> float:
+    """Bytes of the experts that no row of a level of the default tree chooses, on average, if rows choose
+    independently; 0 for a head without experts."""
+    mixtures = [module for module in head.modules() if hasattr(module, "experts")]
+    return sum((len(mixture.experts) - correlated(len(mixture.experts), head.config.num_experts_per_tok,
+                                                  TreeParameters().width, 0.0))
+               * module_bytes(mixture.experts[0], width, how) for mixture in mixtures)
 
 
 def _matrix(shape: Sequence[int], width: int, how: Scheme | None) -> int:

@@ -90,7 +90,7 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     d0_per_mb = weight_read_ms(profile, size.head_bits)
     head = size.lm_head / 1e6 * d0_per_mb
     draft = profile.draft.model_copy(update={
-        "pass_ms": (size.draft + size.draft_lm_head) / 1e6 * d0_per_mb,
+        "pass_ms": (size.draft - size.draft_unread + size.draft_lm_head) / 1e6 * d0_per_mb,
         "spd_pass_ms": 2 * size.layer_read(1) / 1e6 * per_mb + head,
         "row_ms": profile.draft.row_ms * ratio,
     })

@@ -41,6 +41,20 @@ def test_times_are_bytes_over_what_the_board_reads(costs):
     assert read == pytest.approx(151_936 * 256 * 2 / 1e6 / rate, rel=0.01)
 
 
+def test_an_mtp_layer_where_the_family_has_one(costs):
+    """Counted from Qwen3.6-35B-A3B's config.json: 0.84 billion parameters, of which ten rows read 70 of 256
+    experts; lm_head is 248,320 x 2048."""
+    assert ("mtp", "16bit") not in costs
+    head = 248_320 * 2048 * 2 / 1e6
+    found = {cost.bits: cost for cost in head_costs(target_config("qwen3.6-35b-a3b"), NANO) if cost.kind == "mtp"}
+    assert found["16bit"].memory_mb == pytest.approx(1689 + head, rel=0.001)
+    experts = 256 * 3 * 2048 * 512 * 2 / 1e6
+    read = 1689 - experts * (1 - 8 / 256) ** 10
+    assert found["16bit"].pass_ms == pytest.approx((read + head) * 7.36 / 405, rel=0.001)
+    assert found["16bit"].tree_ms == 8 * found["16bit"].pass_ms
+    assert found["int4"].memory_mb < 0.3 * found["16bit"].memory_mb
+
+
 def test_what_does_not_fit_is_told():
     found = head_costs(target_config("qwen3-14b"), NANO)
     assert {(cost.kind, cost.bits) for cost in found if not cost.fits} == {("dflash", "16bit"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from blockkit import published_block
+from familykit import family_model
+from mtpkit import with_mtp
 from safetensors.torch import load_file, save_file
 from tiny import tiny_llama, tiny_model
 from tiny_dir import tiny_eagle3, tiny_model_dir
@@ -92,6 +95,23 @@ def test_int4_packs_the_layers_matrices_and_nothing_else(tmp_path: Path) -> None
     for part in ("norm", "lm_head", "draft", "kv_row", "draft_kv_row"):
         assert getattr(packed, part) == getattr(whole, part)
     assert packed.bytes_per_value == 2
+
+
+@pytest.mark.parametrize(("family", "experts"), [("qwen3.5", 0), ("qwen3.5-moe", 6)])
+def test_a_models_own_mtp_layer_is_its_draft_head(tmp_path: Path, family: str, experts: int) -> None:
+    """A level's ten rows leave experts unread: as many as when each row draws its two of six."""
+    target = with_mtp(family_model(family, tmp_path / "target"))
+    size = model_bytes(str(target), "fp32")
+    layer = {name: tensor.nbytes for name, tensor in load_file(target / "model.safetensors").items()
+             if name.startswith("mtp.")}
+    assert size.draft == sum(layer.values())
+    assert (size.draft_lm_head, size.draft_estimated) == (size.lm_head, False)
+    own = sum(nbytes for name, nbytes in layer.items() if ".experts." in name)
+    chance = random.Random(1)
+    unread = [experts - len({e for _ in range(10) for e in chance.sample(range(experts), 2)})
+              for _ in range(20_000 if experts else 0)]
+    expected = own * sum(unread) / len(unread) / experts if experts else 0
+    assert size.draft_unread == pytest.approx(expected, rel=0.05)
 
 
 @pytest.mark.parametrize("bits", ["16bit", "int8", "int4"])
