@@ -114,10 +114,10 @@ def judge_libraries(torch: TorchFacts, l4t: str) -> list[Finding]:
 
 def _products(on_gpu: bool) -> list[Finding]:
     """A product in full precision, then one in 4 bits, each compared with float64."""
-    from flowspec_edge.fleet.gpu_check.kernel_check import ProductCheck, check_products
+    from flowspec_edge.fleet.gpu_check.kernel_check import check_products
 
     device, full = ("cuda", "fp16") if on_gpu else ("cpu", "fp32")
-    return check_products(ProductCheck((full, *_4_BIT), device, _SHAPE, _ROWS, full))
+    return check_products((full, *_4_BIT), device, _SHAPE, _ROWS, full)
 
 
 def judge_products(products: Sequence[Finding], capability: tuple[int, int] | None) -> list[Finding]:

@@ -1,21 +1,16 @@
 """What explains a GPU's speed and memory: the kernels that torch takes, the price of a launch, large pieces.
 
 Facts of the GPU come from child processes, as in ``kernel_check``.
-
-    python -m flowspec_edge.fleet.gpu_check.gpu_facts '{"kinds": ["launch"], "device": "cuda"}'
-    python -m flowspec_edge.fleet.gpu_check.gpu_facts '{"kinds": ["2048", "1024"], "device": "cuda"}'
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -28,7 +23,7 @@ from transformers import LlamaConfig
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
 from flowspec_edge.drafting.load import SharedMemory
-from flowspec_edge.fleet.gpu_check.kernel_check import guarded, report, run_in_children
+from flowspec_edge.fleet.gpu_check.kernel_check import guarded, run_in_children
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.fleet.probe.system_rules import large_pieces
 from flowspec_edge.stage.engine import StageEngine
@@ -41,7 +36,7 @@ from flowspec_edge.util import procfs
 from flowspec_edge.util.graphs import CudaRecorder, KernelChoice
 from flowspec_edge.util.jetson import system as l4t_system
 from flowspec_edge.util.tensors import DTYPES
-from flowspec_edge.util.torchdevice import release, use_exact_kernels
+from flowspec_edge.util.torchdevice import release
 
 _LAUNCHES = 1000  # fewer than the 1024 that CUDA queues before the host waits
 _RUNS = 5
@@ -51,7 +46,6 @@ _GRAPH = "launch in a graph"
 _PROBE_S = 60.0  # for a child that asks for pieces of memory
 _RESERVE = 128 << 20  # bytes left to the system
 _MB = 10**6
-_OUT_OF_MEMORY_SCORE = "/proc/self/oom_score_adj"
 
 
 def check_gpu_facts(device: str, l4t: str = "", meminfo: Path = Path("/proc/meminfo"),
@@ -60,7 +54,7 @@ def check_gpu_facts(device: str, l4t: str = "", meminfo: Path = Path("/proc/memi
     on_gpu = torch.device(device).type == "cuda"
     kinds = (*(f"attention {dtype}" for dtype in DTYPES), "rms_norm", "launch",
              *[_GRAPH, "layers in graphs", "draft passes in graphs"] * on_gpu)
-    found = run_in_children(__name__, kinds, lambda left: json.dumps({"kinds": left, "device": device}))
+    found = run_in_children(__name__, kinds, device=device)
     found.append(free_memory(meminfo))
     if on_gpu:
         found.append(largest_piece(device, _available(device, meminfo)))
@@ -97,8 +91,7 @@ def largest_piece(device: str, available: int) -> Finding:
                        f"only {available // _MB} MB are available: stop what else runs here, and try again")
     halves = takewhile(lambda mb: mb > needed, (available // _MB >> times for times in range(64)))
     sizes = [*map(str, halves), str(needed)]
-    tried = run_in_children(__name__, sizes, lambda left: json.dumps({"kinds": left, "device": device}),
-                            _PROBE_S)
+    tried = run_in_children(__name__, sizes, timeout_s=_PROBE_S, device=device)
     given = next((place for place, finding in enumerate(tried) if finding.ok), len(tried))
     refused = tried[given - 1].found if given else ""
     if given == len(tried):
@@ -272,15 +265,3 @@ def _heard() -> Iterator[list[str]]:
             os.close(kept)
             file.seek(0)
             lines += file.read().decode(errors="replace").splitlines()
-
-
-def main(arguments: Sequence[str]) -> None:
-    asked = json.loads(arguments[0])
-    with suppress(OSError), open(_OUT_OF_MEMORY_SCORE, "w", encoding="ascii") as score:
-        score.write("1000")  # if memory runs out, the kernel kills this process and no other
-    use_exact_kernels()
-    report(attempt(kind, asked["device"]) for kind in asked["kinds"])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,22 +1,26 @@
 """Whether a kind of weights multiplies correctly on a device.
 
 A library built for another GPU imports without error and kills the process at its first kernel; a kernel that
-fails leaves its CUDA context unusable.  So a child process checks the kinds and prints a line of JSON for
-each; the next child continues after the kind at which the last one died.
+fails leaves its CUDA context unusable.  So a child process checks the kinds, of this module or of another one
+that has an ``attempt``, and prints a line of JSON for each; the next child continues after the kind at which
+the last one died.
 
-    python -m flowspec_edge.fleet.gpu_check.kernel_check '{"kinds": ["bf16", "nf4"], "device": "cuda", ...}'
+    python -m flowspec_edge.fleet.gpu_check.kernel_check MODULE '{"kinds": ["bf16", "nf4"], "device": "cuda"}'
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,40 +42,28 @@ TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
 BNB = ("nf4", "fp4")  # bitsandbytes'
 _CONTEXT_LOST = 77  # exit code of a child whose last result left the CUDA context unusable
 _QUANTISED_WITHIN = 0.2  # of the weights' norm; 4 bits lose about 0.1
+_OUT_OF_MEMORY_SCORE = "/proc/self/oom_score_adj"
 
 
-@dataclass(frozen=True)
-class ProductCheck:
+def check_products(kinds: Sequence[str], device: str, shape: Sequence[int], rows: Sequence[int], dtype: str
+                   ) -> list[Finding]:
     """``rows`` rows times a matrix of ``shape`` (outputs, inputs); ``dtype``: activations of 4-bit kinds."""
-
-    kinds: tuple[str, ...]
-    device: str
-    shape: tuple[int, int]
-    rows: tuple[int, ...]
-    dtype: str
+    return run_in_children(__name__, kinds, device=device, shape=shape, rows=rows, dtype=dtype)
 
 
-def check_products(wanted: ProductCheck) -> list[Finding]:
-    return run_in_children(__name__, wanted.kinds,
-                           lambda left: json.dumps(asdict(replace(wanted, kinds=left))))
-
-
-def run_in_children(module: str, kinds: Sequence[str], argument: Callable[[tuple[str, ...]], str],
-                    timeout_s: float | None = None) -> list[Finding]:
-    """The results of ``kinds``, in their order, although each may kill its process.
-
-    ``module`` prints a ``Finding`` as a line of JSON for each kind that ``argument`` gets.
-    """
+def run_in_children(module: str, kinds: Sequence[str], *, timeout_s: float | None = None, **arguments: Any
+                    ) -> list[Finding]:
+    """What ``module.attempt(kind, **arguments)`` finds for ``kinds``, in their order, although each may kill
+    its process.  ``arguments`` travel as JSON."""
     results: list[Finding] = []
     while len(results) < len(kinds):
-        left = tuple(kinds[len(results):])
-        results += _child(module, left, argument(left), timeout_s or _TIMEOUT_S)
+        results += _child(module, kinds[len(results):], arguments, timeout_s or _TIMEOUT_S)
     return results
 
 
-def _child(module: str, kinds: tuple[str, ...], argument: str, timeout_s: float) -> list[Finding]:
+def _child(module: str, kinds: Sequence[str], arguments: dict[str, Any], timeout_s: float) -> list[Finding]:
     """If the process died, the last result is the kind that killed it."""
-    command = [sys.executable, "-m", module, argument]
+    command = [sys.executable, "-m", __name__, module, json.dumps({"kinds": kinds, **arguments})]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         code, out = run.returncode, run.stdout
@@ -90,20 +82,9 @@ def _child(module: str, kinds: tuple[str, ...], argument: str, timeout_s: float)
     return results
 
 
-def report(results: Iterable[Finding]) -> None:
-    """In a child process: print a line of JSON for each result; exit once the CUDA context is unusable."""
-    for result in results:
-        print(json.dumps(asdict(result)), flush=True)
-        if not result.ok and torch.cuda.is_initialized():
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError:
-                os._exit(_CONTEXT_LOST)  # at once: CUDA's own cleanup would fail, too
-
-
-def attempt(kind: str, wanted: ProductCheck) -> Finding:
-    return result_of(kind, lambda: _error(kind, wanted),
-                     TOLERANCE[computed_in(kind, wanted.dtype, torch.device(wanted.device))])
+def attempt(kind: str, device: str, shape: Sequence[int], rows: Sequence[int], dtype: str) -> Finding:
+    return result_of(kind, lambda: _error(kind, torch.device(device), shape, rows, dtype),
+                     TOLERANCE[computed_in(kind, dtype, torch.device(device))])
 
 
 def result_of(kind: str, error_of: Callable[[], float], limit: float) -> Finding:
@@ -146,14 +127,14 @@ def advisable(kind: str, capability: tuple[int, int] | None) -> bool:
 
 
 @torch.inference_mode()
-def _error(kind: str, wanted: ProductCheck) -> float:
+def _error(kind: str, device: torch.device, shape: Sequence[int], rows: Sequence[int], dtype: str) -> float:
     """The greatest difference from float64 over all numbers of rows, relative to the largest result."""
-    rows, columns = (min(side, _MAX_SIDE) for side in wanted.shape)
-    dtype, device = activations(kind, wanted.dtype), torch.device(wanted.device)
+    outputs, inputs = (min(side, _MAX_SIDE) for side in shape)
+    taken = activations(kind, dtype)
     generator = torch.Generator().manual_seed(0)
-    weight = 0.02 * torch.randn(rows, columns, generator=generator)
+    weight = 0.02 * torch.randn(outputs, inputs, generator=generator)
     if kind in DTYPES:
-        held = weight.to(dtype)
+        held = weight.to(taken)
         exact = held.double()
         product: Callable[[Tensor], Tensor] = partial(functional.linear, weight=held.to(device))
     else:
@@ -163,11 +144,11 @@ def _error(kind: str, wanted: ProductCheck) -> float:
         lost = float((exact - weight).norm() / weight.norm())
         if not lost < _QUANTISED_WITHIN:
             raise FlowspecError(f"quantising loses {lost:.0%} of the weights' norm")
-        product = linear = chosen.linear(rows, columns, False, dtype, device)
+        product = linear = chosen.linear(outputs, inputs, False, taken, device)
         linear.fill(stored)
     worst = 0.0
-    for n in wanted.rows:
-        x = torch.randn(n, columns, generator=generator).to(dtype)
+    for n in rows:
+        x = torch.randn(n, inputs, generator=generator).to(taken)
         expected = x.double() @ exact.T
         found = product(x.to(device))
         difference = (found.cpu().double() - expected).abs().max() / expected.abs().max()
@@ -175,13 +156,23 @@ def _error(kind: str, wanted: ProductCheck) -> float:
     return worst
 
 
-def main(arguments: Sequence[str]) -> None:
-    facts = json.loads(arguments[0])
-    wanted = ProductCheck(tuple(facts["kinds"]), facts["device"], tuple(facts["shape"]), tuple(facts["rows"]),
-                          facts["dtype"])
+def main(module: str, asked: str) -> None:
+    """In a child process: print a line of JSON for each kind; exit once the CUDA context is unusable."""
+    arguments = json.loads(asked)
+    kinds = arguments.pop("kinds")
+    with suppress(OSError), open(_OUT_OF_MEMORY_SCORE, "w", encoding="ascii") as score:
+        score.write("1000")  # if memory runs out, the kernel kills this process and no other
     use_exact_kernels()
-    report(attempt(kind, wanted) for kind in wanted.kinds)
+    attempt_of = importlib.import_module(module).attempt
+    for kind in kinds:
+        finding = attempt_of(kind, **arguments)
+        print(json.dumps(asdict(finding)), flush=True)
+        if not finding.ok and torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except RuntimeError:
+                os._exit(_CONTEXT_LOST)  # at once: CUDA's own cleanup would fail, too
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

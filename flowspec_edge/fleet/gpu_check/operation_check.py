@@ -2,15 +2,11 @@
 
 Operations have the runtime's shapes, and are compared with float64 on the CPU, or bit by bit where nothing
 is rounded; in child processes, as in ``kernel_check``.
-
-    python -m flowspec_edge.fleet.gpu_check.operation_check '{"kinds": ["sdpa fp16"], "device": "cuda"}'
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import numpy as np
@@ -19,18 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.gpu_check.kernel_check import (
-    TOLERANCE,
-    report,
-    result_of,
-    run_in_children,
-)
+from flowspec_edge.fleet.gpu_check.kernel_check import TOLERANCE, result_of, run_in_children
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.sampling import sampler
 from flowspec_edge.sampling.rule import Sampling, choose, keys, splitmix64
 from flowspec_edge.util.kernels import RmsNorm
 from flowspec_edge.util.tensors import DTYPES
-from flowspec_edge.util.torchdevice import use_exact_kernels
 
 _ROWS = (1, 4, 16, 17, 64)
 _HEADS, _KV_HEADS, _HEAD_DIM = 8, 2, 64
@@ -50,20 +40,19 @@ def operations(device: str) -> tuple[str, ...]:
 
 
 def check_operations(device: str) -> list[Finding]:
-    return run_in_children(__name__, operations(device),
-                       lambda left: json.dumps({"kinds": left, "device": device}))
+    return run_in_children(__name__, operations(device), device=device)
 
 
-def attempt(name: str, device: torch.device) -> Finding:
+def attempt(name: str, device: str) -> Finding:
     operation, _, dtype = name.partition(" ")
-    cast = operation in _CAST
+    cast, at = operation in _CAST, torch.device(device)
     found = DTYPES[dtype] if cast else torch.float32
     limit = TOLERANCE[found] if cast or name in _ROUNDED else 0.0
 
     def error() -> float:
         # Streams, events and graphs belong to the current GPU.
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            return _OPERATIONS[operation if cast else name](device, found)
+        with torch.cuda.device(at) if at.type == "cuda" else nullcontext():
+            return _OPERATIONS[operation if cast else name](at, found)
 
     with torch.inference_mode():
         return result_of(name, error, limit)
@@ -197,13 +186,3 @@ _OPERATIONS: dict[str, Operation] = {
     "sdpa": _sdpa, "rms_norm": _rms_norm, "log_softmax": _log_softmax, "topk": _topk, "noise": _noise,
     "sampling": _sampling, "index_copy": _index_copy, "embedding": _embedding,
     "pinned copies": _pinned_copies, "events": _events, "graph": _graph}
-
-
-def main(arguments: Sequence[str]) -> None:
-    asked = json.loads(arguments[0])
-    use_exact_kernels()
-    report(attempt(name, torch.device(asked["device"])) for name in asked["kinds"])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -11,12 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from flowspec_edge.fleet.gpu_check import gpu_facts, operation_check, token_check
-from flowspec_edge.fleet.gpu_check.kernel_check import (
-    BNB,
-    ProductCheck,
-    advisable,
-    check_products,
-)
+from flowspec_edge.fleet.gpu_check.kernel_check import BNB, advisable, check_products
 from flowspec_edge.fleet.probe.board import read_board
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.model.modeldir import ModelDir
@@ -96,7 +91,7 @@ def _products(device: str, capability: tuple[int, int] | None) -> list[Finding]:
                                             f"{kind} need it") for kind in BNB]
     checks: list[Finding] = []
     for dtype, kinds in (("fp16", (*_FULL, *four)), ("bf16", four)):
-        for result in check_products(ProductCheck(kinds, device, _SHAPE, ROWS, dtype)):
+        for result in check_products(kinds, device, _SHAPE, ROWS, dtype):
             name = result.check if result.check in _FULL else f"{result.check}, {dtype} activations"
             found = result.found
             if result.ok and not advisable(result.check, capability):

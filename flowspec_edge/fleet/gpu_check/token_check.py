@@ -3,14 +3,10 @@
 The draft device and all stages run on the device in virtual time.  Every token is judged given its
 predecessors, by transformers' model on the CPU in float32 with weights rounded to the device's dtype: it must
 be the choice of plain decoding, or nearly tie with it.  In child processes, as in ``kernel_check``.
-
-    python -m flowspec_edge.fleet.gpu_check.token_check '{"kinds": ["fp16 flowspec_plus T=1"], …}'
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
 from functools import cache
 from itertools import product
@@ -23,7 +19,7 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.fleet.gpu_check.kernel_check import guarded, report, run_in_children
+from flowspec_edge.fleet.gpu_check.kernel_check import guarded, run_in_children
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.request import Request
@@ -49,14 +45,12 @@ def token_kinds(dtypes: Sequence[str] = DTYPES) -> tuple[str, ...]:
 def check_tokens(model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int,
                  kinds: Sequence[str]) -> list[Finding]:
     """Generate ``new_tokens`` after each of ``prompts`` (token ids), for each of ``kinds``."""
-    return run_in_children(__name__, kinds, lambda left: json.dumps(
-        {"kinds": left, "model": str(model), "device": device, "prompts": [list(p) for p in prompts],
-         "new_tokens": new_tokens}))
+    return run_in_children(__name__, kinds, model=str(model), device=device,
+                           prompts=[list(p) for p in prompts], new_tokens=new_tokens)
 
 
-def attempt(kind: str, model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int
-            ) -> Finding:
-    return guarded(kind, lambda: _compare(kind, model, device, prompts, new_tokens))
+def attempt(kind: str, model: str, device: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> Finding:
+    return guarded(kind, lambda: _compare(kind, Path(model), device, prompts, new_tokens))
 
 
 def _compare(kind: str, model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int
@@ -115,13 +109,3 @@ def _logits(model: Path, dtype: str, text: Sequence[int]) -> NDArray[np.float32]
     """[len(text), V] of one pass over the whole text, in float32 on the CPU."""
     logits = _reference(model, dtype)(torch.tensor([list(text)]), use_cache=False).logits[0]
     return np.asarray(logits.float().numpy())
-
-
-def main(arguments: Sequence[str]) -> None:
-    asked = json.loads(arguments[0])
-    report(attempt(kind, Path(asked["model"]), asked["device"], asked["prompts"], asked["new_tokens"])
-           for kind in asked["kinds"])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -21,7 +21,6 @@ from flowspec_edge.device_profile import Int4Cost
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.gpu_check.kernel_check import (
     KINDS,
-    ProductCheck,
     activations,
     advisable,
     check_products,
@@ -122,7 +121,7 @@ def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: S
     outputs, inputs = shape
     if not rows or rows[0] < 1 or outputs % 16 or inputs % 64 or min(shape) < 1:
         raise UsageError("give rows from 1 on, and a matrix of a multiple of 16 outputs by one of 64 inputs")
-    checks = check_products(ProductCheck(tuple(kinds), device, (outputs, inputs), rows, dtype))
+    checks = check_products(kinds, device, shape, rows, dtype)
     products = {check.check: _product(check.check, shape, dtype, device) for check in checks if check.ok}
     clock = _Clock(device)
     times: dict[tuple[str, int], list[float]] = {(kind, n): [] for kind in products for n in rows}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,10 +63,9 @@ def test_the_demonstration_model_in_every_type(device: str) -> None:
     ("embedding", "embedding", lambda tokens, table: table[tokens.flip(0)])])
 def test_a_wrong_result_is_found(name: str, function: str, wrong: object, monkeypatch: pytest.MonkeyPatch
                                  ) -> None:
-    device = torch.device("cpu")
-    assert operation_check.attempt(name, device).ok
+    assert operation_check.attempt(name, "cpu").ok
     monkeypatch.setattr(operation_check.F, function, wrong)
-    found = operation_check.attempt(name, device)
+    found = operation_check.attempt(name, "cpu")
     assert not found.ok
     assert "wrong" in found.found
 
@@ -75,9 +73,8 @@ def test_a_wrong_result_is_found(name: str, function: str, wrong: object, monkey
 @pytest.mark.parametrize(("name", "function"), [("noise", "device_words"), ("sampling", "choose")])
 def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, monkeypatch: pytest.MonkeyPatch
                                                     ) -> None:
-    module = sampler
-    device, ordinary = torch.device("cpu"), getattr(module, function)
-    assert operation_check.attempt(name, device) == Finding(name, "ok", error=0.0)
+    module, ordinary = sampler, getattr(sampler, function)
+    assert operation_check.attempt(name, "cpu") == Finding(name, "ok", error=0.0)
 
     def other(first: object, positions: object, last: object, *device: object) -> object:
         if name == "noise":
@@ -86,17 +83,17 @@ def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, mo
         return ordinary(first, positions, replace(last, seed=8))
 
     monkeypatch.setattr(module, function, other)
-    found = operation_check.attempt(name, device)
+    found = operation_check.attempt(name, "cpu")
     assert not found.ok
     assert "values are wrong" in found.found
 
 
 def test_what_a_kernel_raises_is_found() -> None:
     """On a build without CUDA, its own machinery does not work."""
-    found = operation_check.attempt("index_copy", torch.device("meta"))
+    found = operation_check.attempt("index_copy", "meta")
     assert (found.ok, bool(found.found)) == (False, True)
     if not torch.cuda.is_available():
-        assert not operation_check.attempt("pinned copies", torch.device("cuda")).ok
+        assert not operation_check.attempt("pinned copies", "cuda").ok
 
 
 def plain(model: Path, prompt: list[int], sampling: Sampling) -> list[int]:
@@ -135,16 +132,16 @@ def test_a_cluster_that_writes_one_other_token_fails(model: Path, dtype: str, mo
             return replace(found, tokens=[*found.tokens[:-1], other])
 
     kind, prompts = f"{dtype} autoregressive greedy", [[5, 17, 42]]
-    assert token_check.attempt(kind, model, "cpu", prompts, 4).ok
+    assert token_check.attempt(kind, str(model), "cpu", prompts, 4).ok
     monkeypatch.setattr(token_check, "_cluster", lambda *arguments: Altering(ordinary(*arguments)))
-    found = token_check.attempt(kind, model, "cpu", prompts, 4)
+    found = token_check.attempt(kind, str(model), "cpu", prompts, 4)
     assert not found.ok
     assert found.found.startswith("token 4 after a prompt of 3 is ")
     assert found.found.endswith(", which is no near tie")
 
 
 def test_a_check_computes_on_its_device(model: Path) -> None:
-    assert not token_check.attempt("fp32 autoregressive greedy", model, "cuda:99", [[5]], 2).ok
+    assert not token_check.attempt("fp32 autoregressive greedy", str(model), "cuda:99", [[5]], 2).ok
 
 
 @settings(max_examples=60)
@@ -169,15 +166,15 @@ def test_near_ties(seed: int, near: float, sampling: Sampling) -> None:
 
 
 def test_a_missing_model_fails_the_check(tmp_path: Path) -> None:
-    found = token_check.attempt("fp32 autoregressive greedy", tmp_path / "none", "cpu", [[1]], 2)
+    found = token_check.attempt("fp32 autoregressive greedy", str(tmp_path / "none"), "cpu", [[1]], 2)
     assert (found.ok, bool(found.found)) == (False, True)
 
 
 def test_nf4_on_an_orin_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results as on a board: the products work, and still models should not be sharded so for it."""
     monkeypatch.setattr("flowspec_edge.fleet.gpu_check.report.check_products",
-                        lambda wanted: [Finding(kind, "ok" if wanted.rows == ROWS else "failed", error=1e-3)
-                                        for kind in wanted.kinds])
+                        lambda kinds, device, shape, rows, dtype: [
+                            Finding(kind, "ok" if rows == ROWS else "failed", error=1e-3) for kind in kinds])
     checks = {check.check: check for check in _products("cuda", (8, 7))}
     assert {check.state for check in checks.values()} <= {"ok", "skipped"}
     nf4 = next(check for name, check in checks.items() if name.startswith("nf4"))
@@ -189,9 +186,8 @@ def test_every_check_runs_on_the_given_device(model: Path, monkeypatch: pytest.M
     """"cpu:0" is any machine's CPU, but not the name that a forgotten device would have."""
     asked: list[dict[str, object]] = []
 
-    def told(module: str, kinds: Sequence[str], argument: Callable[[tuple[str, ...]], str],
-             timeout_s: float | None = None) -> list[Finding]:
-        asked.append(json.loads(argument(tuple(kinds))))
+    def told(module: str, kinds: Sequence[str], **arguments: object) -> list[Finding]:
+        asked.append({"kinds": kinds, **arguments})
         return [Finding(kind, "ok") for kind in kinds]
 
     for module in (gpu_facts, kernel_check, operation_check, token_check):
@@ -200,7 +196,7 @@ def test_every_check_runs_on_the_given_device(model: Path, monkeypatch: pytest.M
     assert [one["device"] for one in asked] == ["cpu:0"] * 5
     assert [one["dtype"] for one in asked[1:3]] == ["fp16", "bf16"]
     assert (asked[4]["new_tokens"], asked[4]["model"], asked[4]["kinds"]) == (
-        5, str(model), list(token_kinds(["fp16"])))
+        5, str(model), token_kinds(["fp16"]))
 
 
 def test_one_failure_fails_the_report() -> None:

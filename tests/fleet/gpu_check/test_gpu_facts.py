@@ -90,7 +90,7 @@ def test_no_piece_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = attempt("256", "cpu")
     assert refused == Finding("256", "failed", "NvMapMemAllocInternalTagged: 1075072515 error 12")
     monkeypatch.setattr(gpu_facts, "run_in_children",
-                        lambda module, kinds, argument, timeout_s: [attempt(kind, "cpu") for kind in kinds])
+                        lambda module, kinds, **arguments: [attempt(kind, "cpu") for kind in kinds])
     assert gpu_facts.largest_piece("cpu", 10**9) == Finding(
         "largest piece", "failed", f"not even 256 MB at once, which models need: {refused.found}")
 

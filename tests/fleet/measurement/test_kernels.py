@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,6 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.gpu_check import kernel_check
 from flowspec_edge.fleet.gpu_check.kernel_check import (
     KINDS,
-    ProductCheck,
     advisable,
     attempt,
     check_products,
@@ -50,18 +51,18 @@ class functional:
 """
 # After an illegal access, as of a wrong index, every call of CUDA fails until the process ends.
 LOSES_ITS_CONTEXT = """
-import sys, torch
-from flowspec_edge.fleet.gpu_check.kernel_check import report
+import torch
 from flowspec_edge.fleet.probe.findings import Finding
 def synchronize():
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
-report(Finding(kind, "failed" if kind == "b" else "ok") for kind in sys.argv[1])
+def attempt(kind):
+    return Finding(kind, "failed" if kind == "b" else "ok")
 """
 
 
-def wish(*kinds: str, device: str = "cpu", dtype: str = "bf16") -> ProductCheck:
-    return ProductCheck(kinds, device, (64, 128), (1, 5), dtype)
+def wish(device: str = "cpu", dtype: str = "bf16", rows: Sequence[int] = (1, 5)) -> dict[str, Any]:
+    return {"device": device, "shape": (64, 128), "rows": rows, "dtype": dtype}
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -96,7 +97,7 @@ def test_a_profile_gets_int4_beside_its_own_weights() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trial_in_every_type(kind: str, dtype: str, device: str) -> None:
-    found = attempt(kind, wish(kind, device=device, dtype=dtype))
+    found = attempt(kind, **wish(device, dtype))
     assert found.ok, found.found
     exact = kind == "fp32" or (kind in QUANTISED and dtype == "fp32")
     assert found.error is not None
@@ -108,7 +109,7 @@ def test_a_library_that_ends_the_process_is_a_finding(tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bitsandbytes.py").write_text(ENDS_THE_PROCESS, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    before, died, lived = check_products(wish("fp32", "nf4", "int4"))
+    before, died, lived = check_products(("fp32", "nf4", "int4"), **wish())
     assert (before.check, before.ok) == ("fp32", True)
     assert (died.check, died.ok, died.error) == ("nf4", False, None)
     assert "code 1: Error no kernel image is available" in died.found  # the library's own words
@@ -120,7 +121,7 @@ def test_after_an_unusable_context_comes_a_new_process(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "losing_context.py").write_text(LOSES_ITS_CONTEXT, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-    found = run_in_children("losing_context", "abc", "".join)
+    found = run_in_children("losing_context", "abc")
     assert [(trial.check, trial.ok) for trial in found] == [("a", True), ("b", False), ("c", True)]
 
 
@@ -129,7 +130,7 @@ def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
     monkeypatch.setattr(grouped.torch.ops.aten, "_convert_weight_to_int4pack_for_cpu",
                         lambda codes, tiles: pack(codes.flip(0).contiguous(), tiles))
-    found = attempt("int4", wish("int4"))
+    found = attempt("int4", **wish())
     assert not found.ok
     assert found.found.startswith("results are wrong by")
 
@@ -145,16 +146,16 @@ def test_every_number_of_rows_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel may be wrong beyond the rows of one tile."""
     monkeypatch.setattr(kernel_check.functional, "linear",
                         lambda x, weight: torch.cat([x[:16] @ weight.mT, 0 * x[16:] @ weight.mT]))
-    assert attempt("fp32", replace(wish("fp32"), rows=(1, 16))).ok
-    assert not attempt("fp32", replace(wish("fp32"), rows=(1, 16, 17))).ok
+    assert attempt("fp32", **wish(rows=(1, 16))).ok
+    assert not attempt("fp32", **wish(rows=(1, 16, 17))).ok
 
 
 def test_what_a_kernel_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = attempt("bf16", wish("bf16", device="meta"))  # there is no result to copy from it
+    found = attempt("bf16", **wish("meta"))  # there is no result to copy from it
     assert not found.ok
     assert "meta" in found.found
     monkeypatch.setattr(kernel_check, "_TIMEOUT_S", 0.01)
-    assert check_products(wish("fp32")) == [Finding("fp32", "failed", "no answer in 0 s")]
+    assert check_products(["fp32"], **wish()) == [Finding("fp32", "failed", "no answer in 0 s")]
 
 
 @pytest.mark.parametrize(("kind", "dtype", "device", "rounds_to"), [
@@ -188,8 +189,7 @@ def test_on_a_gpu_int4_is_allowed_the_rounding_of_bf16(monkeypatch: pytest.Monke
     monkeypatch.setattr(grouped.GroupedScheme, "linear",
                         lambda self, rows, columns, bias, dtype, device: InBf16(
                             ordinary(self, rows, columns, bias, torch.bfloat16, device)))
-    asked = ProductCheck(("int4",), "cpu", (1024, 1024), (1, 16), "fp16")
-    error = kernel_check._error("int4", asked)
+    error = kernel_check._error("int4", torch.device("cpu"), (1024, 1024), (1, 16), "fp16")
     assert 2**-9 < error < 2**-7  # of bf16: half a unit in the last place is 2**-9
     assert kernel_check.TOLERANCE[torch.bfloat16] == 2**-6
 
