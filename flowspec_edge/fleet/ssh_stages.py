@@ -46,29 +46,6 @@ KEY
 """
 
 
-class SshBoards:
-    """``spec.BoardStages`` that are started over ssh; must be used on the inventory's draft device."""
-
-    def __init__(self, inventory: Inventory, model: str, dtype: ComputeDtype = "fp32",
-                 refresh: Callable[[], None] = lambda: None) -> None:
-        """``model``: directory on the boards.  UsageError without D0's torch device."""
-        self.device = inventory.torch_device(inventory.draft)  # of D0
-        torchdevice.require(self.device)
-        self._inventory, self._model = inventory, model
-        self._dtype: ComputeDtype = dtype
-        self.refresh = refresh
-        self._stages: RemoteStages | None = None
-
-    def connect(self, parallelism: Parallelism) -> Connected:
-        self._stages = RemoteStages(self._inventory, self._model, self._dtype, parallelism=parallelism)
-        return Connected(self._stages.addresses, self._stages.exited)
-
-    def disconnect(self) -> None:
-        if self._stages is not None:
-            self._stages.close()
-            self._stages = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Stage:
     name: str
@@ -76,30 +53,36 @@ class _Stage:
     said: IO[bytes]  # stdout and stderr
 
 
-class RemoteStages:
-    """One worker on each verify device; the draft device connects to ``addresses``."""
+class SshBoards:
+    """``spec.BoardStages``: a worker on each verify device; must be used on the inventory's draft device."""
 
-    def __init__(self, inventory: Inventory, model: str, dtype: ComputeDtype, *,
-                 parallelism: Parallelism = "pipeline", threads: int = 0) -> None:
+    def __init__(self, inventory: Inventory, model: str, dtype: ComputeDtype = "fp32",
+                 refresh: Callable[[], None] = lambda: None) -> None:
+        """``model``: directory on the boards, the same on all; each needs only its own part.  UsageError
+        without D0's torch device."""
+        self.device = inventory.torch_device(inventory.draft)  # of D0
+        torchdevice.require(self.device)
+        self._inventory, self._model = inventory, model
+        self._dtype: ComputeDtype = dtype
+        self.refresh = refresh
+        self._stages: list[_Stage] = []
+        self._undo = ExitStack()
+
+    def connect(self, parallelism: Parallelism) -> Connected:
         """Start the workers without waiting: D0's handshake finds out whether they run.
-
-        model    directory on the boards, the same on all; each needs only its own part
-        threads  torch threads in each stage; 0: torch's default
 
         Links are encrypted, with keys generated for this run; the collectives of tensor-parallel ranks cannot
         be.  FlowspecError if a host name does not resolve.
         """
-        self._stages: list[_Stage] = []
-        self._undo = ExitStack()
+        inventory = self._inventory
         try:
             directory = Path(self._undo.enter_context(TemporaryDirectory(prefix="flowspec-")))
             pairs = [keys.generate() for _ in inventory.device]
             for place, pair in enumerate(pairs):
                 keys.save(pair, directory / f"key{place}")
-            self.addresses = _addresses(inventory, pairs, directory / "key0")
-            configs = _configs(inventory, self.addresses, pairs, {
-                "model": model, "dtype": dtype, "threads": threads,
-                "parallelism": parallelism})
+            addresses = _addresses(inventory, pairs, directory / "key0")
+            configs = _configs(inventory, addresses, pairs, {
+                "model": self._model, "dtype": self._dtype, "parallelism": parallelism})
             for device, config in zip(inventory.verify, configs, strict=True):
                 key = (directory / f"key{config.stage}").read_text(encoding="ascii")
                 runner = SshRunner(inventory, device, own_connection=True)
@@ -108,20 +91,11 @@ class RemoteStages:
                     ["sh", "-c", _START, inventory.python(device), str(len(lines))]),
                     "".join([key, *lines]))
         except BaseException:
-            self.close()
+            self.disconnect()
             raise
+        return Connected(addresses, self._exited)
 
-    def exited(self) -> str | None:
-        """The first stage that has exited, and why; None while all run."""
-        for stage in self._stages:
-            code = stage.client.poll()
-            if code is not None:
-                stage.said.seek(0)
-                text = stage.said.read().decode(errors="replace")
-                return f"{stage.name}: " + failure("flowspec worker", ["ssh"], code, text)
-        return None
-
-    def close(self) -> None:
+    def disconnect(self) -> None:
         """Close the connections, which ends the stages; idempotent."""
         clients = [stage.client for stage in self._stages]
         for client in clients:
@@ -138,11 +112,15 @@ class RemoteStages:
         self._stages = []
         self._undo.close()
 
-    def __enter__(self) -> RemoteStages:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def _exited(self) -> str | None:
+        """The first stage that has exited, and why; None while all run."""
+        for stage in self._stages:
+            code = stage.client.poll()
+            if code is not None:
+                stage.said.seek(0)
+                text = stage.said.read().decode(errors="replace")
+                return f"{stage.name}: " + failure("flowspec worker", ["ssh"], code, text)
+        return None
 
     def _start(self, name: str, command: list[str], stdin: str) -> None:
         said: IO[bytes] = self._undo.enter_context(TemporaryFile())  # noqa: SIM115

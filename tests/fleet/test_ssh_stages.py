@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import fleetkit
@@ -14,9 +15,9 @@ import pytest
 import sshkit
 from clusterkit import PROMPT
 
-from flowspec_edge.fleet.ssh_stages import RemoteStages
+from flowspec_edge.fleet.ssh_stages import SshBoards
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
-from flowspec_edge.runtime.cluster.spec import ClusterSpec, Connected
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.strategies.base import Parallelism
@@ -38,29 +39,32 @@ def test_a_request_over_boards(boards: sshkit.Boards, model: Path, strategy: str
                                ) -> None:
     request = Request(PROMPT, strategy, max_new_tokens=8)
     expected, _ = PlainDecoder(model).generate(PROMPT, 8, request.sampling)
-    with RemoteStages(boards.inventory, str(model), "fp32", parallelism=parallelism, threads=1) as stages:
-        assert stages.addresses.key_file is not None
-        with ProcessCluster(ClusterSpec(model, 2), Connected(stages.addresses),
-                            parallelism=parallelism) as cluster:
+    stages = SshBoards(boards.inventory, str(model))
+    with ExitStack() as cleanup:
+        cleanup.callback(stages.disconnect)
+        place = stages.connect(parallelism)
+        assert place.addresses.key_file is not None
+        with ProcessCluster(ClusterSpec(model, 2), place, parallelism=parallelism) as cluster:
             assert cluster.generate(request).tokens == expected
-        assert stages.exited() is None
+        assert place.watch() is None
         workers = [pid for place in (1, 2) for pid in boards.running(place, WORKER)]
         assert len(workers) == 2
         for pid in workers:  # no secret can be read from the process list, and there is no file
             line = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
             assert line.split("\0")[1:5] == ["-m", "flowspec_edge.runtime.worker", "--config", "/dev/fd/3"]
     assert all(fleetkit.ended(pid, PATIENCE_S) for pid in workers)
-    stages.close()
+    stages.disconnect()
 
 
 _CONTROLLER = """
 import sys
 from pathlib import Path
 from flowspec_edge.fleet.inventory import load_inventory
-from flowspec_edge.fleet.ssh_stages import RemoteStages
-with RemoteStages(load_inventory(Path(sys.argv[1])), sys.argv[2], "fp32", threads=1):
-    print("started", flush=True)
-    sys.stdin.read()
+from flowspec_edge.fleet.ssh_stages import SshBoards
+stages = SshBoards(load_inventory(Path(sys.argv[1])), sys.argv[2])
+stages.connect("pipeline")
+print("started", flush=True)
+sys.stdin.read()
 """
 
 
@@ -82,10 +86,13 @@ def test_stages_end_when_the_controller_is_killed(boards: sshkit.Boards, model: 
 def test_a_stage_that_cannot_start_says_why(boards: sshkit.Boards) -> None:
     cluster = boards.inventory.cluster.model_copy(update={"python": "/nowhere/python"})
     inventory = boards.inventory.model_copy(update={"cluster": cluster})
-    with RemoteStages(inventory, "/model", "fp32") as stages:
+    stages = SshBoards(inventory, "/model")
+    with ExitStack() as cleanup:
+        cleanup.callback(stages.disconnect)
+        place = stages.connect("pipeline")
         for stage in stages._stages:
             stage.client.wait(PATIENCE_S)
-        cause = stages.exited()
+        cause = place.watch()
     assert cause is not None
     assert cause.startswith("board-1: ")
     assert "/nowhere/python" in cause
