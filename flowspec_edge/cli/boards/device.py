@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -84,8 +86,8 @@ def profile(
     chosen: Dtype = dtype or ("fp32" if device == "cpu" else "fp16")
     wish = ProfileOptions(out.stem if out else found.name, found, chosen, device, threads, address,
                           str(date.today()))
-    with _Bar() as bar:
-        measured = measure_profile(wish, QUICK if quick else Effort(), bar.report)
+    with _bar() as report:
+        measured = measure_profile(wish, QUICK if quick else Effort(), report)
     if out is not None:
         write_output(out, render(measured.profile))
     if as_json:
@@ -325,33 +327,25 @@ def _comparison(report: KernelReport) -> str:
     return f", {others[second] / report.kinds[fastest].ms[at]:.1f} times as fast as {second}"
 
 
-class _Bar:
+@contextmanager
+def _bar() -> Iterator[Callable[[str, float], None]]:
     """A progress bar over the phases of a measurement, if stderr is a terminal."""
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+    console = Console(stderr=True)
+    bar = Progress(
+        TextColumn("{task.description:13}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=not console.is_terminal)
+    bar.add_task("", total=1.0)
+    [task] = bar.tasks
 
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description:13}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(),
-            console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._progress.add_task("", total=1.0)
-        self._lines = plain_lines(self._line)
-
-    def _line(self, seconds: float) -> str:
-        task = self._progress.tasks[0]
-        return f"profile: {task.description}, {done_of(100 * task.completed, 100, seconds, '%')}"
-
-    def report(self, phase: str, share: float) -> None:
+    def report(phase: str, share: float) -> None:
         names = list(_PHASES)
         before = sum(_PHASES[name] for name in names[:names.index(phase)])
-        self._progress.update(self._task, description=phase, completed=before + share * _PHASES[phase])
+        bar.update(task.id, description=phase, completed=before + share * _PHASES[phase])
 
-    def __enter__(self) -> _Bar:
-        self._progress.start()
-        self._lines.__enter__()
-        return self
+    def line(seconds: float) -> str:
+        return f"profile: {task.description}, {done_of(100 * task.completed, 100, seconds, '%')}"
 
-    def __exit__(self, *exception: object) -> None:
-        self._lines.__exit__(None, None, None)
-        self._progress.stop()
+    with bar, plain_lines(line):
+        yield report
