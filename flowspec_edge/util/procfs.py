@@ -1,4 +1,7 @@
-"""Small files under /proc and /sys.  Nothing raises: a missing or malformed file gives an empty result."""
+"""Small files under /proc and /sys.  Nothing raises: a missing or malformed file gives an empty result.
+
+Sent to boards with the probe: standard library only, Python 3.8.
+"""
 
 from __future__ import annotations
 

@@ -7,18 +7,17 @@ Nothing that identifies the board's owner is read.
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from flowspec_edge.fleet.probe.facts import SystemFacts
+from flowspec_edge.fleet.probe.onboard.tools import output
 from flowspec_edge.runtime.observe.system_stats import hottest
 from flowspec_edge.util import procfs
 
 _CPU_KEYS = ("model name", "Model", "Hardware")  # x86; ARM kernels, newer and older
 _ROOT = Path("/")
-_TIMEOUT_S = 5.0
 _RELEASE = re.compile(r"R(\d+)\b.*?REVISION:\s*([\d.]+)", re.IGNORECASE | re.DOTALL)
 _POWER_MODE = re.compile(r"NV Power Mode:\s*(\S+)", re.IGNORECASE)
 _MODES = re.compile(r"<\s*POWER_MODEL\b[^>]*\bID=(\d+)[^>]*\bNAME=([^\s>]+)", re.IGNORECASE)
@@ -51,7 +50,7 @@ class BoardInfo:
 def read_board(root: Path = _ROOT, nvpmodel: str | None = None) -> BoardInfo:
     """``nvpmodel``: output of `nvpmodel -q`; None runs the tool if ``root`` is "/"."""
     if nvpmodel is None:
-        nvpmodel = _output("nvpmodel", "-q") if root == _ROOT else ""
+        nvpmodel = output("nvpmodel", "-q") if root == _ROOT else ""
     memory = procfs.sizes(root / "proc/meminfo")
     return BoardInfo(
         machine=_machine(root), l4t=l4t_release(procfs.text(root / "etc/nv_tegra_release")),
@@ -132,11 +131,3 @@ def _clocks(root: Path) -> dict[str, float]:
 
 def _megabytes(size: int | None) -> float | None:
     return None if size is None else size / 1e6
-
-
-def _output(*command: str) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
-        return ""
-    return done.stdout

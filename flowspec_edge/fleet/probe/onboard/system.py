@@ -14,11 +14,13 @@ import re
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import Any
 
 from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
 from flowspec_edge.fleet.paths import USER
 from flowspec_edge.fleet.probe.onboard.tools import last_line, ntp, output, run, text
+from flowspec_edge.util.procfs import sizes
 
 GPU_GROUPS = ("video", "render")  # whose members may use a Tegra's GPU; not every release has both
 # Names or patterns below the root; the contents are sent for ``board.board_of`` and the doctor's checks.
@@ -133,8 +135,8 @@ def disk(path: str) -> dict[str, Any]:
 
 def memory(own: set[int]) -> dict[str, int]:
     """Bytes of memory in total, available, and held by flowspec's processes ``own``."""
-    found = sizes("/proc/meminfo")
-    held = sum(sizes(f"/proc/{pid}/status").get("RssAnon", 0) for pid in own)
+    found = sizes(Path("/proc/meminfo"))
+    held = sum(sizes(Path(f"/proc/{pid}/status")).get("RssAnon", 0) for pid in own)
     return {"total": found.get("MemTotal", 0), "available": found.get("MemAvailable", 0),
             "held": held + gpu_buffers(own)}
 
@@ -180,17 +182,6 @@ def foreign_holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
     own = before | own_processes()
     return {port: holder for port, holder in found.items()
             if not isinstance(holder[0], int) or holder[0] not in own}
-
-
-def sizes(path: str) -> dict[str, int]:
-    """Lines such as "MemTotal: 8000 kB", in bytes."""
-    found = {}
-    for line in text(path).splitlines():
-        name, _, value = line.partition(":")
-        words = value.split()
-        if len(words) == 2 and words[0].isdigit() and words[1] == "kB":
-            found[name] = int(words[0]) * 1024
-    return found
 
 
 def why_not_root() -> str:
