@@ -11,13 +11,17 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
-from typing import IO, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Protocol, TypeVar
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
 
+_Board = TypeVar("_Board")
+_Result = TypeVar("_Result")
 TIMEOUT_S = 60.0
+_GRACE_S = 3.0  # for a process to end
 _CONNECT_S = 10
 _ALIVE_S = 5  # between keep-alives; three may be missed
 _SSH_PORT = 22
@@ -107,6 +111,21 @@ def search_path() -> str:
 def as_root(argv: Sequence[str]) -> list[str]:
     """``argv`` as root: by sudo without a password, unless the user is root."""
     return ["sh", "-c", '[ "$(id -u)" = 0 ] || set -- sudo -n -- "$@"; exec "$@"', "sh", *argv]
+
+
+def on_each(function: Callable[[_Board], _Result], boards: Sequence[_Board]) -> list[_Result]:
+    """``function`` of all boards at once; the results in their order."""
+    with ThreadPoolExecutor(max(1, len(boards))) as pool:
+        return list(pool.map(function, boards))
+
+
+def end(client: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that has been told to end, and kill it if it does not."""
+    try:
+        client.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        client.kill()
+        client.wait()  # no deadline: SIGKILL ends it
 
 
 def missing_tools(packages: Iterable[tuple[str, str]]) -> list[str]:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
 from flowspec_edge.fleet.board_links.addresses import network_address
-from flowspec_edge.fleet.commands import SshRunner, failure
+from flowspec_edge.fleet.commands import SshRunner, end, failure
 from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.runtime.cluster.addresses import Addresses
@@ -26,8 +26,6 @@ from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.transport import keys
 from flowspec_edge.util import torchdevice
-
-_GRACE_S = 3.0  # for an ssh client to exit
 
 # A shell on the board runs this with Python and a line count as arguments.  Stdin has one line with the key,
 # then that many lines of configuration without ``parent``.  The shell execs the worker, which reads both from
@@ -104,11 +102,7 @@ class SshBoards:
             assert client.stdin is not None
             with suppress(BrokenPipeError):
                 client.stdin.close()
-            try:
-                client.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:
-                client.kill()
-                client.wait()  # no deadline: SIGKILL ends it
+            end(client)
         self._stages = []
         self._undo.close()
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.board_links import tc
 from flowspec_edge.fleet.board_links.linktest import LinkMeasure, measure_link, serve_link
-from flowspec_edge.fleet.commands import LocalRunner, missing_tools, search_path
+from flowspec_edge.fleet.commands import LocalRunner, end, missing_tools, search_path
 
 _TOOLS = (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux"), ("unshare", "util-linux"))
 _INTERFACE = "eth0"
@@ -29,7 +29,6 @@ _WIRE_SHARE = (_MTU + 14) / (_MTU - 52)
 # GSO segments per packet: enough to save CPU at 1000 Mbps.  With the kernel's default of 64 KiB, a 128 KiB
 # message would be two packets, the first of which is always sent at once.
 _GSO_SEGMENTS = 12
-_GRACE_S = 2.0  # for a holder to exit
 _TIMEOUT_S = 30.0  # of one measurement
 _CLONE_NEWNET = 0x40000000
 
@@ -116,11 +115,7 @@ class NetnsTestbed:
             holder.stdin.close()
             holder.stdout.close()
         for holder in self._holders:
-            try:
-                holder.wait(_GRACE_S)
-            except subprocess.TimeoutExpired:  # a fork of this process may hold the pipe
-                holder.kill()
-                holder.wait()  # no deadline: SIGKILL ends it
+            end(holder)  # does not end by itself if a fork of this process holds the pipe
         self._holders = []
 
     def __enter__(self) -> NetnsTestbed:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.commands import as_root, runner_for
+from flowspec_edge.fleet.commands import as_root, on_each, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.probe.facts import BoardFacts, ask_deployment
 
@@ -132,8 +132,7 @@ def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardSt
         except FlowspecError as error:
             return error
 
-    with ThreadPoolExecutor(max(1, len(boards))) as pool:
-        return list(pool.map(one, boards))
+    return on_each(one, boards)
 
 
 def run(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, Sequence[Action]]], dry_run: bool = False,

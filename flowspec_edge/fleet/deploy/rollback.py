@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.commands import as_root, python_for, runner_for
+from flowspec_edge.fleet.commands import as_root, on_each, python_for, runner_for
 from flowspec_edge.fleet.deploy.actions import BoardState, Phase
 from flowspec_edge.fleet.deploy.rollout_log import DeployReport, RolloutLog, Watch
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
@@ -198,5 +197,4 @@ def _restore_links(inventory: Inventory, before: FleetStatus, releases: Mapping[
         except FlowspecError:
             return
 
-    with ThreadPoolExecutor(len(before.boards)) as pool:
-        list(pool.map(restore, zip(inventory.device, before.boards, strict=True)))
+    on_each(restore, [*zip(inventory.device, before.boards, strict=True)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import pairwise
@@ -15,7 +14,7 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.board_links import tc
 from flowspec_edge.fleet.board_links.addresses import address_problem
 from flowspec_edge.fleet.board_links.shaping import LinkRate, measure_between
-from flowspec_edge.fleet.commands import Runner, as_root, python_for, runner_for
+from flowspec_edge.fleet.commands import Runner, as_root, on_each, python_for, runner_for
 from flowspec_edge.fleet.doctor.run import apply_remedies
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import HOME, PYTHON, STATE
@@ -59,8 +58,7 @@ def check_cluster(inventory: Inventory, storage: str | None = None,
         done(device.name)
         return checked
 
-    with ThreadPoolExecutor(len(inventory.device)) as pool:
-        boards = list(pool.map(check, inventory.device))
+    boards = on_each(check, inventory.device)
     reached = {board.name: board for board in boards if board.reached}
     probed = {board.name: board.facts for board in boards if board.facts}
     for finding in judge_together("bare", probed):

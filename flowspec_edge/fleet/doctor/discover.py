@@ -7,7 +7,6 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet import paths as places
 from flowspec_edge.fleet.board_links.addresses import address_problem, on_network
+from flowspec_edge.fleet.commands import on_each
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, resolve
 from flowspec_edge.fleet.probe.board import BoardInfo, board_of, mode_numbers
 from flowspec_edge.fleet.probe.checks import Subject, faults, judge_together
@@ -130,8 +130,7 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
         done(device.name)
         return of_facts(device, facts[device.name].system)
 
-    with ThreadPoolExecutor(len(inventory.device)) as pool:
-        answers = list(pool.map(ask, inventory.device))
+    answers = on_each(ask, inventory.device)
     wrong = [answer for answer in answers if isinstance(answer, str)]
     if wrong:
         raise FlowspecError(f"{'; '.join(wrong)}: ssh there by hand; the board must be up, its host key "

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.board_links.addresses import address_problem
+from flowspec_edge.fleet.commands import on_each
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
 from flowspec_edge.fleet.paths import HOME, STATE
 from flowspec_edge.fleet.probe import system_rules as rules
@@ -333,8 +333,7 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightRepo
         except FlowspecError as error:
             return [no_facts(device, error)]
 
-    with ThreadPoolExecutor(max(1, len(devices))) as pool:
-        told = dict(zip((device.name for device in devices), pool.map(one, devices), strict=True))
+    told = dict(zip((device.name for device in devices), on_each(one, devices), strict=True))
     facts = {name: one for name, one in told.items() if isinstance(one, BoardFacts)}
     found: list[Finding] = []
     for device in devices:

@@ -6,12 +6,11 @@ import json
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.commands import SshRunner, is_here
+from flowspec_edge.fleet.commands import SshRunner, end, is_here
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 
 _PATIENCE_S = 60.0  # without data: the service sends a line every few seconds while a request waits
@@ -130,8 +129,4 @@ class _Connection(HTTPConnection):
         super().close()
         if self._client is not None:
             self._client.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._client.wait(3)
-            if self._client.poll() is None:
-                self._client.kill()
-                self._client.wait()  # no deadline: SIGKILL ends it
+            end(self._client)

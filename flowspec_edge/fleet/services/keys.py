@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.commands import as_root, runner_for
+from flowspec_edge.fleet.commands import as_root, on_each, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import KEY
 from flowspec_edge.transport.keys import parse_public
@@ -175,8 +174,7 @@ def _ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[
             return BoardKey(device.name, error=f"{device.name}: {command[0]} is not a compatible flowspec: "
                                                "flowspec deploy up")
 
-    with ThreadPoolExecutor(max(1, len(devices))) as pool:
-        return list(pool.map(one, devices))
+    return on_each(one, devices)
 
 
 def changed_key(name: str, public: str, known: Mapping[str, str], directory: Path) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.commands import Unreached, as_root, runner_for
+from flowspec_edge.fleet.commands import Unreached, as_root, on_each, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.probe.facts import BoardStatus, ask_service
 from flowspec_edge.fleet.probe.findings import Finding
@@ -79,8 +79,7 @@ class FleetStatus:
 
 def look(inventory: Inventory) -> FleetStatus:
     """All boards in parallel."""
-    with ThreadPoolExecutor(len(inventory.device)) as pool:
-        return FleetStatus(list(pool.map(lambda device: look_at(inventory, device), inventory.device)))
+    return FleetStatus(on_each(lambda device: look_at(inventory, device), inventory.device))
 
 
 def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
@@ -134,8 +133,7 @@ def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
     else:
         rounds = [(verb, stages), (verb, drafts)]
     for what, group in rounds:
-        with ThreadPoolExecutor(max(1, len(group))) as pool:
-            list(pool.map(lambda board, what=what: act(what, board), group))
+        on_each(partial(act, what), group)
     return failed
 
 
