@@ -11,9 +11,10 @@ import shutil
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Protocol, TypeVar
+from typing import IO, Any, TypeVar
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
@@ -34,9 +35,12 @@ class Unreached(FlowspecError):
     """No answer: ssh failed, or the command exceeded its deadline."""
 
 
-class Runner(Protocol):
-    where: str  # the device's name in error messages
+class Runner(ABC):
+    def __init__(self, where: str, timeout_s: float) -> None:
+        """``where``: the device's name in error messages."""
+        self.where, self._timeout_s = where, timeout_s
 
+    @abstractmethod
     def command(self, argv: Sequence[str]) -> list[str]:
         """The local command that runs ``argv`` on the device, with stdin and stdout connected."""
 
@@ -46,49 +50,38 @@ class Runner(Protocol):
         FlowspecError, with the last line of stderr, if it cannot be started or fails; Unreached if ssh fails
         or the command exceeds the deadline.
         """
+        name, local = argv[0], self.command(argv)
+        given: dict[str, Any] = ({"input": (stdin or "").encode()} if stdin is None or isinstance(stdin, str)
+                                 else {"stdin": stdin})
+        try:
+            done = subprocess.run(local, capture_output=True, timeout=self._timeout_s, check=False,
+                                  env={**os.environ, "PATH": search_path()}, **given)
+        except OSError as error:
+            raise FlowspecError(f"{self.where}: cannot run {local[0]}: {error.strerror}") from error
+        except subprocess.TimeoutExpired as error:
+            raise Unreached(f"{self.where}: {name} did not finish within {self._timeout_s:g} s: see whether "
+                            "the board hangs (uptime, dmesg), then run this again") from error
+        if done.returncode:
+            kind = Unreached if _by_ssh(local, done.returncode) else FlowspecError
+            raise kind(f"{self.where}: "
+                       + failure(name, local, done.returncode, done.stderr.decode(errors="replace")))
+        return str(done.stdout.decode(errors="replace"))
 
 
-class LocalRunner:
+class LocalRunner(Runner):
     """``prefix`` goes before each command, such as nsenter with its options."""
 
     def __init__(self, where: str = "this machine", prefix: Sequence[str] = (),
-                 timeout_s: float = 60.0) -> None:
-        self.where = where
+                 timeout_s: float = TIMEOUT_S) -> None:
+        super().__init__(where, timeout_s)
         self._prefix = list(prefix)
-        self._timeout_s = timeout_s
 
     def command(self, argv: Sequence[str]) -> list[str]:
         return [*self._prefix, *argv]
 
-    def run(self, argv: Sequence[str], stdin: str | IO[bytes] | None = None) -> str:
-        return finish(self.where, argv[0], self.command(argv), stdin, self._timeout_s)
-
-
-def finish(where: str, name: str, argv: Sequence[str], stdin: str | IO[bytes] | None, timeout_s: float
-           ) -> str:
-    """Run ``argv`` locally; its stdout.  Errors begin with ``where`` and ``name``, or with ssh if ssh
-    failed."""
-    env = {**os.environ, "PATH": search_path()}
-    try:
-        if stdin is None or isinstance(stdin, str):
-            done = subprocess.run(argv, input=(stdin or "").encode(), capture_output=True, timeout=timeout_s,
-                                  check=False, env=env)
-        else:
-            done = subprocess.run(argv, stdin=stdin, capture_output=True, timeout=timeout_s, check=False,
-                                  env=env)
-    except OSError as error:
-        raise FlowspecError(f"{where}: cannot run {argv[0]}: {error.strerror}") from error
-    except subprocess.TimeoutExpired as error:
-        raise Unreached(f"{where}: {name} did not finish within {timeout_s:g} s: see whether the board hangs "
-                        "(uptime, dmesg), then run this again") from error
-    if done.returncode:
-        kind = Unreached if _by_ssh(argv, done.returncode) else FlowspecError
-        raise kind(f"{where}: " + failure(name, argv, done.returncode, done.stderr.decode(errors="replace")))
-    return done.stdout.decode(errors="replace")
-
 
 def failure(name: str, argv: Sequence[str], code: int, stderr: str) -> str:
-    """How a command failed, as the end of a sentence; parameters as for ``finish``."""
+    """How the command ``name``, run as the local ``argv``, failed: the end of a sentence."""
     if _by_ssh(argv, code):
         name = "ssh"
     prefix = "" if name == "sh" else f"{name}: "  # a script's commands name themselves
@@ -119,7 +112,7 @@ def on_each(function: Callable[[_Board], _Result], boards: Sequence[_Board]) -> 
         return list(pool.map(function, boards))
 
 
-def end(client: subprocess.Popen[bytes]) -> None:
+def end_process(client: subprocess.Popen[bytes]) -> None:
     """Wait for a process that has been told to end, and kill it if it does not."""
     try:
         client.wait(_GRACE_S)
@@ -134,14 +127,13 @@ def missing_tools(packages: Iterable[tuple[str, str]]) -> list[str]:
             if shutil.which(tool, path=search_path()) is None]
 
 
-class SshRunner:
+class SshRunner(Runner):
     """Never prompts: a password or an unknown host key is an error."""
 
     def __init__(self, inventory: Inventory, device: DeviceEntry, timeout_s: float = TIMEOUT_S,
                  own_connection: bool = False) -> None:
         """``own_connection``: no ControlMaster sharing, so that the remote sshd ends with this command."""
-        self.where = f"{device.name} ({device.address})"
-        self._timeout_s = timeout_s
+        super().__init__(f"{device.name} ({device.address})", timeout_s)
         options: dict[str, str | int] = {
             "BatchMode": "yes", "ConnectTimeout": _CONNECT_S, "ServerAliveInterval": _ALIVE_S,
             "ServerAliveCountMax": 3, "LogLevel": "ERROR", "Port": device.ssh_port}
@@ -163,9 +155,6 @@ class SshRunner:
         """The local command whose stdin and stdout are a TCP connection from the board to ``host``."""
         *options, end, address = self._ssh
         return [*options, "-W", f"{host}:{port}", end, address]
-
-    def run(self, argv: Sequence[str], stdin: str | IO[bytes] | None = None) -> str:
-        return finish(self.where, argv[0], self.command(argv), stdin, self._timeout_s)
 
 
 def runner_for(inventory: Inventory, device: DeviceEntry, timeout_s: float = TIMEOUT_S,

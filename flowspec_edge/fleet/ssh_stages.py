@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
 from flowspec_edge.fleet.board_links.addresses import network_address
-from flowspec_edge.fleet.commands import SshRunner, end, failure
+from flowspec_edge.fleet.commands import SshRunner, end_process, failure
 from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.runtime.cluster.addresses import Addresses
@@ -102,7 +102,7 @@ class SshBoards:
             assert client.stdin is not None
             with suppress(BrokenPipeError):
                 client.stdin.close()
-            end(client)
+            end_process(client)
         self._stages = []
         self._undo.close()
 

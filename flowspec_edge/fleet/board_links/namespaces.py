@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.board_links import tc
 from flowspec_edge.fleet.board_links.linktest import LinkMeasure, measure_link, serve_link
-from flowspec_edge.fleet.commands import LocalRunner, end, missing_tools, search_path
+from flowspec_edge.fleet.commands import LocalRunner, end_process, missing_tools, search_path
 
 _TOOLS = (("ip", "iproute2"), ("tc", "iproute2"), ("nsenter", "util-linux"), ("unshare", "util-linux"))
 _INTERFACE = "eth0"
@@ -115,7 +115,7 @@ class NetnsTestbed:
             holder.stdin.close()
             holder.stdout.close()
         for holder in self._holders:
-            end(holder)  # does not end by itself if a fork of this process holds the pipe
+            end_process(holder)  # does not end by itself if a fork of this process holds the pipe
         self._holders = []
 
     def __enter__(self) -> NetnsTestbed:

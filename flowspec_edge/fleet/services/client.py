@@ -10,7 +10,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.commands import SshRunner, end, is_here
+from flowspec_edge.fleet.commands import SshRunner, end_process, is_here
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 
 _PATIENCE_S = 60.0  # without data: the service sends a line every few seconds while a request waits
@@ -129,4 +129,4 @@ class _Connection(HTTPConnection):
         super().close()
         if self._client is not None:
             self._client.terminate()
-            end(self._client)
+            end_process(self._client)

@@ -19,7 +19,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.commands import as_root, end, failure, runner_for, search_path
+from flowspec_edge.fleet.commands import as_root, end_process, failure, runner_for, search_path
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import MODELS, model_dir
 from flowspec_edge.model.manifest import Manifest, PartFile
@@ -183,7 +183,7 @@ class _Connection:
         assert self._client.stdin is not None
         assert self._client.stdout is not None
         self._client.stdin.close()
-        end(self._client)
+        end_process(self._client)
         for file in (self._client.stdout, self._out, self._stderr):
             file.close()
 
