@@ -12,6 +12,7 @@ import json
 import select
 import shlex
 import subprocess
+import uuid
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -47,6 +48,8 @@ class DeviceShaping:
         self._shaped = False
         state = f"{STATE}/{interface}"
         self._state, self._script_file = shlex.quote(state), shlex.quote(f"{state}/restore")
+        # Is there while the lock is this run's: after a late renewal it may be another's.
+        self._run_file = shlex.quote(f"{state}/run-{uuid.uuid4().hex}")
 
     def start(self) -> None:
         """Save the state and start the timer; FlowspecError if the device cannot be shaped or restored."""
@@ -58,7 +61,8 @@ class DeviceShaping:
         lines = [
             "umask 077", f"mkdir -p {STATE}",
             f"mkdir {self._state} 2>/dev/null || {{ echo {shlex.quote(self._busy())} >&2; exit 1; }}",
-            f"printf %s {shlex.quote(script)} > {self._script_file}", *self._arm(1),
+            f"touch {self._run_file}", f"printf %s {shlex.quote(script)} > {self._script_file}",
+            *self._arm(1),
         ]
         self._armed = 1  # a partial start must be undone too
         try:
@@ -87,7 +91,7 @@ class DeviceShaping:
             raise FlowspecError(f"{self._runner.where}: the shaping of {self._interface} has not begun, "
                                 "or is over")
         late = f"the link was restored, because its shaping was not renewed for {self._after_s} s"
-        self._run([f"[ -e {self._script_file} ] || {{ echo {shlex.quote(late)} >&2; exit 1; }}",
+        self._run([f"[ -e {self._run_file} ] || {{ echo {shlex.quote(late)} >&2; exit 1; }}",
                    *self._arm(self._armed + 1), *self._disarm(self._armed)])
         self._armed += 1
 
@@ -101,7 +105,8 @@ class DeviceShaping:
         # The previous timer, too: a renewal may have been interrupted half-way.
         numbers = range(max(1, self._armed - 1), self._armed + 2)
         pids = [line for n in numbers for line in self._remember(n)]
-        self._run([*pids, f"if [ -e {self._script_file} ]; then sh {self._script_file}; fi",
+        self._run([f"[ -e {self._run_file} ] || exit 0", *pids,
+                   f"if [ -e {self._script_file} ]; then sh {self._script_file}; fi",
                    *(line for n in numbers for line in self._cancel(n)), f"rm -rf {self._state}"])
         self._armed, self._shaped = 0, False
         now = self._qdiscs()

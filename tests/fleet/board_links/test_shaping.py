@@ -105,6 +105,22 @@ def test_a_late_controller_gets_an_error(boards: sshkit.Boards) -> None:
     assert boards.shown(1) == before
 
 
+def test_a_late_controller_leaves_the_next_run_alone(boards: sshkit.Boards) -> None:
+    before = boards.shown(1)
+    late = shaping_of(boards, after_s=2)
+    late.start()
+    assert all(fleetkit.ended(pid, PATIENCE_S) for pid in boards.running(1, SLEEPER))
+    with shaping_of(boards) as link:
+        link.apply(100)
+        with pytest.raises(FlowspecError, match="was not renewed for 2 s"):
+            late.apply(50)
+        with pytest.raises(FlowspecError, match="not as it was"):  # the next run's shaping is there
+            late.restore()
+        assert "htb f5ec:" in boards.shown(1)
+        link.apply(200)
+    assert boards.shown(1) == before
+
+
 def test_a_second_run_is_refused(boards: sshkit.Boards) -> None:
     with shaping_of(boards) as link:
         with pytest.raises(FlowspecError, match="another run shapes eth0"):
