@@ -1,13 +1,23 @@
-"""Command lines, the demonstration model's prompts, and tables of (what, value, unit)."""
+"""Command lines, prompts, a server, random weights, and tables of (what, value, unit)."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
 
 from flowspec_edge.bench.tasks import load_prompts
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.model.text import Tokenizer
+from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.util.resources import resource_dir
 
 Row = tuple[str, float, str]
@@ -27,6 +37,28 @@ def options(doc: str | None, **defaults: int | str) -> argparse.Namespace:
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     return parser.parse_args()
+
+
+@contextmanager
+def serving(*options: str | int) -> Iterator[tuple[str, int]]:
+    """(URL, process id) of ``flowspec serve`` with these options."""
+    command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--port", "0", *map(str, options)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            assert process.stdout is not None
+            found = re.search(r"http://[^\s,]+/v1", process.stdout.readline())
+            if not found:
+                raise FlowspecError("the server did not start; try: flowspec serve")
+            yield found[0], process.pid
+        finally:
+            process.send_signal(signal.SIGTERM)
+
+
+def random_codes(how: Scheme, rows: int, columns: int) -> dict[str, Tensor]:
+    """A matrix as ``how`` stores it, of random codes."""
+    return {name: torch.randint(256, size, dtype=dtype) if dtype == torch.uint8
+            else torch.full(size, 0.002, dtype=dtype)
+            for name, (size, dtype) in how.stored(rows, columns).items()}
 
 
 def print_rows(rows: Iterable[Row]) -> None:

@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.util.experts import Experts, independent, separated
-from microbench._common import Row, options, print_rows
+from microbench._common import Row, options, print_rows, random_codes
 
 ROWS = (1, 2, 4, 8, 16, 32)
 WIDTH, INNER, CHOSEN = 2048, 768, 8
@@ -57,9 +57,7 @@ def _int4(weight: Tensor) -> nn.Module:
     how = scheme("int4")
     rows, columns = weight.shape
     linear = how.linear(rows, columns, False, torch.bfloat16)
-    linear.fill({name: torch.randint(256, shape, dtype=dtype) if dtype == torch.uint8 else
-                 torch.full(shape, 0.01, dtype=dtype)
-                 for name, (shape, dtype) in how.stored(rows, columns).items()})
+    linear.fill(random_codes(how, rows, columns))
     return linear
 
 

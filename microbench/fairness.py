@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-import signal
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -25,7 +22,7 @@ from typing import Any
 import httpx2
 
 from flowspec_edge.errors import FlowspecError
-from microbench._common import demo_prompts
+from microbench._common import demo_prompts, serving
 
 _CALLERS = 2
 _CONTEXT = 2048  # tokens that the caches hold, and a request of the demonstration's model may have
@@ -70,27 +67,10 @@ def floods(prompt_tokens: int) -> list[Flood]:
         Flood("none", 0, {}),
         *(Flood(f"{count} connections, 400 tokens", count, {"max_tokens": 400}) for count in (4, 12, 40)),
         Flood("6 connections, n = 8", 6, {"max_tokens": 100, "n": 8}),
-        Flood("12 connections, extreme priority", 12, {"max_tokens": 400, "priority": -10**9}),
+        Flood("12 connections, the highest priority", 12, {"max_tokens": 400, "priority": -10}),
         Flood("12 connections, a user each", 12, {"max_tokens": 400}, users=True),
         Flood("4 connections, max_tokens of the whole cache", 4, {"max_tokens": _CONTEXT - prompt_tokens}),
     ]
-
-
-@contextmanager
-def serving(stages: int, emulate: str) -> Iterator[str]:
-    """The URL of a server."""
-    command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--port", "0"]
-    command += ["--stages", str(stages), "--context", str(_CONTEXT)]
-    command += ["--emulate", emulate] if emulate else []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            found = re.search(r"http://[^\s,]+/v1", process.stdout.readline())
-            if not found:
-                raise FlowspecError("the server did not start; try: flowspec serve")
-            yield found[0]
-        finally:
-            process.send_signal(signal.SIGTERM)
 
 
 def client_at(url: str, address: str) -> httpx2.Client:
@@ -125,10 +105,6 @@ def flooding(url: str, flood: Flood, prompts: Sequence[list[int]]) -> Iterator[N
                     for _ in streamed(client, fields):
                         if over.is_set():
                             break
-            except httpx2.HTTPStatusError as error:
-                if error.response.status_code == 400 and "priority" in fields:  # the range is bounded
-                    flood.fields["priority"] = -10
-                over.wait(_FLOOD_RETRY_S)
             except (httpx2.HTTPError, FlowspecError):
                 over.wait(_FLOOD_RETRY_S)
 
@@ -209,7 +185,8 @@ def main() -> None:
     prompts = [prompt[:48] for prompt in demo_prompts(given.requests)]
     rows: list[Waits] = []
     alone: list[str] = []
-    with serving(given.stages, given.emulate) as url:
+    emulate = ["--emulate", given.emulate] if given.emulate else []
+    with serving("--stages", given.stages, "--context", _CONTEXT, *emulate) as (url, _):
         for flood in floods(max(map(len, prompts))):
             row, texts = measure(url, flood, prompts, given.limit, alone, rows[0].median_s if rows else None)
             alone = alone or texts

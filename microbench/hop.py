@@ -10,7 +10,6 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import numpy as np
@@ -21,32 +20,14 @@ from flowspec_edge.fleet.measurement.link import segment, spin
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.codec import encode
 from flowspec_edge.transport.zmq_links import ZmqTransport
-from microbench._common import options
+from microbench._common import Row, options, print_rows
 
 _LOOPBACK = "tcp://127.0.0.1:*"
 _BUSY_S = 0.5e-3
 _TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class HopRow:
-    """Medians of one kind of segment; times in microseconds, ``size`` in bytes."""
-
-    rows: int
-    width: int
-    size: int
-    blob_us: float
-    bare_us: float
-    hop_us: float
-    curve_us: float  # our hop, encrypted
-
-    @property
-    def ratio(self) -> float:
-        """Over the bare hop of the same frames."""
-        return self.hop_us / self.bare_us
-
-
-def measure(rows: int = 16, width: int = 4096, hops: int = 500) -> HopRow:
+def measure(rows: int, width: int, hops: int) -> list[Row]:
     """Medians of ``hops`` hops by each way of sending, without the first tenth."""
     message = segment(width, "fp16", rows)
     frames = [bytes(frame) for frame in encode(message)]
@@ -81,7 +62,10 @@ def measure(rows: int = 16, width: int = 4096, hops: int = 500) -> HopRow:
         encrypted.close()
         child.join()
     times = np.subtract(ends, starts)[hops // 10:]  # [hops, 4] seconds
-    return HopRow(rows, width, len(blob), *(np.median(times, axis=0) * 1e6).tolist())
+    as_blob, bare_hop, ours_us, curve = (np.median(times, axis=0) * 1e6).tolist()
+    return [(f"a segment of {rows} x {width}, {len(blob)} bytes: as one blob", as_blob, "us"),
+            ("  its frames, bare", bare_hop, "us"), ("  our hop", ours_us, "us"),
+            ("  our hop / the bare one", ours_us / bare_hop, "x"), ("  our hop, encrypted", curve, "us")]
 
 
 def _receiver(pipe: Connection, hops: int, pair: keys.KeyPair, sender: bytes) -> None:
@@ -108,19 +92,10 @@ def _receiver(pipe: Connection, hops: int, pair: keys.KeyPair, sender: bytes) ->
     encrypted.close()
 
 
-def table(rows: list[HopRow]) -> str:
-    lines = [f"{'segment':>10}  {'bytes':>8}  {'bare blob':>9}  {'bare hop':>9}  {'our hop':>9}  ratio  "
-             f"{'encrypted':>9}"]
-    for row in rows:
-        shape = f"{row.rows}x{row.width}"
-        lines.append(f"{shape:>10}  {row.size:>8}  {row.blob_us:>6.0f} us  {row.bare_us:>6.0f} us"
-                     f"  {row.hop_us:>6.0f} us  {row.ratio:>5.2f}  {row.curve_us:>6.0f} us")
-    return "\n".join(lines)
-
-
 def main() -> None:
     hops = options(__doc__, hops=500).hops
-    print(table([measure(rows, 4096, hops) for rows in (1, 16, 64)]))
+    for rows in (1, 16, 64):
+        print_rows(measure(rows, 4096, hops))
 
 
 if __name__ == "__main__":

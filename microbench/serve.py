@@ -7,14 +7,9 @@ concurrency.
 from __future__ import annotations
 
 import argparse
-import re
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +23,11 @@ from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
-from microbench._common import demo_prompts
+from microbench._common import demo_prompts, serving
 
 CLIENTS = (1, 2, 4, 8)
 _STAGES = 4
-_AT_ONCE = max(CLIENTS)
+_SERVER = ("--stages", _STAGES, "--at-once", max(CLIENTS))
 _MEMORY_AT = (20, 100)  # requests after which memory is read
 _TIMEOUT_S = 600.0
 
@@ -72,24 +67,6 @@ def load_of(clients: int, firsts: Sequence[float], totals: Sequence[float], toke
 # ---- over processes --------------------------------------------------------------------------------
 
 
-@contextmanager
-def serving(emulate: str | None) -> Iterator[tuple[str, int]]:
-    """(URL, process id) of a server."""
-    command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--port", "0"]
-    command += ["--stages", str(_STAGES), "--at-once", str(_AT_ONCE)]
-    command += ["--emulate", emulate] if emulate else []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            found = re.search(r"http://[^\s,]+", line)
-            if not found:
-                raise FlowspecError("the server did not start; try: flowspec serve")
-            yield found[0], process.pid
-        finally:
-            process.send_signal(signal.SIGTERM)
-
-
 def ask(client: OpenAI, prompt: list[int], tokens: int, seed: int) -> TimedAnswer:
     start = time.perf_counter()
     first, pieces, count = 0.0, [], 0
@@ -116,7 +93,9 @@ def closed_loop(client: OpenAI, prompts: Sequence[list[int]], tokens: int, clien
 def processes_load(prompts: Sequence[list[int]], tokens: int, emulate: str | None) -> list[Load]:
     """Closed loops of 1, 2, 4 and 8 clients; FlowspecError if a text differs from one client's."""
     loads, alone = list[Load](), list[TimedAnswer]()
-    with serving(emulate) as (url, _), OpenAI(base_url=url, api_key="none", timeout=_TIMEOUT_S) as client:
+    emulated = ["--emulate", emulate] if emulate else []
+    with (serving(*_SERVER, *emulated) as (url, _),
+          OpenAI(base_url=url, api_key="none", timeout=_TIMEOUT_S) as client):
         for clients in CLIENTS:
             start = time.perf_counter()
             answers = closed_loop(client, prompts, tokens, clients)
@@ -168,7 +147,7 @@ def endurance(tokens: int) -> list[str]:
     """
     different = prompts_of(10)
     lines, asked = [], list[TimedAnswer]()
-    with serving(None) as (url, pid), OpenAI(base_url=url, api_key="none", timeout=_TIMEOUT_S) as client:
+    with serving(*_SERVER) as (url, pid), OpenAI(base_url=url, api_key="none", timeout=_TIMEOUT_S) as client:
         members = process_tree(pid)
         for count in range(1, _MEMORY_AT[-1] + 1):
             i = (count - 1) % len(different)

@@ -17,6 +17,7 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -40,12 +41,14 @@ from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.quant.grouped import GroupedScheme, pack
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.stage.weights import tensor_names
+from flowspec_edge.util.procfs import sizes
 from flowspec_edge.util.weight_file import TensorInfo
 from microbench._common import Row, print_rows
 
 CONTEXT = 4096  # rows of the cache
 ROWS = 16  # of the segment that a loaded stage computes
 _PIECE = 1 << 20
+_STATUS = Path("/proc/self/status")
 Figures = TypeVar("Figures")
 
 
@@ -205,20 +208,29 @@ def _serve(out: Path) -> tuple[int, int]:
     manifest = Manifest.read(out)
     shard = load_shard(out, 0, manifest.stages, manifest.compute_dtype)
     engine = StageEngine(shard)
-    engine.open(Open(session=0, epoch=0, capacity=CONTEXT))
+    fill_caches(engine, CONTEXT)
+    compute_behind(engine, CONTEXT)
+    return shard.nbytes + engine.cache_bytes, sizes(_STATUS)["VmRSS"]
+
+
+def fill_caches(engine: StageEngine, rows: int) -> None:
+    """All rows of a session but those of a segment: unwritten memory is not resident."""
+    engine.open(Open(session=0, epoch=0, capacity=rows))
     cache = engine.cache_of(0)
     assert cache is not None
-    cache.fill(CONTEXT)  # unwritten memory is not resident
-    engine.reset()
-    engine.open(Open(session=0, epoch=0, capacity=CONTEXT))
-    numbers = np.arange(ROWS, dtype=np.int32)
-    segment = Segment(
-        session=0, epoch=0, run=0, first=0, stop=ROWS, numbers=numbers, positions=numbers, base=0,
-        bits=pack_bits([(2 << i) - 1 for i in range(ROWS)], ROWS), committed=numbers[:0], tokens=numbers)
-    admitted = engine.admit(segment)
+    cache.fill(rows - ROWS)
+
+
+def compute_behind(engine: StageEngine, rows: int) -> None:
+    """The segment behind the cached rows, ``rows`` with it."""
+    context = rows - ROWS
+    numbers = np.arange(context, rows, dtype=np.int32)
+    admitted = engine.admit(Segment(
+        session=0, epoch=0, run=0, first=context, stop=rows, numbers=numbers, positions=numbers, base=context,
+        bits=pack_bits([(2 << i) - 1 for i in range(ROWS)], ROWS),
+        committed=np.arange(context, dtype=np.int32), tokens=numbers))
     assert admitted is not None
     engine.compute([admitted])
-    return shard.nbytes + engine.cache_bytes, _status("VmRSS")
 
 
 def in_fresh_process(measure: Callable[..., Figures], *arguments: object) -> Figures:
@@ -243,23 +255,17 @@ def warm_up(dtype: ShardDtype) -> None:
 def _peak_of(work: Callable[[], object]) -> int:
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, which includes the peaks of imports
-    before = _status("VmRSS")
+    before = sizes(_STATUS)["VmRSS"]
     work()
-    return _status("VmHWM") - before
-
-
-def _status(field: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+    return sizes(_STATUS)["VmHWM"] - before
 
 
 def _largest_layer(tensors: dict[str, TensorInfo]) -> int:
-    sizes: dict[str, int] = {}
+    layers = Counter[str]()
     for name, stored in tensors.items():
         if name.startswith("model.layers."):
-            layer = name.split(".")[2]
-            sizes[layer] = sizes.get(layer, 0) + stored.nbytes
-    return max(sizes.values())
+            layers[name.split(".")[2]] += stored.nbytes
+    return max(layers.values())
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -33,7 +32,6 @@ from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.planning.layer_split import problem_for
 from flowspec_edge.fleet.planning.model_size import assumed_head, model_bytes
-from flowspec_edge.messages import Open, Segment, pack_bits
 from flowspec_edge.model.catalogue import known_models
 from flowspec_edge.model.manifest import DRAFT, CacheBits, Manifest, PartFile, stage_part
 from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir
@@ -47,12 +45,11 @@ from flowspec_edge.stage.quant.grouped import GroupedScheme
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.util.procfs import sizes
 from flowspec_edge.util.tensors import parse_dtype
-from microbench._common import print_rows
+from microbench._common import print_rows, random_codes
 from microbench.shapes.models import fill_random
-from microbench.shard import RandomWeights, in_fresh_process, warm_up
+from microbench.shard import RandomWeights, compute_behind, fill_caches, in_fresh_process, warm_up
 
 FIRST = stage_part(0)
-_SEGMENT = 16  # rows
 _TEXT = 64  # rows that the draft cache takes at a time
 
 
@@ -80,9 +77,7 @@ class RandomBits(GroupedScheme):
     """Random codes of any weights, in int4's layout."""
 
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
-        return {name: torch.randint(256, size, dtype=dtype) if dtype == torch.uint8
-                else torch.full(size, 0.002, dtype=dtype)
-                for name, (size, dtype) in self.stored(*weight.shape).items()}
+        return random_codes(self, *weight.shape)
 
 
 def footprint(model: str, parts: Sequence[str], directory: Path, boards: int = 1, context: int = 4096,
@@ -169,14 +164,14 @@ def _load(out: Path, parts: Sequence[str], rows: int) -> tuple[int, int, int, in
     if FIRST in parts:
         engine = StageEngine(load_shard(out, 0, manifest.stages, manifest.compute_dtype))
         keep.append(engine)
-        _fill_cache(engine, rows)
+        fill_caches(engine, rows)
     if DRAFT in parts:
         models = DraftModels(out, manifest.compute_dtype)
         kind = next(kind for kind in ("eagle3", "eagle2") if ModelDir(out).draft(kind))
         models.pass_seconds(kind)  # loads the head
         keep += [models, _full_draft_cache(out / DRAFT / DRAFT_PARTS[kind], manifest.compute_dtype, rows)]
     if FIRST in parts:
-        _compute(engine, rows)
+        compute_behind(engine, rows)
     gc.collect()
     after = sizes(Path("/proc/self/status"))
     ctypes.CDLL(None).malloc_trim(0)
@@ -203,26 +198,6 @@ def _full_draft_cache(head: Path, dtype: str, rows: int) -> TreeCache:
     for _ in range(rows // _TEXT):
         cache.for_pass(cache.begin(_TEXT, [])).update(new, new, 0)
     return cache
-
-
-def _fill_cache(engine: StageEngine, rows: int) -> None:
-    """All rows of a session but those of a segment: unwritten memory is not resident."""
-    engine.open(Open(session=0, epoch=0, capacity=rows))
-    cache = engine.cache_of(0)
-    assert cache is not None
-    cache.fill(rows - _SEGMENT)
-
-
-def _compute(engine: StageEngine, rows: int) -> None:
-    """A segment behind the cached rows."""
-    context = rows - _SEGMENT
-    numbers = np.arange(context, rows, dtype=np.int32)
-    admitted = engine.admit(Segment(
-        session=0, epoch=0, run=0, first=context, stop=rows, numbers=numbers, positions=numbers,
-        base=context, bits=pack_bits([(2 << i) - 1 for i in range(_SEGMENT)], _SEGMENT),
-        committed=np.arange(context, dtype=np.int32), tokens=numbers))
-    assert admitted is not None
-    engine.compute([admitted])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -17,6 +17,7 @@ from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.stage.weights.load import fast_layout
 from flowspec_edge.util.tensors import DTYPES
+from microbench._common import random_codes
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,7 @@ def _pack(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
             continue
         rows, columns = linear.weight.shape
         packed = chosen.linear(rows, columns, linear.bias is not None, dtype, device)
-        stored = {name: torch.randint(256, size, dtype=kind) if kind == torch.uint8
-                  else torch.full(size, 0.01, dtype=kind)
-                  for name, (size, kind) in chosen.stored(rows, columns).items()}
-        packed.fill(stored, None if linear.bias is None else torch.zeros(rows, dtype=dtype))
+        packed.fill(random_codes(chosen, rows, columns),
+                    None if linear.bias is None else torch.zeros(rows, dtype=dtype))
         parent, _, child = path.rpartition(".")
         setattr(layer.get_submodule(parent), child, packed)
