@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.bench.axes import AXES
-from flowspec_edge.bench.plots import check_figure
-from flowspec_edge.bench.reproduce.catalogue import Measurement
-from flowspec_edge.bench.reproduce.records import Measured
-from flowspec_edge.bench.results import Results
-from flowspec_edge.cli.bench.measure import MeasureRequest, measure
 from flowspec_edge.cli.bench.options import BenchOptions
 from flowspec_edge.cli.common.options import (
     MOST_REPEATS,
@@ -26,16 +19,15 @@ from flowspec_edge.cli.common.options import (
     MaxNewTokensOption,
     ModelOption,
 )
-from flowspec_edge.cli.common.workload import require_runnable
+from flowspec_edge.cli.common.workload import fail_if_different, require_runnable
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.planning.testbed import profile_or_testbed
 from flowspec_edge.model.modeldir import DEMO, resolve_model
-from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.settings import Sampling
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.reproduce.catalogue import Artefact
+    from flowspec_edge.bench.reproduce.catalogue import Artefact, Measurement
     from flowspec_edge.bench.reproduce.documents import PaperDocument
-
+    from flowspec_edge.bench.reproduce.records import Measured
 
 _DEMO_PROMPTS = 16  # of the 64: some minutes
 
@@ -98,24 +90,31 @@ def reproduce(
         return
     wanted = chosen(names)
 
+    from flowspec_edge.bench.plots import check_figure
     from flowspec_edge.bench.reproduce.documents import document_of, write_all
-    from flowspec_edge.cli.bench.options import BenchOptions
-    from flowspec_edge.cli.bench.reproduce import Measurements, make_folders
-    from flowspec_edge.cli.common.workload import fail_if_different
-    from flowspec_edge.sampling.rule import Sampling
 
-    sampling = Sampling(seed=seed)
     options = BenchOptions(
         prompts=prompts, by_category=by_category, limit=limit or (None if prompts else _DEMO_PROMPTS),
         truncate=truncate, max_new_tokens=max_new_tokens, model=model, dtype=dtype, device=device, jobs=jobs,
         dask=dask)
-    measurements = Measurements(options, sampling, out / "measured", resume)
-    measurements.check(measurement for artefact in wanted for measurement in artefact.measurements)
-    make_folders(out)
+    needed = {measurement.name: measurement for artefact in wanted for measurement in artefact.measurements}
+    for measurement in needed.values():  # before anything runs
+        require_runnable(measurement.strategies, resolve_model(model), measurement.params, "virtual", 1)
+    folder = out / "measured"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make {folder}: {error.strerror}; give another --out") from error
+    check_figure(out / "figure.svg")
+    done: dict[str, Measured] = {}  # tables that share a measurement share its figures
     differences: list[str] = []
     objects = []
     for artefact in wanted:
-        found = [measurements.of(measurement) for measurement in artefact.measurements]
+        for measurement in artefact.measurements:
+            if measurement.name not in done:
+                kept = replace(options, out=folder / f"{measurement.name}.json", resume=resume)
+                done[measurement.name] = _measured(measurement, kept, Sampling(seed=seed))
+        found = [done[measurement.name] for measurement in artefact.measurements]
         document = document_of(artefact, found, _command(artefact, options, seed))
         paths = write_all(artefact, found, document, out)
         if as_json:
@@ -128,16 +127,16 @@ def reproduce(
     fail_if_different(differences)
 
 
-def _command(artefact: Artefact, options: object, seed: int) -> str:
+def _command(artefact: Artefact, options: BenchOptions, seed: int) -> str:
     """What to type for the same figures; files by their names alone."""
     parts = ["flowspec", "reproduce", artefact.name]
     for name in ("model", "limit", "truncate", "max_new_tokens"):
         value = getattr(options, name)
         if value is not None and (name, value) != ("model", DEMO):
             parts += [f"--{name.replace('_', '-')}", Path(str(value)).name]
-    for path in getattr(options, "prompts", None) or []:
+    for path in options.prompts or []:
         parts += ["--prompts", path.name]
-    if getattr(options, "by_category", False):
+    if options.by_category:
         parts.append("--by-category")
     return " ".join([*parts, "--seed", str(seed)])
 
@@ -163,40 +162,15 @@ def _show(document: PaperDocument, paths: list[Path]) -> None:
     print(f"wrote {', '.join(str(path) for path in paths)}", file=sys.stderr)
 
 
-def make_folders(out: Path) -> None:
-    """UsageError if the files could not be written, or there is no matplotlib."""
-    try:
-        (out / "measured").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make {out / 'measured'}: {error.strerror}; give another --out") from error
-    check_figure(out / "figure.svg")
+def _measured(wanted: Measurement, options: BenchOptions, sampling: Sampling) -> Measured:
+    from flowspec_edge.bench.axes import AXES
+    from flowspec_edge.bench.reproduce.records import Measured
+    from flowspec_edge.cli.bench.measure import MeasureRequest, measure
+    from flowspec_edge.fleet.planning.testbed import profile_or_testbed
 
-
-class Measurements:
-    """Runs each measurement once; tables that share one share its figures."""
-
-    def __init__(self, options: BenchOptions, sampling: Sampling, folder: Path, resume: bool) -> None:
-        self._options, self._sampling, self._folder, self._resume = options, sampling, folder, resume
-        self._done: dict[str, Measured] = {}
-
-    def check(self, wanted: Iterable[Measurement]) -> None:
-        """UsageError if the model lacks a draft model that one of them needs."""
-        model = resolve_model(self._options.model)
-        for measurement in wanted:
-            require_runnable(measurement.strategies, model, measurement.params, "virtual", 1)
-
-    def of(self, wanted: Measurement) -> Measured:
-        if wanted.name not in self._done:
-            self._done[wanted.name] = Measured(wanted, self._run(wanted))
-        return self._done[wanted.name]
-
-    def _run(self, wanted: Measurement) -> Results:
-        path = self._folder / f"{wanted.name}.json"
-        options = replace(self._options, profile=wanted.profile, out=path, resume=self._resume,
-                          acceptance=wanted.acceptance)
-        request = MeasureRequest(
-            ",".join(wanted.strategies), axis=AXES[wanted.axis] if wanted.axis else None,
-            values=wanted.values,
-            temperatures=None if wanted.axis else ",".join(f"{t:g}" for t in wanted.temperatures),
-            label=f"{wanted.name}, virtual time under {profile_or_testbed(wanted.profile).name}")
-        return measure(request, options, self._sampling, wanted.params)
+    request = MeasureRequest(
+        ",".join(wanted.strategies), axis=AXES[wanted.axis] if wanted.axis else None, values=wanted.values,
+        temperatures=None if wanted.axis else ",".join(f"{t:g}" for t in wanted.temperatures),
+        label=f"{wanted.name}, virtual time under {profile_or_testbed(wanted.profile).name}")
+    options = replace(options, profile=wanted.profile, acceptance=wanted.acceptance)
+    return Measured(wanted, measure(request, options, sampling, wanted.params))
