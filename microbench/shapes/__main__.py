@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 from flowspec_edge.bench.host_info import host_info, versions
-from flowspec_edge.bench.tables import show
+from flowspec_edge.bench.tables import frame, show
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.files import check_writable, write_output
 from flowspec_edge.util.torchdevice import architectures, gpus, memory_errors, pick
@@ -74,10 +73,9 @@ def _measured(given: argparse.Namespace, device: str) -> dict[str, Any]:
 
 
 def _stage_table(segments: Sequence[SegmentTime], layers: int, all_layers: int) -> Table:
-    made = _table(f"A segment in {layers} layer{'s'[:layers > 1]}")
-    for column in ("context", "rows", "ms", f"ms, {all_layers} layers (scaled)", "MB read",
-                   "share of a copy's bytes/s", "launches"):
-        made.add_column(column, justify="right")
+    made = frame([], ["context", "rows", "ms", f"ms, {all_layers} layers (scaled)", "MB read",
+                      "share of a copy's bytes/s", "launches"],
+                 f"A segment in {layers} layer{'s'[:layers > 1]}", wide=True)
     for one in segments:
         counted = one.launches if one.cuda_launches is None else f"{one.launches} (CUDA: {one.cuda_launches})"
         made.add_row(str(one.context), str(one.rows), f"{one.ms:.2f}", f"{one.whole_ms:.0f}",
@@ -86,17 +84,10 @@ def _stage_table(segments: Sequence[SegmentTime], layers: int, all_layers: int) 
 
 
 def _d0_table(parts: Sequence[PartTime]) -> Table:
-    made = _table(f"D0's parts, {CONTEXT} rows in the head's cache")
-    made.add_column("part")
-    for column in ("ms", "launches"):
-        made.add_column(column, justify="right")
+    made = frame(["part"], ["ms", "launches"], f"D0's parts, {CONTEXT} rows in the head's cache", wide=True)
     for one in parts:
         made.add_row(one.part, f"{one.ms:.2f}", str(one.launches or "–"))
     return made
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
 
 
 def _counts(text: str) -> list[int]:

@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from flowspec_edge.bench.tables import frame
 from flowspec_edge.bench.tables import show as show_whole
-from flowspec_edge.cli.common.listing import figures_table
 from flowspec_edge.fleet.planning.draft_heads import HeadCost
 from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, draft_turn
 from flowspec_edge.fleet.planning.estimate import Prediction
@@ -192,8 +192,8 @@ def _boards(report: PlanReport) -> Table:
     packed = ", ".join(f"{part} {bits}" for part, bits in parts.items() if bits != "16bit")
     dtype = f"{report.size.dtype} ({packed})" if packed else report.size.dtype
     title = f"{report.size.name}, {dtype}, {report.context} tokens of context{several}"
-    table = figures_table(title, ("role", "board"), ("layers", "weights MB", "cache MB", "process MB",
-                                                     "used / usable MB", "headroom MB", "stage ms"))
+    table = frame(("role", "board"), ("layers", "weights MB", "cache MB", "process MB", "used / usable MB",
+                                      "headroom MB", "stage ms"), title, wide=True)
     for row in report.boards:
         if row.role is None:
             continue
@@ -209,7 +209,7 @@ def _boards(report: PlanReport) -> Table:
 def _predictions(predictions: list[Prediction]) -> Table:
     calibrated = any(p.tokens_per_second_calibrated is not None for p in predictions)
     columns = ("tokens/s", *(["at the paper's acceptance"] * calibrated), "speedup", "tokens a turn")
-    table = figures_table(None, ("strategy",), columns)
+    table = frame(("strategy",), columns, wide=True)
     for p in predictions:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"
         like_paper = [f"{p.tokens_per_second_calibrated:.2f}"] if p.tokens_per_second_calibrated else []
@@ -219,8 +219,8 @@ def _predictions(predictions: list[Prediction]) -> Table:
 
 
 def _alternatives(report: PlanReport) -> Table:
-    table = figures_table("compared: D0, then the stages", ("boards", "dtype", "strategy"),
-                          ("slowest stage ms", "tokens/s"))
+    table = frame(("boards", "dtype", "strategy"), ("slowest stage ms", "tokens/s"),
+                  "compared: D0, then the stages", wide=True)
     for a in report.alternatives:
         about = "≈ " * a.bandwidth_alone
         rate = "–" if a.tokens_per_second is None else f"{about}{a.tokens_per_second:.2f}"
@@ -230,8 +230,8 @@ def _alternatives(report: PlanReport) -> Table:
 
 
 def _heads(costs: list[HeadCost]) -> Table:
-    table = figures_table("draft heads on D0, by bytes over bandwidth: lm_head included, caches not",
-                          ("head", "bits"), ("memory MB", "fits", "ms a pass", "ms for 8 depths"))
+    table = frame(("head", "bits"), ("memory MB", "fits", "ms a pass", "ms for 8 depths"),
+                  "draft heads on D0, by bytes over bandwidth: lm_head included, caches not", wide=True)
     for cost in costs:
         table.add_row(cost.kind, cost.bits, f"{cost.memory_mb:,.0f}", "yes" if cost.fits else "no",
                       _ms(cost.pass_ms), _ms(cost.tree_ms))

@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.util.terminal import plain, printable
+from flowspec_edge.util.terminal import printable
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from flowspec_edge.strategies.base import Strategy
 
 
@@ -77,15 +75,3 @@ def print_columns(rows: list[tuple[str, ...]]) -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-
-
-def figures_table(title: str | None, names: tuple[str, ...], figures: tuple[str, ...]) -> Table:
-    """Columns of names, then right-aligned ones."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title and plain(title), title_justify="left", box=SIMPLE_HEAD, padding=0,
-                  show_edge=False)
-    for column in (*names, *figures):
-        table.add_column(column, justify="right" if column in figures else "left", no_wrap=True)
-    return table

@@ -10,8 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from rich.console import Console
 from rich.table import Table
 
-from flowspec_edge.bench.tables import show
-from flowspec_edge.cli.common.listing import figures_table
+from flowspec_edge.bench.tables import frame, show
 from flowspec_edge.runtime.request import Result
 
 _LIVE = "flowspec_edge.runtime.observe.counters"
@@ -86,30 +85,26 @@ class ChatScreen(logging.Handler):
 
 
 def _answers(results: Sequence[Result]) -> Table:
-    made = figures_table("answers", ("",), ("tokens", "tokens/s", "ALT", "ALR", "TTFT s", "drafted",
-                                            "verified", "accepted", "rows reused"))
+    made = frame([""], ["tokens", "tokens/s", "ALT", "ALR", "TTFT s", "drafted", "verified", "accepted",
+                        "rows reused"], "answers", wide=True)
     if not results:
         return made
-    last = results[-1].stats
-    made.add_row("the last", str(len(results[-1].tokens)), f"{last.tokens_per_second:.2f}", f"{last.alt:.2f}",
-                 f"{last.alr:.2f}", f"{last.ttft_s:.2f}", str(last.drafted), str(last.verified),
-                 str(last.accepted), str(last.reused))
-    all_of = [result.stats for result in results]
-    decode, turns = sum(s.decode_s for s in all_of), sum(s.turns for s in all_of)
-    decoded = sum(max(0, len(result.tokens) - 1) for result in results)
-    rounds = sum(s.rounds for s in all_of)
-    made.add_row(f"all {len(results)}", str(sum(len(result.tokens) for result in results)),
-                 f"{decoded / decode if decode else 0.0:.2f}", f"{decoded / turns if turns else 0.0:.2f}",
-                 f"{decoded / rounds if rounds else 0.0:.2f}",
-                 f"{sum(s.ttft_s for s in all_of) / len(all_of):.2f}", str(sum(s.drafted for s in all_of)),
-                 str(sum(s.verified for s in all_of)), str(sum(s.accepted for s in all_of)),
-                 str(sum(s.reused for s in all_of)))
+    for name, some in (("the last", results[-1:]), (f"all {len(results)}", results)):
+        stats = [result.stats for result in some]
+        decoded = sum(max(0, len(result.tokens) - 1) for result in some)
+        rates = [decoded / total if total else 0.0 for total in (
+            sum(s.decode_s for s in stats), sum(s.turns for s in stats), sum(s.rounds for s in stats))]
+        counts = [sum(s.drafted for s in stats), sum(s.verified for s in stats),
+                  sum(s.accepted for s in stats), sum(s.reused for s in stats)]
+        rates.append(sum(s.ttft_s for s in stats) / len(stats))
+        made.add_row(name, str(sum(len(result.tokens) for result in some)),
+                     *(f"{rate:.2f}" for rate in rates), *map(str, counts))
     return made
 
 
 def _stages(result: Result) -> Table:
-    made = figures_table("stages, for the last answer", ("",),
-                         ("compute s", "wait s", "rows", "pruned", "MB in", "MB out"))
+    made = frame([""], ["compute s", "wait s", "rows", "pruned", "MB in", "MB out"],
+                 "stages, for the last answer", wide=True)
     for number, counters in enumerate(result.stats.stages, start=1):
         made.add_row(f"V{number}", f"{counters.get('compute_s', 0.0):.2f}",
                      f"{counters.get('wait_s', 0.0):.2f}", f"{counters.get('rows', 0):.0f}",

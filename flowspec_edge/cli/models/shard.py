@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
@@ -85,11 +85,16 @@ def shard(
     if finished(plan, out) is not None:
         print(f"{out} is finished already; inspect it with: flowspec models inspect {out}")
         return
+    from flowspec_edge.cli.common.clusters import first_interrupt
+
+    interrupted = Event()
     try:
-        with _interrupts_between_writes() as check, _bar("sharding", total_size(plan)) as progress:
+        # Inside a library the exception of a Ctrl-C might become another one, with a traceback.
+        with first_interrupt(interrupted.set), _bar("sharding", total_size(plan)) as progress:
             def written(count: int) -> None:
                 progress(count)
-                check()
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
 
             run(plan, out, written)
     except KeyboardInterrupt:
@@ -254,29 +259,6 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
     Console().print(table)
     if how and how.kept:
         print(f"{len(how.kept)} matrices stay in 16 bit, since no group divides them")
-
-
-@contextmanager
-def _interrupts_between_writes() -> Iterator[Callable[[], None]]:
-    """Delay Ctrl-C until the yielded function is called, which raises it: inside a library it might become
-    another exception, with a traceback.  A second Ctrl-C raises at once."""
-    interrupted = False
-
-    def note(*_: object) -> None:
-        nonlocal interrupted
-        if interrupted:
-            raise KeyboardInterrupt
-        interrupted = True
-
-    def check() -> None:
-        if interrupted:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
