@@ -42,26 +42,17 @@ class TimedAnswer:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """p50 and p95 are over requests."""
-
-    clients: int
-    tokens_per_second: float  # of all clients together
-    p50_s: float
-    p95_s: float
-    first_p50_s: float
-    first_p95_s: float
-
-
 def prompts_of(count: int) -> list[list[int]]:
     ids = demo_prompts(count)
     return [ids[i % len(ids)] for i in range(count)]
 
 
-def load_of(clients: int, firsts: Sequence[float], totals: Sequence[float], tokens: int, wall: float) -> Load:
-    return Load(clients, tokens / wall, *(float(np.percentile(values, q)) for values in (totals, firsts)
-                                          for q in (50, 95)))
+def load_of(clients: int, firsts: Sequence[float], totals: Sequence[float], tokens: int, wall: float) -> str:
+    """A line of the table: tokens/s of all clients together, percentiles over requests."""
+    p50, p95 = np.percentile(totals, (50, 95))
+    first_p50, first_p95 = np.percentile(firsts, (50, 95))
+    return (f"{clients:>7}  {tokens / wall:>8.2f}  {p50:>8.2f} s  {p95:>5.2f} s  {first_p50:>7.2f} s  "
+            f"{first_p95:>5.2f} s")
 
 
 # ---- over processes --------------------------------------------------------------------------------
@@ -90,9 +81,9 @@ def closed_loop(client: OpenAI, prompts: Sequence[list[int]], tokens: int, clien
     return [answers[i] for i in range(len(prompts))]
 
 
-def processes_load(prompts: Sequence[list[int]], tokens: int, emulate: str | None) -> list[Load]:
+def processes_load(prompts: Sequence[list[int]], tokens: int, emulate: str | None) -> list[str]:
     """Closed loops of 1, 2, 4 and 8 clients; FlowspecError if a text differs from one client's."""
-    loads, alone = list[Load](), list[TimedAnswer]()
+    loads, alone = list[str](), list[TimedAnswer]()
     emulated = ["--emulate", emulate] if emulate else []
     with (serving(*_SERVER, *emulated) as (url, _),
           OpenAI(base_url=url, api_key="none", timeout=_TIMEOUT_S) as client):
@@ -117,7 +108,7 @@ def check(answers: Sequence[TimedAnswer], expected: Sequence[TimedAnswer]) -> No
 # ---- in virtual time -------------------------------------------------------------------------------
 
 
-def virtual_load(prompts: Sequence[list[int]], tokens: int, profile: str) -> list[Load]:
+def virtual_load(prompts: Sequence[list[int]], tokens: int, profile: str) -> list[str]:
     cluster, loads = VirtualCluster(resolve_model().path, _STAGES, load_profile(profile)), []
     requests = [Request(prompt, max_new_tokens=tokens, sampling=Sampling(i % 2, seed=i))
                 for i, prompt in enumerate(prompts)]
@@ -162,12 +153,8 @@ def endurance(tokens: int) -> list[str]:
     return lines
 
 
-def table(title: str, loads: Sequence[Load]) -> str:
-    lines = [title, "clients  tokens/s  answer p50      p95  first p50      p95"]
-    lines += [f"{load.clients:>7}  {load.tokens_per_second:>8.2f}  {load.p50_s:>8.2f} s  "
-              f"{load.p95_s:>5.2f} s  {load.first_p50_s:>7.2f} s  {load.first_p95_s:>5.2f} s"
-              for load in loads]
-    return "\n".join(lines)
+def show(title: str, loads: Sequence[str]) -> None:
+    print(title, "clients  tokens/s  answer p50      p95  first p50      p95", *loads, sep="\n", flush=True)
 
 
 def main() -> None:
@@ -178,9 +165,9 @@ def main() -> None:
     given = parser.parse_args()
     prompts = prompts_of(given.requests)
     tokens, profile = given.tokens, given.profile
-    print(table(f"virtual time, {profile}", virtual_load(prompts, tokens, profile)), flush=True)
-    print(table(f"processes, emulating {profile}", processes_load(prompts, tokens, profile)), flush=True)
-    print(table("processes, at this machine's pace", processes_load(prompts, tokens, None)), flush=True)
+    show(f"virtual time, {profile}", virtual_load(prompts, tokens, profile))
+    show(f"processes, emulating {profile}", processes_load(prompts, tokens, profile))
+    show("processes, at this machine's pace", processes_load(prompts, tokens, None))
     print("\n".join(endurance(given.tokens)), flush=True)
 
 

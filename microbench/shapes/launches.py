@@ -18,7 +18,6 @@ FREE = frozenset({
     "transpose", "t", "permute", "as_strided", "detach", "alias", "lift_fresh", "split", "split_with_sizes",
     "unbind", "unfold", "narrow", "diagonal", "empty", "empty_strided", "empty_like", "new_empty",
     "new_empty_strided", "resize_", "_local_scalar_dense"})
-COMPOSED_RMS_NORM = 8  # kernels of PyTorch 2.8, where later ones have one
 # Composed of other operations on a CPU, one kernel on a GPU.
 WHOLE = frozenset({torch.ops.aten.scaled_dot_product_attention.default, torch.ops.aten.rms_norm.default})
 
@@ -41,13 +40,11 @@ class Launches(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def launches(work: Callable[[], object], composed_rms_norm: bool = False) -> int:
-    """``composed_rms_norm``: as in PyTorch 2.8, the newest for JetPack 6."""
+def launches(work: Callable[[], object]) -> int:
     mode = Launches()
     with mode:
         work()
-    more = (COMPOSED_RMS_NORM - 1) * mode.counted["rms_norm"] if composed_rms_norm else 0
-    return sum(mode.counted.values()) + more
+    return sum(mode.counted.values())
 
 
 def cuda_launches(work: Callable[[], object]) -> int:
