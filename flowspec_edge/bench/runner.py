@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 from flowspec_edge.bench.axes import Axis, Value
 from flowspec_edge.bench.results import BenchReport, Difference, Results
-from flowspec_edge.bench.rows import ReportRow
 from flowspec_edge.bench.samples import ConcurrentTiming, Sample, repeats_itself, speed
 from flowspec_edge.runtime.request import ClusterBackend, Request, Result
 from flowspec_edge.sampling.settings import Sampling
@@ -182,16 +181,6 @@ def cached(plain: PlainDecoding) -> PlainDecoding:
         return known[key]
 
     return answer
-
-
-def run(cluster: ClusterBackend, plain: PlainDecoding, requests: Sequence[Request], strategies: Sequence[str],
-        advance: Advance = lambda _: None, explains: NearTieJudge | None = None,
-        ) -> tuple[list[ReportRow], list[Difference]]:
-    """Every strategy on one unnamed task, at the temperature of its requests."""
-    report = BenchReport(None, cluster.clock)
-    plan = BenchPlan(strategies, [Workload("", requests)], [requests[0].sampling.temperature])
-    measure(cluster, plain, plan, report, advance, explains=explains)
-    return report.rows, report.differences
 
 
 def _at(request: Request, temperature: float, repeat: int) -> Request:

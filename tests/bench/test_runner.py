@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -11,12 +11,13 @@ from statistics import mean, stdev
 import pytest
 from rich.console import Console
 
-from flowspec_edge.bench.results import BenchReport, load_report
-from flowspec_edge.bench.runner import BenchPlan, Workload, measure, run
+from flowspec_edge.bench.results import BenchReport, Difference, load_report
+from flowspec_edge.bench.rows import ReportRow
+from flowspec_edge.bench.runner import Advance, BenchPlan, PlainDecoding, Workload, measure
 from flowspec_edge.bench.tables import show, table, title
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.request import OnTokens, Request, Result
+from flowspec_edge.runtime.request import ClusterBackend, OnTokens, Request, Result
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 
@@ -34,6 +35,14 @@ def cluster(model: Path) -> Iterator[VirtualCluster]:
 def requests() -> list[Request]:
     return [Request([5, 9, 20], max_new_tokens=8), Request([7] * 5, max_new_tokens=5),
             Request([31, 4], max_new_tokens=1)]
+
+
+def run(cluster: ClusterBackend, plain: PlainDecoding, requests: Sequence[Request], strategies: Sequence[str],
+        advance: Advance = lambda _: None) -> tuple[list[ReportRow], list[Difference]]:
+    """Every strategy on one unnamed task, at temperature 0."""
+    report = BenchReport(None, cluster.clock)
+    measure(cluster, plain, BenchPlan(strategies, [Workload("", requests)], [0.0]), report, advance)
+    return report.rows, report.differences
 
 
 class Plain:
