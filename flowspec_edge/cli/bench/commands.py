@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -188,11 +189,13 @@ def timeline(
     from flowspec_edge.bench.tables import title
     from flowspec_edge.bench.tasks import Prompt, load_prompts
     from flowspec_edge.bench.timeline import draw, window
+    from flowspec_edge.cli.common.clusters import opened
     from flowspec_edge.cli.common.options import device_of, dtype_of, stages_of
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for, require_runnable
     from flowspec_edge.fleet.planning.testbed import profile_or_testbed
     from flowspec_edge.model.modeldir import resolve_model
     from flowspec_edge.model.text import Tokenizer
+    from flowspec_edge.runtime.cluster.spec import ClusterSpec, Virtual
     from flowspec_edge.strategies.registry import strategy_class
 
     chosen = strategy_class(strategy)
@@ -205,13 +208,8 @@ def timeline(
     text = Prompt("", "", prompt) if prompt is not None else load_prompts(demo_prompts(), 1)[0]
     [request] = requests_for(Tokenizer(found), found, [text], max_new_tokens, sampling, params)
 
-    from dataclasses import replace
-
-    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-    from flowspec_edge.util.torchdevice import memory_errors
-
-    with memory_errors(device):
-        cluster = VirtualCluster(found.path, stages, charged, dtype_of(found, dtype), device=device)
+    with opened(ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device), Virtual(charged)
+                ) as cluster:
         stats = cluster.generate(replace(request, strategy=chosen.name)).stats
     view = window(stats.ttft_s, stats.ttft_s + stats.decode_s, stats.slot_s, turns, skip_turns)
     caption = title("virtual", charged.name, stages, sampling.temperature, strategy)
