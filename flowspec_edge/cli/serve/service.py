@@ -18,12 +18,6 @@ from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, strategy_c
 if TYPE_CHECKING:
     from flowspec_edge.runtime.cluster.spec import ClusterSpec, Processes
     from flowspec_edge.runtime.observe.observer import Observer
-    from flowspec_edge.runtime.observe.system_stats import SystemStats
-    from flowspec_edge.serving.admission import AdmissionQueue
-    from flowspec_edge.serving.dashboard.feed import Feed
-    from flowspec_edge.serving.dashboard.live import Description, Live
-    from flowspec_edge.serving.metrics import Metrics
-    from flowspec_edge.serving.openai.prepare import ServedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +64,9 @@ class Service:
         from flowspec_edge.runtime.observe.system_stats import SystemStats
         from flowspec_edge.serving.admission import AdmissionQueue
         from flowspec_edge.serving.app import make_app
-        from flowspec_edge.serving.dashboard.live import Description
+        from flowspec_edge.serving.dashboard.feed import Feed
+        from flowspec_edge.serving.dashboard.live import Description, Live
+        from flowspec_edge.serving.metrics import Metrics
         from flowspec_edge.serving.openai.prepare import ServedModel
         from flowspec_edge.serving.server import log_to_stderr, serve_app, url_of
         from flowspec_edge.strategies.tree_strategy import TreeStrategy
@@ -86,7 +82,11 @@ class Service:
         log_to_stderr(log_json)
         says = self._first_line(url_of(listener))
         with board_meter(wanted=self.profile is None) as meter:
-            metrics, feed, live = _watching(about, admission, served, SystemStats(meter=meter))
+            stats, feed = SystemStats(meter=meter).read, Feed()
+            metrics = Metrics(self.stages, stats, {
+                "model": self.name, "strategy": self.strategy, "stages": str(self.stages),
+                "dtype": self.dtype, "emulates": self.profile or ""}, feed.stats.fairness)
+            live = Live(feed, admission, about, served.tokenizer.decode, stats)
             spec = replace(
                 spec, at_once=self.at_once, rejoin_within=self.rejoin_within,
                 scheduling_policy=self.scheduling_policy,
@@ -126,16 +126,3 @@ class Service:
             if fits:
                 names.append(other.name)
         return names
-
-
-def _watching(about: Description, admission: AdmissionQueue, served: ServedModel, system_stats: SystemStats
-              ) -> tuple[Metrics, Feed, Live]:
-    from flowspec_edge.serving.dashboard.feed import Feed
-    from flowspec_edge.serving.dashboard.live import Live
-    from flowspec_edge.serving.metrics import Metrics
-
-    feed, stages = Feed(), len(about.layers)
-    metrics = Metrics(stages, system_stats.read, {
-        "model": about.model, "strategy": about.strategy, "stages": str(stages), "dtype": about.dtype,
-        "emulates": about.profile or ""}, feed.stats.fairness)
-    return metrics, feed, Live(feed, admission, about, served.tokenizer.decode, system_stats.read)
