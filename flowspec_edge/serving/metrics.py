@@ -197,10 +197,10 @@ _SYSTEM_STATS = {
     "cpus": ("flowspec_device_cpus", "Cores that are switched on."),
     "watts": ("flowspec_device_power_watts", "What a device's board draws, by its own sensor; a board with "
                                              "several devices at the first of them."),
+    "energy_j": ("flowspec_device_energy_joules", "What a device's board has used since its process began."),
 }
-_ENERGY = ("flowspec_device_energy_joules", "What a device's board has used since its process began.")
-
-
+_GROWS = "energy_j"  # of these; the others are gauges
+_UP = ("flowspec_stage_up", "Whether a stage was heard of lately.")
 _DROPPED = ("flowspec_dropped_messages", "Messages that a device did not process: their session is not open "
             "there, they are stale, or no stage of the cluster may have sent them.")
 _DROP_COUNTERS = ("dropped_stale", "dropped_session")  # of a stage; the first contains the second
@@ -255,41 +255,33 @@ class StageMetrics(Collector):
                 session = counts["dropped_session"]
                 dropped[f"V{stage}"] = {"session": session, "stale": counts["dropped_stale"] - session,
                                         "frame": self._dropped_frames[stage]}
-        yield from _growing(grown)
+        for key, about in _GROWING.items():
+            yield _family(CounterMetricFamily, about, "stage",
+                          {f"V{stage}": counters[key] for stage, counters in grown.items()})
         yield _links(grown)
         drops = CounterMetricFamily(*_DROPPED, labels=["device", "reason"])
         for device, reasons in dropped.items():
             for reason, count in reasons.items():
                 drops.add_metric([device, reason], count)
         yield drops
-        is_up = GaugeMetricFamily("flowspec_stage_up", "Whether a stage was heard of lately.",
-                                  labels=["stage"])
-        for stage in grown:
-            is_up.add_metric([f"V{stage}"], float(stage in up))
-        yield is_up
+        yield _family(GaugeMetricFamily, _UP, "stage", {f"V{stage}": float(stage in up) for stage in grown})
         own = self._system_stats()
         if self.draft_graph_sizes is not None:
             own = {**own, "graph_sizes": float(self.draft_graph_sizes)}
         devices = once_per_board({"D0": own, **newest})
-        for key, (name, text) in _SYSTEM_STATS.items():
-            gauge = GaugeMetricFamily(name, text, labels=["device"])
-            for device, counters in devices.items():
-                if key in counters:
-                    gauge.add_metric([device], counters[key])
-            yield gauge
-        used = CounterMetricFamily(*_ENERGY, labels=["device"])
-        for device, counters in devices.items():
-            if "energy_j" in counters:
-                used.add_metric([device], counters["energy_j"])
-        yield used
+        for key, about in _SYSTEM_STATS.items():
+            kind = CounterMetricFamily if key == _GROWS else GaugeMetricFamily
+            yield _family(kind, about, "device", {
+                device: counters[key] for device, counters in devices.items() if key in counters})
 
 
-def _growing(grown: dict[int, HeartbeatCounters]) -> Iterator[Metric]:
-    for key, (name, text) in _GROWING.items():
-        family = CounterMetricFamily(name, text, labels=["stage"])
-        for stage, counters in grown.items():
-            family.add_metric([f"V{stage}"], counters[key])
-        yield family
+def _family(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], about: tuple[str, str], label: str,
+            values: dict[str, float]) -> Metric:
+    """``about``: name and help; ``values`` by the label's."""
+    family = kind(*about, labels=[label])
+    for name, value in values.items():
+        family.add_metric([name], value)
+    return family
 
 
 def _links(grown: dict[int, HeartbeatCounters]) -> Metric:
