@@ -24,7 +24,7 @@ from flowspec_edge.serving.dashboard.pages import page_routes
 from flowspec_edge.serving.intake import Intake, Work
 from flowspec_edge.serving.metrics import Metrics
 from flowspec_edge.serving.openai.errors import ApiError, api_error
-from flowspec_edge.serving.openai.handler import KEEP_ALIVE_S, ClientGone, ResponseHandler, StreamError
+from flowspec_edge.serving.openai.handler import KEEP_ALIVE_S, ResponseHandler, StreamError
 from flowspec_edge.serving.openai.prepare import PreparedRequest, ServedModel
 from flowspec_edge.serving.openai.responses import Answer, model_object
 from flowspec_edge.serving.openai.responses_endpoint import ResponseAnswer, ResponsesBody
@@ -106,7 +106,7 @@ class CompletionEndpoint:
         record = AccessRecord(scope["path"])
         try:
             await self._serve(record, scope, receive, send)
-        except (ClientGone, ClientDisconnect):
+        except ClientDisconnect:
             record.status = GONE
         except StreamError as sent:
             record.status, record.error = sent.error.status, str(sent)

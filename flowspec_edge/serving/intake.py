@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.types import Receive
 
 from flowspec_edge.model.untrusted.processes import cancelled_by
@@ -73,15 +73,10 @@ class Intake:
 
         work  "body": parsing; "text": tokenising; "template": with a chat template; "grammar": compiling
         """
-        doing = asyncio.ensure_future(self._lanes[work].run(caller, do))
         gone = asyncio.ensure_future(sse.disconnected(receive))
         try:
-            await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not doing.done():
-                raise ClientDisconnect
-            return doing.result()
+            return cast("T", await sse.unless_gone(self._lanes[work].run(caller, do), gone))
         finally:
-            doing.cancel()
             gone.cancel()
 
 

@@ -1,10 +1,15 @@
-"""Server-sent events over ASGI."""
+"""Server-sent events over ASGI, and clients that disconnect."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Mapping
+from typing import TypeVar
 
+from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Send
+
+T = TypeVar("T")
 
 _HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache",
             "x-accel-buffering": "no"}  # a proxy must not buffer events
@@ -26,3 +31,17 @@ async def disconnected(receive: Receive) -> None:
     """Return when the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def unless_gone(coming: Awaitable[T], gone: asyncio.Future[None], patience: float | None = None
+                      ) -> T | None:
+    """Return what ``coming`` returns, or None after ``patience`` seconds; raises ClientDisconnect when
+    ``gone`` (:func:`disconnected`) is done. ``coming`` is cancelled if it has not ended."""
+    waited = asyncio.ensure_future(coming)
+    try:
+        await asyncio.wait((waited, gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        if gone.done():
+            raise ClientDisconnect
+        return waited.result() if waited.done() else None
+    finally:
+        waited.cancel()

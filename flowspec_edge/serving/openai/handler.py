@@ -79,10 +79,6 @@ _Arrival = tuple[int, Event]  # a choice's index and what came for it
 KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that are silent for 30 s and more
 
 
-class ClientGone(Exception):
-    """The client closed its connection."""
-
-
 class StreamError(Exception):
     """An error that was sent to the client within its stream."""
 
@@ -106,7 +102,7 @@ class ResponseHandler:
         self._on_tokens = on_tokens
 
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer in one piece; raises ApiError or ClientGone."""
+        """Answer in one piece; raises ApiError or ClientDisconnect."""
         async with self._events(receive) as (events, gone):
             answers: list[list[str | CallPiece]] = [[] for _ in self.choices]
             async for choice, pieces in self._pieces(events, gone):
@@ -158,7 +154,7 @@ class ResponseHandler:
         """Yield what is certain of each choice, starting with the first token; None after ``patience`` idle
         seconds."""
         while any(choice.finish is None for choice in self.choices):
-            arrival = await _next(events, gone, patience)
+            arrival = await sse.unless_gone(events.get(), gone, patience)
             if arrival is None:
                 yield None, []
                 continue
@@ -226,17 +222,3 @@ class ResponseHandler:
             for choice in self.choices:
                 self._admission.cancel(choice.pending)
             gone.cancel()
-
-
-async def _next(events: asyncio.Queue[_Arrival], gone: asyncio.Future[None], patience: float | None
-                ) -> _Arrival | None:
-    """Return the next event, or None after ``patience`` seconds; raises ClientGone."""
-    coming = asyncio.ensure_future(events.get())
-    either: set[asyncio.Future[Any]] = {coming, gone}
-    try:
-        await asyncio.wait(either, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
-            raise ClientGone
-        return coming.result() if coming.done() else None
-    finally:
-        coming.cancel()
