@@ -20,8 +20,8 @@ class Estimate:
     value: float
     error: float | None = None
 
-    def text(self, digits: int = 2, plus_minus: str = " ± ") -> str:
-        spread = "" if self.error is None else f"{plus_minus}{self.error:.{digits}f}"
+    def text(self, digits: int = 2) -> str:
+        spread = "" if self.error is None else f" ± {self.error:.{digits}f}"
         return f"{self.value:.{digits}f}{spread}"
 
 

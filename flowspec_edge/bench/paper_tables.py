@@ -5,18 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from flowspec_edge.bench.estimates import METHOD
+from flowspec_edge.bench.estimates import METHOD, Estimate
 from flowspec_edge.bench.paper_results import PaperResults
 from flowspec_edge.bench.results import BenchReport
 from flowspec_edge.bench.rows import BASELINE, MEAN, ReportRow
 from flowspec_edge.bench.samples import LOOP
 from flowspec_edge.bench.styles import style_of
-from flowspec_edge.bench.tables import concurrency_markdown, markdown_table, timing
+from flowspec_edge.bench.tables import NOTHING, concurrency_markdown, markdown_table, number, timing
 
 COMPARED = ("megatron", "galaxy", BASELINE, "pipedec", "flowspec")  # table I's order
 ABLATION = (BASELINE, "pruned_pp", "flowspec_no_sbd", "flowspec")
 _LEFT_OUT = ("autoregressive",)  # as in the paper; shown on request
-_NOTHING = "–"
 
 Cells = list[str]
 
@@ -109,9 +108,9 @@ def _accepted_table(report: BenchReport, strategies: Sequence[str], published: P
         line = [style_of(name).label]
         for temperature in temperatures:
             row = rows.get((name, temperature))
-            line += [f"{row.alt:.2f}", f"{row.alr:.2f}"] if row else [_NOTHING, _NOTHING]
+            line += [f"{row.alt:.2f}", f"{row.alr:.2f}"] if row else [NOTHING, NOTHING]
         for accepted in theirs:
-            line += [f"{kind[name]:.2f}" if name in kind else _NOTHING
+            line += [f"{kind[name]:.2f}" if name in kind else NOTHING
                      for kind in (accepted.alt, accepted.alr)]
         body.append(line)
     return markdown_table(header, body)
@@ -119,14 +118,13 @@ def _accepted_table(report: BenchReport, strategies: Sequence[str], published: P
 
 def _speed(row: ReportRow | None) -> Cells:
     if row is None:
-        return [_NOTHING, _NOTHING]
-    spread = "" if row.tokens_per_second_se is None else f" ± {row.tokens_per_second_se:.2f}"
-    ratio = _NOTHING if row.speedup is None else f"{row.speedup:.2f}"
-    return [f"{row.tokens_per_second:.2f}{spread}{'' if row.identical else ' **≠**'}", ratio]
+        return [NOTHING, NOTHING]
+    speed = Estimate(row.tokens_per_second, row.tokens_per_second_se)
+    return [f"{speed.text()}{'' if row.identical else ' **≠**'}", number(row.speedup)]
 
 
 def _published_speed(speed: float | None, base: float) -> Cells:
-    return [_NOTHING, _NOTHING] if speed is None else [f"{speed:.2f}", f"{speed / base:.2f}"]
+    return [NOTHING, NOTHING] if speed is None else [f"{speed:.2f}", f"{speed / base:.2f}"]
 
 
 def _note(report: BenchReport, published: PaperResults | None) -> str:

@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,7 +90,8 @@ class ParallelRun:
         self._undo.close()
 
     def cluster(self, stages: int, profile: Profile, right_children: float = 1.0) -> ParallelCluster:
-        return ParallelCluster(self._take, stages, profile.model_dump_json(), right_children)
+        empty = PipelineTask((), stages, profile.model_dump_json(), right_children=right_children)
+        return ParallelCluster(self._take, empty)
 
     def plain(self, request: Request) -> tuple[list[int], str]:
         """A ``PlainDecoding``."""
@@ -118,10 +119,9 @@ class ParallelCluster:
 
     clock = "virtual"
 
-    def __init__(self, take: Callable[[PipelineTask], list[Result]], stages: int, profile: str,
-                 right_children: float) -> None:
-        self._take, self._stages, self._profile = take, stages, profile
-        self._right_children = right_children
+    def __init__(self, take: Callable[[PipelineTask], list[Result]], empty: PipelineTask) -> None:
+        """``empty``: its tasks without their requests."""
+        self._take, self._empty = take, empty
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         return self.generate_many([request])[0]
@@ -129,8 +129,8 @@ class ParallelCluster:
     def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None
                       ) -> list[Result]:
         """One task: concurrent requests share the devices."""
-        return self._take(PipelineTask(tuple(requests), self._stages, self._profile,
-                                       tuple(arrivals) if arrivals else None, self._right_children))
+        return self._take(replace(self._empty, requests=tuple(requests),
+                                  arrivals=tuple(arrivals) if arrivals else None))
 
     def close(self) -> None:
         """The processes belong to the run."""

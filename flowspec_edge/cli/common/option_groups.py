@@ -33,14 +33,13 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | N
                      rare: Collection[str] = ("top_k",), **groups: Any,
                      ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace each named parameter of a command by one option per dataclass field not in ``without``; a group
-    is a dataclass, an instance with other defaults, or a ``partial`` that makes one when the command runs.
+    is a dataclass, or a ``partial`` of one with other defaults, which is called when the command runs.
 
     ``rare`` fields are shown by ``--help-all`` alone.  ``Params`` become ``--set``, which takes the
     parameters of ``strategies`` alone, and a hidden option for each that all strategies have; ``QuickGroup``
     reads options of the others.
     """
-    shapes = {name: group.func() if isinstance(group, partial) else group() if callable(group) else group
-              for name, group in groups.items()}
+    shapes = {name: group.func() if isinstance(group, partial) else group() for name, group in groups.items()}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         given_own = inspect.signature(command, eval_str=True).parameters.values()
@@ -55,8 +54,7 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | N
                 if isinstance(group, Params):
                     values = {field: value for field, value in values.items() if value is not None}
                     settings = given.pop(_SET) or []
-                default = groups[name]() if callable(groups[name]) else group
-                built[name] = replace(default, **values)
+                built[name] = replace(groups[name](), **values)
             for name, group in shapes.items():
                 if isinstance(group, Params) and settings:
                     named = strategies({**given, **built}) if strategies else None
