@@ -7,7 +7,6 @@ take the places of dead ones (PipeDec, section 3.3.4).
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -27,29 +26,21 @@ _SPD_CHILDREN = 4  # of a branch's last node, if W > 1
 
 
 class LayeredStrategy(TreeStrategy):
-    """A miss empties the pipeline."""
+    """A miss empties the pipeline.
+
+    layer_width   nodes per layer (PipeDec's w, SPD's W)
+    children      most children per node (PipeDec's c)
+    segment_taps  hidden states of a layer's rows that the drafter uses
+    """
 
     order = "layer"
+    layer_width = children = 1
+    segment_taps: tuple[int, ...] = ()
 
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
         self._newest: list[Node] = []
         self._candidates: list[Candidate] | None = None  # for the next layer; None: not drafted yet
-
-    @property
-    @abstractmethod
-    def layer_width(self) -> int:
-        """Nodes per layer (PipeDec's w, SPD's W)."""
-
-    @property
-    @abstractmethod
-    def children(self) -> int:
-        """Most children per node (PipeDec's c)."""
-
-    @property
-    def segment_taps(self) -> tuple[int, ...]:
-        """Hidden states of a layer's rows that the drafter uses."""
-        return ()
 
     def begin_round(self) -> None:
         self._newest, self._candidates = [self.tree.root], None
@@ -122,13 +113,9 @@ class PipeDec(LayeredStrategy):
     params: PipeDecParameters
     drafter = "lm"
 
-    @property
-    def layer_width(self) -> int:
-        return self.params.pipedec_width
-
-    @property
-    def children(self) -> int:
-        return self.params.pipedec_children
+    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+        super().__init__(params, builder, pipeline)
+        self.layer_width, self.children = self.params.pipedec_width, self.params.pipedec_children
 
 
 class Chain(LayeredStrategy):
@@ -137,14 +124,6 @@ class Chain(LayeredStrategy):
 
     name = "chain"
     summary = "one chain of drafts kept in flight, flushed on a miss (shard)"
-
-    @property
-    def layer_width(self) -> int:
-        return 1
-
-    @property
-    def children(self) -> int:
-        return 1
 
 
 @dataclass(frozen=True)
@@ -178,7 +157,14 @@ class SPD(LayeredStrategy):
 
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
-        self._first = self.pipeline.depths[0] if self.pipeline.depths else 0  # layers of the first stage
+        self.layer_width = self.params.spd_width
+        self.children = 1 if self.layer_width == 1 else _SPD_CHILDREN
+        # After each inner stage, a row's deepest state and the one at half that depth; the final state comes
+        # as an output.
+        layers = max(pipeline.depths, default=0)
+        inner = {depth for depth in pipeline.depths[:-1] if depth < layers}
+        self.segment_taps = tuple(sorted({*inner, *(depth // 2 for depth in (*inner, layers))} - {0}))
+        self._first = pipeline.depths[0] if pipeline.depths else 0  # layers of the first stage
         self._sent = self._before = -1  # runs of the newest layer and of the one before it; -1: none
         self._tapped = -1  # the newest run whose state after the first stage has arrived
 
@@ -199,22 +185,6 @@ class SPD(LayeredStrategy):
     def drafts_with(cls, params: Parameters) -> str:
         """Always its own module: no other draft model reads the pipeline's states."""
         return "spd"
-
-    @property
-    def layer_width(self) -> int:
-        return self.params.spd_width
-
-    @property
-    def children(self) -> int:
-        return 1 if self.params.spd_width == 1 else _SPD_CHILDREN
-
-    @property
-    def segment_taps(self) -> tuple[int, ...]:
-        """After each inner stage, a row's deepest state and the one at half that depth; the final state comes
-        as an output."""
-        layers = max(self.pipeline.depths, default=0)
-        inner = {depth for depth in self.pipeline.depths[:-1] if depth < layers}
-        return tuple(sorted({*inner, *(depth // 2 for depth in (*inner, layers))} - {0}))
 
     @property
     def prompt_taps(self) -> tuple[int, ...]:
