@@ -10,7 +10,7 @@ cache for every row (docs/experiments/serving.md has both times).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -89,27 +89,17 @@ class BatchCache:
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object
                ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         """As ``KVCache.update``, by part; None for parts that have ended."""
-        return _by_part(cache.update(keys[:, :, rows], values[:, :, rows], layer_idx)
-                        if cache is not None else (None, None) for cache, rows in self._slices())
+        return self.write(torch.stack((keys[0], values[0])).permute(2, 0, 1, 3), layer_idx)
 
     def write(self, rows: Tensor, layer_idx: int
               ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
         """As ``KVCache.write``, by part; None for parts that have ended."""
-        return _by_part(cache.write(rows[own], layer_idx) if cache is not None else (None, None)
-                        for cache, own in self._slices())
-
-    def _slices(self) -> Iterator[tuple[Any, slice]]:
-        """Each part's cache and rows; None for parts that have ended."""
-        start = 0
-        for part in self._parts:
-            yield None if part.ended else part.cache.parts[self._kind], slice(start, start + len(part))
-            start += len(part)
-
-
-def _by_part(pairs: Iterator[tuple[Tensor | None, Tensor | None]]
-             ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-    keys, values = zip(*pairs, strict=True)
-    return keys, values
+        pairs = []
+        for part, own in zip(self._parts, rows.split([len(part) for part in self._parts]), strict=True):
+            cache: Any = part.cache.parts[self._kind]
+            pairs.append((None, None) if part.ended else cache.write(own, layer_idx))
+        keys, values = zip(*pairs, strict=True)
+        return keys, values
 
 
 NAME = "flowspec"

@@ -175,13 +175,10 @@ class KVCache:
 
         Returns all keys and values of the layer, new rows included: [1, kv_heads, len + n, head_dim].
         """
-        held = self._held(layer_idx, keys.shape[2])
-        for stored, rows in zip(held, (keys, values), strict=True):
-            stored[self._length :].copy_(rows[0].transpose(0, 1))
-        return _views(held)
+        return self.write(torch.stack((keys[0], values[0])).permute(2, 0, 1, 3), layer_idx)
 
     def write(self, rows: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """``update`` for keys and values in one tensor [n, 2, kv_heads, head_dim], with one copy."""
+        """``update`` for keys and values in one tensor [n, 2, kv_heads, head_dim]."""
         held = self._held(layer_idx, len(rows))
         held[:, self._length :].copy_(rows.transpose(0, 1))
         return _views(held)
@@ -308,10 +305,6 @@ class Int8KVCache(KVCache):
     A pass reads all rows of a layer in the layers' dtype, its own rows as they are kept: what a row sees does
     not depend on when it is computed.
     """
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
-        rows = torch.stack((keys[0], values[0])).permute(2, 0, 1, 3)
-        return self.write(rows, layer_idx)
 
     def write(self, rows: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
         held = self._held(layer_idx, len(rows))
