@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from flowspec_edge.errors import PeerFault, PeerLost, UsageError
 from flowspec_edge.messages import Message
-from flowspec_edge.transport.base import NO_PEERS, Hub, Link
 from flowspec_edge.transport.codec import decode, encode
+from flowspec_edge.transport.zmq_links import NO_PEERS
 
 
 class _Box:
@@ -58,11 +58,10 @@ class MemoryTransport:
         outbox = self._box(endpoint, self._control_queue)
         return self._keep(MemoryLink(self, name, inbox=inbox, outbox=outbox, identity=identity))
 
-    def wait(self, incoming: Sequence[Link | Hub], outgoing: Sequence[Link], timeout: float) -> None:
+    def wait(self, incoming: Sequence[_End], outgoing: Sequence[MemoryLink], timeout: float) -> None:
         with self.changed:
-            self.changed.wait_for(
-                lambda: any(end.ready() for end in incoming if isinstance(end, MemoryLink | MemoryHub))
-                or any(end.has_room() for end in outgoing if isinstance(end, MemoryLink)), timeout)
+            self.changed.wait_for(lambda: any(end.ready() for end in incoming)
+                                  or any(end.has_room() for end in outgoing), timeout)
 
     def close(self) -> None:
         for end in self._ends:

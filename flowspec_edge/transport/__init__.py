@@ -1,1 +1,1 @@
-"""Messages between devices: links over ZeroMQ or in memory, encryption, and the codec."""
+"""Messages between devices: links over ZeroMQ, encryption, and the codec."""

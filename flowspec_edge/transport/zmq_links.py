@@ -1,5 +1,6 @@
 """Links over ZeroMQ: PUSH/PULL for data, one peer per socket; DEALER/ROUTER for control.
 
+They carry messages in order, count encoded bytes, and neither block nor buffer without bound.
 Both ends detect a vanished peer by the kernel's TCP timers. A stage also sends ZMTP heartbeats on the control
 channel, where D0's socket may have given its name to another connection. libzmq 4.3.5 aborts the process that
 reads a heartbeat, or has one due, on a connection that broke while messages waited for a full queue. So data
@@ -14,6 +15,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TypeVar, cast
 
 import zmq
@@ -21,7 +23,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from flowspec_edge.errors import FlowspecError, KeyRefused, PeerFault, PeerLost, ProtocolError, UsageError
 from flowspec_edge.messages import Message, Refusal
-from flowspec_edge.transport.base import NO_PEERS, Hub, Link
 from flowspec_edge.transport.bind_check import unencrypted_bind_problem
 from flowspec_edge.transport.codec import MAX_FRAMES, decode, encode
 from flowspec_edge.transport.fields import Buffer
@@ -36,7 +37,8 @@ SHOWN = 80  # characters of an unknown peer's identity
 POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-_RCVMORE, _RCVTIMEO = int(zmq.RCVMORE), int(zmq.RCVTIMEO)
+_RCVMORE = int(zmq.RCVMORE)
+NO_PEERS: Mapping[str, bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,6 @@ class Endpoint:
         self.dropped = 0
         self._log_at = 0.0
         self._zero_copy = tuning.zero_copy_bytes
-        self._timeout_ms = -1  # the socket's receive timeout, remembered because setting it is slow
 
     @property
     def endpoint(self) -> str:
@@ -73,9 +74,12 @@ class Endpoint:
         return cast(bytes, self.socket.last_endpoint).decode().rstrip("\0")
 
     def close(self) -> None:
+        """Queued messages still have a moment to leave."""
         self.socket.close()
 
     def reject(self, reason: str, peer: str = "") -> None:
+        """The last message, of a hub from ``peer``, breaks the protocol: PeerFault, which names the link, if
+        the peer's key was checked. Otherwise anybody may have sent it: it is dropped, counted and logged."""
         if peer:
             reason = f"from {peer[:SHOWN]!r}: {reason}"
         if self.authenticated:
@@ -118,18 +122,11 @@ class Endpoint:
         """One multipart message, or None; of the frames beyond ``most`` one is kept, as evidence.  pyzmq
         copies frames into aligned bytes: up to about 300 KB cheaper than its zero-copy Frame."""
         socket = self.socket
+        if not zmq.zmq_poll([(socket, POLLIN)], max(0, round(timeout * 1e3))):
+            return None
         try:
-            if timeout > 0:
-                timeout_ms = max(1, round(timeout * 1e3))
-                if timeout_ms != self._timeout_ms:
-                    socket.set(_RCVTIMEO, timeout_ms)
-                    self._timeout_ms = timeout_ms
-                frames = [self._receive_first(0)]
-            elif zmq.zmq_poll([(socket, POLLIN)], 0):  # cheaper than the exception for an empty queue
-                frames = [self._receive_first(NOBLOCK)]
-            else:
-                return None
-        except zmq.Again:  # also in the middle of a handshake, which can look like a message
+            frames = [self._receive_first()]
+        except zmq.Again:  # in the middle of a handshake, which can look like a message
             return None
         size = len(frames[0])
         while socket.get(_RCVMORE):
@@ -140,8 +137,8 @@ class Endpoint:
         self.bytes_in += size
         return frames
 
-    def _receive_first(self, flags: int) -> bytes:
-        return self.socket.recv(flags)
+    def _receive_first(self) -> bytes:
+        return self.socket.recv(NOBLOCK)
 
 
 _EVENTS = (zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -154,9 +151,11 @@ class ZmqLink(Endpoint):
     """A PUSH, PULL or DEALER socket with one peer."""
 
     def send(self, message: Message, timeout: float = 0.0) -> bool:
+        """Queue ``message``; False if there was no room within ``timeout`` seconds."""
         return self._send(self._frames(message), timeout)
 
     def receive(self, timeout: float = 0.0) -> Message | None:
+        """None if nothing arrived within ``timeout`` seconds; anything but a message is rejected."""
         frames = self._receive(timeout, MAX_FRAMES)
         if frames is None:
             return None
@@ -179,14 +178,17 @@ class ZmqClientLink(ZmqLink):
         self._failed_handshakes = 0
 
     def disconnected_for(self) -> float:
+        """Seconds without a connection; 0 while connected.  KeyRefused if the peer refuses our key."""
         self._watch()
         return 0.0 if self._disconnected_at is None else time.monotonic() - self._disconnected_at
 
     def disconnects(self) -> int:
+        """How often the connection broke; messages may have been lost each time."""
         self._watch()
         return self._disconnects
 
     def failed_handshakes(self) -> int:
+        """Since the last connection: the peer answered, but left, or its key is not the expected one."""
         self._watch()
         return self._failed_handshakes
 
@@ -217,7 +219,7 @@ class ZmqClientLink(ZmqLink):
 
 
 class ZmqHub(Endpoint):
-    """A ROUTER socket; routing ids identify its DEALER peers.
+    """D0's end of the control channel: a ROUTER socket, which identifies stages by their instance ids.
 
     ``peer_keys``: the key that belongs to each routing id; of a message with another key only the key is
     proven, so the message is dropped; an unknown id is answered with a Refusal.
@@ -227,6 +229,7 @@ class ZmqHub(Endpoint):
     _key: str = ""  # of the last message's sender
 
     def send(self, peer: str, message: Message) -> bool:
+        """False if there is no room, PeerLost if ``peer`` is not connected."""
         try:
             return self._send([peer.encode(), *self._frames(message, peer)], 0.0)
         except zmq.Again:  # a ROUTER looks ready as long as any peer has room
@@ -237,6 +240,7 @@ class ZmqHub(Endpoint):
             raise PeerLost(f"{self.name}: {peer} is not connected") from None
 
     def receive(self, timeout: float = 0.0) -> tuple[str, Message] | None:
+        """The sender and the next message; as ``ZmqLink.receive``."""
         frames = self._receive(timeout, MAX_FRAMES + 1)
         if frames is None:
             return None
@@ -261,17 +265,18 @@ class ZmqHub(Endpoint):
             return None
         return frames
 
-    def _receive_first(self, flags: int) -> bytes:
+    def _receive_first(self) -> bytes:
         if not self.authenticated:
-            return super()._receive_first(flags)
-        frame = self.socket.recv(flags, copy=False)
+            return super()._receive_first()
+        frame = self.socket.recv(NOBLOCK, copy=False)
         self._key = str(frame.get("User-Id"))
         return frame.bytes
 
 
 class ZmqTransport:
     """One ZeroMQ context; ``keys`` encrypt every link, without them only ``unencrypted`` permits remote
-    peers."""
+    peers. ``peer_keys``, with encryption: the keys that a bound end admits (of a hub: by the peer's identity,
+    which no other key can use), or the one key of the bound end."""
 
     # The classes of links; an emulation overrides them.
     link_class: type[ZmqLink] = ZmqLink
@@ -288,6 +293,7 @@ class ZmqTransport:
         self._key_list: KeyAllowList | None = None
 
     def pull(self, endpoint: str, name: str, peer_keys: Collection[bytes] = (), fd: int = -1) -> ZmqLink:
+        """Bind the receiving end of a data link; ``fd``: a listening socket that is already bound."""
         socket = self._socket(zmq.PULL, self._tuning.data_queue)
         bound = self._bind(socket, endpoint, name, peer_keys, fd)
         return self._keep(self.link_class(bound, name, self._tuning))
@@ -310,15 +316,16 @@ class ZmqTransport:
 
     def control(self, endpoint: str, name: str, identity: str,
                 peer_keys: Collection[bytes] = ()) -> ZmqClientLink:
+        """Connect a stage's end of the control channel; ``identity`` is its instance id."""
         socket = self._socket(zmq.DEALER, self._tuning.control_queue)
         socket.rcvhwm = 0  # see above
         socket.heartbeat_ivl, socket.heartbeat_timeout = self._tuning.heartbeat_ms, self._tuning.silence_ms
         socket.routing_id = identity.encode()
         return self._connect(socket, endpoint, name, peer_keys)
 
-    def wait(self, incoming: Sequence[Link | Hub], outgoing: Sequence[Link], timeout: float) -> None:
-        ends = [(cast(Endpoint, end).socket, POLLIN) for end in incoming]
-        ends += [(cast(Endpoint, end).socket, POLLOUT) for end in outgoing]
+    def wait(self, incoming: Sequence[Endpoint], outgoing: Sequence[Endpoint], timeout: float) -> None:
+        """Sleep until an ``incoming`` has a message, an ``outgoing`` has room, or ``timeout`` s pass."""
+        ends = [(end.socket, POLLIN) for end in incoming] + [(end.socket, POLLOUT) for end in outgoing]
         zmq.zmq_poll(ends, max(0, round(timeout * 1e3)))
 
     def close(self) -> None:
@@ -352,7 +359,10 @@ class ZmqTransport:
         if self._keys is not None:
             # Without an authenticator CURVE would admit any key.
             socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-            self._allow_list().admit(name, peer_keys)
+            if self._key_list is None:
+                self._key_list = KeyAllowList(self._context)
+                self._key_list.start()
+            self._key_list.admit(name, peer_keys)
             socket.curve_secretkey = self._keys.secret
             socket.curve_publickey = self._keys.public
             socket.curve_server = True
@@ -381,12 +391,6 @@ class ZmqTransport:
             link.close()
             raise UsageError(f"{name}: cannot connect to {endpoint}: {error.strerror}") from error
         return link
-
-    def _allow_list(self) -> KeyAllowList:
-        if self._key_list is None:
-            self._key_list = KeyAllowList(self._context)
-            self._key_list.start()
-        return self._key_list
 
     def _keep(self, end: E) -> E:
         self._ends.append(end)

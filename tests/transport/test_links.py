@@ -1,4 +1,4 @@
-"""What every transport promises, over real sockets (plain and CURVE) and in memory."""
+"""What links promise, over real sockets (plain and CURVE) and in the memory of a test."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import cast
 
 import numpy as np
 import pytest
@@ -20,8 +21,7 @@ from memorykit import MemoryTransport
 from flowspec_edge.errors import FlowspecError, PeerFault, PeerLost
 from flowspec_edge.messages import Cancel, Close, Credit, Failed, Hello, Message, Output, Payload
 from flowspec_edge.transport import keys
-from flowspec_edge.transport.base import ClientLink, Hub, Link, Transport
-from flowspec_edge.transport.zmq_links import Tuning, ZmqClientLink, ZmqTransport
+from flowspec_edge.transport.zmq_links import Endpoint, Tuning, ZmqClientLink, ZmqHub, ZmqLink, ZmqTransport
 
 PATIENCE = 20.0  # seconds; only a failing test waits so long
 SERVER, CLIENT, STRANGER = keys.generate(), keys.generate(), keys.generate()
@@ -31,24 +31,24 @@ SERVER, CLIENT, STRANGER = keys.generate(), keys.generate(), keys.generate()
 class Network:
     """Two devices: one binds, one connects."""
 
-    server: Transport
-    client: Transport
+    server: ZmqTransport
+    client: ZmqTransport
     endpoints: Iterator[str]
     to_server: list[bytes] = field(default_factory=list)
     to_client: list[bytes] = field(default_factory=list)
 
-    def data(self) -> tuple[Link, Link]:
+    def data(self) -> tuple[ZmqLink, ZmqClientLink]:
         receiver = self.server.pull(next(self.endpoints), "data in", self.to_client)
         return receiver, self.client.push(where(receiver), "data out", self.to_server)
 
-    def control(self, *identities: str) -> tuple[Hub, list[Link]]:
+    def control(self, *identities: str) -> tuple[ZmqHub, list[ZmqClientLink]]:
         keys_of = dict.fromkeys(identities, self.to_client[0]) if self.to_client else {}
         hub = self.server.hub(next(self.endpoints), "D0 control", keys_of)
         return hub, [self.client.control(where(hub), f"{name} control", name, self.to_server)
                      for name in identities]
 
 
-def where(end: Link | Hub) -> str:
+def where(end: Endpoint) -> str:
     """The address of a bound end: what the system chose, or in memory the only one there is."""
     return str(getattr(end, "endpoint", "memory:0"))
 
@@ -58,7 +58,7 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
     tuning = Tuning(data_queue=2, linger_ms=200)
     match request.param:
         case "memory":
-            both = MemoryTransport(data_queue=2)
+            both = cast(ZmqTransport, MemoryTransport(data_queue=2))
             made = Network(both, both, itertools.repeat("memory:0"))
         case "zmq":
             made = Network(ZmqTransport(tuning=tuning), ZmqTransport(tuning=tuning),
@@ -76,13 +76,13 @@ def output(rows: int = 3, width: int = 5) -> Output:
     return Output(1, 0, 4, np.arange(rows, dtype=np.int32), Payload("float32", hidden))
 
 
-def until(link: ClientLink, condition: Callable[[], bool]) -> None:
+def until(link: ZmqClientLink, condition: Callable[[], bool]) -> None:
     """Look again whenever the link's monitor has an event: nothing else can change the answer."""
     while not condition():
-        assert link._monitor.poll(PATIENCE * 1e3), "it never came true"  # type: ignore[attr-defined]
+        assert link._monitor.poll(PATIENCE * 1e3), "it never came true"
 
 
-def received(link: Link) -> Message:
+def received(link: ZmqLink) -> Message:
     message = link.receive(PATIENCE)
     assert message is not None
     return message

@@ -12,9 +12,8 @@ import numpy as np
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.measurement.fit import trimmed_mean
 from flowspec_edge.messages import Payload, Segment, pack_bits
-from flowspec_edge.transport.base import Link
 from flowspec_edge.transport.codec import decode, encode
-from flowspec_edge.transport.zmq_links import ZmqTransport
+from flowspec_edge.transport.zmq_links import ZmqLink, ZmqTransport
 from flowspec_edge.util.tensors import parse_dtype, wire_name
 
 _LOOPBACK = "tcp://127.0.0.1:*"
@@ -127,7 +126,7 @@ def _echo(pipe: Connection, width: int, dtype: str) -> None:
     transport.close()
 
 
-def _await(transport: ZmqTransport, link: Link) -> None:
+def _await(transport: ZmqTransport, link: ZmqLink) -> None:
     deadline = time.monotonic() + _TIMEOUT_S
     while link.receive() is None:
         if time.monotonic() > deadline:

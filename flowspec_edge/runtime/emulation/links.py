@@ -19,10 +19,16 @@ from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Message
 from flowspec_edge.runtime.emulation.durations import Emulation, pause
 from flowspec_edge.runtime.virtual.links import added_bytes
-from flowspec_edge.transport.base import NO_PEERS, Hub, Link
 from flowspec_edge.transport.fields import Buffer
 from flowspec_edge.transport.keys import KeyPair
-from flowspec_edge.transport.zmq_links import Endpoint, ZmqClientLink, ZmqHub, ZmqLink, ZmqTransport
+from flowspec_edge.transport.zmq_links import (
+    NO_PEERS,
+    Endpoint,
+    ZmqClientLink,
+    ZmqHub,
+    ZmqLink,
+    ZmqTransport,
+)
 
 # The last frame of every message begins with the time.monotonic from which it may be received.
 _STAMP = struct.Struct("<d")
@@ -139,7 +145,7 @@ class EmulatedTransport(ZmqTransport):
         cast(_EmulatedHub, hub).channels = channels
         return hub
 
-    def wait(self, incoming: Sequence[Link | Hub], outgoing: Sequence[Link], timeout: float) -> None:
+    def wait(self, incoming: Sequence[Endpoint], outgoing: Sequence[Endpoint], timeout: float) -> None:
         due = min((cast(_Emulated, end).due for end in incoming), default=math.inf)
         timeout = min(timeout, due - time.monotonic())
         if timeout >= _COARSE_S:

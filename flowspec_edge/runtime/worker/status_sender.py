@@ -15,15 +15,15 @@ from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.counters import StageCounters
-from flowspec_edge.transport.base import ClientLink, Link
+from flowspec_edge.transport.zmq_links import ZmqClientLink, ZmqLink
 
 
 class StatusSender:
     """``due_at``: when the next heartbeat is due (time.monotonic)."""
 
-    def __init__(self, config: WorkerConfig, control: ClientLink, previous: Link, following: ClientLink,
-                 engine: Engine, counters: StageCounters, hello: Hello, system_stats: SystemStats,
-                 energy: SessionEnergy) -> None:
+    def __init__(self, config: WorkerConfig, control: ZmqClientLink, previous: ZmqLink,
+                 following: ZmqClientLink, engine: Engine, counters: StageCounters, hello: Hello,
+                 system_stats: SystemStats, energy: SessionEnergy) -> None:
         """``control``: to D0; ``previous``, ``following``: from and to the devices beside this one."""
         self._config = config
         self._control = control

@@ -49,7 +49,7 @@ from flowspec_edge.runtime.worker.status_sender import StatusSender, one_line
 from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.core import Pass, StageCore
 from flowspec_edge.transport import keys
-from flowspec_edge.transport.base import ClientLink, Link, Transport
+from flowspec_edge.transport.zmq_links import ZmqClientLink, ZmqLink, ZmqTransport
 
 log = logging.getLogger(__name__)
 
@@ -65,13 +65,13 @@ class Stopped(BaseException):
 
 @dataclass
 class Links:
-    transport: Transport
-    control: ClientLink  # to and from D0
-    previous: Link  # segments in
-    next: ClientLink  # segments or outputs out; a rank but the last forwards segments unchanged
+    transport: ZmqTransport
+    control: ZmqClientLink  # to and from D0
+    previous: ZmqLink  # segments in
+    next: ZmqClientLink  # segments or outputs out; a rank but the last forwards segments unchanged
 
 
-def connect(config: WorkerConfig, transport: Transport) -> Links:
+def connect(config: WorkerConfig, transport: ZmqTransport) -> Links:
     name = f"V{config.stage}"
     control_key, next_key, previous_key = (
         [keys.parse_public(key)] if config.key_file else []
@@ -230,7 +230,7 @@ class Worker:
             self._tick()
             self._sleep()
 
-    def _send(self, link: ClientLink, message: Message) -> None:
+    def _send(self, link: ZmqClientLink, message: Message) -> None:
         """Send ``message``, without the data of ended sessions; serve control messages while the peer has no
         room."""
         while (left := self._without_ended(message)) is not None and not link.send(left):
@@ -250,7 +250,7 @@ class Worker:
                 return batch_of(alive) if alive else None
         return message
 
-    def _sleep(self, room: Link | None = None, computing_s: float = math.inf) -> None:
+    def _sleep(self, room: ZmqLink | None = None, computing_s: float = math.inf) -> None:
         """Wait for a message, for room on ``room``, or until the next heartbeat or check is due, and read the
         data link. ``computing_s``: seconds that an emulated segment has left; they count as computing, not as
         waiting, and segments that come meanwhile are left where they are."""
