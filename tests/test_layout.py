@@ -49,7 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # package that is listed here must be listed; the others are checked for circles alone.
 ORDER: dict[str, list[str]] = {
     "stage": ["base", "quant", "weights", "layers", "rows", "families", "output_head", "shard", "forward",
-              "engine", "preparation", "counters", "core", "reference_model", "tensor_parallel"],
+              "engine", "preparation", "counters", "core", "tensor_parallel"],
     "runtime": ["request", "plain", "draft_device", "observe", "draft_core", "virtual", "emulation", "worker",
                 "cluster"],
     "serving": ["sse", "access_log", "fair_queue", "admission", "metrics", "openai", "conversation",

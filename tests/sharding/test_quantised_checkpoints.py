@@ -17,9 +17,9 @@ from tiny import tiny_llama, tiny_model
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.runtime.plain import load_reference_model
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.quant.grouped import GroupedLinear
-from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.util.tensors import to_torch
 
 SPARSE: dict[str, dict[str, Any]] = {

@@ -18,12 +18,12 @@ from torch import Tensor
 from flowspec_edge.errors import ProtocolError, UsageError
 from flowspec_edge.messages import Close, Open
 from flowspec_edge.model.modeldir import ModelDir, cache_values
+from flowspec_edge.runtime.plain import load_reference_model
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers import recurrent
 from flowspec_edge.stage.layers.kinds import reusable
 from flowspec_edge.stage.layers.recurrent import GatedDelta, RecurrentArena, RecurrentCache
-from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.util.tensors import to_torch
 

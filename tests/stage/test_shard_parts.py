@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.plain import load_reference_model
 from flowspec_edge.stage.families import load_config
-from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.stage.shard import load_shard, stage_ranges
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
 from flowspec_edge.stage.weights.load import shard_digest

@@ -13,13 +13,13 @@ from stagekit import Book, engines, through
 
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.runtime.plain import load_reference_model
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.output_head import load_output_head
-from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.stage.weights.load import head_scheme_of
 from flowspec_edge.strategies.registry import STRATEGIES
 from flowspec_edge.util.tensors import to_torch

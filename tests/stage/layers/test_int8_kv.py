@@ -16,7 +16,7 @@ from tiny_dir import tiny_model_dir
 from flowspec_edge.bench.weight_loss import weight_losses
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.runtime.plain import PlainDecoder, load_reference_model
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
@@ -24,7 +24,6 @@ from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.layers.kv_cache import KVArena, from_int8, in_int8, row_bytes
-from flowspec_edge.stage.reference_model import load_reference_model
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.strategies.registry import STRATEGIES
 
