@@ -17,12 +17,12 @@ from torch import Tensor
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.emulation.durations import pause, wait_until
-from flowspec_edge.runtime.virtual.collectives import rings_of
+from flowspec_edge.runtime.virtual.devices import rings_of
 from flowspec_edge.stage.tensor_parallel.process_group import PendingShift, ProcessGroup
 
 
 class EmulatedGroup:
-    """Wraps a group of ``stage.tensor_group``.
+    """Wraps a group of ``stage.tensor_parallel``.
 
     tile_s   profile's time for the work that overlaps a step of Galaxy's rings; set before each pass
     spent_s  seconds that all exchanges have taken
@@ -75,7 +75,7 @@ class EmulatedGroup:
 
 
 class GroupCharge:
-    """As ``virtual.collectives.tensor_seconds``, but with the measured time of the exchanges."""
+    """As ``virtual.devices.tensor_seconds``, but with the measured time of the exchanges."""
 
     layers = 1.0  # ranks finish a pass that has begun
 

@@ -30,8 +30,7 @@ from flowspec_edge.runtime.draft_device.draft_session import DraftPass, Verify
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
 from flowspec_edge.runtime.request import RequestHandle
 from flowspec_edge.runtime.virtual.clock import EventClock, Span
-from flowspec_edge.runtime.virtual.collectives import tensor_bytes
-from flowspec_edge.runtime.virtual.devices import Devices
+from flowspec_edge.runtime.virtual.devices import Devices, tensor_bytes
 from flowspec_edge.runtime.virtual.links import VirtualLink, wire_bytes
 from flowspec_edge.runtime.virtual.stage import VirtualStage
 from flowspec_edge.stage.core import Outgoing as StageOutgoing

@@ -24,7 +24,7 @@ from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-from flowspec_edge.runtime.virtual.collectives import tensor_bytes, tensor_seconds
+from flowspec_edge.runtime.virtual.devices import tensor_bytes, tensor_seconds
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.base import Parallelism

@@ -23,8 +23,7 @@ from flowspec_edge.runtime.emulation.links import EmulatedTransport
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-from flowspec_edge.runtime.virtual.collectives import step_seconds, tensor_seconds
-from flowspec_edge.runtime.virtual.devices import Devices
+from flowspec_edge.runtime.virtual.devices import Devices, step_seconds, tensor_seconds
 from flowspec_edge.runtime.virtual.links import wire_bytes
 from flowspec_edge.stage.base import Poll
 from flowspec_edge.stage.core import Pass, StageCore

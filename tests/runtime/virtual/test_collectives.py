@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from flowspec_edge.device_profile import CollectiveCost, LinkCost, Profile, load_profile
-from flowspec_edge.runtime.virtual.collectives import tensor_bytes, tensor_seconds
+from flowspec_edge.runtime.virtual.devices import tensor_bytes, tensor_seconds
 from flowspec_edge.strategies.base import Parallelism
 
 BASE = load_profile("paper-7b")
