@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.runtime.emulation.durations import pause, wait_until
+from flowspec_edge.runtime.emulation.durations import Charge, pause, wait_until
 from flowspec_edge.runtime.virtual.devices import rings_of
 from flowspec_edge.stage.tensor_parallel.process_group import PendingShift, ProcessGroup
 
@@ -74,13 +74,13 @@ class EmulatedGroup:
         return F.pad(x, (0, width - x.shape[1]))
 
 
-class GroupCharge:
+class GroupCharge(Charge):
     """As ``virtual.devices.tensor_seconds``, but with the measured time of the exchanges."""
-
-    layers = 1.0  # ranks finish a pass that has begun
 
     def __init__(self, group: EmulatedGroup, profile: Profile, overlaps: bool) -> None:
         """``profile``: the rank's own; ``overlaps``: whether steps overlap with the work on tiles."""
+        super().__init__(lambda rows, context: profile.stage_seconds(rows, profile.model.layers, context,
+                                                                     group.size))
         self._group = group
         self._profile = profile
         self._overlaps = overlaps
@@ -88,16 +88,13 @@ class GroupCharge:
 
     def begin(self, rows: int, context: int) -> None:
         tiles = rings_of(self._profile) * self._group.size
-        self._group.tile_s = self._share(rows, context) / tiles if self._overlaps else 0.0
+        self._group.tile_s = self._duration(rows, context) / tiles if self._overlaps else 0.0
         self._before_s = self._group.spent_s
 
     def seconds(self, rows: int, context: int) -> float:
         """One of a ring's tiles overlaps with no step."""
-        compute_s = self._share(rows, context) / (self._group.size if self._overlaps else 1)
+        compute_s = self._duration(rows, context) / (self._group.size if self._overlaps else 1)
         return self._group.spent_s - self._before_s + compute_s
-
-    def _share(self, rows: int, context: int) -> float:
-        return self._profile.stage_seconds(rows, self._profile.model.layers, context, self._group.size)
 
 
 @dataclass

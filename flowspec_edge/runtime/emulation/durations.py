@@ -6,17 +6,16 @@ draft passes and lm_head. Messages, tree walks and other bookkeeping add to that
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
-from flowspec_edge.device_profile import Profile
+from pydantic import TypeAdapter
+
 from flowspec_edge.runtime.virtual.devices import Devices
 from flowspec_edge.strategies.base import Parallelism
-from flowspec_edge.util.bounded_read import read_json
 
 Links = Literal["made", "real"]
 
@@ -33,50 +32,35 @@ class Emulation:
 
     def save(self, path: Path) -> None:
         """Write a JSON file for the stages' processes."""
-        d = self.devices
-        path.write_text(json.dumps({
-            "links": self.links, "name": d.name, "layers": d.layers, "d0": d.d0.model_dump(),
-            "stages": [stage.model_dump() for stage in d.stages]}), encoding="utf-8")
+        path.write_bytes(TypeAdapter(Emulation).dump_json(self))
 
     @classmethod
     def load(cls, path: Path) -> Emulation:
-        data = read_json(path)
-        stages = tuple(Profile.model_validate(stage) for stage in data["stages"])
-        devices = Devices(Profile.model_validate(data["d0"]), stages, tuple(data["layers"]), data["name"])
-        return cls(devices, data["links"])
+        return TypeAdapter(Emulation).validate_json(path.read_bytes())
 
 
-class Charge(Protocol):
+class Charge:
     """Emulated time of a pass."""
 
-    @property
-    def layers(self) -> float:
-        """Equal steps of it, between which cancels take effect."""
+    def __init__(self, duration: Callable[[int, int], float], layers: float = 1.0) -> None:
+        """duration  (rows, context) -> seconds
+        layers    equal steps of it, between which cancels take effect
+        """
+        self.layers = layers
+        self._duration = duration
 
     def begin(self, rows: int, context: int) -> None:
         """The real computation of ``rows`` rows begins, with ``context`` rows in the caches."""
 
     def seconds(self, rows: int, context: int) -> float:
         """Return the pass' time since :meth:`begin`; called after the real computation."""
+        return self._duration(rows, context)
 
 
-@dataclass(frozen=True)
-class ProfileCharge:
-    duration: Callable[[int, int], float]  # (rows, context) -> seconds
-    layers: float = 1.0
-
-    def begin(self, rows: int, context: int) -> None:
-        pass
-
-    def seconds(self, rows: int, context: int) -> float:
-        return self.duration(rows, context)
-
-
-def stage_charge(devices: Devices, parallelism: Parallelism, place: int) -> ProfileCharge:
+def stage_charge(devices: Devices, parallelism: Parallelism, place: int) -> Charge:
     """Time of Vi (``place`` = i), in a pipeline or as part of its group."""
     parts = devices.compute_seconds(parallelism)
-    return ProfileCharge(parts[place - 1] if parallelism == "pipeline" else parts[0],
-                         devices.layers[place - 1])
+    return Charge(parts[place - 1] if parallelism == "pipeline" else parts[0], devices.layers[place - 1])
 
 
 def wait_until(start: float, seconds: float) -> float:
