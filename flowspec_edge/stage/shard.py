@@ -17,8 +17,8 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
 from flowspec_edge.model.modeldir import RECURRENT, UNSPLIT, is_sharded
 from flowspec_edge.stage.families import load_config, skeleton
+from flowspec_edge.stage.layers.delta_net import in_fewer_launches
 from flowspec_edge.stage.layers.fused import FusedLayer
-from flowspec_edge.stage.layers.hybrid import in_fewer_launches
 from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
 from flowspec_edge.stage.layers.stage_cache import CacheKind
 from flowspec_edge.stage.weights import tensor_names
@@ -217,14 +217,8 @@ def _embedding(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: 
 def load_lm_head(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu",
                  files: WeightFiles | None = None) -> Tensor:
     """The output matrix [V, H]; the embeddings if the model ties the two.  ``files`` opens its file."""
-    name, checkpoint = tensor_names.LM_HEAD, Checkpoint(model_dir, files)
-    if load_config(model_dir).tie_word_embeddings and name not in checkpoint:
+    name, checkpoint, config = tensor_names.LM_HEAD, Checkpoint(model_dir, files), load_config(model_dir)
+    if config.tie_word_embeddings and name not in checkpoint:
         name = tensor_names.EMBEDDING
-    return _load_matrix(model_dir, checkpoint, name, dtype, device)
-
-
-def _load_matrix(model_dir: Path | str, checkpoint: Checkpoint, name: str, dtype: str,
-                 device: torch.device | str) -> Tensor:
-    torch_dtype, config = parse_dtype(dtype), load_config(model_dir)
     shape = torch.Size((config.vocab_size, config.hidden_size))
-    return load_tensor(checkpoint, name, shape, torch_dtype, torch.device(device))
+    return load_tensor(checkpoint, name, shape, parse_dtype(dtype), torch.device(device))

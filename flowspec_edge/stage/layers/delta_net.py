@@ -1,7 +1,8 @@
 """The gated delta net of Qwen3-Next and its successors over a tree's rows, in the place of transformers' own.
 
 Weights and projections are transformers'; the convolution and the recurrence, in float32, are those of a
-``RecurrentLayer``.
+``RecurrentLayer``.  For CUDA, layers of these families, recurrent or with attention, run in fewer kernel
+launches: their norms, projections and MLPs are exchanged once they are loaded.
 """
 
 from __future__ import annotations
@@ -89,3 +90,49 @@ def recur_over_trees(core: Any) -> None:
     for layer in core.layers:
         if hasattr(layer, "linear_attn"):
             layer.linear_attn = TreeDeltaNet(layer.linear_attn)
+
+
+class ZeroCentredNorm(nn.Module):
+    """As transformers' RMS norm of these families: it multiplies by 1 + w in float32, whatever the dtype of
+    the rows."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._norm = RmsNorm(1.0 + norm.weight.detach().float(), norm.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._norm(x.float()).to(x.dtype)
+
+
+class GatedMlp(nn.Module):
+    """Takes the projections of transformers' MLP, gate and up as one product."""
+
+    def __init__(self, mlp: Any) -> None:
+        super().__init__()
+        self.gate_up = detach_and_join(mlp, "gate_proj", "up_proj")
+        self.down_proj = mlp.down_proj
+        self._activation = mlp.act_fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down_proj(self._activation(gate) * up)
+        return out
+
+
+@torch.inference_mode()
+def in_fewer_launches(layer: Any) -> None:
+    """Exchange parts of a loaded layer, recurrent or with attention.
+
+    The recurrence itself is the same on every device; attention and routers stay transformers'.
+    """
+    for module in (layer, getattr(layer, "self_attn", None)):
+        for name in ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"):
+            if hasattr(module, name):
+                setattr(module, name, ZeroCentredNorm(getattr(module, name)))
+    if isinstance(getattr(layer, "linear_attn", None), TreeDeltaNet):
+        layer.linear_attn.join()
+    if hasattr(layer.mlp, "gate_proj"):
+        layer.mlp = GatedMlp(layer.mlp)
+    elif hasattr(layer.mlp, "shared_expert"):
+        layer.mlp.shared_expert = GatedMlp(layer.mlp.shared_expert)
