@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment, Tap
 
 Results = tuple[list[Tap], Segment | Output]  # of a segment; an Output comes from the last stage
-
-
-class Poll(Protocol):
-    """A callback between layers; it may block for up to ``wait`` seconds, listening for messages."""
-
-    def __call__(self, wait: float = 0.0) -> None: ...
+Poll = Callable[[], None]  # called between layers; it may receive messages
 
 
 class Engine(Protocol):

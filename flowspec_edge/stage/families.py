@@ -103,12 +103,8 @@ def _check(config: Any, path: Path | str, quantised: bool) -> None:
         _check_quantisation(config, path)
 
 
-def rope_type(config: Any) -> str:
-    return str(config.rope_parameters.get("rope_type", "default"))
-
-
 def _check_rope(config: Any, path: Path | str) -> None:
-    kind = rope_type(config)
+    kind = str(config.rope_parameters.get("rope_type", "default"))
     if kind in _GROWING_ROPE:
         raise UsageError(f"{path}: rope type {kind!r} turns rows by an angle that changes as the text grows, "
                          "which rows already in a cache cannot follow; where the model permits, set "
