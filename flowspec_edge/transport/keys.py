@@ -101,39 +101,33 @@ _MAX_LOGGED = 1000  # addresses that are remembered
 _ADDRESS = 3  # frame of a ZAP request with the peer's address
 
 
-@dataclass(frozen=True)
-class _Credentials:
-    allow_list: KeyAllowList
-    keys: Collection[bytes]
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        if key not in self.keys:
-            self.allow_list.log_refusal(domain, key)
-            return False
-        return True
-
-
 class KeyAllowList(ThreadAuthenticator):
     """The lists of one ZeroMQ context, checked in a thread; start it before binding a socket."""
 
     def __init__(self, context: zmq.Context[Any]) -> None:
         super().__init__(context, log=logging.getLogger(f"{__name__}.zap"))
         self._address = ""
+        self._admitted: dict[str, Collection[bytes]] = {}
         self._logged: dict[tuple[str, str], float] = {}  # (socket, address) -> time.monotonic()
 
     def admit(self, name: str, keys: Collection[bytes]) -> None:
         """Admit only peers with one of ``keys`` (Z85) to the socket whose ZAP domain is ``name``."""
-        self.configure_curve_callback(name, _Credentials(self, keys))
+        self._admitted[name] = keys
+        self.configure_curve_callback(name, self)
 
-    def log_refusal(self, name: str, key: bytes) -> None:
-        """Log a refusal once per address and interval; called in the authenticator's thread."""
-        now, peer = time.monotonic(), (name, self._address)
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether to admit a peer; logs a refusal once per address and interval.  Called in the
+        authenticator's thread."""
+        if key in self._admitted[domain]:
+            return True
+        now, peer = time.monotonic(), (domain, self._address)
         if now < self._logged.get(peer, -_LOG_INTERVAL_S) + _LOG_INTERVAL_S:
-            return
+            return False
         if len(self._logged) >= _MAX_LOGGED:
             self._logged.clear()
         self._logged[peer] = now
-        log.warning("%s: %s is refused: its key %s is not on the list", name, self._address, key.decode())
+        log.warning("%s: %s is refused: its key %s is not on the list", domain, self._address, key.decode())
+        return False
 
     async def handle_zap_message(self, msg: list[bytes]) -> None:
         """Also notes the peer's address for the log."""
