@@ -68,23 +68,21 @@ class _Stage:
         self._count = 0  # segments
         self._newest: dict[int, deque[float]] = {}  # seconds, by rows
         self._last: dict[int, int] = {}  # the newest segment's count, by rows
-        self._estimates: dict[int, float] = {}  # seconds, by rows
         self._table: NDArray[np.float64] | None = None
 
     def observe(self, rows: int, seconds: float) -> None:
         self._count += 1
         self._last[rows] = self._count
-        newest = self._newest.setdefault(rows, deque(maxlen=_NEWEST))
-        newest.append(seconds)
-        self._estimates[rows] = sorted(newest)[len(newest) // 4]
+        self._newest.setdefault(rows, deque(maxlen=_NEWEST)).append(seconds)
         self._table = None
 
     def table(self) -> NDArray[np.float64]:
         """Seconds for 1, 2, … rows, float64 [_ROWS]."""
         if self._table is None:
             for rows in [rows for rows, last in self._last.items() if last <= self._count - _WINDOW]:
-                del self._newest[rows], self._last[rows], self._estimates[rows]
-            sizes, seconds = zip(*sorted(self._estimates.items()), strict=True)
+                del self._newest[rows], self._last[rows]
+            sizes, seconds = zip(*((rows, sorted(newest)[len(newest) // 4])
+                                   for rows, newest in sorted(self._newest.items())), strict=True)
             self._table = _curve(np.array(sizes), np.array(seconds), self._sparse)
         return self._table
 
