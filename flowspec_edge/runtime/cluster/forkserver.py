@@ -102,8 +102,8 @@ def _end_server() -> None:
 
 
 class WorkerProcess:
-    def __init__(self, config: Path, output: Path, listen_fd: int = -1, verbose: bool = False,
-                 directory: Path | None = None, within: float = FIRST_START_S) -> None:
+    def __init__(self, config: Path, output: Path, listen_fd: int = -1, directory: Path | None = None,
+                 within: float = FIRST_START_S) -> None:
         """Start a worker that reads ``config`` and writes stdout and stderr to ``output``.
 
         The worker inherits this process' environment (except what torch reads at import time). It ends when
@@ -114,7 +114,7 @@ class WorkerProcess:
         listener = socket.socket(fileno=os.dup(listen_fd)) if listen_fd >= 0 else None
         try:
             self._process, self._server = _start(
-                within, config, output, dict(os.environ), listener, verbose, directory)
+                within, config, output, dict(os.environ), listener, directory)
         finally:
             if listener:
                 listener.close()
@@ -248,7 +248,7 @@ def _remove_sockets() -> None:
 
 
 def _run(config: Path, output: Path, environment: Mapping[str, str],
-         listener: socket.socket | None, verbose: bool, directory: Path | None) -> None:
+         listener: socket.socket | None, directory: Path | None) -> None:
     from flowspec_edge.runtime.worker import process  # imported here, because D0 does not need it
 
     os.setsid()  # Ctrl-C is for D0, which then ends its workers in order
@@ -261,4 +261,4 @@ def _run(config: Path, output: Path, environment: Mapping[str, str],
     os.environ.clear()
     os.environ.update(environment)
     changes = {"listen_fd": listener.detach() if listener else -1}
-    sys.exit(process.serve(config, verbose, changes, directory=directory))
+    sys.exit(process.serve(config, changes=changes, directory=directory))

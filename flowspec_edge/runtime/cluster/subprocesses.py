@@ -58,7 +58,7 @@ class WorkerProcesses:
     def pids(self) -> list[int]:
         return [worker.pid for worker in self._workers]
 
-    def start(self, configs: Sequence[WorkerConfig], verbose: bool = False, wrap: Wrap | None = None) -> None:
+    def start(self, configs: Sequence[WorkerConfig], wrap: Wrap | None = None) -> None:
         """``wrap``: (stage, command) -> command at the stage's place; without it, CPU workers are forked, and
         the only stage on a GPU is a thread of this process."""
         for config in configs:
@@ -69,10 +69,9 @@ class WorkerProcesses:
                 starter = partial(self._thread, config)
             elif wrap is None and config.device == "cpu":
                 starter = partial(
-                    WorkerProcess, file, self._output(config.stage), config.listen_fd, verbose,
-                    self.directory)
+                    WorkerProcess, file, self._output(config.stage), config.listen_fd, self.directory)
             else:
-                starter = partial(self._spawn, config, file, verbose, wrap)
+                starter = partial(self._spawn, config, file, wrap)
             self._starters.append(starter)
             self._workers.append(starter(FIRST_START_S))
 
@@ -93,13 +92,13 @@ class WorkerProcesses:
         """``within`` is not used, because the start of a thread waits for nothing."""
         return StageThread(config, self._output(config.stage))
 
-    def _spawn(self, config: WorkerConfig, file: Path, verbose: bool, wrap: Wrap | None, within: float
+    def _spawn(self, config: WorkerConfig, file: Path, wrap: Wrap | None, within: float
                ) -> subprocess.Popen[bytes]:
         """``within`` is not used, because the start of a program waits for nothing."""
         package = str(Path(__file__).parents[3])  # where flowspec_edge is
         path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file),
-                   "--remove", str(self.directory), *(["--verbose"] if verbose else [])]
+                   "--remove", str(self.directory)]
         with self._output(config.stage).open("wb") as output:
             return subprocess.Popen(
                 wrap(config.stage, command) if wrap else command, stdin=subprocess.DEVNULL,
