@@ -24,8 +24,7 @@ from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.stage.base import Poll, Results
-from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.engine import Poll, Results, StageEngine
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.util.experts import computed, independent
 from microbench._common import Row, demo_prompts, options, print_rows

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The sub-packages and modules of a package, lowest first: each may import those before it.  Every child of a
 # package that is listed here must be listed; the others are checked for circles alone.
 ORDER: dict[str, list[str]] = {
-    "stage": ["base", "quant", "weights", "layers", "rows", "families", "output_head", "shard", "forward",
+    "stage": ["quant", "weights", "layers", "rows", "families", "output_head", "shard", "forward",
               "engine", "preparation", "counters", "core", "tensor_parallel"],
     "runtime": ["request", "plain", "draft_device", "observe", "draft_core", "virtual", "emulation", "worker",
                 "cluster"],

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import numpy as np
 from memorykit import MemoryTransport
@@ -28,8 +28,7 @@ from flowspec_edge.runtime.emulation.durations import Charge
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.runtime.worker.worker import Worker, connect
-from flowspec_edge.stage.base import Engine, Results
-from flowspec_edge.transport.zmq_links import ZmqTransport
+from flowspec_edge.stage.engine import Results, StageEngine
 
 PATIENCE = 30.0  # seconds; only a failing test waits so long
 T = TypeVar("T", bound=Message)
@@ -100,7 +99,7 @@ class LonelyEngine(HeldEngine):
 class Stage:
     """A worker in a thread, and D0's ends of its links."""
 
-    engine: Engine
+    engine: StageEngine | HeldEngine
     network: MemoryTransport
     changes: dict[str, object] = field(default_factory=dict)
     notifier: Notifier | None = None
@@ -113,7 +112,7 @@ class Stage:
         config = WorkerConfig.model_validate(settings)
         self.hub = self.network.hub("d0", "D0 control")
         self.output = self.network.pull("out", "D0 data in")
-        links = connect(config, cast(ZmqTransport, self.network))
+        links = connect(config, self.network)
         self.first = self.network.push("v1", "D0 data out")
         self.worker = Worker(config, links, self.engine, Hello("v1", 1, 1, (0, 2), "digest"),
                              self.notifier, charge=self.charge)

@@ -19,6 +19,7 @@ import math
 from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from flowspec_edge.messages import (
     Batch,
@@ -33,9 +34,11 @@ from flowspec_edge.messages import (
     Tap,
     batch_of,
 )
-from flowspec_edge.stage.base import Engine, Poll, Results
 from flowspec_edge.stage.counters import StageCounters
 from flowspec_edge.stage.rows import without_rows
+
+if TYPE_CHECKING:
+    from flowspec_edge.stage.engine import Poll, Results, StageEngine
 
 QUEUED = 64  # messages; many times what an honest device has under way
 Outgoing = Credit | Tap | Computed | Segment | Output | Batch
@@ -81,7 +84,7 @@ class Pass:
 class StageCore:
     """``engine``: computes; ``counters``: of the sessions."""
 
-    def __init__(self, engine: Engine, stage: int = 1, last: bool = False, tensor_parallel: bool = False,
+    def __init__(self, engine: StageEngine, stage: int = 1, last: bool = False, tensor_parallel: bool = False,
                  layers: float = 1.0, open_within_s: float = math.inf) -> None:
         """stage          from 1
         last           no stage follows: ranks before the last one pass segments on instead of results
@@ -187,8 +190,8 @@ class StageCore:
         return ()
 
     def compute(self, begun: Pass, poll: Poll | None = None) -> None:
-        """Run the engine; ``poll`` may call :meth:`receive`. Raises as ``Engine.compute``; then V1's slot is
-        free, unless a rank is lost."""
+        """Run the engine; ``poll`` may call :meth:`receive`. Raises as ``StageEngine.compute``; then the
+        slot of V1 is free, unless a rank is lost."""
         rows, cancelled = self._counted("rows", begun), self._counted("cancelled", begun)
         try:
             begun.results = self.engine.compute(begun.segments, poll)

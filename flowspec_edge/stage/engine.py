@@ -13,7 +13,7 @@ session that has ended meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -34,7 +34,6 @@ from flowspec_edge.messages import (
     Tap,
 )
 from flowspec_edge.stage import forward, rows
-from flowspec_edge.stage.base import Poll, Results
 from flowspec_edge.stage.layers.attention import Part
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.stage_cache import StageCache, StageMemory
@@ -43,6 +42,9 @@ from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util import torchdevice
 from flowspec_edge.util.experts import correlation_of
 from flowspec_edge.util.tensors import from_torch, wire_name
+
+Poll = Callable[[], None]  # called between layers; it may receive messages
+Results = tuple[list[Tap], Segment | Output]  # of a segment; an Output comes from the last stage
 
 _NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
 
@@ -71,6 +73,7 @@ class StageEngine:
 
     @property
     def counters(self) -> dict[str, float]:
+        """Sums over all sessions since the last Open that found no other session."""
         every = [self._closed_counters, *(state.counters for state in self._sessions.values())]
         return {name: sum(counters[name] for counters in every) for name in COUNTERS}
 
@@ -83,6 +86,7 @@ class StageEngine:
         return state.cache if state else None
 
     def cached(self, session: int) -> int:
+        """Rows in a session's cache."""
         cache = self.cache_of(session)
         return 0 if cache is None else len(cache)
 
@@ -98,6 +102,7 @@ class StageEngine:
 
     @property
     def graph_sizes(self) -> int:
+        """Numbers of rows for which the layers run as CUDA graphs."""
         return len(self.graphs)
 
     @property

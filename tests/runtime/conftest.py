@@ -12,7 +12,7 @@ from memorykit import MemoryTransport
 from tiny import tiny_llama
 from tiny_dir import tiny_spd
 from transformers import AutoTokenizer, LlamaConfig
-from workerkit import Stage, Start
+from workerkit import HeldEngine, Stage, Start
 
 from flowspec_edge.device_profile import DraftCost, LinkCost, LmHeadCost, Profile, StageCurve, load_profile
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
@@ -20,7 +20,6 @@ from flowspec_edge.messages import Cancel, Shutdown
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.runtime.emulation.durations import Charge
 from flowspec_edge.runtime.worker.sd_notify import Notifier
-from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
 
@@ -113,7 +112,7 @@ def start() -> Iterator[Start]:
     """Starts a stage's loop over in-memory links; those that go on are ended."""
     stages: list[Stage] = []
 
-    def make(engine: Engine, data_queue: int = 8, notifier: Notifier | None = None,
+    def make(engine: StageEngine | HeldEngine, data_queue: int = 8, notifier: Notifier | None = None,
              charge: Charge | None = None, **changes: object) -> Stage:
         stages.append(Stage(engine, MemoryTransport(data_queue=data_queue), changes, notifier, charge))
         return stages[-1]

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import cast
 
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ def network(request: pytest.FixtureRequest) -> Iterator[Network]:
     tuning = Tuning(data_queue=2, linger_ms=200)
     match request.param:
         case "memory":
-            both = cast(ZmqTransport, MemoryTransport(data_queue=2))
+            both = MemoryTransport(data_queue=2)
             made = Network(both, both, itertools.repeat("memory:0"))
         case "zmq":
             made = Network(ZmqTransport(tuning=tuning), ZmqTransport(tuning=tuning),

@@ -13,7 +13,6 @@ from flowspec_edge.runtime.draft_device.capacity import tentative_rows
 from flowspec_edge.runtime.emulation.collectives import EmulatedGroup, GroupCharge
 from flowspec_edge.runtime.emulation.durations import Charge, Emulation, stage_charge
 from flowspec_edge.runtime.worker.config import WorkerConfig
-from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.preparation import choose_graphs, warm_up
@@ -28,7 +27,8 @@ from flowspec_edge.util.torchdevice import make_current
 log = logging.getLogger(__name__)
 
 
-def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engine, Hello, Charge | None]:
+def load_engine(config: WorkerConfig, emulation: Emulation | None
+                ) -> tuple[StageEngine, Hello, Charge | None]:
     """Return the engine with the stage's shard and the memory of its caches, warmed up on CUDA, the Hello
     that describes it, and the emulated time of its passes."""
     if config.threads:
@@ -39,14 +39,12 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None) -> tuple[Engi
     charge: Charge | None = (
         stage_charge(emulation.devices, config.parallelism, config.stage) if emulation else None)
     shard: Shard
-    engine: Engine
     if config.parallelism == "pipeline":
         shard = load_shard(weights, rank, stages, config.dtype, config.device)
-        engine = stage = StageEngine(shard, config.cache_rows, config.requests,
-                                     tentative_rows(Params(), stages))
+        engine = StageEngine(shard, config.cache_rows, config.requests, tentative_rows(Params(), stages))
         if shard.device.type == "cuda":
-            warm_up(stage)
-            log.info("V%d: %s", config.stage, choose_graphs(stage, CudaRecorder(shard.device)))
+            warm_up(engine)
+            log.info("V%d: %s", config.stage, choose_graphs(engine, CudaRecorder(shard.device)))
     else:
         group: ProcessGroup = GlooGroup(rank, stages, config.group, config.interface, config.group_within_s)
         if emulation and emulation.links == "real":

@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Failed, Heartbeat, Hello, SessionReport
 from flowspec_edge.runtime.observe.power import SessionEnergy
 from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.runtime.worker.config import WorkerConfig
-from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.counters import StageCounters
 from flowspec_edge.transport.zmq_links import ZmqClientLink, ZmqLink
+
+if TYPE_CHECKING:
+    from flowspec_edge.stage.engine import StageEngine
 
 
 class StatusSender:
     """``due_at``: when the next heartbeat is due (time.monotonic)."""
 
     def __init__(self, config: WorkerConfig, control: ZmqClientLink, previous: ZmqLink,
-                 following: ZmqClientLink, engine: Engine, counters: StageCounters, hello: Hello,
+                 following: ZmqClientLink, engine: StageEngine, counters: StageCounters, hello: Hello,
                  system_stats: SystemStats, energy: SessionEnergy) -> None:
         """``control``: to D0; ``previous``, ``following``: from and to the devices beside this one."""
         self._config = config

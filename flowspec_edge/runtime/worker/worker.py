@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from flowspec_edge.errors import (
     FlowspecError,
@@ -46,10 +47,12 @@ from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.runtime.worker.release_link import ReleaseLink
 from flowspec_edge.runtime.worker.sd_notify import Notifier
 from flowspec_edge.runtime.worker.status_sender import StatusSender, one_line
-from flowspec_edge.stage.base import Engine
 from flowspec_edge.stage.core import Pass, StageCore
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqClientLink, ZmqLink, ZmqTransport
+
+if TYPE_CHECKING:
+    from flowspec_edge.stage.engine import StageEngine
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +88,7 @@ def connect(config: WorkerConfig, transport: ZmqTransport) -> Links:
 
 
 class Worker:
-    def __init__(self, config: WorkerConfig, links: Links, engine: Engine, hello: Hello,
+    def __init__(self, config: WorkerConfig, links: Links, engine: StageEngine, hello: Hello,
                  notifier: Notifier | None = None, meter: PowerMeter | None = None,
                  stopping: Callable[[], bool] = lambda: False, release: ReleaseLink | None = None,
                  charge: Charge | None = None) -> None:

@@ -18,8 +18,7 @@ from weakref import finalize
 
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Cancel, Close, Open, Prune, Segment
-from flowspec_edge.stage.base import Poll, Results
-from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.engine import Poll, Results, StageEngine
 from flowspec_edge.stage.tensor_parallel.process_group import ProcessGroup
 from flowspec_edge.stage.tensor_parallel.shard import TensorShard
 
@@ -27,11 +26,11 @@ _POLL_S = 0.05  # interval of the polls while the rank computes
 T = TypeVar("T")
 
 
-class TensorEngine:
-    """Runs one rank's shard, with the interface of a StageEngine."""
+class TensorEngine(StageEngine):
+    """Runs one rank's shard."""
 
     def __init__(self, shard: TensorShard, group: ProcessGroup, cache_rows: int = 0) -> None:
-        self._engine = StageEngine(shard, cache_rows)
+        super().__init__(shard, cache_rows)
         self._group = group
         self._bytes_before = 0  # sent before the sessions that are open
         self._bytes: dict[int, int] = {}  # sent for each of them
@@ -41,21 +40,10 @@ class TensorEngine:
     @property
     def counters(self) -> dict[str, float]:
         """The stage engine's counters, and the bytes that the rank sent in collectives."""
-        return {**self._engine.counters, "collective_bytes": self._group.bytes_sent - self._bytes_before}
+        return {**super().counters, "collective_bytes": self._group.bytes_sent - self._bytes_before}
 
     def counters_of(self, session: int) -> dict[str, float]:
-        return {**self._engine.counters_of(session), "collective_bytes": self._bytes.get(session, 0)}
-
-    @property
-    def cache_bytes(self) -> int:
-        return self._engine.cache_bytes
-
-    @property
-    def graph_sizes(self) -> int:
-        return self._engine.graph_sizes
-
-    def cached(self, session: int) -> int:
-        return self._engine.cached(session)
+        return {**super().counters_of(session), "collective_bytes": self._bytes.get(session, 0)}
 
     def open(self, message: Open) -> None:
         """Remember the session until its first segment arrives."""
@@ -79,14 +67,14 @@ class TensorEngine:
         if (segment.session, segment.epoch) in opened:
             while not self._begin(self._waiting.popleft(), segment):
                 pass
-        return self._engine.admit(segment)
+        return super().admit(segment)
 
     def _begin(self, message: Open | Close, segment: Segment) -> bool:
         if isinstance(message, Close):
-            self._engine.close(message)
+            super().close(message)
             return False
-        self._engine.open(message)
-        self._bytes = {n: self._bytes.get(n, 0) for n in self._engine.sessions if n != message.session}
+        super().open(message)
+        self._bytes = {n: self._bytes.get(n, 0) for n in self.sessions if n != message.session}
         if not self._bytes:
             self._bytes_before = self._group.bytes_sent
         return (message.session, message.epoch) == (segment.session, segment.epoch)
@@ -97,9 +85,9 @@ class TensorEngine:
         ``poll`` is called every 50 ms, also during collectives; if it raises, the rank is unusable.  PeerLost
         if another rank is gone.
         """
-        before, session = self._group.bytes_sent, admitted[0].session
+        before, session, compute = self._group.bytes_sent, admitted[0].session, super().compute
         try:
-            return self._worker.run(lambda: self._engine.compute(admitted), poll)
+            return self._worker.run(lambda: compute(admitted), poll)
         finally:
             self._bytes[session] = self._bytes.get(session, 0) + self._group.bytes_sent - before
 

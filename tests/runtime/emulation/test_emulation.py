@@ -25,8 +25,8 @@ from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.runtime.virtual.devices import Devices, step_seconds, tensor_seconds
 from flowspec_edge.runtime.virtual.links import wire_bytes
-from flowspec_edge.stage.base import Poll
 from flowspec_edge.stage.core import Pass, StageCore
+from flowspec_edge.stage.engine import Poll
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
 

@@ -13,7 +13,7 @@ from workerkit import PATIENCE, HeldEngine, Start, segment
 
 from flowspec_edge.messages import Cancel, Open, Segment, Shutdown
 from flowspec_edge.runtime.worker.sd_notify import Notifier
-from flowspec_edge.stage.base import Results
+from flowspec_edge.stage.engine import Results
 
 QUICK = "4000"  # µs of the watchdog
 

@@ -32,8 +32,7 @@ from flowspec_edge.messages import (
 )
 from flowspec_edge.runtime.emulation.durations import Charge
 from flowspec_edge.runtime.worker.status_sender import one_line
-from flowspec_edge.stage.base import Poll, Results
-from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.engine import Poll, Results, StageEngine
 
 
 def test_a_stage_greets_computes_and_reports(start: Start, real: StageEngine) -> None:
