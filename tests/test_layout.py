@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flowspec_edge"
 MAX_LINES = 400
 SHORT = 60  # lines; a shorter file beside its only user is a part of it
-ALONE = {"runtime.worker.load": "it imports torch, and its user must not before the links are up"}
+ALONE = {"runtime.worker.load": "it imports transformers, and its user must not before the links are up"}
 
 # What each part of the package may import beside itself.
 FOUNDATION = {"errors", "messages", "util", "device_profile", "sampling", "model"}

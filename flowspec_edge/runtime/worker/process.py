@@ -76,7 +76,7 @@ def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | 
     try:
         links = connect(config, transport)
         try:
-            from flowspec_edge.runtime.worker.load import load_engine  # here: it imports torch
+            from flowspec_edge.runtime.worker.load import load_engine  # here: it imports transformers
 
             engine, hello, charge = load_engine(config, emulation)
             with board_meter(wanted=emulation is None) as meter:
