@@ -75,6 +75,16 @@ class CacheMemory:
         self._free[free[:count]] = False
         return free[:count]
 
+    def reach(self, rows: int) -> None:
+        """Make so many rows, without taking them: for one session that counts its rows by itself."""
+        if rows > self.rows:
+            self._resize(max(rows, 2 * self.rows))
+
+    def seen(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first ``width`` rows, [1, kv_heads, width, head_dim] each."""
+        keys, values = self.layers[layer][:, :, :width].chunk(2, dim=1)
+        return keys, values
+
     def give_back(self, rows: NDArray[np.int64]) -> None:
         """Free once they are cleared: a session may end at any time, also while another takes rows."""
         if len(rows):
@@ -143,7 +153,7 @@ class PassCache:
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
                ) -> tuple[Tensor, Tensor]:
         """Store a pass's rows [1, kv_heads, rows, head_dim]; return everything that it may see."""
-        held = self._seen(layer)
+        held = self._memory.seen(layer, self._width)
         for target, new in zip(held, (keys, values), strict=True):
             target.index_copy_(2, self._rows, new)
         return held
@@ -151,15 +161,11 @@ class PassCache:
     def write(self, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """As :meth:`update`, for keys, then values, of all heads: [rows, 2 * kv_heads, head_dim]."""
         self._memory.layers[layer][0].index_copy_(1, self._rows, rows.transpose(0, 1))
-        return self._seen(layer)
+        return self._memory.seen(layer, self._width)
 
     def joined(self, layer: int) -> Tensor:
         """Everything that it may see: [1, 2 * kv_heads, width, head_dim]."""
         return self._memory.layers[layer][:, :, : self._width]
-
-    def _seen(self, layer: int) -> tuple[Tensor, Tensor]:
-        keys, values = self.joined(layer).chunk(2, dim=1)
-        return keys, values
 
     def get_seq_length(self, layer: int = 0) -> int:
         """Part of transformers' cache protocol."""

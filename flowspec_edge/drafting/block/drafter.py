@@ -44,7 +44,6 @@ class BlockDrafter(Drafter):
         self._dtype, self._device = shape.dtype, shape.device
         self._tokens_device = tokens_device(head.embed_tokens, self._device)
         self._memory = CacheMemory(shape, _FIRST_CAPACITY, shared=False)
-        self._memory.take(_FIRST_CAPACITY)
         self._tapped = TappedStates(config.captured, self._dtype, self._device)
         self.taps = self._tapped.taps
         self._vocabulary = None
@@ -141,9 +140,7 @@ class BlockDrafter(Drafter):
 
     def _cache(self, rows: range) -> PassCache:
         """The memory in a pass that stores these rows."""
-        held = self._memory.rows
-        if rows.stop > held:
-            self._memory.take(max(rows.stop, 2 * held) - held)
+        self._memory.reach(rows.stop)
         return PassCache(self._memory, indices([*rows], self._device), rows.stop)
 
     def _draft(self) -> tuple[Tensor, ...]:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
-from flowspec_edge.drafting.spd.module import KeyValues, RowStore, SpdModule, SpdRow
-from flowspec_edge.drafting.tree_cache import additive_mask
+from flowspec_edge.drafting.spd.module import FIRST_CAPACITY, RowStore, SpdModule, SpdRow
+from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, PassCache, additive_mask
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import Rank, Sampling
@@ -21,8 +21,6 @@ from flowspec_edge.sampling.sampler import rank_children
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import Embedding, as_embedding, tokens_device
-
-_FIRST_CAPACITY = 256
 
 
 class SpdDrafter(Drafter):
@@ -38,8 +36,10 @@ class SpdDrafter(Drafter):
         self._dtype, self._device = weight.dtype, weight.device
         self._tokens_device = tokens_device(self._embedding, self._device)
         self._rows = RowStore(module.target_layers, self._dtype, self._device)
-        self._cache: list[KeyValues] = []  # by layer: 2 x [1, kv_heads, capacity, head_dim]
-        self._grow(_FIRST_CAPACITY)
+        config = module.config
+        shape = CacheShape(len(module.layers), config.num_key_value_heads, config.head_dim, self._dtype,
+                           self._device)
+        self._memory = CacheMemory(shape, FIRST_CAPACITY, shared=False)  # a row for each slot
         self.reset(Sampling(), "draft", 1.0)
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
@@ -77,7 +77,7 @@ class SpdDrafter(Drafter):
         if not request.nodes:
             return DraftOutput.empty(0, 0)
         queries = [self._row(node) for node in request.nodes]
-        self._grow(self._rows.slots)
+        self._memory.reach(self._rows.slots)
         self._look_back(queries)
         logits = self._module.lm_head(self._speculate(queries))
         positions = np.fromiter((row.position for row in queries), np.int64)
@@ -118,24 +118,20 @@ class SpdDrafter(Drafter):
                                   for i, row, depth in known])
             features[at] = self._module.feature(embeddings[at], middle, deepest)
         rows = [row for row, _ in stale]
-        self._write(rows, self._module.keys_values(features[None], self._positions(rows)))
+        cache = PassCache(self._memory, indices([row.slot for row in rows], self._device), self._rows.slots)
+        computed = self._module.keys_values(features[None], self._positions(rows))
+        for layer, (keys, values) in enumerate(computed):
+            cache.update(keys, values, layer)
         self._rows.mark_computed(stale)
 
     def _speculate(self, queries: Sequence[SpdRow]) -> Tensor:
         """The module's outputs [n, H] for ``queries`` as the newest rows."""
-        slots = self._rows.slots
-        context = [(keys[:, :, :slots], values[:, :, :slots]) for keys, values in self._cache]
+        context = [self._memory.seen(layer, self._rows.slots) for layer in range(len(self._module.layers))]
         visible = np.concatenate((self._rows.visible(queries), np.eye(len(queries), dtype=bool)), axis=1)
         mask = additive_mask(visible, self._dtype, self._device)
         features = self._module.newest(self._embed(queries))
         out: Tensor = self._module(features[None], self._positions(queries), context, mask)
         return out[0]
-
-    def _write(self, rows: Sequence[SpdRow], computed: Sequence[KeyValues]) -> None:
-        at = indices([row.slot for row in rows], self._device)
-        for held, new in zip(self._cache, computed, strict=True):
-            for buffer, values in zip(held, new, strict=True):
-                buffer.index_copy_(2, at, values)
 
     def _embed(self, rows: Sequence[SpdRow]) -> Tensor:
         embedded: Tensor = self._embedding(indices([row.token for row in rows], self._tokens_device))
@@ -143,17 +139,3 @@ class SpdDrafter(Drafter):
 
     def _positions(self, rows: Sequence[SpdRow]) -> Tensor:
         return indices([[row.position for row in rows]], self._device)
-
-    def _grow(self, needed: int) -> None:
-        held = self._cache[0][0].shape[2] if self._cache else 0
-        if needed <= held:
-            return
-        config = self._module.config
-        shape = (1, config.num_key_value_heads, max(needed, 2 * held), config.head_dim)
-        grown = []
-        for layer in range(len(self._module.layers)):
-            keys, values = (torch.zeros(shape, dtype=self._dtype, device=self._device) for _ in range(2))
-            if held:
-                keys[:, :, :held], values[:, :, :held] = self._cache[layer]
-            grown.append((keys, values))
-        self._cache = grown

@@ -141,7 +141,7 @@ def save_module(module: SpdModule, directory: Path, dtype: torch.dtype) -> None:
 
 
 _UNKNOWN = -1
-_FIRST_CAPACITY = 256
+FIRST_CAPACITY = 256  # slots
 
 
 @dataclass(slots=True, eq=False)
@@ -179,7 +179,7 @@ class RowStore:
         self._awaited: set[int] = set()  # numbers of open text rows
         self._newest = _UNKNOWN  # the newest number that is text and has its final state
         self._free: list[int] = []
-        self._holds_text = np.zeros(_FIRST_CAPACITY, dtype=bool)  # by slot
+        self._holds_text = np.zeros(FIRST_CAPACITY, dtype=bool)  # by slot
         self.slots = 0  # in use or free: one past the highest
 
     # ---- arrivals ----------------------------------------------------------------------
