@@ -7,7 +7,6 @@ from typing import Any
 
 import fleetkit
 import pytest
-from orinkit import ORIN
 
 from flowspec_edge.fleet.board_links import tc
 from flowspec_edge.fleet.commands import LocalRunner
@@ -17,6 +16,18 @@ from flowspec_edge.fleet.probe.checks import CHECKS, Place, Subject, faults
 from flowspec_edge.fleet.probe.facts import BoardFacts, SystemFacts, system_facts
 from flowspec_edge.fleet.probe.findings import WORST, Finding, merged
 
+# The files of an Orin that is as it should be, by their names below the root; groups are this process'.
+ORIN = {
+    "sys/firmware/devicetree/base/model": "NVIDIA Jetson Orin Nano Developer Kit\0",
+    "etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 1, BOARD: generic\n",
+    "etc/nvpmodel.conf": "< POWER_MODEL ID=0 NAME=15W >\n< POWER_MODEL ID=1 NAME=25W >\n"
+                         "< POWER_MODEL ID=2 NAME=MAXN_SUPER >\n",
+    "var/lib/nvpmodel/status": "pmode:0002 fmode:quiet",
+    "proc/meminfo": "MemTotal:        7802680 kB\nMemAvailable:    6812340 kB\n",
+    "proc/swaps": "Filename\tType\tSize\tUsed\tPriority\n",
+    "sys/class/thermal/thermal_zone0/temp": "51250\n",
+    "etc/group": f"root:x:0:\nvideo:x:{os.getgid()}:\nrender:x:{os.getgid()}:\n",
+}
 GROUPS = "root:x:0:\nvideo:x:44:me\nrender:x:104:me\n"
 FACTS: dict[str, Any] = {
     "files": {**ORIN, "etc/group": GROUPS}, "python": [3, 10, 12], "user": "root", "sudo": "", "gpu": True,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -15,7 +17,6 @@ from typing import Any
 
 import fleetkit
 import pytest
-import shipkit
 import sshkit
 
 from flowspec_edge.errors import UsageError
@@ -34,6 +35,28 @@ HOME = f"{MODELS}/{'a' * 16}"
 PARTS = ["draft", "stage-1", "stage-2"]
 
 
+def noise(directory: Path, stages: int = 2, size: int = 3_000_000, request: str = "a" * 64,
+          seed: int = 0) -> Manifest:
+    """A sharded model without a tensor in it: parts of a large and a small file each, of bytes that
+    follow from ``seed`` and the path."""
+    parts = {}
+    for part in [*(f"stage-{i + 1}" for i in range(stages)), "draft"]:
+        files = []
+        for name, count in (("config.json", 700), ("target/model.safetensors", size + len(part))):
+            path = directory / part / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(random.Random(f"{seed} {part}/{name}").randbytes(count))
+            files.append({"path": f"{part}/{name}", "size": count,
+                          "sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+        parts[part] = {"files": files, "parameters": 0, "weight_bytes": 0, "row_bytes": 0}
+    (directory / "manifest.json").write_text(json.dumps({
+        "format": 1, "source": {"name": "noise", "config_sha256": "0" * 64, "revision": None},
+        "model_type": "llama", "layers": stages, "hidden_width": 8, "vocabulary": 8,
+        "ranges": [[i, i + 1] for i in range(stages)], "dtype": "fp16", "compute_dtype": "fp16",
+        "quantisation": None, "request": request, "parts": parts}))
+    return Manifest.read(directory)
+
+
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshkit.Boards]:
     with sshkit.boards(2, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(boards.outside):
@@ -50,7 +73,7 @@ def boards(started: sshkit.Boards) -> sshkit.Boards:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Manifest:
-    return shipkit.model(tmp_path / "model")
+    return noise(tmp_path / "model")
 
 
 def send(boards: sshkit.Boards, model: Manifest, **options: Any) -> list[TransferResult]:
@@ -221,7 +244,7 @@ def test_a_beginning_that_is_not_right_is_sent_again(boards: sshkit.Boards, mode
 def test_what_was_there_under_another_name_is_not_sent(boards: sshkit.Boards, model: Manifest,
                                                        tmp_path: Path) -> None:
     send_one(boards, model)
-    other = shipkit.model(tmp_path / "other", request="b" * 64)
+    other = noise(tmp_path / "other", request="b" * 64)
     assert send_one(boards, other) == TransferResult("board-1")
     boards.inside(1, "rm", "-rf", HOME)
     Manifest.read(home(boards, 1).with_name("b" * 16)).check("stage-1")
