@@ -1,15 +1,26 @@
-"""Model directories: their parts, and errors that name a missing file."""
+"""Model directories: their parts, errors that name a missing file or an impossible field of config.json, and
+generation_config.json's sampling settings, over which the user's take precedence."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny import tiny_llama
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.modeldir import (
+    ModelDir,
+    check_config,
+    choose_sampling,
+    not_applied,
+    position_limit,
+    resolve_model,
+)
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.families import load_config
 
 
 @pytest.fixture
@@ -63,3 +74,108 @@ def test_a_gguf_file_is_told_from_a_damaged_model(tmp_path: Path) -> None:
 def test_no_such_model(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no model 'nowhere'"):
         resolve_model("nowhere")
+
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size",
+         "max_position_embeddings")
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [-5, 0, 10**12, "7", None, 7.0, True, [7], float("nan")])
+def test_a_size_is_a_whole_number_in_its_range(tmp_path: Path, name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=rf"config\.json: {name} must be a whole number from 1 to"):
+        check_config({"model_type": "llama", name: value}, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("rms_norm_eps", 0), ("rms_norm_eps", "1e-6"), ("rope_theta", float("inf")), ("max_window_layers", -1),
+    ("layer_types", "full_attention"), ("layer_types", [1]), ("eos_token_id", "</s>"),
+    ("eos_token_id", [1, {}]),
+    ("head_dim", 0), ("num_key_value_heads", -1), ("sliding_window", 0.5),
+])
+def test_other_fields(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=f"c: {name} must be"):
+        check_config({name: value}, Path("c"))
+
+
+def test_values_that_models_have() -> None:
+    check_config({"sliding_window": None, "head_dim": None, "num_key_value_heads": None, "eos_token_id": None,
+                  "rope_theta": 1_000_000, "max_position_embeddings": 131072, "vocab_size": 256_000,
+                  "layer_types": ["full_attention"], "max_window_layers": 0}, Path("c"))
+
+
+def test_a_model_with_such_a_field_is_refused(tmp_path: Path) -> None:
+    demo = resolve_model("demo").target
+    for file in demo.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(
+        {**json.loads((demo / "config.json").read_text()), "hidden_size": -5}))
+    with pytest.raises(UsageError, match=r"hidden_size must be a whole number from 1 to 1048576, not -5"):
+        resolve_model(tmp_path)
+
+
+@pytest.mark.parametrize(("config", "limit"), [
+    # What the hub's config.json files say, shortened.
+    ({"model_type": "llama", "max_position_embeddings": 4096}, 4096),  # Llama-2-7b
+    ({"model_type": "mistral", "max_position_embeddings": 32768, "sliding_window": 4096}, 32768),  # v0.1
+    ({"model_type": "qwen2", "num_hidden_layers": 28, "max_position_embeddings": 32768,
+      "use_sliding_window": True, "sliding_window": 512, "max_window_layers": 21}, 32768),
+])
+def test_a_window_is_no_limit(tmp_path: Path, config: dict[str, Any], limit: int) -> None:
+    assert position_limit(config) == limit
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert position_limit(load_config(tmp_path).to_dict()) == limit
+    assert ModelDir(tmp_path).max_positions == limit
+
+
+# As it comes with Llama-3.1-8B-Instruct, and with Qwen2-7B-Instruct.
+LLAMA_3 = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [128001, 128008, 128009]}
+QWEN_2 = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
+
+
+def model(path: Path, config: dict[str, Any] | None) -> ModelDir:
+    if config is not None:
+        (path / "generation_config.json").write_text(json.dumps(config))
+    return ModelDir(path)
+
+
+@pytest.mark.parametrize(("config", "asked", "given", "expected", "advised"), [
+    (None, Sampling(), set(), Sampling(), set()),
+    ({"temperature": 0.9, "top_p": 0.6}, Sampling(), set(), Sampling(), set()),  # Llama-2's first release
+    ({"do_sample": False, "temperature": 0.9}, Sampling(), set(), Sampling(), set()),
+    (LLAMA_3, Sampling(), set(), Sampling(0.6, top_p=0.9), {"temperature", "top_p"}),
+    (QWEN_2, Sampling(), set(), Sampling(0.7, 20, 0.8), {"temperature", "top_k", "top_p"}),
+    (QWEN_2, Sampling(), {"temperature"}, Sampling(0.0, 20, 0.8), {"top_k", "top_p"}),
+    (QWEN_2, Sampling(1.5, 5, seed=3), {"temperature", "top_k", "seed"}, Sampling(1.5, 5, 0.8, 3), {"top_p"}),
+    ({"do_sample": True}, Sampling(), set(), Sampling(1.0), {"temperature"}),
+    ({"do_sample": True, "top_k": -1}, Sampling(), set(), Sampling(1.0), {"temperature", "top_k"}),
+])
+def test_advice_fills_in_what_is_not_given(tmp_path: Path, config: dict[str, Any] | None, asked: Sampling,
+                                           given: set[str], expected: Sampling, advised: set[str]) -> None:
+    sampling, origins = choose_sampling(asked, given, model(tmp_path, config))
+    assert sampling == expected
+    assert set(origins) == {"temperature", "top_k", "top_p", "seed"}
+    for name, origin in origins.items():
+        assert origin == ("command line" if name in given else
+                          "generation_config.json" if name in advised else "default")
+
+
+@pytest.mark.parametrize(("config", "names"), [
+    (LLAMA_3, []),
+    (QWEN_2, ["repetition_penalty 1.05"]),
+    ({"repetition_penalty": 1.0, "num_beams": 1, "min_p": 0.1, "bad_words_ids": None}, []),  # min_p draws
+    ({"do_sample": True, "min_p": 0.1, "no_repeat_ngram_size": 3}, ["no_repeat_ngram_size 3", "min_p 0.1"]),
+])
+def test_what_is_not_applied_is_named(tmp_path: Path, config: dict[str, Any], names: list[str]) -> None:
+    found = model(tmp_path, config)
+    assert not_applied(found, choose_sampling(Sampling(), set(), found)[0]) == names
+
+
+@pytest.mark.parametrize(("config", "says"), [
+    ({"do_sample": True, "temperature": "hot"}, r"config\.json: temperature must be a number, not 'hot'"),
+    ({"do_sample": True, "top_p": 1.5}, r"config\.json: top-p must be above 0 and at most 1, not 1\.5"),
+])
+def test_bad_advice_names_the_file(tmp_path: Path, config: dict[str, Any], says: str) -> None:
+    with pytest.raises(UsageError, match=says):
+        choose_sampling(Sampling(), set(), model(tmp_path, config))
