@@ -57,4 +57,4 @@ class PeerLost(FlowspecError):
 
 
 def first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

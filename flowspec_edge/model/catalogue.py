@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import Field, RootModel, field_validator
 
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import UsageError, first_line
 from flowspec_edge.model.draft_formats import FORMATS
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.tomlfile import StrictModel, load_toml
@@ -161,7 +161,7 @@ def _patterns(client: Any, name: str) -> list[str]:
 
 
 def _unavailable(name: str, error: Exception) -> UsageError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+    reason = first_line(error).rstrip(".")
     licence = ", accept its licence on its page and log in with: hf auth login" if "gated" in reason else ""
     return UsageError(f"no directory {name}, and the hub does not provide it ({reason}): check the name and "
                       f"the network{licence}, or download it elsewhere and give its directory")

@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import UsageError, first_line
 from flowspec_edge.model.chat import (
     BUILT_IN,
     Message,
@@ -40,7 +40,7 @@ class Tokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model.target, local_files_only=True,
                                                                  trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare Exceptions for a file it cannot read
-            raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {_first_line(error)}"
+            raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {first_line(error)}"
                              ) from error
         self._model = model
         self._templates = TemplateRenderer()
@@ -125,7 +125,7 @@ class Tokenizer:
             ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         except (UsageError, TypeError, ValueError) as error:  # surrogates are no text
             raise UsageError(f"the chat template of {self._model.path} cannot be used for this chat: "
-                             f"{_first_line(error)}") from error
+                             f"{first_line(error)}") from error
         if not ids:
             raise UsageError(f"the chat template of {self._model.path} gives no tokens for this chat")
         return list(ids)
@@ -179,7 +179,3 @@ class TextStream:
     def _take(self, text: str) -> str:
         self._context, self._done = self._done, len(self._ids)
         return text
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

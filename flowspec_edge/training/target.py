@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import load_lm_head
@@ -41,7 +41,7 @@ def load_target(model: ModelDir) -> Any:
         with no_loading_bars():
             target = AutoModelForCausalLM.from_pretrained(model.target, dtype=dtype, local_files_only=True)
     except Exception as error:  # transformers and safetensors raise many types
-        raise FlowspecError(f"{model.target}: the model cannot be loaded: {_first(error)}") from error
+        raise FlowspecError(f"{model.target}: the model cannot be loaded: {first_line(error)}") from error
     return target.to(dev).eval().requires_grad_(False)
 
 
@@ -49,7 +49,7 @@ def load_tokenizer(model: ModelDir) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model.target, local_files_only=True)
     except Exception as error:  # tokenizers raises a bare Exception
-        raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {_first(error)}") from error
+        raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {first_line(error)}") from error
 
 
 def load_fast_tokenizer(model: ModelDir) -> Tokenizer:
@@ -79,7 +79,3 @@ def layer_config(config: Any, **own: Any) -> LlamaConfig:
     shape = config.to_dict()
     known = {key: shape[key] for key in SHAPE if shape.get(key) is not None}
     return LlamaConfig(**{"num_hidden_layers": 1, "tie_word_embeddings": False, **known, **own})
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

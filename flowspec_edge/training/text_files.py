@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import UsageError, first_line
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
 from flowspec_edge.util.bounded_read import read_bytes, read_json, read_json_object
 from flowspec_edge.util.files import write_atomically
@@ -213,8 +213,7 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any) -> Document:
         template = tokenizer.get_chat_template()
         return Document(_TEMPLATES.render(template, tokenizer.special_tokens_map, messages), templated=True)
     except (UsageError, ValueError) as error:  # several templates, none of them the default
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise _UnusableLine(f"the tokenizer's chat template refuses it ({reason})") from error
+        raise _UnusableLine(f"the tokenizer's chat template refuses it ({first_line(error)})") from error
 
 
 def make_directory(path: Path) -> None:
@@ -230,9 +229,7 @@ def bind(path: Path, wanted: dict[str, Any], what: str) -> None:
     """Bind a work directory to ``wanted``; UsageError if the file ``path`` in it says otherwise."""
     wanted = json.loads(json.dumps(wanted))  # as a reader gets it: tuples become lists
     if not path.exists():
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(wanted, indent=1))
-        os.replace(partial, path)
+        write_atomically(path, json.dumps(wanted, indent=1))
     elif read_json(path) != wanted:
         raise UsageError(f"{path.parent} holds the work of {what}; give another --work, or delete it")
 

@@ -23,6 +23,7 @@ from transformers import LlamaConfig
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
 from flowspec_edge.drafting.load import SharedMemory
+from flowspec_edge.errors import first_line
 from flowspec_edge.fleet.gpu_check.kernel_check import guarded, run_in_children
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.fleet.probe.system_rules import large_pieces
@@ -242,7 +243,7 @@ def _piece(size: str, device: str) -> Finding:
         except torch.OutOfMemoryError as error:
             why = str(error).split(". ")[0]  # the rest lists every process on the GPU
         except Exception as error:
-            why = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            why = first_line(error)
         else:
             del piece
             release(torch.device(device))

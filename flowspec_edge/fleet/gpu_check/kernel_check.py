@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, first_line
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.stage.quant.base import KINDS as QUANTISED
 from flowspec_edge.stage.quant.grouped import kernel as int4_kernel
@@ -106,8 +106,7 @@ def guarded(kind: str, check: Callable[[], Finding]) -> Finding:
     except FlowspecError as failure:
         return Finding(kind, "failed", str(failure))
     except Exception as failure:
-        text = str(failure).strip().splitlines() or [type(failure).__name__]
-        return Finding(kind, "failed", text[0])
+        return Finding(kind, "failed", first_line(failure))
 
 
 def activations(kind: str, dtype: str) -> torch.dtype:

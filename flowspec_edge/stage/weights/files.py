@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, first_line
 from flowspec_edge.model.manifest import altered
 from flowspec_edge.util.bounded_read import sha256_of
 from flowspec_edge.util.weight_file import SAFETENSORS, SafetensorsFile, TensorInfo, WeightFile
@@ -67,8 +67,8 @@ def file_errors(path: Path) -> Iterator[None]:
         raise FlowspecError(f"{path} is damaged, or holds more than tensors, which is not loaded because "
                             "it could run code: use the model's safetensors files") from error
     except (EOFError, OSError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise FlowspecError(f"{path} is truncated or damaged ({reason}): copy the model again") from error
+        raise FlowspecError(f"{path} is truncated or damaged ({first_line(error)}): copy the model again"
+                            ) from error
 
 
 class _PickledFile(WeightFile):
