@@ -172,6 +172,17 @@ class PassCache:
         return self._width
 
 
+class ContextCache:
+    """Older rows' keys and values, by layer, before a pass's own, which are not stored."""
+
+    def __init__(self, context: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._context = context
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        older_keys, older_values = self._context[layer]
+        return torch.cat((older_keys, keys), dim=2), torch.cat((older_values, values), dim=2)
+
+
 class TreeCache:
     """One session's rows of a memory, which is its own by default."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowspec_edge.drafting.block.formats import default_layers
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
+from flowspec_edge.drafting.tree_cache import ContextCache
 from flowspec_edge.training.heads import HeadRecipe, Reading, Student, frozen_embedding
 from flowspec_edge.training.target import SHAPE
 
@@ -61,17 +62,6 @@ def rarest_token(tokens: Tensor, vocabulary: int) -> int:
     return int(vocabulary - 1 - counts.flip(0).argmin())
 
 
-class _Behind:
-    """A cache of the text's keys and values, behind which the slots' come."""
-
-    def __init__(self, text: list[tuple[Tensor, Tensor]]) -> None:
-        self._text = text
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        known_keys, known_values = self._text[layer]
-        return torch.cat((known_keys, keys), 2), torch.cat((known_values, values), 2)
-
-
 class Block(Student):
     name = "block"
 
@@ -94,7 +84,7 @@ class Block(Student):
         own = own.repeat_interleave(slots, 0).repeat_interleave(slots, 1)
         mask = torch.cat((before, own), 1)[None, None]
         out = head(head.embed_tokens(tokens.flatten(1)), positions[None].expand(batch, -1),
-                   [mask] * len(head.layers), _Behind(context))
+                   [mask] * len(head.layers), ContextCache(context))
         hidden: Tensor = out.view(batch, count, slots, -1)
         return hidden
 

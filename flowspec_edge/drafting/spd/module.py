@@ -29,22 +29,12 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from flowspec_edge.drafting import checkpoint
+from flowspec_edge.drafting.tree_cache import ContextCache
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Tap
 from flowspec_edge.util.tensors import to_device, to_torch
 
 KeyValues = tuple[Tensor, Tensor]  # of one layer, keys rotated: 2 x [B, kv_heads, m, head_dim]
-
-
-class _Context:
-    """A cache for transformers' attention class: older rows before its own."""
-
-    def __init__(self, context: Sequence[KeyValues]) -> None:
-        self._context = context
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> KeyValues:
-        older_keys, older_values = self._context[layer]
-        return torch.cat((older_keys, keys), dim=2), torch.cat((older_values, values), dim=2)
 
 
 class SpdModule(nn.Module):
@@ -98,7 +88,7 @@ class SpdModule(nn.Module):
         returns    [B, n, H]         after the final norm
         """
         rotary = self.rotary_emb(features, position_ids=positions)
-        cache = _Context(context)
+        cache = ContextCache(context)
         x = features
         for layer in self._layers():
             x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
