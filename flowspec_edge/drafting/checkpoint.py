@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.model.catalogue import find_known
@@ -82,11 +82,6 @@ class StoredTensor:
 
     shape: torch.Size
     read: Callable[[], Tensor]
-
-
-def llama_config(fields: dict[str, Any], directory: Path) -> LlamaConfig:
-    """As :func:`config_of`."""
-    return config_of(LlamaConfig, fields, directory)
 
 
 def config_of(kind: type[_Config], fields: dict[str, Any], directory: Path) -> _Config:

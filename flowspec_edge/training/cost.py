@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.training.eagle import DRAFT_VOCABULARY, Eagle2, Eagle3, EagleRecipe, new_head, new_head3
-from flowspec_edge.training.heads import HeadRecipe, UnrolledStudent, optimiser_for, unrolled_loss
+from flowspec_edge.training.heads import HeadRecipe, UnrolledStudent, optimiser_for
 from flowspec_edge.training.loop import backpropagate, device
 
 _SECONDS = 12.0  # wanted of the timed step
@@ -148,7 +148,7 @@ def _timed(step: _Step, kind: str, recipe: HeadRecipe, dev: torch.device) -> flo
     optimiser = optimiser_for(recipe, student.head)
 
     def loss(part: Tensor, part_noise: Tensor) -> Tensor:
-        return unrolled_loss(student, recipe.fade, part, part_noise, anchors, recipe.depth)
+        return student.step_loss(recipe.fade, part, part_noise, anchors, recipe.depth)
 
     for _ in range(2):
         start = time.perf_counter()

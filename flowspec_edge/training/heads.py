@@ -86,7 +86,17 @@ class UnrolledStudent(Student):
     """An EAGLE head."""
 
     def step_loss(self, fade: float, rows: Tensor, noise: Tensor, anchors: Tensor, depth: int) -> Tensor:
-        return unrolled_loss(self, fade, rows, noise, anchors, depth)
+        """Over ``depth`` steps unrolled from ``anchors``."""
+        with torch.no_grad():
+            states, features = self.read(rows)
+            targets = self.targets(features[:, 1:])
+        total, weights = torch.zeros((), device=self.target.device), 0.0
+        outputs = unroll(self.head, self.input_states(states[:, :-1] + noise), rows[:, 1:], anchors, depth)
+        for d, out in enumerate(outputs):
+            at = anchors + d if d else slice(None)
+            total = total + fade**d * self.loss(out, tuple(t[:, at] for t in targets))
+            weights += fade**d
+        return total / weights
 
     def drafts(self, states: Tensor, rows: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:
         outputs = unroll(self.head, self.input_states(states[:, :-1]), rows[:, 1:], anchors, depth)
@@ -134,21 +144,6 @@ def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Ten
 
     train(Run(student.name, head, optimiser_for(recipe, head), recipe.steps, work / f"{student.name}.pt",
               loss, report, loop.checkpoint_every_s))
-
-
-def unrolled_loss(student: UnrolledStudent, fade: float, rows: Tensor, noise: Tensor, anchors: Tensor,
-                  depth: int) -> Tensor:
-    """The loss of a batch of windows, int64 [B, n + 1], over ``depth`` steps unrolled from ``anchors``."""
-    with torch.no_grad():
-        states, features = student.read(rows)
-        targets = student.targets(features[:, 1:])
-    total, weights = torch.zeros((), device=student.target.device), 0.0
-    outputs = unroll(student.head, student.input_states(states[:, :-1] + noise), rows[:, 1:], anchors, depth)
-    for d, out in enumerate(outputs):
-        at = anchors + d if d else slice(None)
-        total = total + fade**d * student.loss(out, tuple(t[:, at] for t in targets))
-        weights += fade**d
-    return total / weights
 
 
 def optimiser_for(recipe: HeadRecipe, head: Any) -> Optimiser:

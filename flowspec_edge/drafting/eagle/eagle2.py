@@ -22,13 +22,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from flowspec_edge.drafting import checkpoint
-from flowspec_edge.drafting.eagle.head_drafter import (
-    ATTENTION,
-    FusibleHead,
-    HeadDrafter,
-    KeyValueCache,
-    register_attention,
-)
+from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, HeadDrafter, KeyValueCache
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.drafting.recorded import RecordedPasses
 from flowspec_edge.drafting.tree_cache import CacheMemory
@@ -57,7 +51,6 @@ class EagleHead(FusibleHead):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        register_attention()
         config._attn_implementation = ATTENTION
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
@@ -97,12 +90,6 @@ class EagleDrafter(HeadDrafter):
     def __init__(self, head: FusibleHead, lm_head: Tensor | OutputHead, memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None) -> None:
         super().__init__(head, as_output_head(lm_head), None, memory, recorded)
-
-    def _text_states(self, features: Tensor, rows: Sequence[int]) -> Tensor:
-        return features.to(self._device, self._dtype)
-
-    def _to_head_input(self, states: Tensor) -> Tensor:
-        return states
 
 
 _WHAT = "an EAGLE head"
@@ -165,7 +152,7 @@ def head_config(directory: Path) -> LlamaConfig:
     raw = checkpoint.read_config(directory, _WHAT)
     raw.setdefault("bias", True)  # the published convention: absent means that fc has one
     raw.pop("model_type", None)  # the layer is Llama's in heads of Qwen2, too
-    config = checkpoint.llama_config(raw, directory)
+    config = checkpoint.config_of(LlamaConfig, raw, directory)
     if config.num_hidden_layers != 1:
         raise FlowspecError(f"{directory / 'config.json'}: an EAGLE-1/2 head has one layer, "
                             f"not {config.num_hidden_layers}")

@@ -28,13 +28,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from flowspec_edge.drafting.eagle.head_drafter import (
-    ATTENTION,
-    FusibleHead,
-    HeadDrafter,
-    KeyValueCache,
-    register_attention,
-)
+from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, HeadDrafter, KeyValueCache
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.drafting.recorded import RecordedPasses
 from flowspec_edge.drafting.tapped import TappedStates
@@ -96,7 +90,6 @@ class Eagle3Head(FusibleHead):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        register_attention()
         config._attn_implementation = ATTENTION
         width, vocabulary, draft_tokens = config.hidden_size, config.vocab_size, config.draft_vocab_size
         self.embed_tokens = nn.Embedding(vocabulary, width)

@@ -68,9 +68,9 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
     return head
 
 
-def save_head3(head: Eagle3Head, directory: Path, dtype: torch.dtype, with_embedding: bool = False) -> None:
-    """As EAGLE's authors publish a head; the embedding is usually the target's."""
-    write_head(head, directory, dtype, with_embedding, (*PUBLISHED, *_OWN),
+def save_head3(head: Eagle3Head, directory: Path, dtype: torch.dtype) -> None:
+    """As EAGLE's authors publish a head, without the embedding, which is the target's."""
+    write_head(head, directory, dtype, False, (*PUBLISHED, *_OWN),
                architectures=["LlamaForCausalLMEagle3"])
 
 
@@ -91,7 +91,7 @@ def head3_config(directory: Path) -> LlamaConfig:
     window = _window(fields)
     fields.pop("model_type", None)  # the layer is Llama's in every family, but for the norms of q and k
     fields.pop("layer_types", None)
-    config = checkpoint.llama_config(fields, directory)
+    config = checkpoint.config_of(LlamaConfig, fields, directory)
     config.qk_norm = qk_norm
     config.captured = _named_layers(raw, path)
     if config.captured:

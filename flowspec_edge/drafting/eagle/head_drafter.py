@@ -28,7 +28,7 @@ from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import EmbeddingTable, tokens_device
 
-ATTENTION = "flowspec_draft"
+ATTENTION = "flowspec_draft"  # transformers' "sdpa", also for batches
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,11 +72,6 @@ class _Batch:
             start += len(rows)
 
 
-def register_attention() -> None:
-    """Register ``attn_implementation=ATTENTION`` with transformers: its "sdpa", also for batches."""
-    AttentionInterface.register(ATTENTION, _attend)
-
-
 def _attend(module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, **options: Any
             ) -> tuple[Tensor, None]:
     attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
@@ -86,6 +81,9 @@ def _attend(module: nn.Module, query: Tensor, key: Any, value: Any, attention_ma
     parts = [attend(module, query[:, :, at], own_key, own_value, rows.mask, **options)[0]
              for (rows, at), own_key, own_value in zip(attention_mask.slices(), key, value, strict=True)]
     return torch.cat(parts, dim=1), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
 
 
 def run_together(head: nn.Module, rows: Sequence[HeadRows]) -> list[Tensor]:
@@ -174,13 +172,13 @@ class HeadDrafter(TreeDrafter):
         super()._forget_rows(queued)
         self._states = [torch.cat(self._states)[:queued].clone()] if queued else []
 
-    @abstractmethod
     def _text_states(self, features: Tensor, rows: Sequence[int]) -> Tensor:
-        """States [n, width] of the text rows that ``features`` and ``rows`` name."""
+        """States [n, width] of the text rows that ``features`` and ``rows`` name; by default the features."""
+        return features.to(self._device, self._dtype)
 
-    @abstractmethod
     def _to_head_input(self, states: Tensor) -> Tensor:
         """States [n, width] of text rows to the head's inputs [n, H]."""
+        return states
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
         if features is None:

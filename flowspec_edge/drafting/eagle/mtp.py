@@ -22,12 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.eagle.eagle2 import require_fit
-from flowspec_edge.drafting.eagle.head_drafter import (
-    ATTENTION,
-    FusibleHead,
-    KeyValueCache,
-    register_attention,
-)
+from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, KeyValueCache
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.modeldir import check_config, text_config
@@ -45,7 +40,6 @@ class MtpHead(FusibleHead):
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        register_attention()
         core = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).model
         separate_experts(core)
         self.config = config

@@ -120,7 +120,8 @@ def module_config(directory: Path) -> LlamaConfig:
     for key in _COUNTS:
         if not isinstance(raw.get(key), int):
             raise FlowspecError(f"{directory / 'config.json'} has no {key}: this is not an SPD module's")
-    return checkpoint.llama_config({key: raw[key] for key in _STORED if key in raw}, directory)
+    fields = {key: raw[key] for key in _STORED if key in raw}
+    return checkpoint.config_of(LlamaConfig, fields, directory)
 
 
 def save_module(module: SpdModule, directory: Path, dtype: torch.dtype) -> None:
