@@ -5,20 +5,13 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import MANIFEST
 from flowspec_edge.util.bounded_read import Progress, parse_json, read_bytes, sha256_of
 from flowspec_edge.util.terminal import no_control_characters
+from flowspec_edge.util.tomlfile import Count, StrictModel
 
 FORMAT = 1
 DRAFT = "draft"  # D0's part
@@ -29,15 +22,8 @@ QuantKind = Literal["int4", "nf4", "fp4"]
 ShardDtype = Literal["fp32", "bf16", "fp16", "int4", "nf4", "fp4"]
 HeadBits = Literal["16bit", "int8", "int4"]  # of lm_head and draft heads; 16bit: unchanged
 CacheBits = Literal["16bit", "int8"]  # of the stages' keys and values; 16bit: the compute dtype
-Count = Annotated[int, Field(ge=1)]
 Bytes = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
-Name = Annotated[str, AfterValidator(no_control_characters)]
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
 
 # Layers with a window hold so many rows more than it, to cut a text that much shorter, and at most as many
 # again, so that rows seldom move.
@@ -58,15 +44,15 @@ def reserved(window: int | None, rows: int, requests: int, tentative: int) -> in
     return min(rows, requests * (SESSIONS * window_text(window) + tentative))
 
 
-class PartFile(_Strict):
+class PartFile(StrictModel):
     """``path`` is relative to the model's directory, with forward slashes."""
 
-    path: Name
+    path: str
     size: Bytes
     sha256: Sha256
 
 
-class ShardPart(_Strict):
+class ShardPart(StrictModel):
     """parameters    before quantisation; on D0 of lm_head, embeddings and draft models
     weight_bytes  in memory, in the compute dtype; token embeddings stay in their file
     row_bytes     of one row's keys and values in this part's caches, in the compute dtype
@@ -78,7 +64,7 @@ class ShardPart(_Strict):
     parameters: Bytes
     weight_bytes: Bytes
     row_bytes: Bytes
-    windows: dict[int, Bytes] = {}
+    windows: dict[int, Bytes] = Field(default_factory=dict)
     states: Bytes = 0
 
     def cache_bytes(self, rows: int, requests: int = 0, tentative: int = 0) -> int:
@@ -93,23 +79,23 @@ class ShardPart(_Strict):
         return sum(file.size for file in self.files)
 
 
-class ModelOrigin(_Strict):
+class ModelOrigin(StrictModel):
     """``revision``: a commit on the hub."""
 
-    name: Name
+    name: str
     config_sha256: Sha256
-    revision: Name | None = None
+    revision: str | None = None
 
 
-class Quantisation(_Strict):
+class Quantisation(StrictModel):
     """``kept``: matrices of decoder layers that stay in 16 bits, since no group divides them."""
 
     kind: QuantKind
     group: Count
-    kept: tuple[Name, ...] = ()
+    kept: tuple[Annotated[str, AfterValidator(no_control_characters)], ...] = ()
 
 
-class HeadQuantisation(_Strict):
+class HeadQuantisation(StrictModel):
     """Of lm_head; draft heads are brought to the same bits when they are loaded.  ``group``: the most weights
     that share a scale."""
 
@@ -117,7 +103,7 @@ class HeadQuantisation(_Strict):
     group: Count
 
 
-class Manifest(_Strict):
+class Manifest(StrictModel):
     """dtype          as requested
     compute_dtype  of activations, caches and 16-bit weights
     lm_head        None: stored like the embeddings
@@ -127,7 +113,7 @@ class Manifest(_Strict):
 
     format: Literal[1]
     source: ModelOrigin
-    model_type: Name
+    model_type: str
     layers: Count
     hidden_width: Count
     vocabulary: Count

@@ -63,8 +63,8 @@ def wire_name(dtype: torch.dtype) -> str:
     return _WIRE_NAMES[dtype]
 
 
-def to_torch(payload: Payload, device: torch.device | str = "cpu") -> Tensor:
-    """Shares a CPU payload's memory, which may be a received frame and must not be written to.
+def to_torch(payload: Payload) -> Tensor:
+    """Shares the payload's memory, which may be a received frame and must not be written to.
 
     ProtocolError if the array's dtype is not the one that the payload states.
     """
@@ -74,10 +74,7 @@ def to_torch(payload: Payload, device: torch.device | str = "cpu") -> Tensor:
         raise ProtocolError(f"payload of unknown dtype {payload.dtype!r}") from None
     if payload.array.dtype != element:
         raise ProtocolError(f"payload says {payload.dtype} but holds {payload.array.dtype}")
-    tensor = torch.from_numpy(_writable(payload.array))
-    if tensor.dtype != dtype:
-        tensor = tensor.view(dtype)
-    return tensor.to(device)
+    return torch.from_numpy(_writable(payload.array)).view(dtype)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -50,9 +50,8 @@ class StrictModel(BaseModel):
         return no_control_characters(value) if isinstance(value, str) else value
 
     def dump(self) -> str:
-        """Return a flat model as TOML; JSON strings, numbers and lists of strings are valid TOML."""
-        return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n"
-                       for key, value in self.model_dump().items())
+        """Return a flat model as TOML."""
+        return toml_table(self.model_dump())
 
 
 class Misplaced(ValueError):
