@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
 
@@ -31,45 +30,23 @@ from flowspec_edge.util.weight_file import EmbeddingTable, tokens_device
 ATTENTION = "flowspec_draft"  # transformers' "sdpa", also for batches
 
 
-@dataclass(frozen=True, eq=False)
-class HeadRows:
-    """A request's rows of a pass.
-
-    states     [n, H]     the head's inputs
-    tokens     [n]        int64, where the head's embeddings want them
-    positions  [n]        int64
-    mask       [1, 1, n, m] additive, over the cache's m rows
-    """
-
-    states: Tensor
-    tokens: Tensor
-    positions: Tensor
-    mask: Tensor
-    cache: PassCache
-
-    def __len__(self) -> int:
-        return len(self.states)
-
-
 class _Batch:
     """Masks and caches of all requests, in place of a request's own."""
 
-    def __init__(self, rows: Sequence[HeadRows]) -> None:
-        self._rows = rows
+    def __init__(self, parts: Sequence[tuple[int, PassCache, Tensor]]) -> None:
+        """``parts``: of each request, its rows in the pass, its cache and its mask [1, 1, n, m]."""
+        self._parts = parts
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
                ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        pairs = [rows.cache.update(keys[:, :, at], values[:, :, at], layer) for rows, at in self.slices()]
+        pairs = [cache.update(keys[:, :, at], values[:, :, at], layer) for at, cache, _ in self.parts()]
         return tuple(key for key, _ in pairs), tuple(value for _, value in pairs)
 
     def parts(self) -> Iterator[tuple[slice, PassCache, Tensor]]:
-        return ((at, rows.cache, rows.mask) for rows, at in self.slices())
-
-    def slices(self) -> Iterator[tuple[HeadRows, slice]]:
         start = 0
-        for rows in self._rows:
-            yield rows, slice(start, start + len(rows))
-            start += len(rows)
+        for rows, cache, mask in self._parts:
+            yield slice(start, start + rows), cache, mask
+            start += rows
 
 
 def _attend(module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any, **options: Any
@@ -78,24 +55,12 @@ def _attend(module: nn.Module, query: Tensor, key: Any, value: Any, attention_ma
     if not isinstance(attention_mask, _Batch):
         attended: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **options)
         return attended
-    parts = [attend(module, query[:, :, at], own_key, own_value, rows.mask, **options)[0]
-             for (rows, at), own_key, own_value in zip(attention_mask.slices(), key, value, strict=True)]
+    parts = [attend(module, query[:, :, at], own_key, own_value, mask, **options)[0]
+             for (at, _, mask), own_key, own_value in zip(attention_mask.parts(), key, value, strict=True)]
     return torch.cat(parts, dim=1), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
-
-
-def run_together(head: nn.Module, rows: Sequence[HeadRows]) -> list[Tensor]:
-    """One pass of ``head``; outputs [n, H] of each request's rows."""
-    if len(rows) == 1:
-        [own] = rows
-        return [head(own.states[None], own.tokens[None], own.positions[None], own.mask, own.cache)[0]]
-    batch = _Batch(rows)
-    states, tokens, positions = (torch.cat([getattr(own, name) for own in rows])[None]
-                                 for name in ("states", "tokens", "positions"))
-    out = head(states, tokens, positions, batch, batch)[0]
-    return list(out.split([len(own) for own in rows]))
 
 
 class KeyValueCache(Protocol):
@@ -216,11 +181,18 @@ class HeadDrafter(TreeDrafter):
         return isinstance(other, HeadDrafter) and other._head is self._head
 
     def _compute(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]]) -> list[Tensor]:
-        return run_together(self._head, [
-            HeadRows(own.states[0] if len(own.states) == 1 else torch.cat(own.states),
-                     indices(own.tokens, self._tokens_device), indices(own.positions, self._device),
-                     drafter._cache.mask(rows.placed), drafter._cache.for_pass(rows.placed))
-            for drafter, rows, own in parts])
+        states = [state for *_, own in parts for state in own.states]
+        tokens = indices([token for *_, own in parts for token in own.tokens], self._tokens_device)
+        positions = indices([position for *_, own in parts for position in own.positions], self._device)
+        held = [(len(rows), drafter._cache.for_pass(rows.placed), drafter._cache.mask(rows.placed))
+                for drafter, rows, _ in parts]
+        cache: Any = _Batch(held)
+        mask: Any = cache
+        if len(held) == 1:
+            [(_, cache, mask)] = held
+        out = _one_pass(self._head, states[0] if len(states) == 1 else torch.cat(states), tokens, positions,
+                        mask, cache)
+        return list(out.split([rows for rows, *_ in held]))
 
     def pass_model(self) -> PassModel:
         head, embeddings = self._head, cast(nn.Module, self._head.embed_tokens)
@@ -230,8 +202,8 @@ class HeadDrafter(TreeDrafter):
             "" if head.fused is not None else "its layer is transformers' own")
 
 
-def _one_pass(head: nn.Module, states: Tensor | None, tokens: Tensor, positions: Tensor, mask: Tensor,
-              cache: PassCache) -> Tensor:
+def _one_pass(head: nn.Module, states: Tensor | None, tokens: Tensor, positions: Tensor, mask: Any,
+              cache: Any) -> Tensor:
     assert states is not None
     out: Tensor = head(states[None], tokens[None], positions[None], mask, cache)
     return out[0]
