@@ -134,6 +134,13 @@ class Eagle3:
         return x
 
 
+class KeptRows:
+    """A cache of a single pass's rows."""
+
+    def update(self, keys, values, layer, *_):
+        return keys, values
+
+
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _IDS = "eagle_aux_hidden_state_layer_ids"
 VARIANTS = {  # options of published_eagle3, for targets of 8 layers or more
@@ -328,6 +335,18 @@ class Session:
             self.random_history(6, prompt=2)
         assert not self.drafter.rewind(len(self.text) + 1, *self.ranking)
         assert not self.drafter.rewind(0, *self.ranking)
+
+    def forgets(self):
+        """After a reset another text begins."""
+        self.commit([1, 2, 3, 4])
+        self.plant()
+        self.expand([self.root.id])
+        self.expand(self.children[self.root.id])
+        self.drafter.reset(*self.ranking)
+        self.text, self.states, self.next_number = [], [], 0
+        self.commit([9, 8])
+        self.plant()
+        self.expand([self.root.id])
 
     def expandable(self):
         return [i for i, n in self.nodes.items() if i != self.root.id and n.parent in self.outputs]

@@ -197,8 +197,6 @@ import sys
 from pathlib import Path
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.training.spd import train_spd
-from flowspec_edge.model.modeldir import resolve_model
-from flowspec_edge.training.spd import train_spd
 train_spd(resolve_model(sys.argv[1]), out=Path(sys.argv[2]), work=Path(sys.argv[3]), quick=True)
 """
 

@@ -5,6 +5,7 @@ import json
 import pytest
 import safetensors.torch
 import torch
+from headkit import KeptRows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.eagle.eagle2 import load_head, save_head
@@ -36,14 +37,10 @@ def published(directory, **config):
 
 def run(head):
     """Logit-free probe: the output of three causal rows."""
-    class Keep:
-        def update(self, k, v, layer, *_):
-            return k, v
-
     x = torch.linspace(-1, 1, 3 * H).reshape(1, 3, H)
     causal = torch.ones(1, 1, 3, 3).tril().bool()
     with torch.no_grad():
-        return head(x, torch.tensor([[1, 2, 3]]), torch.arange(3)[None], causal, Keep())
+        return head(x, torch.tensor([[1, 2, 3]]), torch.arange(3)[None], causal, KeptRows())
 
 
 def test_bin_and_safetensors_are_the_same_head(tmp_path):

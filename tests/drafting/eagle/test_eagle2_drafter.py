@@ -150,16 +150,7 @@ def test_root_again_without_new_text_runs_no_row():
 
 
 def test_reset_forgets_everything():
-    s = session(3)
-    s.commit([1, 2, 3, 4])
-    s.plant()
-    s.expand([s.root.id])
-    s.expand(s.children[s.root.id])
-    s.drafter.reset(*s.ranking)
-    s.text, s.states = [], []
-    s.commit([9, 8])
-    s.plant()
-    s.expand([s.root.id])
+    session(3).forgets()
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -5,7 +5,7 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from headkit import VARIANTS, published_eagle3
+from headkit import VARIANTS, KeptRows, published_eagle3
 from transformers import Qwen3Config
 
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers, load_head3, save_head3
@@ -18,15 +18,11 @@ TARGETS = torch.randn(V, T, generator=torch.Generator().manual_seed(1))
 
 def probe(head):
     """The logits of three causal rows."""
-    class Keep:
-        def update(self, k, v, layer, *_):
-            return k, v
-
     states = torch.linspace(-1, 1, 9 * T).reshape(1, 3, 3 * T)
     causal = torch.ones(1, 1, 3, 3).tril().bool()
     tokens, positions = torch.tensor([[1, 2, 3]]), torch.arange(3)[None]
     with torch.no_grad():
-        return head.logits(head(head.fuse(states), tokens, positions, causal, Keep()))
+        return head.logits(head(head.fuse(states), tokens, positions, causal, KeptRows()))
 
 
 def rewrite(directory, weights):

@@ -92,16 +92,7 @@ def test_a_rewound_drafter_knows_the_text_up_to_there(tmp_path):
 
 
 def test_reset_forgets_everything(tmp_path):
-    s = session(tmp_path, 8)
-    s.commit([1, 2, 3, 4])
-    s.plant()
-    s.expand([s.root.id])
-    s.expand(s.children[s.root.id])
-    s.drafter.reset(*s.ranking)
-    s.text, s.states, s.next_number = [], [], 0
-    s.commit([9, 8])
-    s.plant()
-    s.expand([s.root.id])
+    session(tmp_path, 8).forgets()
 
 
 def test_states_of_decided_rows_are_let_go(tmp_path):

@@ -8,7 +8,7 @@ what the module gives from scratch for exactly that.
 import numpy as np
 import pytest
 import torch
-from headkit import rotate
+from headkit import Layer, log_softmax
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
@@ -36,16 +36,13 @@ def make_module(seed, layers=2):
     return module
 
 
-def log_softmax(x):
-    return x - x.max() - np.log(np.exp(x - x.max()).sum())
-
-
 class Reference:
     """The module by its formulas (SPD, eq. 1 and appendix A.3): numpy, float64."""
 
     def __init__(self, module):
         self.w = {n: p.detach().numpy() for n, p in module.state_dict().items()}
-        self.layers, self.eps = len(module.layers), module.config.rms_norm_eps
+        self.layers = [Layer(self.w, f"layers.{i}.", HEADS, KV_HEADS, module.config.rms_norm_eps)
+                       for i in range(len(module.layers))]
 
     def feature(self, embedding, states):
         """Of a row of which ``states`` (layers passed -> hidden state) are known."""
@@ -56,31 +53,14 @@ class Reference:
         joined = np.concatenate([embedding, known[deepest // 2], known[deepest]])
         return self.w["fuse.weight"] @ joined
 
-    def _norm(self, name, x):
-        return x / np.sqrt((x**2).mean() + self.eps) * self.w[name + ".weight"]
-
     def scores(self, older, embedding, position):
         """log softmax over the vocabulary after the newest row; ``older``: [(feature, position)]."""
         x = self.w["fuse_newest.weight"] @ embedding
-        for layer in range(self.layers):
-            a, m = f"layers.{layer}.self_attn.", f"layers.{layer}.mlp."
-            keys, values = [], []
-            for g, at in [*older, (x, position)]:
-                g = self._norm(f"layers.{layer}.input_layernorm", g)
-                keys.append(rotate((self.w[a + "k_proj.weight"] @ g).reshape(KV_HEADS, -1), at))
-                values.append((self.w[a + "v_proj.weight"] @ g).reshape(KV_HEADS, -1))
-            q = rotate((self.w[a + "q_proj.weight"] @ g).reshape(HEADS, -1), position)
-            heads = []
-            for i in range(HEADS):
-                j = i // (HEADS // KV_HEADS)
-                weights = np.array([k[j] @ q[i] for k in keys]) / np.sqrt(H // HEADS)
-                p = np.exp(weights - weights.max())
-                heads.append((p / p.sum()) @ np.array([v[j] for v in values]))
-            x = x + self.w[a + "o_proj.weight"] @ np.concatenate(heads)
-            h = self._norm(f"layers.{layer}.post_attention_layernorm", x)
-            gate, up = self.w[m + "gate_proj.weight"] @ h, self.w[m + "up_proj.weight"] @ h
-            x = x + self.w[m + "down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up)
-        return log_softmax(self.w["lm_head.weight"] @ self._norm("norm", x))
+        for layer in self.layers:
+            x = x + layer.attend([(layer.norm(layer.prefix + "input_layernorm", g), at)
+                                  for g, at in [*older, (x, position)]])
+            x = x + layer.mlp(layer.norm(layer.prefix + "post_attention_layernorm", x))
+        return log_softmax(self.w["lm_head.weight"] @ layer.norm("norm", x))
 
 
 class Session:
