@@ -7,7 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from multiprocessing import connection
 from pathlib import Path
@@ -76,34 +76,27 @@ def holding_namespaces_of(pids: list[int]) -> Iterator[set[str]]:
 
 def inhabited() -> set[str]:
     """Every network namespace that a process on this machine is in."""
-    found = set()
+    return {namespace for _, namespace in _processes()}
+
+
+def _processes() -> Iterator[tuple[int, str]]:
+    """Every process on this machine, and its network namespace."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            try:
-                found.add(os.readlink(entry / "ns" / "net"))
-            except OSError:  # ended meanwhile
-                continue
-    return found
+            with suppress(OSError):  # ended meanwhile
+                yield int(entry.name), os.readlink(entry / "ns" / "net")
 
 
 def made_by(pid: int) -> set[str]:
     """The network namespaces, other than ours, of a process' descendants."""
     parents: dict[int, int] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
+    for member, _ in _processes():
+        with suppress(OSError):
+            parents[member] = int(Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()[1])
     family = {pid}
     while more := {child for child, parent in parents.items() if parent in family} - family:
         family |= more
-    found = set()
-    for member in family:
-        try:
-            found.add(os.readlink(f"/proc/{member}/ns/net"))
-        except OSError:
-            continue
+    found = {namespace for member, namespace in _processes() if member in family}
     return found - {os.readlink("/proc/self/ns/net")}
 
 
@@ -127,13 +120,10 @@ def serving(bed: NetnsTestbed, place: int, port: int, measurements: int) -> Iter
 def processes_in(namespace: str) -> dict[int, str]:
     """The processes in a network namespace: their ids, and the commands with their arguments."""
     found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if os.readlink(entry / "ns" / "net") == namespace:
-                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
+    for pid, own in _processes():
+        if own == namespace:
+            with suppress(OSError):
+                found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     return found
 
 
