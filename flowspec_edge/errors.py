@@ -57,4 +57,13 @@ class PeerLost(FlowspecError):
 
 
 def first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return _lines(error)[0]
+
+
+def last_line(error: Exception) -> str:
+    """The reason, where a library tells first what it was doing."""
+    return _lines(error)[-1].strip()
+
+
+def _lines(error: Exception) -> list[str]:
+    return str(error).strip().splitlines() or [type(error).__name__]

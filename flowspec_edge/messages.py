@@ -224,8 +224,8 @@ class Hello:
 class Heartbeat:
     """Vi → D0, regularly; ``isolated``: without a connection to the next device.
 
-    ``counters``: totals since the session ``since`` began (the last without a concurrent one), and the
-    board's readings (``system_stats``).
+    ``counters``: totals since the last Open that found no other session, and the board's readings
+    (``system_stats``).
     """
 
     instance: str

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from flowspec_edge.errors import FlowspecError, UsageError, first_line
+from flowspec_edge.errors import FlowspecError, UsageError, first_line, last_line
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.draft_formats import FORMATS, recognise_format
 from flowspec_edge.model.modeldir import BLOCKS, check_config
@@ -89,8 +89,7 @@ def config_of(kind: type[_Config], fields: dict[str, Any], directory: Path) -> _
     try:
         return cast(_Config, kind.from_dict(fields))
     except Exception as error:  # transformers and huggingface_hub raise many kinds of errors
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise FlowspecError(f"{directory / 'config.json'}: {reason}") from error
+        raise FlowspecError(f"{directory / 'config.json'}: {last_line(error)}") from error
 
 
 def has_embedding(directory: Path) -> bool:
@@ -143,9 +142,12 @@ def plain_names(weights: dict[str, StoredTensor], directory: Path) -> dict[str, 
 
 def _shards(index: Path) -> list[Path]:
     try:
-        names = sorted(set(read_json(index)["weight_map"].values()))
+        names = sorted({str(name) for name in read_json(index)["weight_map"].values()})
     except (KeyError, TypeError, AttributeError) as error:
         raise FlowspecError(f"{index} is not an index of weights: {error!r}") from None
+    for name in names:
+        if Path(name).name != name:
+            raise FlowspecError(f"{index}: {name!r} is not the name of a file beside it")
     return [index.parent / name for name in names]
 
 

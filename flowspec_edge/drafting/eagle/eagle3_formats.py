@@ -25,7 +25,7 @@ from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
 from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, require_fit, write_head
 from flowspec_edge.drafting.eagle.eagle3 import CAPTURED, Eagle3Head, captured_layers, states_of
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, last_line
 from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
@@ -124,8 +124,7 @@ def _speculators_fields(inner: dict[str, Any], raw: dict[str, Any], path: Path) 
     try:
         fields = _LAYERS[family].from_dict(inner).to_dict()
     except Exception as error:  # of many kinds, for fields that do not go together
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise FlowspecError(f"{path}: transformer_layer_config: {reason}") from error
+        raise FlowspecError(f"{path}: transformer_layer_config: {last_line(error)}") from error
     beside = ("draft_vocab_size", "target_hidden_size", *_SWITCHES)
     return {**fields, **{key: raw[key] for key in beside if key in raw}, "qk_norm": family == "qwen3"}
 

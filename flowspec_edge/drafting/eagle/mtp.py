@@ -24,7 +24,7 @@ from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.eagle.eagle2 import require_fit
 from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, KeyValueCache
 from flowspec_edge.drafting.fused import DraftLayer
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, last_line
 from flowspec_edge.model.modeldir import check_config, text_config
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.experts import separate_experts
@@ -73,8 +73,7 @@ def mtp_config(directory: Path) -> Any:
     try:
         config = AutoConfig.for_model(**fields)
     except Exception as error:  # transformers and huggingface_hub raise many kinds of errors
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise FlowspecError(f"{path}: {reason}") from error
+        raise FlowspecError(f"{path}: {last_line(error)}") from error
     return mtp_shape(config)
 
 

@@ -286,8 +286,9 @@ def module_bytes(module: nn.Module, width: int, how: Scheme | None) -> int:
 def unread_experts(head: nn.Module, width: int, how: Scheme | None) -> float:
     """Bytes of the experts that no row of a level of the default tree chooses, on average, if rows choose
     independently; 0 for a head without experts."""
-    mixtures = [module for module in head.modules() if hasattr(module, "experts")]
-    return sum((len(mixture.experts) - correlated(len(mixture.experts), head.config.num_experts_per_tok,
+    mixtures: list[Any] = [module for module in head.modules() if hasattr(module, "experts")]
+    config: Any = head.config
+    return sum((len(mixture.experts) - correlated(len(mixture.experts), config.num_experts_per_tok,
                                                   TreeParameters().width, 0.0))
                * module_bytes(mixture.experts[0], width, how) for mixture in mixtures)
 

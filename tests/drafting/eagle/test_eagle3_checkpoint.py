@@ -86,9 +86,11 @@ def test_other_layouts_are_the_same_head(tmp_path, layout):
         (tmp_path / "model-1.safetensors").unlink()
         with pytest.raises(FlowspecError, match=r"model-1\.safetensors is missing"):
             load_head3(tmp_path, TARGETS, torch.float32)
-        (tmp_path / index).write_text("[]")
-        with pytest.raises(FlowspecError, match="not an index of weights"):
-            load_head3(tmp_path, TARGETS, torch.float32)
+        for wrong, says in (([], "not an index of weights"),
+                            ({"weight_map": {"fc.weight": "../x.safetensors"}}, "name of a file beside it")):
+            (tmp_path / index).write_text(json.dumps(wrong))
+            with pytest.raises(FlowspecError, match=says):
+                load_head3(tmp_path, TARGETS, torch.float32)
 
 
 def test_equal_vocabularies_may_bring_a_mapping_of_nothing(tmp_path):
