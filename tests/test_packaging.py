@@ -75,6 +75,7 @@ def test_an_installation_makes_the_wheel_that_it_came_from(wheel: Path, site: Pa
         assert sorted(one.read(record).split()) == sorted(other.read(record).split())
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_finds_its_data(site: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

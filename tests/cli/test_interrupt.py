@@ -59,7 +59,7 @@ def check(command: tuple[str, ...], moment: float, out: Path) -> None:
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("trial", range(5))
+@pytest.mark.parametrize("trial", [0, 1, *(pytest.param(i, marks=pytest.mark.slow) for i in (2, 3, 4))])
 def test_an_interrupt_at_start_up(trial: int, tmp_path: Path) -> None:
     check(COMMANDS[trial % 2], (0.0, 0.1, 0.4, 1.0, 2.0)[trial], tmp_path / "out")
 

@@ -107,6 +107,7 @@ def figures(process: subprocess.Popen[str]) -> list[int]:
     return [int(figure) for figure in said.split()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit_s", [LIMIT_S, pytest.param(USUAL_S, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("padding", [0, 5000])
 def test_a_bound_end_may_be_busy_for_any_time(pairs: list[KeyPair], tmp_path: Path, limit_s: float,

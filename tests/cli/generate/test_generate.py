@@ -79,7 +79,8 @@ def test_text_goes_to_stdout_and_figures_to_stderr(
     assert "chunk_pp, 2 stages, VIRTUAL TIME under paper-7b" in err
 
 
-@pytest.mark.parametrize("clock", ["virtual", pytest.param("wall", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("clock", ["virtual", "wall"])
 def test_ctrl_c_stops_the_text_and_prints_its_figures(tmp_path: Path, clock: str) -> None:
     """The text so far is plain decoding's."""
     model = never_ends(tiny_model_dir(tmp_path / "model", layers=2, hidden=32))
@@ -105,6 +106,7 @@ def test_ctrl_c_stops_the_text_and_prints_its_figures(tmp_path: Path, clock: str
     assert len(tokens) < 2000
 
 
+@pytest.mark.slow
 def test_wall_clock_runs_show_plain_decodings_speed_too(
         model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 2)

@@ -84,6 +84,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["cut", "whole"])
 def test_a_stage_reads_once_and_leaves_nothing(large: Path, model: str) -> None:
     home = large / model
