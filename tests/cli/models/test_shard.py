@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
@@ -24,8 +23,8 @@ from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.messages import Open
-from flowspec_edge.model.manifest import Manifest
-from flowspec_edge.sharding.job import JOURNAL
+from flowspec_edge.model.manifest import Manifest, PartFile
+from flowspec_edge.sharding.job import Journal
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
 
@@ -187,14 +186,21 @@ def forked(work: Callable[[], int], errors: Path) -> tuple[BaseProcess, Path]:
 
 
 def test_interrupted_it_goes_on(tmp_path: Path) -> None:
+    """A Ctrl-C when the first file is complete."""
     model, out = tiny_llama(tmp_path / "model", layers=6, hidden=512), tmp_path / "out"
-    journal = out / JOURNAL
     asked = ("models", "shard", "--model", model, "--stages", 3, "--dtype", "int4", "--out", out)
-    process, errors = forked(lambda: main([str(word) for word in asked]), tmp_path / "errors")
-    while process.is_alive() and not (journal.is_file() and journal.read_text().count("\n") > 1):
-        time.sleep(0.01)  # another process' file is polled
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGINT)
+
+    def interrupted() -> int:
+        def add(journal: Journal, file: PartFile) -> None:
+            added(journal, file)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        added = Journal.add
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Journal, "add", add)
+            return main([str(word) for word in asked])
+
+    process, errors = forked(interrupted, tmp_path / "errors")
     process.join(60)
     assert process.exitcode == 130
     assert errors.read_text().strip() == f"flowspec: interrupted; the same command resumes in {out}"
