@@ -32,7 +32,7 @@ def received(connection: socket.socket) -> bytes:
 
 
 def broken_off(end: Result | BaseException) -> bool:
-    """Whether a request ended because nobody waited for it any more."""
+    """Whether a request ended because its client no longer waited for it."""
     return isinstance(end, Result) and end.finish_reason == "cancelled" and len(end.tokens) < LONG
 
 
@@ -211,5 +211,5 @@ def test_the_end_of_the_server_is_told_to_everybody(held: Held, model: Path) -> 
         with pytest.raises(openai.InternalServerError, match="shutting down"):
             ask(server, "late")
         assert server.ready() == (503, "the server is shutting down")
-    held.serve(lambda: len(held.ends) == 2)  # whoever serves the cluster next has no use for it
+    held.serve(lambda: len(held.ends) == 2)  # the next server of the cluster has no use for it
     assert broken_off(held.ends[1])

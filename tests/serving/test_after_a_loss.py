@@ -34,7 +34,7 @@ def read(metrics: Metrics, name: str) -> float:
 
 
 def test_a_cluster_that_is_lost_and_another_one(model: Path) -> None:
-    """A loss that nobody waits out is a loss as well; nothing of those that ran is left."""
+    """A loss that no request waits out is a loss as well; nothing of those that ran is left."""
     feed, metrics = Feed(), Metrics(2, dict, {})
 
     def count() -> tuple[float, float]:

@@ -1,4 +1,4 @@
-"""Ready means that a token came: at the start, while nobody asks, and before and after a stage was killed."""
+"""Ready means that a token came: at the start, without requests, and before and after a stage was killed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_after_a_killed_stage_ready_waits_for_a_token(
     assert not any(map(alive, pids))
 
 
-def test_while_nobody_asks_tokens_come_now_and_then(held: Held, model: Path) -> None:
+def test_without_requests_tokens_come_now_and_then(held: Held, model: Path) -> None:
     with running(served(model), held, recent_s=0.2) as server:
         until(lambda: len(held.ends) >= 4)
         assert {request.max_new_tokens for request in held.started} == {1}
@@ -84,7 +84,7 @@ def test_while_nobody_asks_tokens_come_now_and_then(held: Held, model: Path) -> 
 def test_a_stage_that_dies_while_idle_is_replaced(processes: OnDemandCluster, model: Path,) -> None:
     held = Held(processes)
     with running(served(model), held, recent_s=0.6) as server:
-        until(lambda: len(held.ends) >= 3)  # nobody asks, and tokens come
+        until(lambda: len(held.ends) >= 3)  # tokens come without requests
         assert all(request.max_new_tokens == 1 for request in held.started)
         assert processes.running is not None
         pids = processes.running.pids

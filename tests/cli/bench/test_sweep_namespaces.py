@@ -88,7 +88,7 @@ def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None
             try:
                 if not os.read(screen, 4096):
                     break
-            except OSError:  # what Linux says when nobody has the terminal open any more
+            except OSError:  # what Linux says when no process has the terminal open any more
                 break
         assert fleetkit.ended(command.pid, PATIENCE_S)
     finally:

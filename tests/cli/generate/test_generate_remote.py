@@ -72,7 +72,7 @@ def generate(file: str, *arguments: str) -> int:
 def test_over_ssh(model: Path, cluster: OnDemandCluster, tmp_path: Path,
                   monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The service listens on the loopback of its board, in a network of its own, and wants a key.  The first
-    test: there is one cluster, and nobody else may own it meanwhile."""
+    test: there is one cluster, and no other test may own it meanwhile."""
     with sshkit.boards(1, tmp_path) as boards:
         port = free_port()
         text = boards.file.read_text()

@@ -73,7 +73,7 @@ def test_it_waits_for_its_stages_and_for_one_that_is_killed(whole: Path, service
         said = ear.until("READY=1")
         assert said[-1].startswith("READY=1\nSTATUS=flowspec: serving tiny (flowspec_plus, 2 stages, fp32, "
                                    f"cluster test) at {services.url}/v1")
-        ear.until("WATCHDOG=1")  # though nobody asks for anything
+        ear.until("WATCHDOG=1")  # though there is no request
         assert answer(services) == expected(whole)
         services.kill(2)
         ear.until("STATUS=recovering: ")

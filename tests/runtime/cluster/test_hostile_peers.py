@@ -1,6 +1,6 @@
 """Hostile peers on the live sockets of D0 and of its stages, while a request runs.
 
-Strangers without a key never change an answer. Somebody with a stage's key can end answers with one clear
+Strangers without a key never change an answer. A holder of a stage's key can end answers with one clear
 error, but neither the cluster nor a stage's process, and the next answer is right.  What is forged can always
 be told from the real thing: a device whose key was stolen can also send plausible wrong hidden states,
 without any sign of it.
@@ -260,7 +260,7 @@ def test_strangers_on_a_usual_clusters_ports(model: Path, expected: list[int]) -
 def test_strangers_on_ports_without_keys_change_nothing(
         model: Path, expected: list[int], tmp_path: Path, count: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody knows who sent a frame, so a wrong one is dropped; the log does not fill."""
+    """The sender of a frame is unknown, so a wrong one is dropped; the log does not fill."""
     rng = random.Random(count)
     with site(model, tmp_path, encrypted=False) as made:
         held: list[socket.socket] = []

@@ -62,7 +62,7 @@ class Relay:
             sockets, self._sockets = self._sockets, []
         for one in sockets:
             with suppress(OSError):  # the other end may have closed it
-                one.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it
+                one.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
             one.close()
         for thread in self._threads:
             thread.join()
@@ -74,7 +74,7 @@ class Relay:
                 near = server.accept()[0]
                 try:
                     far = socket.create_connection(("127.0.0.1", self._target))
-                except ConnectionRefusedError:  # nobody listens there yet; who connects will try again
+                except ConnectionRefusedError:  # not bound yet; the other end connects again
                     near.close()
                     continue
                 with self._lock:

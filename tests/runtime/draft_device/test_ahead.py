@@ -99,7 +99,7 @@ def test_what_went_ahead_is_at_v1_like_any_other(tiny_model: Path) -> None:
     assert d0.ahead() == [1]
 
 
-def test_the_work_that_an_output_makes_waits_for_nobody(tiny_model: Path) -> None:
+def test_the_work_that_an_output_makes_is_done_at_once(tiny_model: Path) -> None:
     """It tells what is worth sending."""
     d0 = D0(tiny_model, "flowspec_plus")
     d0.practise()
@@ -130,7 +130,7 @@ def test_a_request_that_is_over_keeps_nothing_back(tiny_model: Path) -> None:
     assert d0.ahead() == [2]
 
 
-def test_without_a_clock_nobody_knows_when(tiny_model: Path) -> None:
+def test_without_a_clock_no_time_is_known(tiny_model: Path) -> None:
     d0 = D0(tiny_model, "flowspec_plus", clock=False)
     d0.practise()
     d0.now += SLOT

@@ -85,7 +85,7 @@ class Direct:
         self.session = 0
 
     def answer(self, request: Request, leave_after: int | None = None) -> Result:
-        """``leave_after``: whoever asks goes away after so many segments."""
+        """``leave_after``: the client leaves after so many segments."""
         self.session += 1
         reuse = self.pool.find(request.prompt, lambda p: self.device0.can_share_drafter(p.request, request))
         d0 = self.device0.draft_session(request, STAGES, lambda: 0.0, self.session, lambda kind: 1.0,

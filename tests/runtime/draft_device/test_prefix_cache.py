@@ -55,7 +55,7 @@ def test_any_coming_and_going(data: st.DataObject) -> None:
     for session in range(1, data.draw(st.integers(2, 12))):
         prompt, odd = data.draw(texts), data.draw(st.booleans())
         rows = len(prompt) + data.draw(st.integers(0, 70))
-        while not pool.fits(rows):  # whoever is here goes, until there is room
+        while not pool.fits(rows):  # the requests here end, until there is room
             assert running
             assert rows + sum(r for _, r in running.values()) > LIMIT
             gone = data.draw(st.sampled_from(sorted(running)))

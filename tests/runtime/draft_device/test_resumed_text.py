@@ -1,7 +1,7 @@
 """A draft session that goes on where one was that lost its stages: the text, and the figures, are one.
 
 One stage in this process, driven by hand; what it holds is lost after any number of messages, so that
-the moment may be in the prompt, between tokens, or with outputs that nobody has looked at.
+the moment may be in the prompt, between tokens, or with outputs that have not been looked at.
 """
 
 from __future__ import annotations

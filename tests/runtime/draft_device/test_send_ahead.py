@@ -86,7 +86,7 @@ def test_a_segment_that_is_sent_late_begins_when_it_is_sent() -> None:
     assert last_moment(pace, start=102.0) == pytest.approx(101.5 + SLOT - PASS, abs=0.011)
 
 
-def test_late_news_and_pruned_segments_now_and_then_fool_nobody() -> None:
+def test_late_news_and_pruned_segments_now_and_then_mislead_no_estimate() -> None:
     """Of nine segments two take no time, for all of their rows were pruned, and three end unheard of."""
     pace = warm(count=9)
     for turn in range(50):
@@ -115,5 +115,5 @@ def test_short_and_long_segments_are_told_apart() -> None:
     pace.sent(20, 700.0)  # as good as 16
     assert last_moment(pace, start=700.0) == pytest.approx(700 + SLOT - PASS, abs=0.011)
     pace.segment_done(701.0)
-    pace.sent(64, 800.0)  # nobody knows
+    pace.sent(64, 800.0)  # unknown
     assert not pace.outlasts("Draft", 1e6)

@@ -1,4 +1,4 @@
-"""What a cluster of processes tells whoever watches it, held against the requests' own results."""
+"""What a cluster of processes tells its observers, held against the requests' own results."""
 
 from __future__ import annotations
 

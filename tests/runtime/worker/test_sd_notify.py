@@ -70,7 +70,7 @@ def test_the_watchdog_waits_longer_for_a_slow_call(ear: Ear) -> None:
 @pytest.mark.parametrize("environment", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:2:9"},
                                          {"NOTIFY_SOCKET": "/nowhere/notify", "WATCHDOG_USEC": "1"},
                                          {"NOTIFY_SOCKET": "@nowhere", "WATCHDOG_USEC": "soon"}])
-def test_nobody_hears_and_nothing_fails(environment: dict[str, str]) -> None:
+def test_without_a_listener_nothing_fails(environment: dict[str, str]) -> None:
     notifier = Notifier(environment)
     notifier.ready("serves")
     notifier.alive()

@@ -260,7 +260,7 @@ def test_the_page_needs_no_key_and_what_it_shows_does(cluster: Watched) -> None:
         with Watcher(server.url, {"Authorization": "Bearer secret"}) as watcher:
             assert watcher.named("cluster")[0]["needs_key"] is True
             server.admission.close()
-            until(lambda: watcher.ended)  # nobody who watches keeps the server from ending
+            until(lambda: watcher.ended)  # a watcher does not keep the server from ending
 
 
 def test_without_a_key_the_page_is_this_machines_alone(watched: Watchable) -> None:
