@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from flowspec_edge.errors import PeerFault, PeerLost, UsageError
 from flowspec_edge.messages import Message
 from flowspec_edge.transport.codec import decode, encode
-from flowspec_edge.transport.zmq_links import NO_PEERS
+from flowspec_edge.transport.keys import NO_PEERS
 
 
 class _Box:

@@ -7,9 +7,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import zmq
@@ -18,6 +19,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.util.files import write_atomically
 
+NO_PEERS: Mapping[str, bytes] = MappingProxyType({})
 _MOST_BYTES = 4096  # of a key file; one has about 110
 _Z85 = frozenset(b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
 

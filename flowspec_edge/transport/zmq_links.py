@@ -15,7 +15,6 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TypeVar, cast
 
 import zmq
@@ -26,7 +25,7 @@ from flowspec_edge.messages import Message, Refusal
 from flowspec_edge.transport.bind_check import unencrypted_bind_problem
 from flowspec_edge.transport.codec import MAX_FRAMES, decode, encode
 from flowspec_edge.transport.fields import Buffer
-from flowspec_edge.transport.keys import KeyAllowList, KeyPair
+from flowspec_edge.transport.keys import NO_PEERS, KeyAllowList, KeyPair
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +36,7 @@ SHOWN = 80  # characters of an unknown peer's identity
 POLLIN, POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
 NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
-_RCVMORE = int(zmq.RCVMORE)
-NO_PEERS: Mapping[str, bytes] = MappingProxyType({})
+_RCVMORE, _RCVTIMEO = int(zmq.RCVMORE), int(zmq.RCVTIMEO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +65,7 @@ class Endpoint:
         self.dropped = 0
         self._log_at = 0.0
         self._zero_copy = tuning.zero_copy_bytes
+        self._timeout_ms = -1  # the socket's receive timeout, remembered because setting it is slow
 
     @property
     def endpoint(self) -> str:
@@ -78,8 +77,7 @@ class Endpoint:
         self.socket.close()
 
     def reject(self, reason: str, peer: str = "") -> None:
-        """The last message, of a hub from ``peer``, breaks the protocol: PeerFault, which names the link, if
-        the peer's key was checked. Otherwise anybody may have sent it: it is dropped, counted and logged."""
+        """PeerFault, which names the link, if the last message's peer proved its key; else it is dropped."""
         if peer:
             reason = f"from {peer[:SHOWN]!r}: {reason}"
         if self.authenticated:
@@ -122,11 +120,18 @@ class Endpoint:
         """One multipart message, or None; of the frames beyond ``most`` one is kept, as evidence.  pyzmq
         copies frames into aligned bytes: up to about 300 KB cheaper than its zero-copy Frame."""
         socket = self.socket
-        if not zmq.zmq_poll([(socket, POLLIN)], max(0, round(timeout * 1e3))):
-            return None
         try:
-            frames = [self._receive_first()]
-        except zmq.Again:  # in the middle of a handshake, which can look like a message
+            if timeout > 0:
+                timeout_ms = max(1, round(timeout * 1e3))
+                if timeout_ms != self._timeout_ms:
+                    socket.set(_RCVTIMEO, timeout_ms)
+                    self._timeout_ms = timeout_ms
+                frames = [self._receive_first(0)]
+            elif zmq.zmq_poll([(socket, POLLIN)], 0):  # cheaper than the exception for an empty queue
+                frames = [self._receive_first(NOBLOCK)]
+            else:
+                return None
+        except zmq.Again:  # also in the middle of a handshake, which can look like a message
             return None
         size = len(frames[0])
         while socket.get(_RCVMORE):
@@ -137,8 +142,8 @@ class Endpoint:
         self.bytes_in += size
         return frames
 
-    def _receive_first(self) -> bytes:
-        return self.socket.recv(NOBLOCK)
+    def _receive_first(self, flags: int) -> bytes:
+        return self.socket.recv(flags)
 
 
 _EVENTS = (zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -240,7 +245,6 @@ class ZmqHub(Endpoint):
             raise PeerLost(f"{self.name}: {peer} is not connected") from None
 
     def receive(self, timeout: float = 0.0) -> tuple[str, Message] | None:
-        """The sender and the next message; as ``ZmqLink.receive``."""
         frames = self._receive(timeout, MAX_FRAMES + 1)
         if frames is None:
             return None
@@ -265,18 +269,17 @@ class ZmqHub(Endpoint):
             return None
         return frames
 
-    def _receive_first(self) -> bytes:
+    def _receive_first(self, flags: int) -> bytes:
         if not self.authenticated:
-            return super()._receive_first()
-        frame = self.socket.recv(NOBLOCK, copy=False)
+            return super()._receive_first(flags)
+        frame = self.socket.recv(flags, copy=False)
         self._key = str(frame.get("User-Id"))
         return frame.bytes
 
 
 class ZmqTransport:
-    """One ZeroMQ context; ``keys`` encrypt every link, without them only ``unencrypted`` permits remote
-    peers. ``peer_keys``, with encryption: the keys that a bound end admits (of a hub: by the peer's identity,
-    which no other key can use), or the one key of the bound end."""
+    """One ZeroMQ context; ``keys`` encrypt every link, only ``unencrypted`` permits remote peers without.
+    ``peer_keys``: those that a bound end admits (a hub: for each identity), or the bound end's own."""
 
     # The classes of links; an emulation overrides them.
     link_class: type[ZmqLink] = ZmqLink

@@ -20,15 +20,8 @@ from flowspec_edge.messages import Message
 from flowspec_edge.runtime.emulation.durations import Emulation, pause
 from flowspec_edge.runtime.virtual.links import added_bytes
 from flowspec_edge.transport.fields import Buffer
-from flowspec_edge.transport.keys import KeyPair
-from flowspec_edge.transport.zmq_links import (
-    NO_PEERS,
-    Endpoint,
-    ZmqClientLink,
-    ZmqHub,
-    ZmqLink,
-    ZmqTransport,
-)
+from flowspec_edge.transport.keys import NO_PEERS, KeyPair
+from flowspec_edge.transport.zmq_links import Endpoint, ZmqClientLink, ZmqHub, ZmqLink, ZmqTransport
 
 # The last frame of every message begins with the time.monotonic from which it may be received.
 _STAMP = struct.Struct("<d")
