@@ -37,6 +37,7 @@ def measure(rows: int, width: int, hops: int) -> list[Row]:
     sender, receiver = keys.generate(), keys.generate()
     child = context.Process(target=_receiver, args=(theirs, hops, receiver, sender.public))
     child.start()
+    theirs.close()  # so that the pipe reports the end of the child
     transport, encrypted = ZmqTransport(), ZmqTransport(sender)
     try:
         link_address, curve_address, bare_address = ours.recv()
