@@ -31,7 +31,7 @@ def why_no_bed() -> str:
 
 def needs(what: str, why_not: str) -> pytest.MarkDecorator:
     """Leaves a test out where ``why_not`` says that its ground cannot be had: network namespaces are
-    root's alone, and the suite has to run for whoever is not root, or has no sshd.
+    root's alone, and the suite has to run for other users, too, and without sshd.
 
     CI has all of it and sets FLOWSPEC_ALL_TESTS: there nothing is left out, and the test fails.
     """

@@ -100,7 +100,7 @@ def lacking(tools: Sequence[tuple[str, str]]) -> str:
 
 
 def image(recipe: Recipe) -> Path:
-    """The root filesystem of ``recipe``, made now if it is not there.  Nobody writes into it.
+    """The root filesystem of ``recipe``, made now if it is not there.  It is never written to.
 
     What the making said is in a .log beside it.  RuntimeError with the end of that if it fails.
     """
@@ -203,5 +203,5 @@ def _install(recipe: Recipe, root: Path, run: Callable[[Sequence[str]], None]) -
         cudakit.stub(site / "torch" / "lib")
         remove(site / "torch" / "include")
     if ".".join(map(str, sys.version_info[:2])) == python:  # else each start of it compiles what it imports
-        # Some files are for newer Pythons: those fail, and nobody imports them.
+        # Some files are for newer Pythons: those fail, and are never imported.
         compileall.compile_dir(site, quiet=2, stripdir=str(root))

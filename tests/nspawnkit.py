@@ -219,7 +219,7 @@ class Fleet:
                     if line.startswith("X_NSPAWN_LEADER_PID="):
                         leader = line.partition("=")[2]
                     ready = ready or line == "READY=1"
-            # Nobody reads on, and a process 1 that cannot send its next notice would stop for ever.
+            # Nothing reads on, and a process 1 that cannot send its next notice would stop for ever.
             self._notices.pop(board).close()
             self._leaders[board] = self._here(board, leader)
 
