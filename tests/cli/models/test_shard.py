@@ -195,6 +195,7 @@ def test_interrupted_it_goes_on(tmp_path: Path) -> None:
             added(journal, file)
             os.kill(os.getpid(), signal.SIGINT)
 
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
         added = Journal.add
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Journal, "add", add)
