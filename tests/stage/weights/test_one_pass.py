@@ -126,7 +126,8 @@ def test_d0_verify_and_draft_models_leave_nothing(large: Path) -> None:
 
 
 # A process of its own, since what earlier tests freed would count, and a child of it for each, for which all
-# of this is imported already.
+# of this is imported already.  Its malloc returns every matrix when it is freed: by default it raises that limit
+# to the largest that was, and the peak then depends on which holes fit the next (1.3 to 1.7 times the files).
 _LOAD_AND_MEASURE = """
 import ctypes, json, os, re, sys
 from functools import partial
@@ -192,7 +193,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tiny_model("qwen3_moe", home / "experts", layers=2, hidden=1024, head_dim=64, num_experts=16,
                num_experts_per_tok=2, moe_intermediate_size=512, dtype=torch.bfloat16)
     ran = subprocess.run([sys.executable, "-c", _LOAD_AND_MEASURE, str(home)], capture_output=True, text=True,
-                         check=False, cwd=Path(__file__).parents[3])
+                         check=False, cwd=Path(__file__).parents[3],
+                         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"})
     assert ran.returncode == 0, ran.stderr
     found = [json.loads(line) for line in ran.stdout.splitlines()]
     if reasons := [each["skipped"] for each in found if "skipped" in each]:
@@ -208,7 +210,7 @@ def test_a_draft_head_is_quantised_matrix_by_matrix(loaded: dict[str, Any]) -> N
     head = loaded["head"]
     assert head["size"] > 85e6
     assert head["made"] == "EagleDrafter"
-    assert head["peak"] < head["size"]
+    assert head["peak"] < 0.7 * head["size"]
 
 
 @pytest.mark.slow
@@ -217,7 +219,7 @@ def test_a_draft_model_is_not_held_twice(loaded: dict[str, Any]) -> None:
     model = loaded["model"]
     assert model["size"] > 60e6
     assert model["made"] == "LMDrafter"
-    assert model["peak"] < 1.7 * model["size"]  # with holes that malloc leaves between matrices
+    assert model["peak"] < 1.3 * model["size"]
 
 
 @pytest.mark.slow
