@@ -20,6 +20,9 @@ from tests.chaos.services import LinkedService, LocalService, Service
 
 _TOKENS = (4, 24, 64)
 _WARM = 3  # faults after which a server holds what it needs for good
+# After these a stage is forked, which waits until a killed fork server's successor has loaded.
+_FORKED = {"kill", "kill_two", "kill_all", "kill_again", "stop", "fork_server_stop", "disk_full",
+           "clock_back"}
 _SETTLE_S = 30.0  # connections, threads and helpers of the last answers may end a moment later
 _POLL_S = 0.1
 # What a server may gain; of everything else nothing.
@@ -71,6 +74,7 @@ class _Episode:
         self._load = Load(service, asked, self._strategies, seed, clients)
         self._probe = min((one for one in asked if one.tokens), key=lambda question: len(question.tokens))
         self._rested: Holdings | None = None
+        self._loading = False  # the fork server, perhaps: no time for the first rest
         self._name = f"{episode.setup.where} {episode.setup.strategy}"
 
     def run(self) -> None:
@@ -83,7 +87,8 @@ class _Episode:
                     load.ask(self._probe, strategy, stream=True)
             load.start()
             for number, fault in enumerate(self._episode.faults):
-                if number >= _WARM and self._rested is None and fault.kind != "draft_kill":
+                if (number >= _WARM and self._rested is None and fault.kind != "draft_kill"
+                        and not self._loading):
                     self._rested = self._rest()
                 self._one(number, fault)
             load.go_on()
@@ -125,6 +130,10 @@ class _Episode:
         if not answered.wait(2 * DEADLINE_S) or not took:
             raise Violation(f"no recovery from {fault}")
         thread.join()
+        if fault.kind in _FORKED:
+            self._loading = False
+        elif fault.kind == "fork_server_kill":
+            self._loading = True
         self._report.recovered(fault.kind, took[0])
         new = "; ".join(load.violations[before:])
         self._say(f"{number + 1}/{len(self._episode.faults)} {fault.kind} {took[0]:.2f} s {new[:400]}")

@@ -126,8 +126,8 @@ def test_d0_verify_and_draft_models_leave_nothing(large: Path) -> None:
 
 
 # A process of its own, since what earlier tests freed would count, and a child of it for each, for which all
-# of this is imported already.  Its malloc returns every matrix when it is freed: by default it raises that limit
-# to the largest that was, and the peak then depends on which holes fit the next (1.3 to 1.7 times the files).
+# of this is imported already.  Its malloc returns every matrix when it is freed: by default it keeps what is
+# smaller than the largest that was freed, and the peak, 1.3 to 1.7 times the files, depends on the holes.
 _LOAD_AND_MEASURE = """
 import ctypes, json, os, re, sys
 from functools import partial
