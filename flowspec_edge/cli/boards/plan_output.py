@@ -94,13 +94,16 @@ class PlanReport:
                   "memory's own and for the slowest of them (the FlowSpec paper's 4-bit kernel was slower by "
                   "far: 400 ms for 10 layers of 13B on Orin Nanos); measure it on the board with: flowspec "
                   "device profile" for name in self.by_bandwidth]
-        if self.size.draft_estimated:
+        if self.size.draft_estimated or self.size.own_mtp:
             found.append(self._head_note())
         found += self.other_devices
         return list(dict.fromkeys(found))
 
     def _head_note(self) -> str:
         name, known = self.size.name, find_known(self.size.name)
+        if self.size.own_mtp:
+            return (f"the draft head is {name}'s own MTP layer, which is used only if named: --draft mtp, or "
+                    'draft = "mtp" in cluster.toml')
         size = "its size is taken to be one layer and fc"
         if not self.size.draft_lm_head:
             size = f"its size is taken to be one layer, fc and an lm_head of {EAGLE3_VOCABULARY:,} tokens"
@@ -108,9 +111,6 @@ class PlanReport:
             return (f"{name} has no EAGLE head: {size}; without one: --draft ngram, and see: "
                     f"flowspec models head {name if known else 'MODEL'}")
         kind, repository = next(iter(known[1].heads.items()))
-        if kind == "mtp":
-            return (f"the draft head is {name}'s own MTP layer, which is used only if named: --draft mtp, or "
-                    'draft = "mtp" in cluster.toml')
         return (f"the head of {name}, {repository} ({kind}), is not on this machine: {size}; "
                 f"flowspec models fetch {name} downloads both")
 

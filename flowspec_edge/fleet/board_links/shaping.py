@@ -1,8 +1,8 @@
 """Shapes and measures the links between boards; a board restores its link even if this machine disappears.
 
 A dead man's switch: before any change, the board starts a timer that restores its queueing discipline, and
-shaping renews this timer.  A directory under /run on the board locks the interface; it has the restore script
-and, without systemd, the timers' process ids.
+shaping renews this timer.  A directory under /run on the board locks the interface.  It has the restore
+script, a file that names the run with the lock and, without systemd, the timers' process ids.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class DeviceShaping:
         self._shaped = False
         state = f"{STATE}/{interface}"
         self._state, self._script_file = shlex.quote(state), shlex.quote(f"{state}/restore")
-        # Is there while the lock is this run's: after a late renewal it may be another's.
-        self._run_file = shlex.quote(f"{state}/run-{uuid.uuid4().hex}")
+        # The file is there while the lock is this run's: after a late renewal it may be another's.
+        self._run_id = uuid.uuid4().hex
+        self._run_file = shlex.quote(f"{state}/run-{self._run_id}")
 
     def start(self) -> None:
         """Save the state and start the timer; FlowspecError if the device cannot be shaped or restored."""
@@ -96,7 +97,8 @@ class DeviceShaping:
         self._armed += 1
 
     def restore(self) -> None:
-        """Restore the queueing discipline and cancel the timer; idempotent.
+        """Restore the queueing discipline, unless the link is another run's by now, and cancel the timer;
+        idempotent.
 
         FlowspecError if the device cannot be reached, or its state differs afterwards.
         """
@@ -105,10 +107,13 @@ class DeviceShaping:
         # The previous timer, too: a renewal may have been interrupted half-way.
         numbers = range(max(1, self._armed - 1), self._armed + 2)
         pids = [line for n in numbers for line in self._remember(n)]
-        self._run([f"[ -e {self._run_file} ] || exit 0", *pids,
-                   f"if [ -e {self._script_file} ]; then sh {self._script_file}; fi",
-                   *(line for n in numbers for line in self._cancel(n)), f"rm -rf {self._state}"])
+        others = self._run([*pids, f"if [ -e {self._run_file} ]; then "
+                            f"if [ -e {self._script_file} ]; then sh {self._script_file}; fi; "
+                            f"rm -rf {self._state}; elif [ -e {self._state} ]; then echo others; fi",
+                            *(line for n in numbers for line in self._cancel(n))])
         self._armed, self._shaped = 0, False
+        if others:
+            return
         now = self._qdiscs()
         if [_comparable(entry) for entry in now] != [_comparable(entry) for entry in self._prior]:
             raise FlowspecError(f"{self._runner.where}: {self._interface} is not as it was: see "
@@ -160,12 +165,16 @@ class DeviceShaping:
         return bool(plain.get("options") == entry.get("options"))
 
     def _arm(self, number: int) -> list[str]:
-        """Without systemd it waits until the timer is a session of its own, so that it can be cancelled."""
+        """A timer that does nothing if the link is another run's by then.
+
+        Without systemd it waits until the timer is a session of its own, so that it can be cancelled."""
         wait, pid_file = str(self._after_s), self._pid_file(number)
+        files = f"{self._script_file} {self._run_file}"
         return [
             f"if {_SYSTEMD}; then systemd-run --quiet --collect --on-active={wait} "
-            f"--timer-property=AccuracySec=1s --unit={self._unit(number)} /bin/sh {self._script_file}; "
-            f"else setsid sh -c 'echo $$ > \"$1\"; sleep {wait}; exec sh \"$0\"' {self._script_file} "
+            f"--timer-property=AccuracySec=1s --unit={self._unit(number)} "
+            f"/bin/sh -c '{_IF_OWN}' {files}; "
+            f"else setsid sh -c 'echo $$ > \"$2\"; sleep {wait}; {_IF_OWN}' {files} "
             f"{pid_file} </dev/null >/dev/null 2>&1 & until [ -s {pid_file} ]; do sleep 0.02; done; fi",
         ]
 
@@ -180,10 +189,10 @@ class DeviceShaping:
                 f"elif [ -n \"$pid{number}\" ]; then kill -- -$pid{number} 2>/dev/null || :; fi"]
 
     def _unit(self, number: int) -> str:
-        return shlex.quote(f"{_UNIT}-{self._interface}-{number}")
+        return shlex.quote(f"{_UNIT}-{self._interface}-{self._run_id}-{number}")
 
     def _pid_file(self, number: int) -> str:
-        return f"{self._state}/pid{number}"
+        return f"{self._run_file}-pid{number}"
 
     def _become_root(self) -> None:
         if self._runner.run(["id", "-u"]).strip() == "0":
@@ -195,8 +204,8 @@ class DeviceShaping:
             raise UsageError(f"{error}; shaping needs root: log in as root, or let this user run sudo "
                              "without a password") from error
 
-    def _run(self, lines: list[Any]) -> None:
-        self._runner.run([*self._root, "sh", "-es"], tc.script(lines))
+    def _run(self, lines: list[Any]) -> str:
+        return self._runner.run([*self._root, "sh", "-es"], tc.script(lines))
 
     def _give_up(self, cause: FlowspecError) -> None:
         try:
@@ -210,6 +219,7 @@ class DeviceShaping:
 
 
 _SYSTEMD = "[ -d /run/systemd/system ]"
+_IF_OWN = '[ ! -e "$1" ] || exec sh "$0"'  # given the restore script and the run's file
 
 
 def _comparable(entry: dict[str, Any]) -> tuple[Any, ...]:

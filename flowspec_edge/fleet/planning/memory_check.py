@@ -61,8 +61,9 @@ class MemoryCheck:
     def _sizes(self, dtype: PlanDtype, kv_cache: CacheBits) -> ModelBytes:
         bits = self._cluster.lm_head
         size = model_bytes(self._model, dtype, None if bits == "auto" else bits, kv_cache)
-        # A head in the model's directory is sharded and loaded all the same.
-        return size.without_head() if self._cluster.by_ngrams and size.draft_estimated else size
+        # A head beside the target is sharded, and loaded for a request that names its strategy.
+        unused = self._cluster.by_ngrams and (size.draft_estimated or size.own_mtp)
+        return size.without_head() if unused else size
 
     def _check(self, device: DeviceEntry, needs: int, what: str) -> None:
         _require(self.board(device), needs, what, self._cluster,

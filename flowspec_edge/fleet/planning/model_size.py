@@ -71,6 +71,7 @@ class ModelBytes:
                      pass reads of it
     from_weights     whether weight files were present and agreed
     draft_estimated  whether there is no head here, and a head of the target's shape was assumed
+    own_mtp          whether the draft head is the target's own MTP layer, which drafts only if named
     layer_launches   kernel launches of a decoder layer, without those of experts
     experts          of a sparse model's layer, of ``expert`` bytes each, of which a row chooses ``chosen``;
                      0 for a dense one
@@ -103,6 +104,7 @@ class ModelBytes:
     state: int = 0
     state_read: int = 0
     draft_unread: int = 0
+    own_mtp: bool = False
 
     @property
     def bytes_per_value(self) -> int:
@@ -122,7 +124,7 @@ class ModelBytes:
     def without_head(self) -> ModelBytes:
         """For drafts by n-grams: D0 holds lm_head alone."""
         return replace(self, draft=0, draft_unread=0, draft_lm_head=0, draft_kv_row=0,
-                       draft_estimated=False)
+                       draft_estimated=False, own_mtp=False)
 
     @property
     def target_weights(self) -> int:
@@ -190,7 +192,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         window=min(windows, default=None), windowed=len(windows) / len(kinds),
         draft_kv_row=_kv_row(head.config, width) * (len(head.layers) if isinstance(head, BlockHead) else 1),
         kv_cache=kv_cache,
-        from_weights=from_weights, draft_estimated=draft is None,
+        from_weights=from_weights, draft_estimated=draft is None, own_mtp=isinstance(head, MtpHead),
         layer_launches=LAYER_LAUNCHES.get(config.model_type, OTHER_LAYER_LAUNCHES),
         experts=len(sparse), expert=module_bytes(sparse[0], width, packed) if sparse else 0,
         chosen=int(config.num_experts_per_tok) if sparse else 0,

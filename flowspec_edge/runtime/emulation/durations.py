@@ -16,6 +16,7 @@ from pydantic import TypeAdapter
 
 from flowspec_edge.runtime.virtual.devices import Devices
 from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.util.bounded_read import read_bytes
 
 Links = Literal["made", "real"]
 
@@ -36,7 +37,7 @@ class Emulation:
 
     @classmethod
     def load(cls, path: Path) -> Emulation:
-        return TypeAdapter(Emulation).validate_json(path.read_bytes())
+        return TypeAdapter(Emulation).validate_json(read_bytes(path))
 
 
 class Charge:

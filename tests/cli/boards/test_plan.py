@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from familykit import family_model
+from mtpkit import with_mtp
 from plankit import profile
 from tiny_dir import tiny_model_dir
 
@@ -197,6 +199,15 @@ def test_a_config_alone_takes_the_demonstration_models_tokens(home: Path,
     assert found["estimated"]
     [note] = found["notes"]
     assert note.startswith("bare has no EAGLE head: its size is taken to be one layer and fc; ")
+
+
+def test_a_models_own_mtp_layer_has_to_be_named(home: Path, tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    with_mtp(family_model("qwen3.5", tmp_path / "target"))
+    given = ("--model", str(tmp_path), "--devices", "orin-nano-8gb:3", "--context", "64", "--no-predict")
+    [note] = [note for note in planned(capsys, *given)["notes"] if "MTP" in note]
+    assert "used only if named: --draft mtp" in note
+    assert not any("MTP" in note for note in planned(capsys, *given, "--draft", "ngram")["notes"])
 
 
 def test_one_board_by_itself(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

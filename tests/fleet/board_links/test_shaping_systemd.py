@@ -66,10 +66,10 @@ def test_armed_renewed_and_cancelled(box: Runner) -> None:
     before = shown(box)
     with DeviceShaping(box, "eth9", [22]) as link:
         assert shown(box) == before
-        assert timers(box) == ["flowspec-shaping-restore-eth9-1.timer"]
+        assert [name[-8:] for name in timers(box)] == ["-1.timer"]
         link.apply(100)
         link.apply(50)
-        assert timers(box) == ["flowspec-shaping-restore-eth9-3.timer"]
+        assert [name[-8:] for name in timers(box)] == ["-3.timer"]
         assert "htb f5ec:" in shown(box)
     assert shown(box) == before
     assert timers(box) == []
@@ -92,6 +92,20 @@ def test_the_timer_restores_the_link(box: Runner) -> None:
                     link.apply(50)
         finally:
             events.terminate()
+    assert shown(box) == before
+    assert timers(box) == []
+
+
+def test_a_restoration_by_hand_leaves_no_timer(box: Runner) -> None:
+    before = shown(box)
+    one, next_one = DeviceShaping(box, "eth9", [22]), DeviceShaping(box, "eth9", [22])
+    one.start()
+    box.run(["sh", f"{STATE}/eth9/restore"])
+    with next_one as link:
+        link.apply(100)
+        one.restore()
+        assert len(timers(box)) == 1  # the next run's
+        assert "htb f5ec:" in shown(box)
     assert shown(box) == before
     assert timers(box) == []
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from familykit import family_model
+from mtpkit import with_mtp
 from plankit import MB, board, problem, size
 
+from flowspec_edge.fleet.inventory import ClusterSettings
 from flowspec_edge.fleet.planning.layer_split import plan_as_listed, split_in_order
-from flowspec_edge.fleet.planning.memory_check import memory_error
+from flowspec_edge.fleet.planning.memory_check import MemoryCheck, memory_error
 from flowspec_edge.fleet.planning.model_size import ModelBytes, PlanDtype
 from flowspec_edge.fleet.planning.planner import CandidateBoard, DoesNotFit, SplitProblem, plan
 from flowspec_edge.model.manifest import CacheBits
@@ -62,6 +66,13 @@ def test_a_shorter_context_is_the_longest_that_fits() -> None:
     assert plan(boards, replace(p, context=2048))
     with pytest.raises(DoesNotFit):
         plan(boards, replace(p, context=4096))
+
+
+@pytest.mark.parametrize(("draft", "counted"), [("ngram", False), ("mtp", True)])
+def test_an_mtp_layer_counts_where_it_drafts(tmp_path: Path, draft: str, counted: bool) -> None:
+    target = with_mtp(family_model("qwen3.5", tmp_path / "target"))
+    found = MemoryCheck(str(target), "fp32", ClusterSettings(name="lab", draft=draft), 1, 3, {}).problem
+    assert (found.d0 > found.size.lm_head) == counted
 
 
 def test_no_board_can_draft() -> None:

@@ -13,7 +13,7 @@ import torch
 from stagekit import Book, engines
 
 from flowspec_edge.device_profile import CollectiveCost, Profile, load_profile
-from flowspec_edge.errors import ProtocolError
+from flowspec_edge.errors import ProtocolError, UsageError
 from flowspec_edge.messages import Cancel, Close, Credit, Open, Output, Payload, Prune, Segment
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here
@@ -333,3 +333,5 @@ def test_an_emulation_survives_its_file(tmp_path: Path) -> None:
     emulation = Emulation(Devices(PAPER, (PAPER, quick()), (20, 12), "two"), "real")
     emulation.save(tmp_path / "e.json")
     assert Emulation.load(tmp_path / "e.json") == emulation
+    with pytest.raises(UsageError, match=r"cannot read .*gone\.json: No such file"):
+        Emulation.load(tmp_path / "gone.json")
