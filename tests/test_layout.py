@@ -1,4 +1,4 @@
-"""The layout of the source: directions of imports, circles, sizes, names.  Read from the source; nothing is
+"""The layout of the source: directions of imports, circles, names.  Read from the source; nothing is
 imported here."""
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "flowspec_edge"
-MAX_LINES = 400
-SHORT = 60  # lines; a shorter file beside its only user is a part of it
-ALONE = {"runtime.worker.load": "it imports transformers, and its user must not before the links are up"}
 
 # What each part of the package may import beside itself.
 FOUNDATION = {"errors", "messages", "util", "device_profile", "sampling", "model"}
@@ -198,22 +195,6 @@ def test_no_circle_between_modules() -> None:
 def test_the_check_for_circles_finds_them() -> None:
     edges = {"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": ["e"], "e": ["d"], "f": ["a"]}
     assert circles(edges) == ["b <-> c", "d <-> e"]
-
-
-def test_a_file_is_one_concept() -> None:
-    """Not more than can be read in one go, and no short file beside its only user."""
-    users = defaultdict(set)
-    for module in trees():
-        for other in imported_modules(module):
-            users[other].add(module)
-    wrong = []
-    for module, (path, _) in trees().items():
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > MAX_LINES:
-            wrong.append(f"{module}: {lines} lines")
-        if lines < SHORT and path.name != "__init__.py" and len(users[module]) == 1 and module not in ALONE:
-            wrong.append(f"{module}: {lines} lines, of use to {users[module].pop()} alone")
-    assert_none(wrong)
 
 
 def test_a_public_class_is_defined_once() -> None:
