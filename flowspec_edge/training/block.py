@@ -97,9 +97,10 @@ class Block(Student):
         """[A, slots]: where the tokens stand after which slots rank."""
         return anchors[:, None] + 1 + torch.arange(self.head.config.block_size, device=anchors.device)
 
-    def step_loss(self, fade: float, rows: Tensor, noise: Tensor, anchors: Tensor, depth: int) -> Tensor:
+    def step_loss(self, fade: float, rows: Tensor, reading: Reading, noise: Tensor, anchors: Tensor,
+                  depth: int) -> Tensor:
+        states, features = reading
         with torch.no_grad():
-            states, features = self.read(rows)
             wanted = self.target_logits(features).softmax(-1)[:, self._places(anchors)]
         logits = self.logits(self.hidden(states[:, :-1] + noise, rows, anchors), rows, anchors)
         costs = (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean((0, 1))

@@ -118,26 +118,29 @@ def _counted(step: _Step, kind: str, recipe: HeadRecipe, depth: int) -> tuple[fl
     """(floating-point operations of matrix products in a step, bytes that it needs).
 
     A product with a parameter takes two operations a row forward, two for the input's gradient, two for its
-    own.  Attention itself is left out: it is small beside them for windows of a few hundred tokens.
+    own.  Attention itself is left out: it is small beside them for windows of a few hundred tokens.  The
+    target reads the text of every step, as in a run's first epoch.
     """
     student, config = _student(step.config, kind, recipe, torch.device("meta")), step.config
     tokens = step.windows * recipe.window
     rows = tokens + (depth - 1) * step.windows * min(recipe.chains, recipe.window)
-    matrix = config.vocab_size * config.hidden_size
+    ranked = min(config.vocab_size, recipe.ranked) if isinstance(recipe, EagleRecipe) else config.vocab_size
+    matrix = ranked * config.hidden_size
     layers = sum(p.numel() for p in student.target.model.layers.parameters())
     trained = [p for p in student.head.parameters() if p.requires_grad]
     total = 2 * (layers + matrix) * tokens + 6 * sum(p.numel() for p in trained) * rows
-    if kind == "eagle2":  # whose outputs go through the target's lm_head, which is frozen
+    if kind == "eagle2":  # whose outputs go through rows of the target's lm_head, which is frozen
         total += 4 * matrix * rows
     for name, p in student.head.named_parameters():
         if p.requires_grad and p.ndim == 2 and "lm_head" not in name:  # Muon's iterations
             short, long = sorted(p.shape)
             total += 5 * (4 * short**2 * long + 2 * short**3)
-    kept = (layers + 2 * matrix) * (2 if device().type == "cuda" else 4)
+    embeddings = config.vocab_size * config.hidden_size
+    kept = (layers + 2 * embeddings) * (2 if device().type == "cuda" else 4)
     batch = min(tokens, recipe.micro_batch)
     # In fp32: the head's embeddings; its weights, gradients, momentum and two temporary copies; logits of
     # target and head, their softmax and gradients.
-    own = matrix + 5 * sum(p.numel() for p in trained) + 6 * batch * config.vocab_size
+    own = embeddings + 5 * sum(p.numel() for p in trained) + 6 * batch * ranked
     return total, kept + 4 * own
 
 
@@ -148,7 +151,9 @@ def _timed(step: _Step, kind: str, recipe: HeadRecipe, dev: torch.device) -> flo
     optimiser = optimiser_for(recipe, student.head)
 
     def loss(part: Tensor, part_noise: Tensor) -> Tensor:
-        return student.step_loss(recipe.fade, part, part_noise, anchors, recipe.depth)
+        with torch.no_grad():
+            reading = student.read(part)
+        return student.step_loss(recipe.fade, part, reading, part_noise, anchors, recipe.depth)
 
     for _ in range(2):
         start = time.perf_counter()
@@ -167,8 +172,9 @@ def _student(config: Any, kind: str, recipe: HeadRecipe, dev: torch.device) -> U
     with dev:
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
         if kind == "eagle2":
-            soft = recipe.soft_weight if isinstance(recipe, EagleRecipe) else 1.0
-            return Eagle2(new_head(target), target, soft)
+            chosen = recipe if isinstance(recipe, EagleRecipe) else EagleRecipe(recipe.steps)
+            ranked = torch.arange(min(config.vocab_size, chosen.ranked))
+            return Eagle2(new_head(target), target, chosen.soft_weight, ranked)
         drafted = torch.arange(min(config.vocab_size, DRAFT_VOCABULARY))
         return Eagle3(new_head3(target, drafted), target)
 

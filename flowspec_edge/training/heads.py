@@ -6,8 +6,10 @@ up to d - 1 rows back, then to the head's own rows of depth 2 … d.  Training u
 
 from __future__ import annotations
 
+import os
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,17 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.drafting.eagle.head_drafter import KeyValueCache
-from flowspec_edge.training.loop import LoopOptions, Optimiser, Run, backpropagate, compiled, train, windows
+from flowspec_edge.training.loop import (
+    LoopOptions,
+    Optimiser,
+    Run,
+    backpropagate,
+    compiled,
+    cut_windows,
+    train,
+    window_batch,
+)
+from flowspec_edge.util.files import replacing
 
 DEPTHS = 6  # that agreement is measured for
 _ADAM_WIDTH = 192
@@ -55,9 +67,13 @@ class Reading(NamedTuple):
 
 
 class Student(ABC):
-    """A head and the frozen target that teaches it, on the target's device."""
+    """A head and the frozen target that teaches it, on the target's device.
+
+    states_are_features  the head reads the target's features alone, so that a reading holds one tensor
+    """
 
     name: ClassVar[str]
+    states_are_features: ClassVar[bool] = False
 
     def __init__(self, head: Any, target: Any) -> None:
         self.head: Any = head.to(target.device)
@@ -67,8 +83,21 @@ class Student(ABC):
     def read(self, rows: Tensor) -> Reading: ...
 
     @abstractmethod
-    def step_loss(self, fade: float, rows: Tensor, noise: Tensor, anchors: Tensor, depth: int) -> Tensor:
-        """The loss of a batch of windows, int64 [B, n + 1]; depth d has the weight ``fade`` ** (d - 1)."""
+    def step_loss(self, fade: float, rows: Tensor, reading: Reading, noise: Tensor, anchors: Tensor,
+                  depth: int) -> Tensor:
+        """Return the loss of a batch of windows, int64 [B, n + 1], and what the target read in them.
+
+        Depth d has the weight ``fade`` ** (d - 1).
+        """
+
+    def first_weights(self, rows: Tensor, reading: Reading) -> None:
+        """Set an untrained head's weights from some windows, before the first step; by default keep them."""
+
+    def states_width(self) -> int:
+        """Return the width S of the states that :meth:`read` gives."""
+        one = torch.zeros(1, 2, dtype=torch.long, device=self.target.device)
+        with torch.no_grad():
+            return self.read(one).states.shape[-1]
 
     @abstractmethod
     def drafts(self, states: Tensor, rows: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:
@@ -85,10 +114,11 @@ class Student(ABC):
 class UnrolledStudent(Student):
     """An EAGLE head."""
 
-    def step_loss(self, fade: float, rows: Tensor, noise: Tensor, anchors: Tensor, depth: int) -> Tensor:
-        """Over ``depth`` steps unrolled from ``anchors``."""
+    def step_loss(self, fade: float, rows: Tensor, reading: Reading, noise: Tensor, anchors: Tensor,
+                  depth: int) -> Tensor:
+        """Return the loss over ``depth`` steps unrolled from ``anchors``."""
+        states, features = reading
         with torch.no_grad():
-            states, features = self.read(rows)
             targets = self.targets(features[:, 1:])
         total, weights = torch.zeros((), device=self.target.device), 0.0
         outputs = unroll(self.head, self.input_states(states[:, :-1] + noise), rows[:, 1:], anchors, depth)
@@ -120,14 +150,30 @@ class UnrolledStudent(Student):
         """The head's best token for each output [..., H], as the target's id."""
 
 
+_START_ROWS = 8  # rows for each unknown of a head's first weights
+
+
 def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Tensor, work: Path, seed: int,
-               loop: LoopOptions) -> None:
-    """Train on token ids, vectors longer than ``recipe.window`` (held out: LENGTH); resumes from ``work``."""
+               loop: LoopOptions, untrained: bool = True) -> None:
+    """Train on token ids, vectors longer than ``recipe.window`` (held out: LENGTH); resumes from ``work``.
+
+    The target reads each window of the text once: what it read is kept in ``work`` for later epochs.
+    ``untrained``: the head has no weights worth keeping, and gets first ones from the text.
+    """
     dev, head = student.target.device, student.head
     step_loss = compiled(partial(student.step_loss, recipe.fade), loop.compile)
+    count, batch = (len(text) - 1) // recipe.window, recipe.tokens_per_step // recipe.window
+    epochs = recipe.steps * batch / count
+    readings = Readings(student, text, recipe.window, work, kept=epochs > 1)
+    checkpoint = work / f"{student.name}.pt"
+    if untrained and not checkpoint.exists():
+        wanted = -(-_START_ROWS * 2 * student.target.config.hidden_size // recipe.window)
+        numbers = window_batch(count, 0, min(count, wanted), seed)
+        student.first_weights(cut_windows(text, recipe.window, numbers).to(dev), readings.take(numbers))
 
     def loss(step: int, total: int) -> float:
-        rows = windows(text, recipe.window, step, recipe.tokens_per_step // recipe.window, seed)
+        numbers = window_batch(count, step, batch, seed)
+        rows, reading = cut_windows(text, recipe.window, numbers), readings.take(numbers)
         depth = 1 if step < recipe.plain * total else recipe.depth
         generator = torch.Generator().manual_seed(seed + step)  # a resumed run draws the same
         width = student.target.config.hidden_size
@@ -135,15 +181,103 @@ def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Ten
         noise = (torch.rand(shape, generator=generator) * 2 - 1) * recipe.noise
         anchors = torch.randperm(recipe.window - recipe.depth + 1, generator=generator)[: recipe.chains]
         anchors = anchors.sort().values.to(dev)
-        return backpropagate(lambda part, part_noise: step_loss(part, part_noise, anchors, depth),
-                             dev, recipe.micro_batch // recipe.window, rows, noise)
+
+        def part_loss(rows: Tensor, states: Tensor, features: Tensor, noise: Tensor) -> Tensor:
+            return step_loss(rows, Reading(states.float(), features), noise, anchors, depth)
+
+        return backpropagate(part_loss, dev, recipe.micro_batch // recipe.window, rows, *reading, noise)
 
     def report() -> str:
         shares = agreement(student, held_out, limit=8)
         return "agreement by depth " + " ".join(f"{share:.3f}" for share in shares)
 
-    train(Run(student.name, head, optimiser_for(recipe, head), recipe.steps, work / f"{student.name}.pt",
-              loss, report, loop.checkpoint_every_s))
+    train(Run(student.name, head, optimiser_for(recipe, head), recipe.steps, checkpoint,
+              loss, report, loop.checkpoint_every_s, keep=readings.keep))
+    readings.discard()
+
+
+class Readings:
+    """What the target reads in the windows of one text, in 16 bits; computed when it is first asked for.
+
+    A run of several epochs keeps the readings in ``work``: a training step then costs the head alone. Each
+    window takes (n + 1) * (S + H) * 2 bytes, or (n + 1) * H * 2 for a head that reads features alone.
+    Without room on the disk the target computes them anew in every epoch. A run that is interrupted finds
+    the readings of its last checkpoint again.
+    """
+
+    def __init__(self, student: Student, text: Tensor, length: int, work: Path, kept: bool) -> None:
+        self._student, self._text, self._length = student, text, length
+        self._count = (len(text) - 1) // length
+        hidden = student.target.config.hidden_size
+        self._states = 0 if student.states_are_features else student.states_width()
+        self._file, self._done_file = work / f"{student.name}-readings.bin", work / f"{student.name}-read.npy"
+        shape = (self._count, length + 1, self._states + hidden)
+        self._stored = _reserved(self._file, shape) if kept else None
+        self._done = np.zeros(self._count, dtype=bool)
+        if self._stored is not None and self._done_file.exists():
+            self._done = np.load(self._done_file)
+
+    def take(self, numbers: Sequence[int]) -> Reading:
+        """Return the readings of the windows with these numbers: float16 [B, n + 1, …], on the CPU."""
+        missing = [number for number in numbers if not self._done[number]]
+        fresh: dict[int, Tensor] = {}
+        for at in range(0, len(missing), _READ_AT_ONCE):
+            some = missing[at : at + _READ_AT_ONCE]
+            fresh.update(zip(some, self._read(some), strict=True))
+        if self._stored is not None:
+            for number, row in fresh.items():
+                self._stored[number] = row.numpy()
+                self._done[number] = True
+        rows = torch.stack([fresh[number] if number in fresh else self._kept(number) for number in numbers])
+        features = rows[..., self._states :]
+        return Reading(rows[..., : self._states] if self._states else features, features)
+
+    def keep(self) -> None:
+        """Write the readings so far to the disk, so that a later run may rely on them."""
+        if self._stored is not None:
+            self._stored.flush()
+            with replacing(self._done_file) as file:
+                np.save(file, self._done)
+
+    def discard(self) -> None:
+        """Delete the readings: the training is over."""
+        self._stored = None
+        self._done_file.unlink(missing_ok=True)
+        self._file.unlink(missing_ok=True)
+
+    def _kept(self, number: int) -> Tensor:
+        assert self._stored is not None
+        return torch.from_numpy(np.array(self._stored[number]))
+
+    @torch.no_grad()
+    def _read(self, numbers: Sequence[int]) -> Tensor:
+        rows = cut_windows(self._text, self._length, numbers).to(self._student.target.device)
+        states, features = self._student.read(rows)
+        both = torch.cat((states.float(), features.float()), dim=-1) if self._states else features.float()
+        return both.clamp(-_MOST_IN_16_BITS, _MOST_IN_16_BITS).half().cpu()
+
+
+_READ_AT_ONCE = 8  # windows of a pass of the target
+_MOST_IN_16_BITS = 65504.0  # of a float16; some models have single activations beyond it
+
+
+def _reserved(path: Path, shape: tuple[int, ...]) -> Any:
+    """Map a float16 array in a file of its full size, or return None if the disk has no room for it."""
+    size = 2 * int(np.prod(shape))
+    if not path.exists() or path.stat().st_size != size:
+        path.unlink(missing_ok=True)
+        if size > _DISK_SHARE * shutil.disk_usage(path.parent).free:
+            return None
+        try:
+            with path.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)  # writing to a hole on a full disk kills a process
+        except OSError:
+            path.unlink(missing_ok=True)
+            return None
+    return np.memmap(path, dtype=np.float16, mode="r+", shape=shape)
+
+
+_DISK_SHARE = 0.5  # of what is free
 
 
 def optimiser_for(recipe: HeadRecipe, head: Any) -> Optimiser:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -68,7 +69,11 @@ class Muon(torch.optim.Optimizer):
 class Optimiser:
     def __init__(self, model: nn.Module, muon_lr: float, adam_lr: float, decay_from: float,
                  warmup: int = 40) -> None:
-        """``decay_from``: the fraction of the run after which the rate falls linearly to zero."""
+        """Divide the trained parameters between Muon and AdamW.
+
+        decay_from  fraction of the run after which the rate falls linearly to zero
+        warmup      steps in which the rate rises, but never more than a tenth of the run
+        """
         named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         hidden = [p for n, p in named if p.ndim == 2 and not any(table in n for table in _TABLES)]
         ids = {id(p) for p in hidden}
@@ -81,9 +86,9 @@ class Optimiser:
         self._decay_from, self._warmup = decay_from, warmup
 
     def step(self, step: int, total: int) -> float:
-        """Returns the factor on the learning rates."""
+        """Take one step and return the factor on the learning rates."""
         left = (total - step) / max(1.0, total * (1 - self._decay_from))
-        factor = min(1.0, (step + 1) / self._warmup, left)
+        factor = min(1.0, (step + 1) / max(1.0, min(self._warmup, total / 10)), left)
         for optimiser, rate in zip(self._optimisers, self._rates, strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = rate * factor
@@ -99,7 +104,7 @@ class Optimiser:
             optimiser.load_state_dict(state)
 
 
-_PLAIN_EVERY = 25  # steps between log lines without a terminal
+_LOG_EVERY_S = 30.0  # between lines of progress without a terminal, which shows no bar
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,12 @@ QUICK = LoopOptions(checkpoint_every_s=0.2, compile=False)  # to try a recipe
 
 @dataclass
 class Run:
-    """``loss`` back-propagates step ``step`` of ``total``, and returns the mean loss."""
+    """A training run: what it trains, and how.
+
+    loss    back-propagates step ``step`` of ``total`` and returns the mean loss
+    report  a line of figures, such as the agreement on held-out text
+    keep    called before every checkpoint, to write what the run needs beside it
+    """
 
     name: str
     model: nn.Module
@@ -126,37 +136,57 @@ class Run:
     report: Callable[[], str]
     checkpoint_every_s: float
     report_every: int = 200
+    keep: Callable[[], None] = lambda: None
 
 
 def train(run: Run) -> None:
-    """Run to the last step, from the checkpoint if there is one."""
+    """Run to the last step, from the checkpoint if there is one.
+
+    A terminal shows a progress bar. A log gets a line at the first step and then twice a minute, with the
+    time that is left.
+    """
     start = _resume(run) if run.checkpoint.exists() else 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
                TimeRemainingColumn(), TextColumn("{task.fields[note]}"))
-    smooth, saved = None, time.monotonic()
+    smooth, began = None, time.monotonic()
+    saved, logged = began, -_LOG_EVERY_S
     with Progress(*columns) as progress:
         task = progress.add_task(run.name, total=run.steps, completed=start, note="")
+        if start:
+            progress.console.print(f"{run.name} goes on after step {start}/{run.steps}", soft_wrap=True)
         for step in range(start, run.steps):
             value = run.loss(step, run.steps)
             nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
             run.optimiser.step(step, run.steps)
-            done, last = step + 1, step + 1 == run.steps
+            done, last, now = step + 1, step + 1 == run.steps, time.monotonic()
             smooth = value if smooth is None else 0.95 * smooth + 0.05 * value
             progress.update(task, completed=done, note=f"loss {smooth:.3f}")
+            line = f"{run.name} step {done}/{run.steps}: loss {smooth:.3f}"
             if done % run.report_every == 0 or last:
-                line = f"{run.name} step {done}/{run.steps}: loss {smooth:.3f}  {run.report()}"
-                progress.console.print(line, soft_wrap=True)
-            elif done % _PLAIN_EVERY == 0 and not progress.console.is_terminal:
-                progress.console.print(f"{run.name} step {done}/{run.steps}: loss {smooth:.3f}")
-            if last or time.monotonic() - saved > run.checkpoint_every_s:
+                progress.console.print(f"{line}  {run.report()}", soft_wrap=True)
+            elif not progress.console.is_terminal and now - logged > _LOG_EVERY_S:
+                left = timedelta(seconds=round((now - began) / (done - start) * (run.steps - done)))
+                progress.console.print(f"{line}  about {left} left", soft_wrap=True)
+                logged = now
+            if last or now - saved > run.checkpoint_every_s:
                 _save(run, done)
                 saved = time.monotonic()
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that change: frozen ones, such as a target's embedding, are read from the target."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()
+            if parameter.requires_grad}
 
 
 def _resume(run: Run) -> int:
     try:
         state = torch.load(run.checkpoint, map_location="cpu", weights_only=True)
-        run.model.load_state_dict(state["model"])
+        trained, stored = _trained(run.model), state["model"]
+        if trained.keys() != stored.keys():
+            raise KeyError(sorted(trained.keys() ^ stored.keys()))
+        for name, parameter in trained.items():
+            parameter.copy_(stored[name])
         run.optimiser.load_state_dict(state["optimiser"])
         return int(state["step"])
     except Exception as error:  # the remedy is the same for every defect of the file
@@ -166,7 +196,8 @@ def _resume(run: Run) -> int:
 
 
 def _save(run: Run, step: int) -> None:
-    state = {"model": run.model.state_dict(), "optimiser": run.optimiser.state_dict(), "step": step}
+    run.keep()
+    state = {"model": _trained(run.model), "optimiser": run.optimiser.state_dict(), "step": step}
     with replacing(run.checkpoint) as file:
         torch.save(state, file)
 
@@ -182,15 +213,24 @@ def compiled(function: Callable[..., Tensor], wanted: bool) -> Callable[..., Ten
     return torch.compile(function) if wanted and installed else function
 
 
-def windows(tokens: Tensor, length: int, step: int, batch: int, seed: int) -> Tensor:
-    """Batch ``step`` of a seeded shuffle of all [length + 1] windows: int64 [batch, length + 1]."""
-    count = (len(tokens) - 1) // length
+def window_batch(count: int, step: int, batch: int, seed: int) -> list[int]:
+    """Return the numbers of batch ``step``'s windows: each epoch is a seeded shuffle of all ``count``."""
     per_epoch = count // batch
     generator = torch.Generator().manual_seed(seed + step // per_epoch)
     order = torch.randperm(count, generator=generator)
     at = (step % per_epoch) * batch
-    rows = [tokens[i * length : i * length + length + 1] for i in order[at : at + batch].tolist()]
-    return torch.stack(rows).long()
+    numbers: list[int] = order[at : at + batch].tolist()
+    return numbers
+
+
+def cut_windows(tokens: Tensor, length: int, numbers: Sequence[int]) -> Tensor:
+    """Return the windows with these numbers: int64 [len(numbers), length + 1]; neighbours share a token."""
+    return torch.stack([tokens[i * length : i * length + length + 1] for i in numbers]).long()
+
+
+def windows(tokens: Tensor, length: int, step: int, batch: int, seed: int) -> Tensor:
+    """Return batch ``step`` of a seeded shuffle of all windows: int64 [batch, length + 1]."""
+    return cut_windows(tokens, length, window_batch((len(tokens) - 1) // length, step, batch, seed))
 
 
 def backpropagate(loss: Callable[..., Tensor], dev: torch.device, size: int, *tensors: Tensor) -> float:

@@ -40,7 +40,14 @@ from flowspec_edge.training.target import (
     load_fast_tokenizer,
     load_target,
 )
-from flowspec_edge.training.text_files import bind, claim_part, make_directory, make_part
+from flowspec_edge.training.text_files import (
+    bind,
+    check_place,
+    claim_part,
+    make_directory,
+    make_part,
+    work_beside,
+)
 from flowspec_edge.util.tomlfile import toml_table
 
 STAGES = (1, 2, 4, 8)  # the stage counts that agreement is measured for
@@ -193,13 +200,15 @@ def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None
               ) -> None:
     """Train a module for ``model``, unless ``out`` (default MODEL/spd) exists.
 
-    Resumes from checkpoints in ``work`` (default MODEL.spd-work).  UsageError if stages cannot run the model,
+    Resumes from checkpoints in ``work`` (default OUT-work).  UsageError if stages cannot run the model,
     or ``work`` belongs to another model or recipe.
     """
     recipe, loop = (_QUICK_RECIPE, QUICK) if quick else (SpdRecipe(steps=600), LoopOptions())
     console = Console(soft_wrap=True)
+    if out is None:
+        check_place(model.path)
     out = out or model.path / "spd"
-    work = work or model.path.with_name(model.name + ".spd-work")
+    work = work or work_beside(out)
     eos = check_target(model)
     if out.is_dir():
         console.print(f"{out} is there already; delete it to have it made again", markup=False)

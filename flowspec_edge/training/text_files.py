@@ -23,6 +23,7 @@ from flowspec_edge.errors import UsageError, first_line
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
 from flowspec_edge.util.bounded_read import read_bytes, read_json, read_json_object
 from flowspec_edge.util.files import write_atomically
+from flowspec_edge.util.resources import resource_dir
 
 HELD_OUT_ONE_IN = 50  # tokens
 _SUFFIXES = (".txt", ".py", ".md", ".jsonl")  # files read from a directory
@@ -232,6 +233,18 @@ def bind(path: Path, wanted: dict[str, Any], what: str) -> None:
         write_atomically(path, json.dumps(wanted, indent=1))
     elif read_json(path) != wanted:
         raise UsageError(f"{path.parent} holds the work of {what}; give another --work, or delete it")
+
+
+def work_beside(out: Path) -> Path:
+    """Return the default directory of a training's checkpoints and text: OUT-work, beside the result."""
+    return out.with_name(f"{out.name}-work")
+
+
+def check_place(model: Path) -> None:
+    """UsageError if ``model`` came with the package, whose directory is no place for what a user trains."""
+    if model.resolve().is_relative_to(resource_dir("models").resolve()):
+        raise UsageError(f"{model} came with flowspec-edge, and a training does not write there: say where "
+                         "the result goes with --out DIR")
 
 
 def claim_part(path: Path) -> None:

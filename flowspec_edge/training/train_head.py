@@ -51,12 +51,14 @@ from flowspec_edge.training.target import (
 from flowspec_edge.training.text_files import (
     TrainingText,
     bind,
+    check_place,
     claim_part,
     data_files,
     digest,
     make_directory,
     make_part,
     prepare_files,
+    work_beside,
 )
 from flowspec_edge.util.tomlfile import toml_table
 
@@ -89,14 +91,14 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
                     work: Path | None = None) -> None:
     """Train a head for ``model``, unless ``out`` (default MODEL/KIND, required for a checkpoint) exists.
 
-    Resumes from checkpoints in ``work`` (default MODEL.KIND-work).  UsageError for an unsuitable model, data
+    Resumes from checkpoints in ``work`` (default OUT-work).  UsageError for an unsuitable model, data
     or option, or if ``work`` belongs to another model, recipe (with its start head) or data; FlowspecError
     for another target's start head.
     """
     console = Console(soft_wrap=True)
     eos = check_target(model)
     out = out or _place(model, kind)
-    work = work or model.path.with_name(f"{model.name}.{kind}-work")
+    work = work or work_beside(out)
     drafted = _drafted(model, kind, options.draft_vocab)
     recipe = recipe_for(kind, options)
     start = _start(model, kind, options.start, out)
@@ -123,7 +125,7 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
         target = load_target(model)
         student = _student(kind, target, text, drafted, recipe, start)
         loop = QUICK if options.quick else LoopOptions()
-        train_head(recipe, student, text.train, text.held_out, work, seed, loop)
+        train_head(recipe, student, text.train, text.held_out, work, seed, loop, untrained=start is None)
         _save(student, directory)
         console.print("measuring on held-out text")
         facts = _facts(directory, kind, target, recipe, text, date, windows=8 if options.quick else 48)
@@ -139,6 +141,7 @@ def _place(model: ModelDir, kind: str) -> Path:
     if model.target == model.path:
         raise UsageError(f"{model.path} is a plain checkpoint, which has no place for a head: say where it "
                          "goes with --out DIR, and bring it to the boards with models shard --draft DIR")
+    check_place(model.path)
     return model.path / DRAFT_PARTS[kind]
 
 
@@ -196,12 +199,13 @@ def _text(model: ModelDir, eos: int, work: Path, files: Sequence[Path], recipe: 
 def _student(kind: str, target: Any, text: TrainingText, drafted: int | None, recipe: HeadRecipe,
              start: EagleHead | None) -> Student:
     torch.manual_seed(_SEED)
+    vocabulary = target.config.vocab_size
     if isinstance(recipe, EagleRecipe):
+        ranked = draft_vocabulary(text.train, vocabulary, recipe.ranked)
         if start:
             start.requires_grad_(True).embed_tokens.weight = frozen_embedding(target)
-            return Eagle2(start, target, recipe.soft_weight)
-        return Eagle2(new_head(target), target, recipe.soft_weight)
-    vocabulary = target.config.vocab_size
+            return Eagle2(start, target, recipe.soft_weight, ranked)
+        return Eagle2(new_head(target), target, recipe.soft_weight, ranked)
     if isinstance(recipe, BlockRecipe):
         return Block(new_block_head(target, recipe, rarest_token(text.train, vocabulary)), target)
     ids = draft_vocabulary(text.train, vocabulary, drafted or vocabulary)

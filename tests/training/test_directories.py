@@ -7,7 +7,9 @@ from train_demo import train_demo
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.training.spd import train_spd
-from flowspec_edge.training.text_files import claim_part, make_directory
+from flowspec_edge.training.text_files import claim_part, make_directory, work_beside
+from flowspec_edge.training.train_head import HeadOptions, train_head_part
+from flowspec_edge.util.resources import resource_dir
 
 
 @pytest.mark.parametrize("check", [make_directory, claim_part])
@@ -29,3 +31,17 @@ def test_training_refuses_a_file_before_it_starts(tmp_path):
         with pytest.raises(UsageError, match="a file is in the way"):
             train_spd(model, out=out or tmp_path / "spd", work=work, quick=True)
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_nothing_is_trained_into_the_package():
+    """Its own models have a place for a head only where --out says so; the work is beside that place."""
+    model = resolve_model("demo")
+    for train in (lambda: train_head_part(model, "eagle3", HeadOptions(quick=True), "2026-01-02"),
+                  lambda: train_spd(model, quick=True)):
+        with pytest.raises(UsageError, match=r"demo came with flowspec-edge.*--out DIR"):
+            train()
+    assert not list(resource_dir("models").glob("*work*"))
+
+
+def test_the_work_is_beside_the_result(tmp_path):
+    assert work_beside(tmp_path / "heads" / "mine") == tmp_path / "heads" / "mine-work"

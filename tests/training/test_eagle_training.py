@@ -161,6 +161,35 @@ def test_greedy_text_is_transformers_greedy(target):
     assert torch.equal(greedy_text(target, rows, 17), generate(target, rows, 17))
 
 
+def test_a_head_begins_with_the_least_squares_solution(target):
+    """numpy's own, on rows that it was solved for; the layer adds nothing yet."""
+    student = random_student(target)
+    rows = torch.randint(0, V, (4, 200), generator=torch.Generator().manual_seed(8))
+    with torch.no_grad():
+        reading = student.read(rows)
+        student.first_weights(rows, reading)
+        [out] = unroll(student.head, reading.features[:, :-1], rows[:, 1:], torch.tensor([0]), 1)
+    given = torch.cat((target.get_input_embeddings()(rows[:, 1:]), reading.features[:, :-1],
+                       torch.ones(4, 199, 1)), dim=-1).flatten(0, 1).double().numpy()
+    wanted = reading.features[:, 1:].flatten(0, 1).double().numpy()
+    best = given @ np.linalg.lstsq(given, wanted, rcond=None)[0]
+    error, least = (((got - wanted) ** 2).mean() for got in (out.flatten(0, 1).double().numpy(), best))
+    assert least < 0.9 * wanted.var()
+    assert error == pytest.approx(least, rel=0.01)
+
+
+def test_a_loss_over_some_tokens_is_the_loss_of_a_target_with_those_rows_alone(target):
+    ids = torch.tensor([0, 3, 4, 11, 28])
+    small = copy.deepcopy(target)
+    small.lm_head = torch.nn.Linear(H, len(ids), bias=False).requires_grad_(False)
+    small.lm_head.weight.copy_(target.lm_head.weight[ids])
+    head = random_student(target).head
+    features, out = torch.randn(2, 1, 10, H, generator=torch.Generator().manual_seed(9))
+    some, whole = Eagle2(head, target, ranked=ids), Eagle2(head, small)
+    assert some.loss(out, some.targets(features)) == whole.loss(out, whole.targets(features))
+    assert some.best(out).max() > len(ids)  # drafted from the whole vocabulary all the same
+
+
 @pytest.fixture(scope="module")
 def predictable(target):
     """A target whose layers say little, so that its last token all but decides the next."""

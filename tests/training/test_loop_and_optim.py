@@ -1,5 +1,7 @@
 """Batches, checkpoints and the optimiser, against what they promise."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -89,6 +91,25 @@ def test_training_lowers_the_loss_and_the_rate_ends_at_zero(tmp_path):
     before = [p.clone() for p in run.model.parameters()]
     run.optimiser.step(60, 60)
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+def test_a_log_says_from_the_first_step_on_how_long_it_takes(tmp_path, capsys):
+    train(make_run(tmp_path / "run.pt", 3))
+    log = capsys.readouterr().out
+    assert re.search(r"^toy step 1/3: loss \S+  about \d+:\d\d:\d\d left$", log, re.MULTILINE)
+
+
+def test_a_short_run_warms_up_in_a_tenth_of_its_steps():
+    optimiser = Optimiser(nn.Linear(4, 4), muon_lr=0.02, adam_lr=1e-2, decay_from=0.5)
+    assert [optimiser.step(step, 40) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [optimiser.step(step, 4000) for step in (0, 19, 39, 40)] == [1 / 40, 0.5, 1.0, 1.0]
+
+
+def test_a_checkpoint_holds_what_changes_alone(tmp_path):
+    run = make_run(tmp_path / "run.pt", 2)
+    run.model[2].requires_grad_(False)
+    train(run)
+    assert torch.load(run.checkpoint, weights_only=True)["model"].keys() == {"0.weight", "0.bias"}
 
 
 def test_a_foreign_checkpoint_is_named(tmp_path):

@@ -27,7 +27,7 @@ from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.training.eagle import Eagle2, Eagle3, new_head, new_head3
 from flowspec_edge.training.heads import train_head, unroll
-from flowspec_edge.training.loop import LoopOptions, windows
+from flowspec_edge.training.loop import LoopOptions, window_batch
 from flowspec_edge.training.target import load_target
 from flowspec_edge.training.train_head import HeadOptions, recipe_for, train_head_part
 
@@ -105,42 +105,55 @@ def test_a_head_for_every_family_drafts_losslessly(family, tmp_path, data):
 
 
 class Stops(Exception):
-    pass
+    """Ends a training between two steps."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_run_that_broke_off_ends_with_the_same_weights(kind, model, tmp_path):
+    """And the target reads every window once; after a break, only what the last checkpoint did not have."""
     target = load_target(resolve_model(model))
     recipe = recipe_for(kind, HeadOptions(quick=True, steps=8, depth=3))
-    text = torch.randint(0, VOCAB, (3000,), generator=torch.Generator().manual_seed(1))
+    text = torch.randint(0, VOCAB, (900,), generator=torch.Generator().manual_seed(1))  # 14 windows
     loop = LoopOptions(checkpoint_every_s=0.0, compile=False)
 
-    def run(work, reads=1000):
+    def run(work, losses=1000):
         work.mkdir(exist_ok=True)
         torch.manual_seed(0)
 
         class Counted(Eagle2 if kind == "eagle2" else Eagle3):
-            left = reads
+            left, windows = losses, 0
 
             def read(self, rows):
+                if rows.shape[1] == recipe.window + 1:
+                    Counted.windows += len(rows)
+                return super().read(rows)
+
+            def step_loss(self, *batch):
                 if not self.left:
                     raise Stops
                 self.left -= 1
-                return super().read(rows)
+                return super().step_loss(*batch)
 
         made = new_head(target) if kind == "eagle2" else new_head3(target, torch.arange(0, VOCAB, 2))
         student = Counted(made, target)
-        train_head(recipe, student, text, text, work, 0, loop)
+        try:
+            train_head(recipe, student, text, text, work, 0, loop)
+        except Stops:
+            assert losses < 1000
         return student
 
     whole = run(tmp_path / "whole")
-    with pytest.raises(Stops):
-        run(tmp_path / "broken", reads=9)  # two a step
-    assert torch.load(tmp_path / "broken" / f"{kind}.pt", weights_only=True)["step"] == 4
+    broken = run(tmp_path / "broken", losses=9)  # two a step
+    checkpoint = torch.load(tmp_path / "broken" / f"{kind}.pt", weights_only=True)
+    assert checkpoint["step"] == 4
+    assert not any("embed_tokens" in name for name in checkpoint["model"])  # the target's, and frozen
     again = run(tmp_path / "broken")
     assert whole.left < again.left  # it went on, and did not begin again
+    assert whole.windows == 14
+    assert 14 <= broken.windows + again.windows <= 14 + 4  # a step's
     for a, b in zip(whole.head.parameters(), again.head.parameters(), strict=True):
         assert torch.equal(a, b)
+    assert {path.name for path in (tmp_path / "broken").iterdir()} == {f"{kind}.pt"}
 
 
 def test_what_cannot_be_trained_is_refused_before_it_starts(model, tmp_path, data):
@@ -181,11 +194,11 @@ def test_what_cannot_be_trained_is_refused_before_it_starts(model, tmp_path, dat
 def test_a_head_goes_on_from_another_at_another_depth(model, tmp_path, data, monkeypatch):
     orders = set()
 
-    def watched(tokens, length, step, batch, seed):
+    def watched(count, step, batch, seed):
         orders.add(seed)
-        return windows(tokens, length, step, batch, seed)
+        return window_batch(count, step, batch, seed)
 
-    monkeypatch.setattr("flowspec_edge.training.heads.windows", watched)
+    monkeypatch.setattr("flowspec_edge.training.heads.window_batch", watched)
     found = resolve_model(model)
     train_head_part(found, "eagle2", options(data), DATE, work=tmp_path / "first-work")
     start = model / "eagle2"

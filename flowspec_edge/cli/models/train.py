@@ -20,7 +20,7 @@ def train_spd(
         "--out", help="The finished module's directory.  Default: MODEL/spd.", metavar="DIR")] = None,
     work: Annotated[Path | None, typer.Option(
         "--work", help="Directory of checkpoints; with the same one a training resumes.  Default: "
-        "MODEL.spd-work.", metavar="DIR")] = None,
+        "OUT-work, beside the result.", metavar="DIR")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few steps, to try it.")] = False,
 ) -> None:
     """Train SPD's speculation module for a model; the model's weights do not change.
@@ -49,8 +49,8 @@ def train_head(
         "--out", help="The finished head's directory.  Default: MODEL/KIND; must be given for a plain "
         "checkpoint.", metavar="DIR")] = None,
     work: Annotated[Path | None, typer.Option(
-        "--work", help="Directory of checkpoints; with the same one a training resumes.  Default: "
-        "MODEL.KIND-work.", metavar="DIR")] = None,
+        "--work", help="Directory of checkpoints, tokens and the target's states; with the same one a "
+        "training resumes.  Default: OUT-work, beside the result.", metavar="DIR")] = None,
     steps: Annotated[int | None, typer.Option(
         "--steps", min=1, max=MOST_REPEATS, help="Steps of 4096 tokens.  Default: 900.", metavar="N")] = None,
     draft_vocab: Annotated[int | None, typer.Option(

@@ -83,7 +83,7 @@ def test_counted_operations_are_those_that_torch_counts(tmp_path: Path, kind: st
     student = cost._student(config, kind, recipe, cpu)
     rows, noise, anchors = cost._batch(4, config, recipe, cpu)
     with FlopCounterMode(display=False) as counter:
-        student.step_loss(recipe.fade, rows, noise, anchors, recipe.depth).backward()
+        student.step_loss(recipe.fade, rows, student.read(rows), noise, anchors, recipe.depth).backward()
         optimiser_for(recipe, student.head).step(0, 1)
     counted, _ = cost._counted(cost._Step(config, 4, ""), kind, recipe, recipe.depth)
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.15)
