@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -120,7 +121,7 @@ class DeviceEntry(StrictModel):
     role: Role = "auto"  # auto: the planner decides
     layers: Layers | None = None  # [lo, hi), verify devices only; None: the planner decides
     ssh_user: User = ""  # empty: from ssh's configuration
-    ssh_port: Port = 22
+    ssh_port: Port | None = None  # None: from ssh's configuration
     ssh_key: str = ""  # private key file; empty: from ssh's configuration
     interface: Interface | None = None
     python: Absolute | None = None
@@ -202,10 +203,6 @@ class Inventory(StrictModel):
         """The name of the power mode; "" leaves the board's own."""
         return self.cluster.power_mode if device.power_mode is None else device.power_mode
 
-    def protected_ports(self) -> list[int]:
-        """TCP ports with priority on shaped links: control channel and ssh."""
-        return sorted({self.cluster.control_port, *(device.ssh_port for device in self.device)})
-
 
 def load_inventory(path: Path) -> Inventory:
     """UsageError names the file, line and key.  Relative ssh paths are resolved from the file's directory."""
@@ -280,9 +277,20 @@ def device_profile(device: DeviceEntry, path: Path) -> Profile | None:
 
 
 def resolve(device: DeviceEntry) -> str:
-    """The IPv4 address of ``device`` seen from here; FlowspecError if the name does not resolve."""
+    """The IPv4 address of ``device`` seen from here, a loopback one only if its name has no other;
+    FlowspecError if the name does not resolve."""
+    known = addresses_of(device)
+    return next((address for address in known if not ipaddress.IPv4Address(address).is_loopback), known[0])
+
+
+def addresses_of(device: DeviceEntry) -> list[str]:
+    """All IPv4 addresses that its name has here; FlowspecError without one."""
     try:
-        return socket.gethostbyname(device.address)  # within the limits of /etc/resolv.conf
+        return socket.gethostbyname_ex(device.address)[2]  # within the limits of /etc/resolv.conf
     except OSError as error:
+        with suppress(OSError):
+            other = socket.getaddrinfo(device.address, None, socket.AF_INET6)[0][4][0]
+            raise FlowspecError(f"{device.name}: the address {device.address} is unknown here as an IPv4 "
+                                f"address, which boards need: the name has {other} alone") from error
         raise FlowspecError(f"{device.name}: the address {device.address} is unknown here: "
                             f"{error.strerror}") from error

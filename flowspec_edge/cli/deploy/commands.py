@@ -24,7 +24,9 @@ def init(
         metavar="[USER@]HOST[:PORT]...", help="The boards: IPv4 addresses, or names that all boards know.")],
     user: Annotated[str, typer.Option("--user", help="The user for ssh; default: ssh's choice.",
                                       metavar="USER", show_default=False)] = "",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of sshd.", metavar="PORT")] = 22,
+    port: Annotated[int | None, typer.Option(
+        "--port", min=1, max=65535, help="Port of sshd; default: ssh's choice.", metavar="PORT",
+        show_default=False)] = None,
     key: Annotated[Path | None, typer.Option(
         "--key", help="The private key for ssh; default: ssh's choice.", metavar="FILE",
         show_default=False)] = None,

@@ -80,8 +80,8 @@ class DiscoveredBoard:
                 "faults": list(self.faults)}
 
 
-def parse_hosts(hosts: Sequence[str], user: str = "", port: int = 22, key: str = "", ssh_config: str = ""
-            ) -> Inventory:
+def parse_hosts(hosts: Sequence[str], user: str = "", port: int | None = None, key: str = "",
+                ssh_config: str = "") -> Inventory:
     """An inventory of ``hosts``, each [USER@]HOST[:PORT]; the other arguments are defaults for ssh.
 
     UsageError for a malformed host, a duplicate, and fewer than two hosts.
@@ -99,7 +99,7 @@ def parse_hosts(hosts: Sequence[str], user: str = "", port: int = 22, key: str =
             raise UsageError(f"{host} is given twice: each board needs an address of its own")
         try:
             devices.append(DeviceEntry(name=host[:63], address=host, ssh_user=parts["user"] or user,
-                                       ssh_port=int(parts["port"] or port), ssh_key=key))
+                                       ssh_port=int(parts["port"]) if parts["port"] else port, ssh_key=key))
         except ValidationError as error:
             message = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise UsageError(f"{text}: {message[:1].lower()}{message[1:]}") from error
@@ -266,7 +266,7 @@ def _device(board: DiscoveredBoard, role: str, own: dict[str, str]) -> str:
               f"role = {_quoted(role)}"]
     if device.ssh_user:
         lines.append(f"ssh_user = {_quoted(device.ssh_user)}")
-    if device.ssh_port != 22:
+    if device.ssh_port is not None:
         lines.append(f"ssh_port = {device.ssh_port}")
     if device.ssh_key:
         lines.append(f"ssh_key = {_quoted(device.ssh_key)}")

@@ -38,7 +38,7 @@ def test_a_deploying_board_replaces_its_loopback_address() -> None:
         for part in ("orin-0: ", "localhost", "127.0.0.1", f"({bed.address(0)} at {bed.interface(0)})"):
             assert part in message
         assert network_address(inventory, inventory.device[1]) == bed.address(1)
-        assert is_here(inventory.device[0])
+        assert is_here(inventory, inventory.device[0])
         assert [device.address for device in on_network(inventory).device] == [bed.address(0), bed.address(1)]
         assert route_to("198.51.100.1") is None  # the bed leads nowhere else
 
