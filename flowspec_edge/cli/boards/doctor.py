@@ -68,12 +68,11 @@ def doctor(
     for option, value in (("--device", device), ("--report", report)):
         if value is not None:
             raise UsageError(f"{option} works with --gpu only: add --gpu, or leave out {option}")
-    from rich.console import Console
-
+    from flowspec_edge.cli.common.progress import asking_boards
     from flowspec_edge.fleet.doctor.cluster import BoardFindings, check_cluster
     from flowspec_edge.fleet.doctor.run import check_machine
 
-    with Console(stderr=True).status("trying torch and its kernels") as status:
+    with asking_boards("trying torch and its kernels") as show:
         if cluster is None:
             found = check_machine(Path(storage) if storage else None, fix)
             boards = [BoardFindings("this machine", found)]
@@ -81,7 +80,7 @@ def doctor(
             from flowspec_edge.fleet.inventory import load_inventory
 
             boards = check_cluster(load_inventory(cluster), storage,
-                                 lambda name: status.update(f"{name} is done"), cluster, fix)
+                                 lambda name: show(f"{name} is done"), cluster, fix)
     failed = any(finding.state == "failed" for board in boards for finding in board.findings)
     if as_json:
         reports = [{"name": board.name, "findings": [finding.as_json() for finding in board.findings]}
