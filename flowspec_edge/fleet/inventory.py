@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import re
+import shlex
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -218,6 +219,9 @@ class Inventory(StrictModel):
 
 def load_inventory(path: Path) -> Inventory:
     """UsageError names the file, line and key.  Relative ssh paths are resolved from the file's directory."""
+    if not path.exists():
+        raise UsageError(f"there is no cluster file {path}: give another with --cluster, or write one for "
+                         f"your boards: flowspec deploy init HOST HOST… --out {shlex.quote(str(path))}")
     found = load_toml(path, Inventory)
     cluster = found.cluster.model_copy(update={"ssh_config": _anchored(found.cluster.ssh_config, path)})
     devices = [device.model_copy(update={"ssh_key": _anchored(device.ssh_key, path)})

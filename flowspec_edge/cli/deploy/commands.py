@@ -181,11 +181,12 @@ def rollback(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> N
 
       flowspec deploy rollback --cluster lab.toml
     """
-    from flowspec_edge.cli.deploy.rollout_output import changing, print_report
-    from flowspec_edge.fleet.deploy.rollback import roll_back
     from flowspec_edge.fleet.inventory import load_inventory
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.cli.deploy.rollout_output import changing, print_report
+    from flowspec_edge.fleet.deploy.rollback import roll_back
+
     with changing(cluster, inventory.cluster.name, as_json) as watch:
         report = roll_back(inventory, watch)
     print_report(report, "rolled back", as_json)
@@ -204,23 +205,27 @@ def down(
       flowspec deploy down
       flowspec deploy down --purge
     """
-    from flowspec_edge.cli.deploy.rollout_output import changing, print_report
-    from flowspec_edge.fleet.deploy.rollback import take_down
     from flowspec_edge.fleet.inventory import beside, load_inventory
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.cli.deploy.rollout_output import changing, print_report
+    from flowspec_edge.fleet.deploy.rollback import take_down
+
     with changing(cluster, inventory.cluster.name, as_json) as watch:
         report = take_down(inventory, beside(cluster, inventory.cluster.keys), purge, watch)
     print_report(report, "taken down", as_json)
 
 
 def _roll_out(cluster: Path, as_json: bool, dry_run: bool = False) -> None:
-    from flowspec_edge.cli.deploy.rollout_output import changing, print_report, show_roles, watch_rollout
-    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
-    from flowspec_edge.fleet.deploy.rollout import Rollout
     from flowspec_edge.fleet.inventory import load_inventory
 
-    deployment = resolve_deployment(load_inventory(cluster), cluster)
+    inventory = load_inventory(cluster)
+    from flowspec_edge.cli.deploy.rollout_output import changing, print_report, show_roles, watch_rollout
+    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
+
+    deployment = resolve_deployment(inventory, cluster)  # errors in the file come before torch is imported
+    from flowspec_edge.fleet.deploy.rollout import Rollout
+
     if not as_json:
         show_roles(deployment)
     if dry_run:

@@ -70,15 +70,18 @@ def rotate(
 
       flowspec keys rotate --cluster cluster.toml
     """
+    from flowspec_edge.fleet.inventory import load_inventory
+
+    inventory = load_inventory(cluster)
+    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
+
+    deployment = resolve_deployment(inventory, cluster)  # errors in the file come before torch is imported
     from flowspec_edge.cli.deploy.rollout_output import changing
     from flowspec_edge.fleet.commands import python_for
-    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
     from flowspec_edge.fleet.deploy.rollout import Rollout
-    from flowspec_edge.fleet.inventory import load_inventory
     from flowspec_edge.fleet.services.keys import is_half_rotated, rotate_keys
     from flowspec_edge.fleet.services.status import look
 
-    deployment = resolve_deployment(load_inventory(cluster), cluster)
     inventory = deployment.decided
     pythons = {device.name: python_for(inventory, device) for device in deployment.boards}
     status = look(inventory)
