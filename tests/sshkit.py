@@ -100,6 +100,21 @@ class Boards:
         """Run a command in a board's file system, as root."""
         subprocess.run(["nsenter", f"--target={self._servers[place]}", "--mount", "--", *argv], check=True)
 
+    @contextmanager
+    def shell(self, place: int, script: str) -> Iterator[None]:
+        """A board where root's login shell is ``script``, which gets "-c" and a command as arguments."""
+        own, passwd = self.root(place) / "run" / "shell", self.directory / f"passwd{place}"
+        own.write_text(f"#!/bin/sh\n{script}\n")
+        own.chmod(0o755)
+        passwd.write_text("".join(
+            f"{row.rpartition(':')[0]}:/run/shell\n" if row.startswith("root:") else f"{row}\n"
+            for row in Path("/etc/passwd").read_text().splitlines()))
+        self.inside(place, "mount", "--bind", str(passwd), "/etc/passwd")
+        try:
+            yield
+        finally:
+            self.inside(place, "umount", "/etc/passwd")
+
     def left(self, place: int, command: str, newest: int = 0) -> int:
         """How many of those there are, once all but so many of the ``newest`` have had time to end: what
         was killed may still be there for a moment."""

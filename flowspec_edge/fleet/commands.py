@@ -1,23 +1,36 @@
 """Runs commands on a board, here or over ssh; a failure becomes one line.
 
-ssh is the system's OpenSSH client, with the user's configuration, keys and jump hosts.
+ssh is the system's OpenSSH client, with the user's configuration, keys and jump hosts.  Its options override
+that configuration, so none is given for what the user may have set there.
+
+A board may hang at any moment: while it lets the user in, in the shell's start-up files, in the command.  So
+a command over ssh begins with a line that says so, and its input is sent after that line: the login and the
+command have a time limit each, and what a start-up file prints or reads is neither output nor input.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import re
+import select
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from ipaddress import IPv4Address
+from tempfile import TemporaryFile
 from typing import IO, Any, TypeVar
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
+from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
+from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, addresses_of
 
 _Board = TypeVar("_Board")
 _Result = TypeVar("_Result")
@@ -25,47 +38,115 @@ TIMEOUT_S = 60.0
 _GRACE_S = 3.0  # for a process to end
 _CONNECT_S = 10
 _ALIVE_S = 5  # between keep-alives; three may be missed
+_LOGIN_S = 20.0  # after the connection, until a command begins
 _SSH_PORT = 22
+BEGUN = "\x1eflowspec begins\x1e"  # a line of its own; no start-up file prints it
+# A line of stderr: what a board is about to do, and how many seconds that may take.
+_DOING = re.compile(r"^\x1e([\d.]+) (.+)$", re.MULTILINE)
+_LOOK_S = 0.5
+_MOST_NOISE = 4096  # bytes
 SBIN = "/usr/sbin:/sbin"  # ip and tc; may be missing in an ordinary user's PATH
 # tar's last line has no cause; the line before has.
-_NO_CAUSE = ("tar: Exiting with failure status", "tar: Error is not recoverable")
+_NO_CAUSE = ("tar: Exiting with failure status", "tar: Error is not recoverable", "\x1e")
+_Waits = dict[int, tuple[str, float]]
+_waits: _Waits = {}
+_waits_lock = threading.Lock()
 
 
 class Unreached(FlowspecError):
-    """No answer: ssh failed, or the command exceeded its deadline."""
+    """No answer: ssh failed, or the board exceeded a time limit."""
 
 
 class Runner(ABC):
+    login_s: float | None = None  # until a command begins; None: it begins at once
+
     def __init__(self, where: str, timeout_s: float) -> None:
-        """``where``: the device's name in error messages."""
+        """``where``: the device's name in error messages; ``timeout_s``: for a command, or for each thing
+        that it says it is doing (``onboard.tools.doing``) unless that says how long it may take."""
         self.where, self._timeout_s = where, timeout_s
 
     @abstractmethod
     def command(self, argv: Sequence[str]) -> list[str]:
         """The local command that runs ``argv`` on the device, with stdin and stdout connected."""
 
+    def announced(self, argv: Sequence[str]) -> list[str]:
+        """``command``; over ssh it prints ``BEGUN`` before ``argv`` runs, for ``await_begin``."""
+        if self.login_s is None:
+            return self.command(argv)
+        return self.command(["sh", "-c", f'echo; echo "{BEGUN}"; exec "$@"', "sh", *argv])
+
+    def await_begin(self, stdout: int) -> None:
+        """Read ``stdout`` up to the line that ``announced`` prints, or to its end; Unreached if neither comes
+        in time."""
+        if self.login_s is None:
+            return
+        said, deadline = b"", time.monotonic() + self.login_s
+        ready = select.poll()
+        ready.register(stdout, select.POLLIN)
+        while not said.endswith(f"{BEGUN}\n".encode()):
+            if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
+                raise self.hangs_at_login(said)
+            # One byte at a time, as what comes after the line is the command's.
+            if not (more := os.read(stdout, 1)):
+                return
+            said = said[-_MOST_NOISE:] + more
+
+    def hangs_at_login(self, said: bytes) -> Unreached:
+        """The error if no command begins; ``said``: what came instead."""
+        last = last_line(said.decode(errors="replace"))
+        return Unreached(
+            f"{self.where}: ssh reaches it, and no command began within {self.login_s:g} s"
+            + (f"; it printed {last[:100]!r} last" if last else "")
+            + ": see what stops its login, such as a home directory that does not answer, a full disk, "
+              "~/.bashrc, or a command that sshd forces; ssh there by hand shows it")
+
     def run(self, argv: Sequence[str], stdin: str | IO[bytes] | None = None) -> str:
         """The stdout of ``argv``; ``stdin``: a text or an open file.
 
         FlowspecError, with the last line of stderr, if it cannot be started or fails; Unreached if ssh fails
-        or the command exceeds the deadline.
+        or the board exceeds a time limit.
         """
-        name, local = argv[0], self.command(argv)
-        given: dict[str, Any] = ({"input": (stdin or "").encode()} if stdin is None or isinstance(stdin, str)
-                                 else {"stdin": stdin})
+        name, local = argv[0], self.announced(argv)
         try:
-            done = subprocess.run(local, capture_output=True, timeout=self._timeout_s, check=False,
-                                  env={**os.environ, "PATH": search_path()}, **given)
+            with TemporaryFile() as stderr, _waiting_for(self.where):
+                code, stdout = self._exchange(name, local, stdin, stderr)
+                stderr.seek(0)
+                said = stderr.read().decode(errors="replace")
         except OSError as error:
             raise FlowspecError(f"{self.where}: cannot run {local[0]}: {error.strerror}") from error
-        except subprocess.TimeoutExpired as error:
-            raise Unreached(f"{self.where}: {name} did not finish within {self._timeout_s:g} s: see whether "
-                            "the board hangs (uptime, dmesg), then run this again") from error
-        if done.returncode:
-            kind = Unreached if _by_ssh(local, done.returncode) else FlowspecError
-            raise kind(f"{self.where}: "
-                       + failure(name, local, done.returncode, done.stderr.decode(errors="replace")))
-        return str(done.stdout.decode(errors="replace"))
+        if code:
+            kind = Unreached if _by_ssh(local, code) else FlowspecError
+            raise kind(f"{self.where}: {failure(name, local, code, said)}")
+        return stdout.decode(errors="replace")
+
+    def _exchange(self, name: str, local: Sequence[str], stdin: str | IO[bytes] | None, stderr: IO[bytes]
+                  ) -> tuple[int, bytes]:
+        """Exit code and stdout."""
+        with subprocess.Popen(local, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, bufsize=0,
+                              env={**os.environ, "PATH": search_path()}) as client:
+            try:
+                assert client.stdout is not None
+                self.await_begin(client.stdout.fileno())
+                given: Any = ((stdin or "").encode() if stdin is None or isinstance(stdin, str)
+                              else mmap.mmap(stdin.fileno(), 0, access=mmap.ACCESS_READ))
+                doing, limit, since = "", self._timeout_s, time.monotonic()
+                while True:
+                    try:
+                        stdout, _ = client.communicate(given, timeout=_LOOK_S)
+                        return client.returncode, stdout
+                    except subprocess.TimeoutExpired:
+                        given = None  # communicate has it
+                    said = _DOING.findall(os.pread(stderr.fileno(), 1 << 20, 0).decode(errors="replace"))
+                    if said and said[-1][1] != doing:
+                        doing, limit, since = said[-1][1], float(said[-1][0]), time.monotonic()
+                    if time.monotonic() - since > limit:
+                        raise Unreached(
+                            f"{self.where}: {name} did not finish within {limit:g} s"
+                            + (f"; the last that it did was: {doing}" if doing else "")
+                            + ": see whether the board hangs (uptime, dmesg), then run this again")
+            except BaseException:
+                client.kill()
+                raise
 
 
 class LocalRunner(Runner):
@@ -78,6 +159,25 @@ class LocalRunner(Runner):
 
     def command(self, argv: Sequence[str]) -> list[str]:
         return [*self._prefix, *argv]
+
+
+@contextmanager
+def _waiting_for(where: str) -> Iterator[None]:
+    call = threading.get_ident()
+    with _waits_lock:
+        _waits[call] = where, time.monotonic()
+    try:
+        yield
+    finally:
+        with _waits_lock:
+            del _waits[call]
+
+
+def waited_for() -> list[tuple[str, float]]:
+    """The boards that are being waited for, and for how many seconds, the longest first."""
+    with _waits_lock:
+        waits = sorted(_waits.values(), key=lambda wait: wait[1])
+    return [(where, time.monotonic() - since) for where, since in waits]
 
 
 def failure(name: str, argv: Sequence[str], code: int, stderr: str) -> str:
@@ -134,18 +234,19 @@ class SshRunner(Runner):
                  own_connection: bool = False) -> None:
         """``own_connection``: no ControlMaster sharing, so that the remote sshd ends with this command."""
         super().__init__(f"{device.name} ({device.address})", timeout_s)
-        options: dict[str, str | int] = {
-            "BatchMode": "yes", "ConnectTimeout": _CONNECT_S, "ServerAliveInterval": _ALIVE_S,
-            "ServerAliveCountMax": 3, "LogLevel": "ERROR", "Port": device.ssh_port}
+        configured = _configured(inventory, device)
+        # Nothing can be asked; a command or forwardings of the user's are for a terminal.
+        options: dict[str, str | int] = {"BatchMode": "yes", "LogLevel": "ERROR", "RemoteCommand": "none",
+                                         "ClearAllForwardings": "yes"}
+        connect = configured.get("connecttimeout", "none")
+        if not connect.isdigit():
+            options["ConnectTimeout"] = _CONNECT_S
+        if configured.get("serveraliveinterval", "0") == "0":
+            options |= {"ServerAliveInterval": _ALIVE_S, "ServerAliveCountMax": 3}
         if own_connection:
             options["ControlPath"] = "none"
-        if device.ssh_user:
-            options["User"] = device.ssh_user
-        if device.ssh_key:
-            options |= {"IdentityFile": device.ssh_key, "IdentitiesOnly": "yes"}
-        file = ["-F", inventory.cluster.ssh_config] if inventory.cluster.ssh_config else []
-        self._ssh = ["ssh", "-T", *file, *(part for key, value in options.items()
-                                           for part in ("-o", f"{key}={value}")), "--", device.address]
+        self.login_s = _LOGIN_S + (int(connect) if connect.isdigit() else _CONNECT_S)
+        self._ssh = ["ssh", "-T", *_chosen(inventory, device), *_as_options(options), "--", device.address]
 
     def command(self, argv: Sequence[str]) -> list[str]:
         # exec makes the program a child of sshd, so that it ends with the connection.
@@ -157,29 +258,65 @@ class SshRunner(Runner):
         return [*options, "-W", f"{host}:{port}", end, address]
 
 
+def _chosen(inventory: Inventory, device: DeviceEntry) -> list[str]:
+    """The arguments for what the cluster file says of ssh; the user's configuration decides the rest."""
+    options: dict[str, str | int] = {}
+    if device.ssh_port:
+        options["Port"] = device.ssh_port
+    if device.ssh_user:
+        options["User"] = device.ssh_user
+    if device.ssh_key:
+        options |= {"IdentityFile": device.ssh_key, "IdentitiesOnly": "yes"}
+    file = ["-F", inventory.cluster.ssh_config] if inventory.cluster.ssh_config else []
+    return [*file, *_as_options(options)]
+
+
+def _as_options(options: Mapping[str, str | int]) -> list[str]:
+    return [part for key, value in options.items() for part in ("-o", f"{key}={value}")]
+
+
+def _configured(inventory: Inventory, device: DeviceEntry) -> dict[str, str]:
+    """What ssh would use for the board, by the option's name in lower case: from the cluster file, the user's
+    configuration and ssh's defaults.  Empty if ssh cannot say, which the connection then explains."""
+    try:
+        done = subprocess.run(["ssh", "-G", *_chosen(inventory, device), "--", device.address],
+                              stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+                              timeout=_CONNECT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    pairs = (line.partition(" ") for line in done.stdout.splitlines())
+    return {key: value for key, _, value in pairs}
+
+
+def ssh_port(inventory: Inventory, device: DeviceEntry) -> int:
+    """Where the board's sshd listens, by the cluster file, else by the user's configuration."""
+    return device.ssh_port or int(_configured(inventory, device).get("port", _SSH_PORT))
+
+
+def protected_ports(inventory: Inventory) -> list[int]:
+    """TCP ports with priority on shaped links: control channel and ssh."""
+    return sorted({inventory.cluster.control_port,
+                   *(ssh_port(inventory, device) for device in inventory.device)})
+
+
 def runner_for(inventory: Inventory, device: DeviceEntry, timeout_s: float = TIMEOUT_S,
                own_connection: bool = False) -> Runner:
-    if is_here(device):
+    if is_here(inventory, device):
         return LocalRunner(device.name, timeout_s=timeout_s)
     return SshRunner(inventory, device, timeout_s, own_connection)
 
 
 def python_for(inventory: Inventory, device: DeviceEntry) -> str:
     """The interpreter for ``runner_for``: ``sys.executable`` if ``device`` is this machine."""
-    return sys.executable if is_here(device) else inventory.python(device)
+    return sys.executable if is_here(inventory, device) else inventory.python(device)
 
 
-def is_here(device: DeviceEntry) -> bool:
-    """Whether ``device`` is this machine, which needs no ssh.
+def is_here(inventory: Inventory, device: DeviceEntry) -> bool:
+    """Whether ``device`` is this machine, which needs no ssh: one of its addresses is an interface's.
 
-    False for another ``ssh_port`` than 22, which may be forwarded from an address of this machine to another
-    one.  FlowspecError if the device's name does not resolve.
+    False for another ssh port than 22, which may be forwarded from an address of this machine to another one.
+    FlowspecError if the device's name does not resolve.
     """
-    if device.ssh_port != _SSH_PORT:
-        return False
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.bind((resolve(device), 0))
-        except OSError:
-            return False
-    return True
+    own = {address for addresses in ipv4_addresses().values() for address in addresses}
+    return (any(address in own or IPv4Address(address).is_loopback for address in addresses_of(device))
+            and ssh_port(inventory, device) == _SSH_PORT)

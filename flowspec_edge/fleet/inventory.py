@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import re
+import shlex
 import socket
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -17,7 +22,16 @@ from flowspec_edge.model.manifest import CacheBits, HeadBits, ShardDtype
 from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.strategies.registry import strategy_class
-from flowspec_edge.util.tomlfile import Misplaced, StrictModel, load_toml, matching
+from flowspec_edge.util.tomlfile import (
+    KeyPath,
+    Misplaced,
+    StrictModel,
+    is_toml,
+    load_toml,
+    matching,
+    parse_toml,
+    with_key,
+)
 
 Role = Literal["auto", "draft", "verify"]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -120,7 +134,7 @@ class DeviceEntry(StrictModel):
     role: Role = "auto"  # auto: the planner decides
     layers: Layers | None = None  # [lo, hi), verify devices only; None: the planner decides
     ssh_user: User = ""  # empty: from ssh's configuration
-    ssh_port: Port = 22
+    ssh_port: Port | None = None  # None: from ssh's configuration
     ssh_key: str = ""  # private key file; empty: from ssh's configuration
     interface: Interface | None = None
     python: Absolute | None = None
@@ -202,18 +216,58 @@ class Inventory(StrictModel):
         """The name of the power mode; "" leaves the board's own."""
         return self.cluster.power_mode if device.power_mode is None else device.power_mode
 
-    def protected_ports(self) -> list[int]:
-        """TCP ports with priority on shaped links: control channel and ssh."""
-        return sorted({self.cluster.control_port, *(device.ssh_port for device in self.device)})
-
 
 def load_inventory(path: Path) -> Inventory:
     """UsageError names the file, line and key.  Relative ssh paths are resolved from the file's directory."""
+    if not path.exists():
+        raise UsageError(f"there is no cluster file {path}: give another with --cluster, or write one for "
+                         f"your boards: flowspec deploy init HOST HOST… --out {shlex.quote(str(path))}")
     found = load_toml(path, Inventory)
     cluster = found.cluster.model_copy(update={"ssh_config": _anchored(found.cluster.ssh_config, path)})
     devices = [device.model_copy(update={"ssh_key": _anchored(device.ssh_key, path)})
                for device in found.device]
     return found.model_copy(update={"cluster": cluster, "device": devices})
+
+
+def with_settings(path: Path, settings: Mapping[str, str], boards: Sequence[str] = ()) -> str:
+    """The text of the cluster file ``path`` with other values, which are checked.
+
+    settings  key → value, "" to leave the key out; keys of [cluster], else of every [[device]]
+    boards    names; the keys are of their [[device]] entries
+
+    UsageError for an unknown key or board, a wrong value, or a file that is written in another way.
+    """
+    found, text = load_inventory(path), path.read_bytes().decode()
+    known = {device.name: number for number, device in enumerate(found.device)}
+    for name in boards:
+        if name not in known:
+            raise UsageError(f"no board {name!r} in {path}; there are {', '.join(known)}")
+    for key, value in settings.items():
+        whole = not boards and key in ClusterSettings.model_fields
+        fields = (ClusterSettings if whole else DeviceEntry).model_fields
+        if key not in fields:
+            near = get_close_matches(key, [*ClusterSettings.model_fields, *DeviceEntry.model_fields], n=1)
+            advice = f"did you mean {near[0]!r}?" if near else "deploy/cluster.example.toml has all keys"
+            raise UsageError(f"no key {key!r} in a cluster file: {advice}")
+        written = (None if not value else json.dumps(value, ensure_ascii=False)
+                   if _is_text(fields[key].annotation) else value)
+        if written and not is_toml(f"{key} = {written}"):
+            raise UsageError(f"{key}={value}: {value!r} is no value for {key}")
+        tables: list[KeyPath] = [("cluster",)] if whole else [
+            ("device", known[name]) for name in boards or known]
+        for table in tables:
+            try:
+                text = with_key(text, table, key, written)
+            except LookupError as error:
+                raise UsageError(f"{path}: {error.args[0]} is not one that begins with a line [cluster] or "
+                                 "[[device]]: edit the file by hand") from error
+    parse_toml(text.encode(), path, Inventory)
+    return text
+
+
+def _is_text(annotation: object) -> bool:
+    """Whether the type is or may be a text."""
+    return annotation is str or isinstance(annotation, str) or any(map(_is_text, get_args(annotation)))
 
 
 def beside(path: Path, named: str) -> Path:
@@ -280,9 +334,20 @@ def device_profile(device: DeviceEntry, path: Path) -> Profile | None:
 
 
 def resolve(device: DeviceEntry) -> str:
-    """The IPv4 address of ``device`` seen from here; FlowspecError if the name does not resolve."""
+    """The IPv4 address of ``device`` seen from here, a loopback one only if its name has no other;
+    FlowspecError if the name does not resolve."""
+    known = addresses_of(device)
+    return next((address for address in known if not ipaddress.IPv4Address(address).is_loopback), known[0])
+
+
+def addresses_of(device: DeviceEntry) -> list[str]:
+    """All IPv4 addresses that its name has here; FlowspecError without one."""
     try:
-        return socket.gethostbyname(device.address)  # within the limits of /etc/resolv.conf
+        return socket.gethostbyname_ex(device.address)[2]  # within the limits of /etc/resolv.conf
     except OSError as error:
+        with suppress(OSError):
+            other = socket.getaddrinfo(device.address, None, socket.AF_INET6)[0][4][0]
+            raise FlowspecError(f"{device.name}: the address {device.address} is unknown here as an IPv4 "
+                                f"address, which boards need: the name has {other} alone") from error
         raise FlowspecError(f"{device.name}: the address {device.address} is unknown here: "
                             f"{error.strerror}") from error

@@ -7,7 +7,9 @@ whose sshd has died exits.  So the stages of one run end before those of the nex
 
 from __future__ import annotations
 
+import os
 import subprocess
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -17,7 +19,7 @@ from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO, Any
 
 from flowspec_edge.fleet.board_links.addresses import network_address
-from flowspec_edge.fleet.commands import SshRunner, end_process, failure
+from flowspec_edge.fleet.commands import BEGUN, SshRunner, end_process, failure
 from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.runtime.cluster.addresses import Addresses
@@ -43,12 +45,16 @@ $key
 KEY
 """
 
+_BEGINNING = 1 << 16  # bytes of a stage's output that its login may have printed
+
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
     name: str
     client: subprocess.Popen[bytes]
     said: IO[bytes]  # stdout and stderr
+    runner: SshRunner
+    since: float  # time.monotonic() at its start
 
 
 class SshBoards:
@@ -85,7 +91,7 @@ class SshBoards:
                 key = (directory / f"key{config.stage}").read_text(encoding="ascii")
                 runner = SshRunner(inventory, device, own_connection=True)
                 lines = _without_parent(config)
-                self._start(device.name, runner.command(
+                self._start(device.name, runner, runner.announced(
                     ["sh", "-c", _START, inventory.python(device), str(len(lines))]),
                     "".join([key, *lines]))
         except BaseException:
@@ -114,13 +120,18 @@ class SshBoards:
                 stage.said.seek(0)
                 text = stage.said.read().decode(errors="replace")
                 return f"{stage.name}: " + failure("flowspec worker", ["ssh"], code, text)
+            assert stage.runner.login_s is not None
+            if time.monotonic() - stage.since > stage.runner.login_s:
+                beginning = os.pread(stage.said.fileno(), _BEGINNING, 0)  # the client writes on at the end
+                if BEGUN.encode() not in beginning:
+                    return str(stage.runner.hangs_at_login(beginning))
         return None
 
-    def _start(self, name: str, command: list[str], stdin: str) -> None:
+    def _start(self, name: str, runner: SshRunner, command: list[str], stdin: str) -> None:
         said: IO[bytes] = self._undo.enter_context(TemporaryFile())  # noqa: SIM115
         client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said,
                                   start_new_session=True)  # Ctrl-C is for D0
-        self._stages.append(_Stage(name, client, said))
+        self._stages.append(_Stage(name, client, said, runner, time.monotonic()))
         assert client.stdin is not None
         with suppress(BrokenPipeError):  # the client's stderr has the reason
             client.stdin.write(stdin.encode())

@@ -188,6 +188,18 @@ def model_path(name_or_path: str) -> Path | None:
     return fetched_dir(known[0]) if known and (fetched_dir(known[0]) / FETCHED).is_file() else None
 
 
+def require_name(name_or_path: str) -> None:
+    """UsageError for what is no directory, no config.json, no name of the catalogue and no repository's name:
+    without torch, which what opens a model imports."""
+    from flowspec_edge.model.catalogue import find_known, is_repository_name
+
+    path = Path(name_or_path)
+    is_config = path.name == "config.json" and path.is_file()
+    is_name = find_known(name_or_path) or is_repository_name(name_or_path)
+    if not (is_config or is_name or is_here(name_or_path)):
+        resolve_model(name_or_path)
+
+
 def is_here(name_or_path: str) -> bool:
     return model_path(name_or_path) is not None
 

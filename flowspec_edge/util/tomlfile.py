@@ -113,6 +113,57 @@ def toml_table(values: Mapping[str, Any]) -> str:
     return "".join(f"{key} = {json.dumps(value, ensure_ascii=False)}\n" for key, value in values.items())
 
 
+def with_key(text: str, table: KeyPath, key: str, value: str | None) -> str:
+    """TOML with ``key`` of a table set to the TOML ``value``, or without it if None; comments stay.
+
+    A commented line such as ``# key = 1  # why`` becomes the key's line.  ``text`` must be valid TOML;
+    LookupError if the table has no line of its own.
+    """
+    lines, rows = key_lines(text), text.split("\n")
+    head = lines[table]
+    if not rows[head - 1].lstrip().startswith("["):
+        raise LookupError(f"the table of line {head}")
+
+    def end_of(begin: int) -> int:
+        return next(end for end in range(begin, len(rows) + 1) if is_toml("\n".join(rows[begin - 1:end])))
+
+    begin = lines.get((*table, key))
+    if begin is not None:
+        end = end_of(begin)
+    elif value is None:
+        return text
+    else:
+        following = [number for number, row in enumerate(rows[head:], start=head) if row.lstrip()[:1] == "["]
+        commented = re.compile(rf"#\s*{re.escape(key)}\s*=")
+        begin = end = next((number for number in range(head + 1, min([*following, len(rows)]) + 1)
+                            if commented.match(rows[number - 1])), 0)
+        if not begin:
+            keys = [line for where, line in lines.items() if where[:-1] == table]
+            end = max([head, *map(end_of, keys)])
+            begin = end + 1
+    row = "" if begin > end or end > begin else rows[begin - 1]
+    place = _comment_place(row)
+    new = f"{key} = {value}"
+    if place is not None:
+        new = f"{new:<{place - 1}} {row[place:].rstrip()}"
+    return "\n".join([*rows[:begin - 1], *([] if value is None else [new]), *rows[end:]])
+
+
+def is_toml(text: str) -> bool:
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
+
+
+def _comment_place(row: str) -> int | None:
+    """Where the comment at the end of a line with a key begins, whether or not the line is commented out."""
+    start = len(row) - len(row.lstrip("# "))
+    return next((place for place in range(start, len(row))
+                 if row[place] == "#" and is_toml(row[start:place])), None)
+
+
 def _faults(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[list[str | int], str]]:
     for fault in error.errors():
         where = list(fault["loc"])

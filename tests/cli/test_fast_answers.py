@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import contextlib, io, json, sys
@@ -45,7 +46,36 @@ ERRORS = [  # and a part of the line
     (["sweep", "bandwidth", "--mbps", "0"], "--mbps must be positive numbers"),
     (["plan", "--devices", "orin-nano"], "no profile 'orin-nano'"),
     (["generate", "x", "--taau", "1"], "--tau"),
+    (["models", "shard", "--model", "demoo", "--stages", "2", "--out", "nowhere"], "did you mean demo"),
+    (["models", "shard", "--model", "demo", "--draft", "nowhere", "--stages", "2", "--out", "x"], "nowhere"),
+    (["models", "head", "demoo"], "did you mean demo"),
+    (["models", "loss", "nowhere", "--against", "demoo"], "did you mean demo"),
+    (["plan", "--model", "demoo", "--devices", "orin-nano-8gb:2"], "did you mean demo"),
+    (["doctor", "--gpu", "--report", "/nowhere/report.json"], "/nowhere"),
+    *((command, "flowspec deploy init HOST HOST… --out nowhere.toml") for command in (
+        [*words.split(), "--cluster", "nowhere.toml"] for words in (
+            "deploy plan", "deploy up", "deploy rollback", "deploy down", "deploy status", "deploy logs",
+            "deploy restart", "deploy set model=demo", "keys show", "keys rotate", "doctor", "serve",
+            "generate x", "sweep bandwidth"))),
 ]
+# What a cluster file names, found before anything is imported or asked.
+IN_FILES = [('model = "demoo"', "demoo"), ('model = "demo"\ndraft = "nowhere"', "nowhere"),
+            ('model = "demo"\nstrategy = "magic"', "no strategy 'magic'")]
+
+
+def test_a_wrong_name_in_a_cluster_file_imports_no_torch(tmp_path: Path) -> None:
+    cases = []
+    for number, (settings, _) in enumerate(IN_FILES):
+        file = tmp_path / f"{number}.toml"
+        file.write_text(f'[cluster]\nname = "lab"\n{settings}\n' + "".join(
+            f'[[device]]\nname = "orin-{place}"\naddress = "192.0.2.{place}"\n' for place in (1, 2)))
+        cases += [["deploy", "up", "--cluster", str(file)], ["keys", "rotate", "--cluster", str(file)]]
+    done = subprocess.run([sys.executable, "-c", PROGRAM, json.dumps(cases)], capture_output=True, text=True,
+                          check=True)
+    for place, (_, code, said, heavy) in enumerate(json.loads(done.stdout)):
+        assert (code, said.count("\n")) == (2, 1), said
+        assert IN_FILES[place // 2][1] in said
+        assert "torch" not in heavy
 
 
 def test_help_and_usage_errors_import_nothing_heavy() -> None:

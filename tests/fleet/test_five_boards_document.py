@@ -35,7 +35,8 @@ def described() -> str:
         "interface": "eth0", "disks": {"/opt/flowspec": {"free": 69_000_000_000}}, "gpu": True,
         "torch": {"version": "2.8.0", "cuda": [8, 7], "why": ""}, "sudo": "", "user": "me",
         "memory": {"held": 0}})) for place in range(5)]
-    return render_cluster_toml(boards, "cluster", "cluster.toml")
+    return render_cluster_toml(boards, "cluster", "cluster.toml", given={"power_mode": "MAXN_SUPER"},
+                               all_boards=True)
 
 
 def test_the_document_shows_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

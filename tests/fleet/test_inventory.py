@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from propertykit import examples
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.fleet.commands import protected_ports
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, load_inventory, resolve
 from flowspec_edge.util.resources import resource_dir
 
@@ -41,7 +42,7 @@ def test_the_example() -> None:
     assert [device.name for device in found.verify] == ["orin-1", "orin-2", "orin-3", "orin-4"]
     assert [found.interface(device) for device in found.verify] == ["eth0", "eth0", "enP8p1s0", "eth0"]
     assert found.torch_device(found.draft) == "cuda"
-    assert found.protected_ports() == [22, 2222, 7701]
+    assert protected_ports(found) == [22, 2222, 7701]
 
 
 def test_the_example_has_every_key_and_its_comments_the_defaults() -> None:

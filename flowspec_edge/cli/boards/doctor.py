@@ -68,20 +68,20 @@ def doctor(
     for option, value in (("--device", device), ("--report", report)):
         if value is not None:
             raise UsageError(f"{option} works with --gpu only: add --gpu, or leave out {option}")
-    from rich.console import Console
+    from flowspec_edge.cli.common.progress import asking_boards
+    from flowspec_edge.fleet.inventory import load_inventory
 
+    inventory = load_inventory(cluster) if cluster else None
     from flowspec_edge.fleet.doctor.cluster import BoardFindings, check_cluster
     from flowspec_edge.fleet.doctor.run import check_machine
 
-    with Console(stderr=True).status("trying torch and its kernels") as status:
-        if cluster is None:
+    with asking_boards("trying torch and its kernels") as show:
+        if inventory is None:
             found = check_machine(Path(storage) if storage else None, fix)
             boards = [BoardFindings("this machine", found)]
         else:
-            from flowspec_edge.fleet.inventory import load_inventory
-
-            boards = check_cluster(load_inventory(cluster), storage,
-                                 lambda name: status.update(f"{name} is done"), cluster, fix)
+            boards = check_cluster(inventory, storage,
+                                 lambda name: show(f"{name} is done"), cluster, fix)
     failed = any(finding.state == "failed" for board in boards for finding in board.findings)
     if as_json:
         reports = [{"name": board.name, "findings": [finding.as_json() for finding in board.findings]}
@@ -110,14 +110,15 @@ def _show(boards: list[BoardFindings]) -> None:
 
 
 def _check_gpu(device: str, as_json: bool, out: Path | None) -> None:
-    from flowspec_edge.cli.common.progress import progress
-    from flowspec_edge.fleet.doctor.board_report import PARTS
-    from flowspec_edge.fleet.gpu_check.report import GROUPS, check_gpu
-    from flowspec_edge.model.modeldir import DEMO, resolve_model
     from flowspec_edge.util.files import check_writable
 
     if out is not None:
         check_writable(out)
+    from flowspec_edge.cli.common.progress import progress
+    from flowspec_edge.fleet.doctor.board_report import PARTS
+    from flowspec_edge.fleet.gpu_check.report import GROUPS, check_gpu
+    from flowspec_edge.model.modeldir import DEMO, resolve_model
+
     with progress(GROUPS + (0 if out is None else PARTS), device, "parts") as doing:
         try:
             report = check_gpu(resolve_model(DEMO), device, report=doing)

@@ -10,7 +10,7 @@ import typer
 
 from flowspec_edge.cli.common.options import MOST_TOKENS
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
+from flowspec_edge.model.modeldir import DEMO, ModelDir, require_name, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.cli.boards.plan_cases import Case
@@ -84,7 +84,8 @@ def plan(
 
     from flowspec_edge.fleet.planning.board_spec import parse_devices
 
-    members = parse_devices(devices)  # a wrong name is found before torch is imported
+    members = parse_devices(devices)  # wrong names are found before torch is imported
+    require_name(model)
     from flowspec_edge.cli.bench.options import parse_strategies
     from flowspec_edge.cli.boards.plan_cases import choose_dtype, unpredicted
     from flowspec_edge.cli.boards.plan_output import show

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 _EVERY_S = 5.0
+_LONG_S = 10.0  # a board that takes longer is named
 
 
 @contextmanager
@@ -34,23 +35,63 @@ def progress(total: int, what: str = "bench", unit: str = "runs") -> Iterator[Ca
 
 @contextmanager
 def plain_lines(say: Callable[[float], str]) -> Iterator[None]:
-    """Print ``say(seconds so far)`` every few seconds, unless stderr is a terminal."""
-    if sys.stderr.isatty():
-        yield
-        return
-    ended, started = threading.Event(), time.monotonic()
+    """Print ``say(seconds so far)`` every few seconds, unless it is empty or stderr is a terminal."""
+    started = time.monotonic()
 
     def report() -> None:
-        while not ended.wait(_EVERY_S):
-            print(f"flowspec: {say(time.monotonic() - started)}", file=sys.stderr, flush=True)
+        if line := say(time.monotonic() - started):
+            print(f"flowspec: {line}", file=sys.stderr, flush=True)
 
-    reporter = threading.Thread(target=report, name="progress", daemon=True)
-    reporter.start()
+    with every(_EVERY_S, report if not sys.stderr.isatty() else lambda: None):
+        yield
+
+
+@contextmanager
+def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
+    """Call ``act`` every so many seconds, in a thread."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(seconds):
+            act()
+
+    thread = threading.Thread(target=repeat, name="progress", daemon=True)
+    thread.start()
     try:
         yield
     finally:
         ended.set()
-        reporter.join(_EVERY_S)  # it prints at most one line more
+        thread.join(_EVERY_S)  # it acts at most once more
+
+
+def long_waits() -> str:
+    """The boards that are slow to answer, such as "waiting for orin-2 (10.0.0.12), 35 s"; "" without any."""
+    from flowspec_edge.fleet.commands import waited_for
+
+    waits = [f"{where}, {seconds:.0f} s" for where, seconds in waited_for() if seconds >= _LONG_S]
+    return f"waiting for {'; '.join(waits)}" if waits else ""
+
+
+@contextmanager
+def asking_boards(what: str = "asking the boards") -> Iterator[Callable[[str], None]]:
+    """Show ``what`` on a terminal, and anywhere which boards are waited for; call the result with what has
+    been done."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    now = what
+    with Console(stderr=True).status(escape(what)) as status:
+
+        def show() -> None:
+            status.update(escape("; ".join(filter(None, (now, long_waits())))))
+
+        def done(text: str) -> None:
+            nonlocal now
+            now = text
+            show()
+
+        with every(1.0, show), plain_lines(lambda seconds: long_waits()):
+            yield done
 
 
 def done_of(done: float, total: float, seconds: float, unit: str) -> str:

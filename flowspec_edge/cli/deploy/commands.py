@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from flowspec_edge.cli.deploy import services
 from flowspec_edge.cli.deploy.services import CLUSTER, ClusterOption, JsonOption
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.modeldir import DEMO
 from flowspec_edge.util.terminal import printable
+
+if TYPE_CHECKING:
+    from flowspec_edge.fleet.doctor.discover import DiscoveredBoard
 
 app = typer.Typer(help="A cluster of boards: from bare to running, and back.", no_args_is_help=True)
 
@@ -24,12 +30,23 @@ def init(
         metavar="[USER@]HOST[:PORT]...", help="The boards: IPv4 addresses, or names that all boards know.")],
     user: Annotated[str, typer.Option("--user", help="The user for ssh; default: ssh's choice.",
                                       metavar="USER", show_default=False)] = "",
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="Port of sshd.", metavar="PORT")] = 22,
+    port: Annotated[int | None, typer.Option(
+        "--port", min=1, max=65535, help="Port of sshd; default: ssh's choice.", metavar="PORT",
+        show_default=False)] = None,
     key: Annotated[Path | None, typer.Option(
         "--key", help="The private key for ssh; default: ssh's choice.", metavar="FILE",
         show_default=False)] = None,
     ssh_config: Annotated[Path | None, typer.Option(
         "--ssh-config", help="For ssh's -F; default: your own.", metavar="FILE", show_default=False)] = None,
+    model: Annotated[str, typer.Option(
+        "--model", help="What the cluster is to run: a name of flowspec models list, or a directory.",
+        metavar="MODEL")] = DEMO,
+    power_mode: Annotated[str, typer.Option(
+        "--power-mode", help="The boards' power mode, by its name in /etc/nvpmodel.conf; default: unchanged.",
+        metavar="NAME", show_default=False)] = "",
+    all_boards: Annotated[bool, typer.Option(
+        "--all-boards", help="Give every board a part, the first one drafting; default: the planner decides, "
+                             "and may leave boards out.")] = False,
     out: Annotated[Path, typer.Option("--out", help="File to write.", metavar="FILE")] = Path("cluster.toml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON object.")] = False,
@@ -42,10 +59,19 @@ def init(
 
       flowspec deploy init orin-0 orin-1 orin-2 orin-3
       flowspec deploy init 10.0.0.10 10.0.0.11 --user ubuntu --key ~/.ssh/boards --out lab.toml
+      flowspec deploy init orin-0 orin-1 --power-mode MAXN_SUPER --all-boards
     """
-    from rich.console import Console
-
-    from flowspec_edge.fleet.doctor.discover import describe_torch, discover, parse_hosts, render_cluster_toml
+    from flowspec_edge.cli.common.progress import asking_boards
+    from flowspec_edge.fleet.doctor.discover import (
+        NotFound,
+        discover,
+        parse_hosts,
+        render_cluster_toml,
+        require_mode,
+    )
+    from flowspec_edge.fleet.inventory import beside
+    from flowspec_edge.model.catalogue import find_known
+    from flowspec_edge.model.modeldir import shipped_models
     from flowspec_edge.util.files import check_writable, write_output
 
     if out.exists() and not force:
@@ -53,21 +79,72 @@ def init(
     for given in (key, ssh_config):
         if given is not None and not given.is_file():
             raise UsageError(f"no file {given}")
+    if model not in shipped_models() and not find_known(model) and not beside(out, model).is_dir():
+        raise UsageError(f"no model {model!r}: not a directory beside {out}, and no name in: flowspec models "
+                         "list")
     boards = parse_hosts(hosts, user, port, str(key.absolute()) if key else "",
                      str(ssh_config.absolute()) if ssh_config else "")
     check_writable(out)
-    with Console(stderr=True).status("asking the boards") as status:
-        found = discover(boards, lambda name: status.update(f"{name} has answered"))
+    try:
+        with asking_boards() as show:
+            found = discover(boards, lambda name: show(f"{name} has answered"))
+    except NotFound as error:
+        if not as_json:
+            _print_boards(error.answered)
+        if len(error.silent) > 1:
+            for finding in error.silent:
+                print(f"  {finding}", file=sys.stderr)
+        first = str(error) if len(error.silent) == 1 else f"{len(error.silent)} boards do not answer"
+        raise FlowspecError(f"{first}; {out} is not written") from error
+    require_mode(found, power_mode)
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", out.stem).strip("-_.")[:63] or "cluster"
-    write_output(out, render_cluster_toml(found, name, str(out), boards.cluster.ssh_config))
+    chosen = {key: value for key, value in (("model", model), ("power_mode", power_mode)) if value}
+    write_output(out, render_cluster_toml(found, name, str(out), boards.cluster.ssh_config, chosen,
+                                          all_boards))
     if as_json:
         print(json.dumps({"out": str(out), "boards": [board.as_json() for board in found]}, indent=2))
         return
-    for board in found:
+    _print_boards(found)
+    print(f"{out} is written: look through it, then: flowspec doctor --cluster {out}")
+
+
+def _print_boards(boards: Sequence[DiscoveredBoard]) -> None:
+    from flowspec_edge.fleet.doctor.discover import describe_torch
+
+    for board in boards:
         print(printable(f"{board.device.name}: {board.board.title or board.arch}; {describe_torch(board)}"))
         for fault in board.faults:
             print(f"  → {fault}")
-    print(f"{out} is written: look through it, then: flowspec doctor --cluster {out}")
+
+
+def change(
+    settings: Annotated[list[str], typer.Argument(
+        metavar="KEY=VALUE...", help="Keys of the file, such as model=qwen3-8b; KEY= leaves the key out.")],
+    board: Annotated[list[str] | None, typer.Option(
+        "--board", help="Change this board's own entry; may be repeated.", metavar="NAME",
+        show_default=False)] = None,
+    cluster: ClusterOption = CLUSTER,
+) -> None:
+    """Change settings in the cluster file; its comments stay, and a wrong value changes nothing.
+
+    A key that only boards have, such as role, is set for all boards, unless --board names some.
+
+    Examples:
+
+      flowspec deploy set model=qwen3-8b dtype=int4 role=auto
+      flowspec deploy set power_mode=MAXN_SUPER
+      flowspec deploy set torch_device=cpu --board orin-2
+    """
+    from flowspec_edge.fleet.inventory import with_settings
+    from flowspec_edge.util.files import write_output
+
+    pairs = [setting.partition("=") for setting in settings]
+    for key, equals, _ in pairs:
+        if not key or not equals:
+            raise UsageError(f"{key or '='!r} is not KEY=VALUE, such as model=qwen3-8b")
+    found = {key.strip(): value.strip() for key, _, value in pairs}
+    write_output(cluster, with_settings(cluster, found, board or []))
+    print(f"{cluster} is changed: see flowspec deploy plan --cluster {cluster}")
 
 
 def plan(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> None:
@@ -104,11 +181,12 @@ def rollback(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> N
 
       flowspec deploy rollback --cluster lab.toml
     """
-    from flowspec_edge.cli.deploy.rollout_output import changing, print_report
-    from flowspec_edge.fleet.deploy.rollback import roll_back
     from flowspec_edge.fleet.inventory import load_inventory
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.cli.deploy.rollout_output import changing, print_report
+    from flowspec_edge.fleet.deploy.rollback import roll_back
+
     with changing(cluster, inventory.cluster.name, as_json) as watch:
         report = roll_back(inventory, watch)
     print_report(report, "rolled back", as_json)
@@ -127,23 +205,27 @@ def down(
       flowspec deploy down
       flowspec deploy down --purge
     """
-    from flowspec_edge.cli.deploy.rollout_output import changing, print_report
-    from flowspec_edge.fleet.deploy.rollback import take_down
     from flowspec_edge.fleet.inventory import beside, load_inventory
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.cli.deploy.rollout_output import changing, print_report
+    from flowspec_edge.fleet.deploy.rollback import take_down
+
     with changing(cluster, inventory.cluster.name, as_json) as watch:
         report = take_down(inventory, beside(cluster, inventory.cluster.keys), purge, watch)
     print_report(report, "taken down", as_json)
 
 
 def _roll_out(cluster: Path, as_json: bool, dry_run: bool = False) -> None:
-    from flowspec_edge.cli.deploy.rollout_output import changing, print_report, show_roles, watch_rollout
-    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
-    from flowspec_edge.fleet.deploy.rollout import Rollout
     from flowspec_edge.fleet.inventory import load_inventory
 
-    deployment = resolve_deployment(load_inventory(cluster), cluster)
+    inventory = load_inventory(cluster)
+    from flowspec_edge.cli.deploy.rollout_output import changing, print_report, show_roles, watch_rollout
+    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
+
+    deployment = resolve_deployment(inventory, cluster)  # errors in the file come before torch is imported
+    from flowspec_edge.fleet.deploy.rollout import Rollout
+
     if not as_json:
         show_roles(deployment)
     if dry_run:
@@ -155,6 +237,7 @@ def _roll_out(cluster: Path, as_json: bool, dry_run: bool = False) -> None:
     print_report(report, "deployed", as_json, dry_run)
 
 
+app.command("set")(change)
 for _command in (init, plan, up, services.status, services.logs, services.restart, services.stop,
                  services.start, rollback, down):
     app.command()(_command)

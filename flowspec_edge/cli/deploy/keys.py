@@ -35,6 +35,7 @@ def show(
 
       flowspec keys show --cluster cluster.toml
     """
+    from flowspec_edge.cli.common.progress import asking_boards
     from flowspec_edge.fleet.commands import python_for
     from flowspec_edge.fleet.inventory import beside, load_inventory
     from flowspec_edge.fleet.services.keys import recorded, shown
@@ -42,7 +43,8 @@ def show(
     inventory = load_inventory(cluster)
     directory, devices = beside(cluster, inventory.cluster.keys), inventory.device
     known = recorded(devices, directory)
-    boards = shown(inventory, devices, {d.name: python_for(inventory, d) for d in devices}, directory)
+    with asking_boards():
+        boards = shown(inventory, devices, {d.name: python_for(inventory, d) for d in devices}, directory)
     if as_json:
         print(json.dumps({"boards": [
             {"name": board.name, "public": board.public or None, "recorded": known.get(board.name),
@@ -68,15 +70,18 @@ def rotate(
 
       flowspec keys rotate --cluster cluster.toml
     """
+    from flowspec_edge.fleet.inventory import load_inventory
+
+    inventory = load_inventory(cluster)
+    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
+
+    deployment = resolve_deployment(inventory, cluster)  # errors in the file come before torch is imported
     from flowspec_edge.cli.deploy.rollout_output import changing
     from flowspec_edge.fleet.commands import python_for
-    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
     from flowspec_edge.fleet.deploy.rollout import Rollout
-    from flowspec_edge.fleet.inventory import load_inventory
     from flowspec_edge.fleet.services.keys import is_half_rotated, rotate_keys
     from flowspec_edge.fleet.services.status import look
 
-    deployment = resolve_deployment(load_inventory(cluster), cluster)
     inventory = deployment.decided
     pythons = {device.name: python_for(inventory, device) for device in deployment.boards}
     status = look(inventory)

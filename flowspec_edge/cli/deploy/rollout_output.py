@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from flowspec_edge.cli.common.progress import plain_lines
+from flowspec_edge.cli.common.progress import every, long_waits, plain_lines
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.deploy.rollout_log import Watch
 from flowspec_edge.util.files import locked
@@ -49,6 +49,11 @@ class RolloutProgress(Watch):
         status = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
         with self._lock:
             self._progress.update(self._task(what), completed=done, total=total, status=status)
+
+    def show_waits(self) -> None:
+        """Name the boards that are slow to answer."""
+        with self._lock:
+            self._progress.update(self._phase, status=long_waits())
 
     def line(self) -> str:
         """The phase, and what each active board does."""
@@ -89,7 +94,7 @@ def watch_rollout(quiet: bool) -> Iterator[Watch]:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         watch = RolloutProgress(progress)
-        with plain_lines(lambda seconds: f"{watch.line()}, {seconds:.0f} s"):
+        with every(1.0, watch.show_waits), plain_lines(lambda seconds: f"{watch.line()}, {seconds:.0f} s"):
             yield watch
 
 

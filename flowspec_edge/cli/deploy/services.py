@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS
+from flowspec_edge.cli.common.progress import asking_boards
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.util.terminal import plain
 
@@ -37,13 +38,11 @@ def status(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> Non
       flowspec deploy status
       flowspec deploy status --cluster lab.toml --json
     """
-    from rich.console import Console
-
     from flowspec_edge.fleet.inventory import load_inventory
     from flowspec_edge.fleet.services.status import look
 
     inventory = load_inventory(cluster)
-    with Console(stderr=True).status("asking the boards"):
+    with asking_boards():
         found = look(inventory)
     if as_json:
         print(json.dumps(found.as_json(), indent=2))
@@ -74,7 +73,8 @@ def logs(
 
     inventory = load_inventory(cluster)
     device = chosen(inventory, [board])[0] if board else inventory.draft
-    found = look_at(inventory, device)
+    with asking_boards():
+        found = look_at(inventory, device)
     if found.error or found.current is None:
         raise FlowspecError(found.error or f"{device.name}: nothing is deployed there: flowspec deploy up")
     command = logs_command(inventory, device, found.current.unit, lines, follow)
@@ -136,7 +136,7 @@ def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None
         if not as_json:
             console.print(f"{name}: {done_word}" if not error else f"[red]{name}[/red]", soft_wrap=True)
 
-    with Console(stderr=True).status(f"{verb}: {', '.join(chosen_names)}"):
+    with asking_boards(f"{verb}: {', '.join(chosen_names)}"):
         failed = control(inventory, verb, names, done)
     if as_json:
         print(json.dumps({"ok": not failed, "boards": [{"name": name, "error": failed.get(name, "")}

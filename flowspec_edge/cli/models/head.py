@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_STAGES
-from flowspec_edge.model.modeldir import STAND_INS, ModelDir, is_here, resolve_model
+from flowspec_edge.model.modeldir import STAND_INS, ModelDir, is_here, require_name, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.model.catalogue import KnownModel, PublishedHead
@@ -55,6 +55,7 @@ def head(
       flowspec models head ./my-llama --kind eagle3 --steps 5000
       flowspec models head qwen3-8b --no-measure --json
     """
+    require_name(model)  # a wrong name is found before torch is imported
     from flowspec_edge.fleet.planning.model_size import model_bytes
     from flowspec_edge.model.catalogue import find_known
 

@@ -42,16 +42,19 @@ def loss(
       flowspec models loss llama-13b --against ./Llama-2-13b-chat --text book.txt
       flowspec models loss demo-int4 --against demo --json
     """
-    from flowspec_edge.bench.weight_loss import steps, weight_losses
-    from flowspec_edge.cli.common.workload import progress
     from flowspec_edge.model.modeldir import ModelDir, resolve_model
-    from flowspec_edge.model.text import Tokenizer
 
     sharded, checkpoint = ModelDir(directory), resolve_model(against)
     if not sharded.sharded:
         raise UsageError(f"{directory} is not a sharded model: make one with flowspec models shard")
     if checkpoint.sharded:
         raise UsageError(f"--against {against} is sharded: give the checkpoint that both were made from")
+    if text is not None and not text.is_file():
+        raise UsageError(f"--text: no file {text}")
+    from flowspec_edge.bench.weight_loss import steps, weight_losses
+    from flowspec_edge.cli.common.workload import progress
+    from flowspec_edge.model.text import Tokenizer
+
     texts = _texts(Tokenizer(checkpoint), text, tokens, min(_TEXT_TOKENS, checkpoint.max_positions))
     with progress(steps(sharded, checkpoint), "layers") as advance:
         losses = weight_losses(sharded, checkpoint, texts, device, lambda: advance("a stage"))

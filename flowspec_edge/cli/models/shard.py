@@ -14,6 +14,7 @@ import typer
 from flowspec_edge.cli.common.options import MOST_STAGES, MOST_TOKENS, Dtype, parse_counts
 from flowspec_edge.cli.common.progress import done_of, plain_lines
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.modeldir import require_name
 from flowspec_edge.util.bounded_read import read_json
 from flowspec_edge.util.terminal import plain
 
@@ -75,6 +76,10 @@ def shard(
         raise UsageError("--kernels goes with --dtype 4bit")
     stored = _stored_dtype(dtype, kernels)
 
+    require_name(model)  # a wrong name is found before torch is imported
+    for directory in draft or []:
+        if not directory.is_dir():
+            raise UsageError(f"--draft {directory}: there is no such directory")
     from flowspec_edge.sharding.job import finished, run, total_size
     from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
     from flowspec_edge.sharding.source import open_source

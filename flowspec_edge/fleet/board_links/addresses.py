@@ -11,7 +11,7 @@ from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
+from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses, is_inside_the_machine
 from flowspec_edge.fleet.commands import is_here
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
 from flowspec_edge.util.jetson import system
@@ -39,9 +39,14 @@ def address_problem(inventory: Inventory, device: DeviceEntry) -> tuple[str, str
     if IPv4Address(address) in IPv4Network(system().usb_network.network):
         return (f"{named}, in the network of the USB device port, where every Jetson has the same address",
                 "give its address on the Ethernet (ip -4 -o addr on the board shows it)")
-    if not IPv4Address(address).is_loopback or (other := _elsewhere(inventory)) is None:
+    bridge = next((name for name, there in ipv4_addresses().items()
+                   if address in there and is_inside_the_machine(name)), "")
+    others = [other for other in _elsewhere(inventory) if other != address]
+    if not others or not (bridge or IPv4Address(address).is_loopback):
         return None
-    own = route_to(other) if is_here(device) else None
+    if bridge:
+        named += f", the address of {bridge}, a network inside this machine"
+    own = route_to(others[0]) if is_here(inventory, device) else None
     example = f" ({own[0]} at {own[1]})" if own else ""
     return (f"{named}, which other boards cannot reach",
             f"give its address on the network{example}")
@@ -49,14 +54,13 @@ def address_problem(inventory: Inventory, device: DeviceEntry) -> tuple[str, str
 
 def on_network(inventory: Inventory) -> Inventory:
     """Replace this machine's loopback address, unless all are loopback or there is no route to the others."""
-    other = _elsewhere(inventory)
-    own = route_to(other) if other else None
+    own = next((found for other in _elsewhere(inventory) if (found := route_to(other))), None)
     if own is None:
         return inventory
 
     def looped(device: DeviceEntry) -> bool:
         address = _known(device)
-        return address is not None and IPv4Address(address).is_loopback and is_here(device)
+        return address is not None and IPv4Address(address).is_loopback and is_here(inventory, device)
 
     devices = [device.model_copy(update={"address": own[0]}) if looped(device) else device
                for device in inventory.device]
@@ -71,12 +75,13 @@ def route_to(address: str) -> tuple[str, str] | None:
         except OSError:
             return None
         own = str(probe.getsockname()[0])
-    return next(((own, name) for name, there in ipv4_addresses().items() if there == own), None)
+    return next(((own, name) for name, there in ipv4_addresses().items() if own in there), None)
 
 
-def _elsewhere(inventory: Inventory) -> str | None:
+def _elsewhere(inventory: Inventory) -> list[str]:
+    """The devices' addresses that are not loopback."""
     known: Iterator[str | None] = (_known(device) for device in inventory.device)
-    return next((address for address in known if address and not IPv4Address(address).is_loopback), None)
+    return [address for address in known if address and not IPv4Address(address).is_loopback]
 
 
 def _known(device: DeviceEntry) -> str | None:

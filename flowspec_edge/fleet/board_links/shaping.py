@@ -23,7 +23,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.board_links import tc, tcp_linktest
 from flowspec_edge.fleet.board_links.addresses import network_address
 from flowspec_edge.fleet.board_links.linktest import LinkMeasure
-from flowspec_edge.fleet.commands import Runner, failure, python_for, runner_for
+from flowspec_edge.fleet.commands import Runner, failure, protected_ports, python_for, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 
 STATE = "/run/flowspec-shaping"
@@ -241,7 +241,7 @@ class RemoteShaping:
         self._inventory = inventory
         self._boards = [
             DeviceShaping(runner_for(inventory, device), inventory.interface(device),
-                          inventory.protected_ports(), restore_after_s)
+                          protected_ports(inventory), restore_after_s)
             for device in inventory.device]
         self._undo = ExitStack()
 
@@ -303,13 +303,14 @@ def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, se
                [python_for(inventory, device), "-m", "flowspec_edge.fleet.board_links.linktest"])
         return [*own, what, address, port, "--seconds", str(wait_s)]
 
-    serve = far.command([*end(target, "serve", _PLAIN_PEER_S if plain else _PEER_S),
+    serve = far.announced([*end(target, "serve", _PLAIN_PEER_S if plain else _PEER_S),
                          *(() if plain else ("--measurements", "1"))])
     with subprocess.Popen(serve, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           text=True, start_new_session=True) as peer:
         assert peer.stdin is not None
         assert peer.stdout is not None
         try:
+            far.await_begin(peer.stdout.fileno())
             with suppress(BrokenPipeError):  # its stderr has the reason
                 peer.stdin.write(program)
                 peer.stdin.close()

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,14 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet import paths as places
 from flowspec_edge.fleet.board_links.addresses import address_problem, on_network
 from flowspec_edge.fleet.commands import on_each
-from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, resolve
+from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.fleet.probe.board import BoardInfo, board_of, mode_numbers
 from flowspec_edge.fleet.probe.checks import Subject, faults, judge_together
 from flowspec_edge.fleet.probe.facts import BoardFacts, SystemFacts, ask_system
+from flowspec_edge.fleet.probe.findings import Finding, no_facts
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.util.jetson import jetpack_of
+from flowspec_edge.util.tomlfile import with_key
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,59}")
 _TARGET = re.compile(r"(?:(?P<user>[^@]+)@)?(?P<host>[^:@]+)(?::(?P<port>\d{1,5}))?")
@@ -80,8 +82,16 @@ class DiscoveredBoard:
                 "faults": list(self.faults)}
 
 
-def parse_hosts(hosts: Sequence[str], user: str = "", port: int = 22, key: str = "", ssh_config: str = ""
-            ) -> Inventory:
+class NotFound(FlowspecError):
+    """Boards that do not answer, as findings that say why, and those that do."""
+
+    def __init__(self, silent: list[Finding], answered: list[DiscoveredBoard]) -> None:
+        super().__init__("; ".join(map(str, silent)))
+        self.silent, self.answered = silent, with_host_names(answered)
+
+
+def parse_hosts(hosts: Sequence[str], user: str = "", port: int | None = None, key: str = "",
+                ssh_config: str = "") -> Inventory:
     """An inventory of ``hosts``, each [USER@]HOST[:PORT]; the other arguments are defaults for ssh.
 
     UsageError for a malformed host, a duplicate, and fewer than two hosts.
@@ -99,7 +109,7 @@ def parse_hosts(hosts: Sequence[str], user: str = "", port: int = 22, key: str =
             raise UsageError(f"{host} is given twice: each board needs an address of its own")
         try:
             devices.append(DeviceEntry(name=host[:63], address=host, ssh_user=parts["user"] or user,
-                                       ssh_port=int(parts["port"] or port), ssh_key=key))
+                                       ssh_port=int(parts["port"]) if parts["port"] else port, ssh_key=key))
         except ValidationError as error:
             message = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise UsageError(f"{text}: {message[:1].lower()}{message[1:]}") from error
@@ -111,8 +121,8 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     """Probe all boards concurrently; ``done`` is called with the name of each that has answered.
 
     A loopback address, as Ubuntu's /etc/hosts gives to a machine's own name, becomes this machine's address
-    on the network.  FlowspecError names every board that cannot be reached, and why, and boards that are one
-    machine or have one machine-id; UsageError for addresses that other boards cannot reach.
+    on the network.  ``NotFound`` if a board does not answer; FlowspecError names boards that are one machine
+    or have one machine-id; UsageError for addresses that other boards cannot reach.
     """
     inventory = on_network(inventory)
     unreachable = [f"{device.name}: {', '.join(problem)}" for device in inventory.device
@@ -122,32 +132,30 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
 
     facts: dict[str, BoardFacts] = {}
 
-    def ask(device: DeviceEntry) -> DiscoveredBoard | str:
+    def ask(device: DeviceEntry) -> DiscoveredBoard | Finding:
         try:
-            facts[device.name] = _probe(inventory, device)
+            facts[device.name] = ask_system(inventory, device)
         except FlowspecError as error:
-            return str(error)
+            return no_facts(device, error, "options")
         done(device.name)
         return of_facts(device, facts[device.name].system)
 
     answers = on_each(ask, inventory.device)
-    wrong = [answer for answer in answers if isinstance(answer, str)]
-    if wrong:
-        raise FlowspecError(f"{'; '.join(wrong)}: ssh there by hand; the board must be up, its host key "
-                            "known, and your key let in without a password")
+    answered = [answer for answer in answers if isinstance(answer, DiscoveredBoard)]
+    if len(answered) < len(answers):
+        raise NotFound([answer for answer in answers if isinstance(answer, Finding)], answered)
     if same := judge_together("init", {device.name: facts[device.name] for device in inventory.device}):
         raise FlowspecError("; ".join(f"{problem.board}: {problem.found}" for problem in same)
                             + f": {'; '.join(dict.fromkeys(problem.advice for problem in same))}")
-    return with_host_names([answer for answer in answers if isinstance(answer, DiscoveredBoard)])
+    return with_host_names(answered)
 
 
-def _probe(inventory: Inventory, device: DeviceEntry) -> BoardFacts:
-    try:
-        resolve(device)
-    except FlowspecError as error:
-        raise FlowspecError(f"{error}: ssh's own configuration may know it, but boards do not: give an IPv4 "
-                            "address, or a name that /etc/hosts or DNS knows") from error
-    return ask_system(inventory, device)
+def require_mode(boards: Sequence[DiscoveredBoard], power_mode: str) -> None:
+    """UsageError if a board that has power modes lacks this one."""
+    lacking = [f"{board.device.name} has {', '.join(board.modes)}" for board in boards
+               if power_mode and board.modes and power_mode not in board.modes]
+    if lacking:
+        raise UsageError(f"no power mode {power_mode!r}: {'; '.join(lacking)}")
 
 
 def of_facts(device: DeviceEntry, facts: SystemFacts) -> DiscoveredBoard:
@@ -226,14 +234,18 @@ _ROLES = {
 # Not all boards have a profile, so they count as alike: with role = "auto" the first one drafts, and the
 # others get equal shares of the layers, in this order.  flowspec device profile measures a board.
 """,
+    "all": """
+# Every board takes part (--all-boards), whether or not fewer would be faster; {largest} drafts.
+""",
     "largest": """
 # Not all boards have a profile, so they count as alike.  {largest} has by far the most memory: it drafts, and
 # the others get equal shares of the layers, in this order.  flowspec device profile measures a board.
 """}
 
 
-def render_cluster_toml(boards: Sequence[DiscoveredBoard], name: str, file: str, ssh_config: str = ""
-                        ) -> str:
+def render_cluster_toml(boards: Sequence[DiscoveredBoard], name: str, file: str, ssh_config: str = "",
+                        given: Mapping[str, str] | None = None, all_boards: bool = False) -> str:
+    """``given``: texts for keys of [cluster]; ``all_boards``: a role for each board."""
     interface = _most([board.interface for board in boards if board.interface]) or "eth0"
     torch_device = _most([board.torch_device for board in boards])
     shared = [(f"name = {_quoted(name)}", ""),
@@ -246,12 +258,16 @@ def render_cluster_toml(boards: Sequence[DiscoveredBoard], name: str, file: str,
             + _lines(shared) + _RUN + _lines(_SETTINGS))
     largest = None if all(board.profile for board in boards) else _largest(boards)
     roles = "largest" if largest else "planner" if all(board.profile for board in boards) else "alike"
+    if all_boards:
+        largest, roles = largest or boards[0], "all"
     text += _ROLES[roles].format(largest=largest.device.name if largest else "")
     for board in boards:
         own = {"interface": board.interface if board.interface not in ("", interface) else "",
                "torch_device": board.torch_device if board.torch_device != torch_device else ""}
         role = "auto" if largest is None else "draft" if board is largest else "verify"
         text += _device(board, role, own)
+    for key, value in (given or {}).items():
+        text = with_key(text, ("cluster",), key, _quoted(value))
     return text
 
 
@@ -266,7 +282,7 @@ def _device(board: DiscoveredBoard, role: str, own: dict[str, str]) -> str:
               f"role = {_quoted(role)}"]
     if device.ssh_user:
         lines.append(f"ssh_user = {_quoted(device.ssh_user)}")
-    if device.ssh_port != 22:
+    if device.ssh_port is not None:
         lines.append(f"ssh_port = {device.ssh_port}")
     if device.ssh_key:
         lines.append(f"ssh_key = {_quoted(device.ssh_key)}")

@@ -31,12 +31,12 @@ from flowspec_edge.util.resources import resource_dir
 
 User = Literal["any", "root if possible", "root"]
 
-# What is sent for each section, in the order of their imports; deadlines in seconds, and who runs it.
+# What is sent for each section, in the order of their imports; time limits in seconds, and who runs it.
 _SENT: Mapping[str, tuple[ModuleType, ...]] = {
     "service": (paths, rails, tools, service),
     "system": (paths, interfaces, procfs, tools, system),
     "deployment": (errors, files, paths, store, tools, deployment)}
-_TIMEOUT_S = {"service": 60.0, "system": 600.0, "deployment": 300.0}
+_TIMEOUT_S = {"service": 60.0, "system": 120.0, "deployment": 300.0}  # system: without torch
 _USERS: Mapping[str, User] = {"service": "any", "system": "root if possible", "deployment": "root"}
 _LOADER = """import sys, types
 for name, text in {sources!r}:
@@ -44,14 +44,16 @@ for name, text in {sources!r}:
     exec(compile(text, name, "exec", dont_inherit=True), vars(sys.modules[name]))
 sys.modules[{entry!r}].answer({asked!r})
 """
-_START = """now=$(date +%s.%N)
+# Arguments: who runs it, the interpreter, the time limit.  sudo may look up the board's own name.
+_START = r"""now=$(date +%s.%N) limit=$3
 command -v "$2" >/dev/null || { echo '{"python": null}'; exit; }
+[ "$(id -u)" = 0 ] || printf '\03640 try sudo\n' >&2
 case $1 in
-any) ;;
-root) [ "$(id -u)" = 0 ] || set -- "$1" sudo -n -- "$2" ;;
-*) if [ "$(id -u)" != 0 ] && sudo -n true 2>/dev/null; then set -- "$1" sudo -n -- "$2"; fi ;;
+any) set -- "$2" ;;
+root) if [ "$(id -u)" = 0 ]; then set -- "$2"; else set -- sudo -n -- "$2"; fi ;;
+*) if [ "$(id -u)" != 0 ] && sudo -n true 2>/dev/null; then set -- sudo -n -- "$2"; else set -- "$2"; fi ;;
 esac
-shift
+printf '\036%s start %s\n' "$limit" "$*" >&2
 exec "$@" -s - "$now"
 """
 # Prefixes of the unit settings that sandbox a service.
@@ -265,7 +267,8 @@ def _ask(inventory: Inventory, device: DeviceEntry, section: str, **arguments: A
     python = inventory.cluster.board_python
     runner = runner_for(inventory, device, _TIMEOUT_S[section])
     before = time.time()
-    stdout = runner.run(["sh", "-c", _START, "sh", _USERS[section], python], program(section, **arguments))
+    stdout = runner.run(["sh", "-c", _START, "sh", _USERS[section], python, f"{_TIMEOUT_S[section]:g}"],
+                        program(section, **arguments))
     after = time.time()
     try:
         told = json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))

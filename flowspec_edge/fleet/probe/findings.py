@@ -16,21 +16,29 @@ from flowspec_edge.util.terminal import printable
 State = Literal["ok", "warning", "failed", "unknown", "skipped"]
 WORST = ("failed", "warning", "unknown", "skipped", "ok")
 
-# (ssh's error, its meaning, the next step).  {address} and {port} are the board's.
+# (ssh's error, its meaning, the next step).  {address} is the board's; {port} the one in the error or in the
+# cluster file, {p} that of the file as an option; {file} says where the settings are.
 _SSH = (
     ("Host key verification failed",
      "its host key is unknown here, or not the one that was known",
      "compare ssh-keyscan -p {port} {address} with the board's own; then ssh there once by hand, or after "
-     "flashing it, ssh-keygen -R {address} first"),
+     "flashing it, ssh-keygen -R {known} first"),
     ("Permission denied", "it does not let this user in with this key",
-     "see ssh_user and ssh_key in the cluster file; ssh-copy-id -p {port} puts a key there"),
+     "see {user} and {key}{file}; ssh-copy-id {p}{target} puts a key there"),
     ("Connection refused", "nothing answers at port {port}",
-     "start sshd there (sudo systemctl enable --now ssh), or see ssh_port in the cluster file"),
+     "start sshd there (sudo systemctl enable --now ssh), or see {ssh_port}{file}"),
     ("timed out|No route to host|Network is unreachable", "{address} does not answer",
-     "see whether the board is up, its cable, and the address in the cluster file"),
+     "see whether the board is up, its cable, and the address{file}"),
+    ("is unknown here as an IPv4 address", "the name {address} has no IPv4 address here",
+     "give the board's IPv4 address{file}"),
     ("Could not resolve|is unknown here", "the name {address} is unknown here",
-     "give the board's address in the cluster file, or make the name known"),
+     "give the board's IPv4 address{file}, or a name that all boards know, from /etc/hosts or DNS; names in "
+     "ssh's own configuration are not for boards"),
 )
+_PORT = re.compile(r"\bport (\d+)\b")
+_HANGS = re.compile(r"no command began within|did not finish within")
+_IN_FILE = {"user": "ssh_user", "key": "ssh_key", "ssh_port": "ssh_port", "file": " in the cluster file"}
+_BY_OPTION = {"user": "--user", "key": "--key", "ssh_port": "--port", "file": ""}
 
 
 @dataclass(frozen=True)
@@ -88,9 +96,16 @@ def _joined(check: str, group: list[Finding]) -> Finding:
                    "; ".join(finding.advice for finding in worst if finding.advice))
 
 
-def unreachable(device: DeviceEntry, error: str) -> Finding:
-    """``error``: ssh's, in one line."""
-    values = {"address": device.address, "port": device.ssh_port}
+def unreachable(device: DeviceEntry, error: str, given: Literal["file", "options"] = "file") -> Finding:
+    """``error``: ssh's or a runner's, in one line; ``given``: where the user says how to reach the board."""
+    found_port, port = _PORT.search(error), device.ssh_port
+    values = {**(_IN_FILE if given == "file" else _BY_OPTION), "address": device.address,
+              "port": found_port[1] if found_port else port or 22, "p": f"-p {port} " if port else "",
+              "known": f"'[{device.address}]:{port}'" if port not in (None, 22) else device.address,
+              "target": f"{device.ssh_user}@{device.address}" if device.ssh_user else device.address}
+    if _HANGS.search(error):
+        found, _, advice = error.removeprefix(f"{device.name} ({device.address}): ").rpartition(": ")
+        return Finding("ssh", "failed", found, advice, board=device.name)
     for pattern, found, advice in _SSH:
         if re.search(pattern, error):
             return Finding("ssh", "failed", f"{found.format(**values)} ({error})", advice.format(**values),
@@ -98,11 +113,12 @@ def unreachable(device: DeviceEntry, error: str) -> Finding:
     return Finding("ssh", "failed", error, "ssh there by hand, and see what it says", board=device.name)
 
 
-def no_facts(device: DeviceEntry, error: FlowspecError) -> Finding:
-    """``error``: of asking the board."""
+def no_facts(device: DeviceEntry, error: FlowspecError, given: Literal["file", "options"] = "file"
+             ) -> Finding:
+    """``error``: of asking the board; ``given``: as for ``unreachable``."""
     if isinstance(error, NoAnswer):
         return Finding("python", "failed", error.found, error.advice, board=device.name)
-    return unreachable(device, str(error))
+    return unreachable(device, str(error), given)
 
 
 def wrong_address(device: DeviceEntry, problem: tuple[str, str]) -> Finding:

@@ -25,7 +25,7 @@ class DraftClient:
         self._name = device.name
         self._host = settings.serve_address
         self._port = settings.serve_port
-        self._ssh = None if is_here(device) else SshRunner(inventory, device)
+        self._ssh = None if is_here(inventory, device) else SshRunner(inventory, device)
         self._api_key = api_key
         self._open: list[_Connection] = []
 

@@ -72,8 +72,8 @@ def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory:
             progress(device.name, sent, total)
 
         try:
-            with _Connection(inventory, device, python, silence_s) as connection:
-                connections.append(connection)
+            connections.append(connection := _Connection(inventory, device, python, silence_s))
+            with connection:
                 _fill(connection, model, files, {"root": models, "name": directory}, count)
                 connection.ask("finish", sum(file.size for file in files), manifest=text)
         except FlowspecError as error:
@@ -124,9 +124,9 @@ class _Connection:
     def __init__(self, inventory: Inventory, device: DeviceEntry, python: str, silence_s: float) -> None:
         self._silence_s = silence_s
         # Own connection: no other traffic delays it, and the board notices when it ends.
-        runner = runner_for(inventory, device, own_connection=True)
+        self._runner = runner = runner_for(inventory, device, own_connection=True)
         self.where = runner.where
-        self._command = runner.command(as_root([python, "-m", "flowspec_edge.fleet.transfer.receive"]))
+        self._command = runner.announced(as_root([python, "-m", "flowspec_edge.fleet.transfer.receive"]))
         self._stderr = TemporaryFile()  # noqa: SIM115 - closed with the rest
         self._client = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, bufsize=0,
@@ -177,6 +177,13 @@ class _Connection:
         self._client.terminate()
 
     def __enter__(self) -> _Connection:
+        """Unreached if the board lets nothing begin."""
+        try:
+            self._runner.await_begin(self._out.fileno())
+        except BaseException:
+            self.terminate()
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *exception: object) -> None:

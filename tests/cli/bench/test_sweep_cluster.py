@@ -76,4 +76,4 @@ def test_a_cluster_has_links_of_its_own(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_a_cluster_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SWEEP, "--cluster", "nowhere.toml"]) == 2
-    assert "cannot read nowhere.toml" in capsys.readouterr().err
+    assert "there is no cluster file nowhere.toml: " in capsys.readouterr().err

@@ -295,5 +295,5 @@ def test_a_stage_that_cannot_start_is_one_line(model: Path, tmp_path: Path,
 def test_no_cluster_file_is_one_line(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", str(model), "--port", "0", "--cluster", "nowhere.toml"]) == 2
     err = capsys.readouterr().err
-    assert "cannot read nowhere.toml" in err
+    assert "there is no cluster file nowhere.toml: " in err
     assert err.count("\n") == 1

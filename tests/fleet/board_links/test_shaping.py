@@ -15,7 +15,7 @@ import sshkit
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.board_links.shaping import STATE, DeviceShaping, RemoteShaping, measure_between
-from flowspec_edge.fleet.commands import LocalRunner, SshRunner, runner_for
+from flowspec_edge.fleet.commands import LocalRunner, SshRunner, protected_ports, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry
 
 pytestmark = sshkit.needs_boards
@@ -34,7 +34,7 @@ def runner(boards: sshkit.Boards, place: int = 1) -> SshRunner:
 
 
 def shaping_of(boards: sshkit.Boards, after_s: int = 60) -> DeviceShaping:
-    return DeviceShaping(runner(boards), "eth0", boards.inventory.protected_ports(), after_s)
+    return DeviceShaping(runner(boards), "eth0", protected_ports(boards.inventory), after_s)
 
 
 def test_shaped_measured_and_restored(boards: sshkit.Boards) -> None:

@@ -21,7 +21,7 @@ from flowspec_edge.fleet.probe.software import install, judge_torch, required, u
 from flowspec_edge.util import jetson
 
 ROOT = Path(__file__).resolve().parents[3]
-JP6 = ("sudo pip3 install --index-url https://pypi.jetson-ai-lab.io/jp6/cu126 'torch==2.8.0' "
+JP6 = ("sudo pip3 install --index-url https://pypi.jetson-ai-lab.io/jp6/cu126/+simple/ 'torch==2.8.0' "
        "'numpy==1.26.4'")
 GOOD = {"version": "2.8.0", "file": "/usr/local/lib/torch/__init__.py", "build": "b", "numpy": "1.26.4",
         "cuda": [8, 7], "built_for": "12.6", "gpu": "Orin", "why": "", "numpy_fault": "", "gpu_fault": "",
@@ -74,7 +74,7 @@ def test_advice_goes_by_the_jetpack() -> None:
     assert install("36.4.3", "python3") == install("36.5.0", "python3") == JP6
     assert install("36.4.3", "/opt/python").startswith("sudo /opt/python -m pip install --index-url ")
     assert install("38.2.0", "python3").startswith("sudo pip3 install --break-system-packages --index-url "
-                                                   "https://pypi.jetson-ai-lab.io/sbsa/cu130 ")
+                                                   "https://pypi.jetson-ai-lab.io/sbsa/cu130/+simple/ ")
     assert install("", "python3") == "sudo pip3 install 'torch<2.14,>=2.6' numpy"
     assert "made for L4T 99.1.0" in install("99.1.0", "python3")
 

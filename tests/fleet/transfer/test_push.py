@@ -20,6 +20,7 @@ import pytest
 import sshkit
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet import commands
 from flowspec_edge.fleet.commands import SshRunner, as_root
 from flowspec_edge.fleet.deploy.actions import BoardState, PartWanted, ask_boards
 from flowspec_edge.fleet.inventory import DeviceEntry
@@ -356,3 +357,13 @@ def test_ctrl_c_ends_it(boards: sshkit.Boards, model: Manifest) -> None:
         controller.stdin.close()  # the thread that reports progress may go on
         assert fleetkit.ended(controller.pid, 60)
     assert boards.left(1, BOARD) == 0
+
+
+@sshkit.needs_boards
+def test_a_board_that_hangs_at_login_is_named_and_the_others_get_their_parts(
+        boards: sshkit.Boards, model: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "_LOGIN_S", 0.0)
+    with boards.shell(1, "exec sleep 1000"):
+        first, hangs, last = send(boards, model)
+    assert (first.error, last.error) == ("", "")
+    assert hangs.error.startswith("board-1 (10.77.0.2): ssh reaches it, and no command began within 10 s: ")

@@ -19,7 +19,7 @@ from typing import Any
 
 from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
 from flowspec_edge.fleet.paths import USER
-from flowspec_edge.fleet.probe.onboard.tools import last_line, ntp, output, run, text
+from flowspec_edge.fleet.probe.onboard.tools import doing, last_line, ntp, output, run, text
 from flowspec_edge.util.procfs import sizes
 
 GPU_GROUPS = ("video", "render")  # whose members may use a Tegra's GPU; not every release has both
@@ -30,6 +30,7 @@ FILES = ("etc/nv_tegra_release", "sys/firmware/devicetree/base/model", "proc/cpu
 _GPUS = ("/dev/nvhost-gpu", "/dev/nvgpu", "/dev/nvidia0")  # Tegra's, older and newer, and a discrete GPU's
 _NET_CLASS = "/sys/class/net"
 _IMPORT_S = 240  # a small board reads torch from its SD card
+_OTHERS_S = 60  # for what comes after it
 _UNITS = ["flowspec-draft.service", "flowspec-verify@*.service"]
 
 
@@ -100,7 +101,7 @@ def interface_of(address: str) -> str:
     own = ipv4_addresses()
     for wanted in (address, *os.environ.get("SSH_CONNECTION", "").split()[2:3]):
         for name, there in own.items():
-            if there == wanted:
+            if wanted in there:
                 return name
     return ""
 
@@ -206,6 +207,7 @@ def torch(wanted: dict[str, Any]) -> dict[str, Any]:
     own      {"torch": its file} for packages of the ssh user alone, if the import fails
     """
     python = [sys.executable, "-s", "-c", wanted["program"]]
+    doing("import torch as a service would", 2 * _IMPORT_S + _OTHERS_S)
     unit, described = transient_unit(wanted["protections"])
     found = run_torch_check([*unit, *python])
     outside = None

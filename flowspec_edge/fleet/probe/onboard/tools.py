@@ -25,6 +25,11 @@ def answer(asked: dict[str, dict[str, Any]]) -> None:
     print(json.dumps({"time": begun, "seconds": float(output(*_DATE)) - begun, **facts}))
 
 
+def doing(what: str, seconds: float) -> None:
+    """Tell the control host what comes next, and how long that may take: ``commands.Runner`` reads it."""
+    print(f"\x1e{seconds:g} {what}", file=sys.stderr, flush=True)
+
+
 def run(argv: list[str], seconds: float = _TIMEOUT_S) -> Any:
     """The completed process; None if it does not start or exceeds ``seconds``."""
     try:
