@@ -150,7 +150,8 @@ def _load(found: EntryPoint) -> type[Strategy]:
 
 
 def _located(chosen: type[Strategy]) -> type[Strategy]:
-    """A subclass whose methods raise RequestFailed, with file and line, for whatever ``chosen`` raises."""
+    """A subclass whose methods and properties raise RequestFailed, with file and line, for whatever ``chosen``
+    raises, ``sys.exit`` included."""
     from flowspec_edge.strategies.base import Strategy
 
     source = inspect.getsourcefile(chosen)
@@ -162,17 +163,24 @@ def _located(chosen: type[Strategy]) -> type[Strategy]:
                 return method(*values, **named)
             except FlowspecError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 frames = traceback.extract_tb(error.__traceback__)
                 frame = next((frame for frame in reversed(frames) if frame.filename == source), frames[-1])
                 raise RequestFailed(f"the strategy {chosen.name} failed: {type(error).__name__}: {error} "
                                     f"({frame.filename}:{frame.lineno})") from error
         return call
 
-    methods = {name: located(getattr(chosen, name)) for name, method in inspect.getmembers(Strategy)
-               if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_"))}
+    members: dict[str, object] = {}
+    for name, member in inspect.getmembers(Strategy):
+        own = inspect.getattr_static(chosen, name)
+        if inspect.isfunction(member) and (name == "__init__" or not name.startswith("_")):
+            members[name] = located(getattr(chosen, name))
+        elif isinstance(member, property) and isinstance(own, property) and own.fget:
+            members[name] = property(located(own.fget))
+        elif inspect.ismethod(member) and isinstance(own, classmethod):
+            members[name] = classmethod(located(own.__func__))
     same = {name: getattr(chosen, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(chosen.__name__, (chosen,), {**methods, **same})
+    return type(chosen.__name__, (chosen,), {**members, **same})
 
 
 def draft_kind(chosen: type[Strategy], params: Parameters, model: ModelDir) -> str | None:
