@@ -66,7 +66,8 @@ def strategy_names() -> list[str]:
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """Find a strategy by its name, or import it from "package.module:Class"; then its own name works, too.
+    """Find a strategy by its name, or import it from "package.module:Class", of an installed package or of
+    the current directory; then its own name works, too.
 
     UsageError for an unknown name (with the known ones), or if the import fails or is no strategy.
     """
@@ -76,6 +77,9 @@ def strategy_class(name: str) -> type[Strategy]:
     if ":" in name:
         from importlib.metadata import EntryPoint
 
+        from flowspec_edge.strategies.working_directory import look_in_working_directory
+
+        look_in_working_directory(name.partition(":")[0])
         return _load(EntryPoint(name.rpartition(":")[2], name, ENTRY_POINTS))
     return _load(_entry_points()[name])
 
@@ -128,8 +132,10 @@ def _load(found: EntryPoint) -> type[Strategy]:
 
     try:
         chosen = getattr(import_module(module), attribute)
-    except Exception as error:  # whatever the module's own code raises
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
         reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            reason += "; a module is found in the current directory or among the installed packages"
         raise UsageError(f"cannot load the strategy {found.value}: {reason}") from error
     if not (inspect.isclass(chosen) and issubclass(chosen, Strategy)) or inspect.isabstract(chosen):
         raise UsageError(f"{found.value} is not a strategy: a complete subclass of flowspec_edge.Strategy")
@@ -143,6 +149,11 @@ def _load(found: EntryPoint) -> type[Strategy]:
     if bare := [name for name in declared.__dataclass_fields__ if name not in parameters(declared)]:
         raise UsageError(f"{found.value} does not describe its parameter {bare[0]}: it needs "
                          'Annotated[int, "meaning"] or the like, and a default')
+    for parameter in parameters(declared).values():
+        try:
+            parameter.check(parameter.default)
+        except UsageError as error:
+            raise UsageError(f"{found.value} has a default that it does not allow: {error}") from error
     known = STRATEGIES.get(name) or _loaded.get(name) or _loaded.setdefault(name, _located(chosen))
     if chosen not in (known, *known.__bases__):
         raise UsageError(f"{found.value} has the name of another strategy, {name}: give it its own")
