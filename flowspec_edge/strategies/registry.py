@@ -56,6 +56,22 @@ class _Own(Mapping[str, "type[Strategy]"]):
         return len(_OWN)
 
 
+_TITLES = {  # in the papers; the others' are their names
+    "flowspec": "FlowSpec",
+    "flowspec_plus": "FlowSpec+",
+    "flowspec_no_sbd": "FlowSpec w/o SBD",
+    "pruned_pp": "Pruned PP",
+    "chunk_pp": "Chunk-PP",
+    "chain": "chain in flight",
+    "pipedec": "PipeDec",
+    "megatron": "Megatron-LM",
+    "galaxy": "Galaxy",
+    "stpp": "STPP",
+    "spd": "SPD",
+    "pipeinfer": "PipeInfer",
+    "pearl": "PEARL",
+}
+
 STRATEGIES = _Own()
 _loaded: dict[str, type[Strategy]] = {}  # from elsewhere, once named
 
@@ -63,6 +79,11 @@ _loaded: dict[str, type[Strategy]] = {}  # from elsewhere, once named
 def strategy_names() -> list[str]:
     """List this package's strategies, then those of entry points, then those loaded by module and class."""
     return list(dict.fromkeys([*STRATEGIES, *_entry_points(), *_loaded]))
+
+
+def title_of(name: str) -> str:
+    """Return what a strategy is called in figures and on the page."""
+    return _TITLES.get(name, name)
 
 
 def strategy_class(name: str) -> type[Strategy]:

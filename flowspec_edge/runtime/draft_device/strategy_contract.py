@@ -20,7 +20,7 @@ from flowspec_edge.tree.segment_builder import SegmentBuilder
 # A strategy may need a second question: its next_draft may find that a look-up in the text is enough, and its
 # next_segment then has something to send.
 _QUESTIONS = 2
-_STEPS = 1024  # between two tokens, besides what the strategy's parameters ask for
+_STEPS = 256  # between two tokens, besides what the strategy's parameters ask for
 _ATTRIBUTES = ("params", "builder", "pipeline", "counters")
 
 
