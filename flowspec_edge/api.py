@@ -94,8 +94,9 @@ class Cluster:
         The same requests give the same figures to the last digit.
 
         model    "demo", or a directory: a Hugging Face checkpoint, or one with a target and draft models
-        stages   verification devices; None: those of a sharded model, else 4
-        profile  name or TOML file of device and link speeds (``flowspec profiles``)
+        stages   verification devices; None: those of a sharded model or of a testbed, else 4
+        profile  name or TOML file of device and link speeds (``flowspec profiles``), or a testbed of boards
+                 by the planner's rule, BOARD:N[,BOARD:N]/MODEL/DTYPE
         dtype    "fp32", "bf16" or "fp16"; None: a sharded model's own, else "fp32"
         device   torch device for all weights
         scheduling_policy  of concurrent requests. "fair": rows by weight and worth; "fcfs": the oldest
@@ -103,8 +104,10 @@ class Cluster:
 
         UsageError for an unknown model or profile, or more stages than layers of the profile's model.
         """
-        found, stages, dtype = _choose(model, stages, dtype)
         described = profile if isinstance(profile, Profile) else profile_or_testbed(str(profile))
+        if stages is None and described.boards:
+            stages = described.boards - 1
+        found, stages, dtype = _choose(model, stages, dtype)
         return cls(found, stages, dtype, device, Virtual(described), scheduling_policy=scheduling_policy)
 
     @classmethod

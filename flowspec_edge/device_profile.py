@@ -292,6 +292,40 @@ class Profile(StrictModel):
         """(time that ``size`` bytes occupy the link, latency after that)."""
         return size * 8 / (self.link.mbps * 1e6), self.link.latency_ms * 1e-3
 
+    def with_link(self, **values: float) -> Profile:
+        """A copy in which every link has these values of ``LinkCost``."""
+        link = LinkCost.model_validate({**self.link.model_dump(), **values})
+        return self.model_copy(update={"link": link})
+
+    def check_stages(self, stages: int) -> None:
+        """UsageError for more stages than layers, or other than the testbed has."""
+        if self.boards and self.boards != stages + 1:
+            raise UsageError(f"{self.name} has {self.boards} boards, one of which drafts: use --stages "
+                             f"{self.boards - 1}, or leave --stages out, instead of {stages}")
+        if stages > self.model.layers:
+            raise UsageError(f"{stages} stages are more than the {self.model.layers} layers of profile "
+                             f"{self.name}: use fewer stages, or another profile")
+
+
+class MixedBoards(Profile):
+    """A testbed of several kinds of boards; the profile itself is D0's.
+
+    verify  the profiles of V1…VN
+    layers  that each of them has
+    """
+
+    verify: tuple[Profile, ...]
+    layers: tuple[int, ...]
+
+    def with_link(self, **values: float) -> Profile:
+        verify = tuple(profile.with_link(**values) for profile in self.verify)
+        return super().with_link(**values).model_copy(update={"verify": verify})
+
+
+def read_profile(text: str) -> Profile:
+    """A profile from the JSON of its ``model_dump_json``."""
+    return (MixedBoards if "verify" in json.loads(text) else Profile).model_validate_json(text)
+
 
 def profile_names() -> list[str]:
     return sorted(path.stem for path in resource_dir("profiles").glob("*.toml"))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from flowspec_edge.bench.paper_results import BandwidthCurves, DepthCells, PaperResults
-from flowspec_edge.device_profile import LinkCost, Profile
+from flowspec_edge.device_profile import Profile
 from flowspec_edge.strategies.params import Params
 
 AxisName = Literal["bandwidth", "depth", "stages", "segment", "latency", "acceptance"]
@@ -60,8 +60,7 @@ class Axis:
         if not self.link:
             return profile
         assert not isinstance(value, tuple)
-        link = LinkCost.model_validate({**profile.link.model_dump(), self.link: float(value)})
-        return profile.model_copy(update={"link": link})
+        return profile.with_link(**{self.link: float(value)})
 
     def __str__(self) -> str:
         return self.name

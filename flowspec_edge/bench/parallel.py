@@ -16,7 +16,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flowspec_edge.device_profile import Profile
+from flowspec_edge.device_profile import Profile, read_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.runtime.request import OnTokens, Request, Result, Stats
 
@@ -189,7 +189,7 @@ class _Loaded:
 
         described = task.stages, task.profile, task.right_children
         if self._cluster is None or self._described != described:
-            w, profile = self._workplace, Profile.model_validate_json(task.profile)
+            w, profile = self._workplace, read_profile(task.profile)
             share = task.right_children
             self._cluster = (self._cluster.under(profile, task.stages, share) if self._cluster else
                              VirtualCluster(w.model, task.stages, profile, w.dtype, device=w.device,

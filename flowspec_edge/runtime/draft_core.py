@@ -154,6 +154,7 @@ class DraftCore:
         self.newest_session = session = max(self.newest_session, self._numbers()) + 1
         try:
             active.draft_session = self._make(active.handle, session, before)
+            wants_times = active.draft_session.strategy.wants_stage_times
         except BaseException as error:
             if before:
                 self._active.remove(active)
@@ -168,8 +169,7 @@ class DraftCore:
         retained = self.pool.begin(opening.session, opening.capacity, opening.parent_session)
         self._observer.opened(active.draft_session, self._clock())
         active.watched = self._observer.wants_times
-        strategy = active.draft_session.strategy
-        active.learned = self._curve is not None and (self.warming_up or strategy.wants_stage_times)
+        active.learned = self._curve is not None and (self.warming_up or wants_times)
         self._control.append(replace(opening, retained=retained, timed=active.watched or active.learned))
 
     def give_way(self) -> list[RequestHandle]:

@@ -5,6 +5,7 @@ Defaults are the papers' (FlowSpec: section IV-A).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
@@ -27,15 +28,20 @@ _SWITCH = {"true": True, "yes": True, "on": True, "1": True,
            "false": False, "no": False, "off": False, "0": False}
 
 
+def _number(value: float) -> str:
+    return f"{value:.15g}"
+
+
 @dataclass(frozen=True)
 class Parameter:
-    """``kind``: its type; a Literal has its values as arguments.  ``least``: the smallest number."""
+    """``kind``: its type; a Literal has its values as arguments.  ``least``, ``most``: of a number."""
 
     name: str
     kind: Any
     default: Any
     meaning: str
-    least: int
+    least: float
+    most: float
 
     @property
     def range(self) -> str:
@@ -45,7 +51,7 @@ class Parameter:
             return ", ".join(choices)
         if self.kind is bool:
             return "true, false"
-        return "text" if self.kind is str else f"{self.least} to {MOST}"
+        return "text" if self.kind is str else f"{_number(self.least)} to {_number(self.most)}"
 
     def read(self, text: str) -> Any:
         """UsageError for a text that is not of the type; :meth:`check` is for the range."""
@@ -62,14 +68,20 @@ class Parameter:
         name, choices = self.name.replace("_", "-"), get_args(self.kind)
         if choices and value not in choices:
             raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}")
-        if self.kind is int and value < self.least:
-            raise UsageError(f"{name} must be at least {self.least}, not {value}")
-        if self.kind is int and value > MOST:
-            raise UsageError(f"{name} must be at most {MOST}, not {value}")
-        if self.kind is float and value < 0:
-            raise UsageError(f"{name} must not be negative, not {value}")
-        if self.kind is float and not value <= MOST:
-            raise UsageError(f"{name} must be a number up to {MOST}, not {value}")
+        if self.kind is bool and not isinstance(value, bool):
+            raise UsageError(f"{name} must be true or false, not {value!r}")
+        if self.kind not in (int, float):
+            return
+        allowed = (int, float) if self.kind is float else int
+        if not isinstance(value, allowed) or isinstance(value, bool):
+            what = "a number" if self.kind is float else "a whole number"
+            raise UsageError(f"{name} must be {what} ({self.range}), not {value!r}")
+        if not math.isfinite(value):
+            raise UsageError(f"{name} must be a number ({self.range}), not {value}")
+        if value < self.least:
+            raise UsageError(f"{name} must be at least {_number(self.least)}, not {value}")
+        if value > self.most:
+            raise UsageError(f"{name} must be at most {_number(self.most)}, not {value}")
 
 
 def parameters(declared: type[Parameters]) -> dict[str, Parameter]:
@@ -82,9 +94,9 @@ def _described(declared: type[Parameters]) -> dict[str, Parameter]:
     described = {}
     for name, hint in get_type_hints(declared, include_extras=True).items():
         if get_origin(hint) is Annotated:
-            kind, (meaning, *least) = hint.__origin__, hint.__metadata__
-            smallest = least[0] if least else int(kind is int)
-            described[name] = Parameter(name, kind, getattr(declared, name), meaning, smallest)
+            kind, (meaning, *bounds) = hint.__origin__, hint.__metadata__
+            least, most = [*bounds, *(int(kind is int), MOST)[len(bounds):]]
+            described[name] = Parameter(name, kind, getattr(declared, name), meaning, least, most)
     return {name: described[name] for name in declared.__dataclass_fields__ if name in described}
 
 
@@ -94,8 +106,9 @@ class Parameters:
     as ``Strategy.parameters``.
 
     Lengths count tokens, depths count tree levels below the root.  A field is
-    ``name: Annotated[kind, meaning, least] = default`` with a kind of int, float, bool, str, or a Literal of
-    texts.  ``least``, 1 unless given, is an int's smallest value; floats begin at 0.  A derived
+    ``name: Annotated[kind, meaning, least, most] = default`` with a kind of int, float, bool, str, or a
+    Literal of texts.  ``least`` and ``most`` are a number's bounds; without them an int begins at 1 and a
+    float at 0, and both end at 65,536.  NaN and infinity are refused.  A derived
     ``__post_init__`` calls this one, and may raise UsageError.
     """
 

@@ -56,6 +56,22 @@ class _Own(Mapping[str, "type[Strategy]"]):
         return len(_OWN)
 
 
+_TITLES = {  # in the papers; the others' are their names
+    "flowspec": "FlowSpec",
+    "flowspec_plus": "FlowSpec+",
+    "flowspec_no_sbd": "FlowSpec w/o SBD",
+    "pruned_pp": "Pruned PP",
+    "chunk_pp": "Chunk-PP",
+    "chain": "chain in flight",
+    "pipedec": "PipeDec",
+    "megatron": "Megatron-LM",
+    "galaxy": "Galaxy",
+    "stpp": "STPP",
+    "spd": "SPD",
+    "pipeinfer": "PipeInfer",
+    "pearl": "PEARL",
+}
+
 STRATEGIES = _Own()
 _loaded: dict[str, type[Strategy]] = {}  # from elsewhere, once named
 
@@ -65,8 +81,14 @@ def strategy_names() -> list[str]:
     return list(dict.fromkeys([*STRATEGIES, *_entry_points(), *_loaded]))
 
 
+def title_of(name: str) -> str:
+    """Return what a strategy is called in figures and on the page."""
+    return _TITLES.get(name, name)
+
+
 def strategy_class(name: str) -> type[Strategy]:
-    """Find a strategy by its name, or import it from "package.module:Class"; then its own name works, too.
+    """Find a strategy by its name, or import it from "package.module:Class", of an installed package or of
+    the current directory; then its own name works, too.
 
     UsageError for an unknown name (with the known ones), or if the import fails or is no strategy.
     """
@@ -76,6 +98,9 @@ def strategy_class(name: str) -> type[Strategy]:
     if ":" in name:
         from importlib.metadata import EntryPoint
 
+        from flowspec_edge.strategies.working_directory import look_in_working_directory
+
+        look_in_working_directory(name.partition(":")[0])
         return _load(EntryPoint(name.rpartition(":")[2], name, ENTRY_POINTS))
     return _load(_entry_points()[name])
 
@@ -128,8 +153,10 @@ def _load(found: EntryPoint) -> type[Strategy]:
 
     try:
         chosen = getattr(import_module(module), attribute)
-    except Exception as error:  # whatever the module's own code raises
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
         reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            reason += "; a module is found in the current directory or among the installed packages"
         raise UsageError(f"cannot load the strategy {found.value}: {reason}") from error
     if not (inspect.isclass(chosen) and issubclass(chosen, Strategy)) or inspect.isabstract(chosen):
         raise UsageError(f"{found.value} is not a strategy: a complete subclass of flowspec_edge.Strategy")
@@ -143,6 +170,11 @@ def _load(found: EntryPoint) -> type[Strategy]:
     if bare := [name for name in declared.__dataclass_fields__ if name not in parameters(declared)]:
         raise UsageError(f"{found.value} does not describe its parameter {bare[0]}: it needs "
                          'Annotated[int, "meaning"] or the like, and a default')
+    for parameter in parameters(declared).values():
+        try:
+            parameter.check(parameter.default)
+        except UsageError as error:
+            raise UsageError(f"{found.value} has a default that it does not allow: {error}") from error
     known = STRATEGIES.get(name) or _loaded.get(name) or _loaded.setdefault(name, _located(chosen))
     if chosen not in (known, *known.__bases__):
         raise UsageError(f"{found.value} has the name of another strategy, {name}: give it its own")
@@ -150,7 +182,8 @@ def _load(found: EntryPoint) -> type[Strategy]:
 
 
 def _located(chosen: type[Strategy]) -> type[Strategy]:
-    """A subclass whose methods raise RequestFailed, with file and line, for whatever ``chosen`` raises."""
+    """A subclass whose methods and properties raise RequestFailed, with file and line, for whatever ``chosen``
+    raises, ``sys.exit`` included."""
     from flowspec_edge.strategies.base import Strategy
 
     source = inspect.getsourcefile(chosen)
@@ -162,17 +195,24 @@ def _located(chosen: type[Strategy]) -> type[Strategy]:
                 return method(*values, **named)
             except FlowspecError:
                 raise
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 frames = traceback.extract_tb(error.__traceback__)
                 frame = next((frame for frame in reversed(frames) if frame.filename == source), frames[-1])
                 raise RequestFailed(f"the strategy {chosen.name} failed: {type(error).__name__}: {error} "
                                     f"({frame.filename}:{frame.lineno})") from error
         return call
 
-    methods = {name: located(getattr(chosen, name)) for name, method in inspect.getmembers(Strategy)
-               if inspect.isfunction(method) and (name == "__init__" or not name.startswith("_"))}
+    members: dict[str, object] = {}
+    for name, member in inspect.getmembers(Strategy):
+        own = inspect.getattr_static(chosen, name)
+        if inspect.isfunction(member) and (name == "__init__" or not name.startswith("_")):
+            members[name] = located(getattr(chosen, name))
+        elif isinstance(member, property) and isinstance(own, property) and own.fget:
+            members[name] = property(located(own.fget))
+        elif inspect.ismethod(member) and isinstance(own, classmethod):
+            members[name] = classmethod(located(own.__func__))
     same = {name: getattr(chosen, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(chosen.__name__, (chosen,), {**methods, **same})
+    return type(chosen.__name__, (chosen,), {**members, **same})
 
 
 def draft_kind(chosen: type[Strategy], params: Parameters, model: ModelDir) -> str | None:

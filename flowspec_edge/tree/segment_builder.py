@@ -103,5 +103,10 @@ class SegmentBuilder:
         return None if sent is None else sent[0]
 
     @property
+    def runs(self) -> int:
+        """Segments that were sealed."""
+        return self._run
+
+    @property
     def in_flight(self) -> int:
         return len(self._sent_positions)

@@ -115,7 +115,7 @@ def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
         def open_point(value: Value | None) -> Iterator[PointCluster]:
             bed.shape(_mbps(value))
             given = [link.mbps for link in measure_links(bed)]
-            emulation = Emulation(Devices.even(setup.described(value)[1], setup.options.stages), "real")
+            emulation = Emulation(Devices.of(setup.described(value)[1], setup.options.stages), "real")
             with opened(setup.spec, Here(bed, emulation)) as cluster:
                 yield PointCluster(cluster, given)
 

@@ -200,7 +200,7 @@ def timeline(
 
     chosen = strategy_class(strategy)
     found, charged = resolve_model(model), profile_or_testbed(profile)
-    stages = stages_of(found, stages)
+    stages = stages_of(found, stages, charged)
     require_runnable([chosen.name], found, params, "virtual", stages)
     device = device_of(device, found, dtype_of(found, dtype))
     if out is not None:

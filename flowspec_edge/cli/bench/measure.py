@@ -79,8 +79,10 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
     BenchReport."""
     names = parse_strategies(options.strategies or request.strategies)
     model = resolve_model(options.model)
-    options = replace(options, stages=stages_of(model, options.stages), dtype=dtype_of(model, options.dtype))
     clock = request.clock(options)
+    profile = None if request.axis and request.axis.name == "stages" else clock.profile
+    options = replace(options, stages=stages_of(model, options.stages, profile),
+                      dtype=dtype_of(model, options.dtype))
     options.require_virtual(clock.clock)
     tasks = tasks_of(options)
     temperatures = parse_temperatures(options.temperatures or request.temperatures, sampling)
@@ -100,6 +102,8 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
         options = replace(options, stages=len(inventory.verify), device="cpu")
     points = request.points(params, options.stages)
     for at_value, stages in points:
+        if clock.profile is not None:
+            clock.profile.check_stages(stages)
         require_runnable(names, model, at_value, clock.clock, stages)
     if inventory is None:
         processes = clock.processes(max(stages for _, stages in points))

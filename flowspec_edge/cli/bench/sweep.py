@@ -107,6 +107,7 @@ def bandwidth(
     Examples:
 
       flowspec sweep bandwidth --limit 4 --out bandwidth.svg
+      flowspec sweep bandwidth --limit 2 --profile agx-orin-64gb:1,orin-nano-8gb-super:3/qwen3-8b/int4
       flowspec sweep bandwidth --mbps 1000,100,10 --strategies chunk_pp,flowspec --json b.json --resume
       sudo flowspec sweep bandwidth --links namespaces --limit 2 --max-new-tokens 48
       flowspec sweep bandwidth --cluster cluster.toml --model llama-2-7b --json real.json

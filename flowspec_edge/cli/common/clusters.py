@@ -70,7 +70,7 @@ def local_processes(stages: int, device: str, emulate: Profile | None = None) ->
     from flowspec_edge.runtime.emulation.durations import Emulation
     from flowspec_edge.runtime.virtual.devices import Devices
 
-    return Here(emulation=Emulation(Devices.even(emulate, stages)))
+    return Here(emulation=Emulation(Devices.of(emulate, stages)))
 
 
 @overload

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,26 +14,32 @@ if TYPE_CHECKING:
     from flowspec_edge.strategies.base import Strategy
 
 
+_EMPTY = "-"  # a default without any text
+
+
 def strategies(
     name: Annotated[str | None, typer.Argument(
-        help="One of them: list its parameters.", show_default=False)] = None,
+        help="One of them, or package.module:Class: list its parameters.", show_default=False)] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """List the strategies; with a name, its parameters.
 
     flowspec is the FlowSpec paper's method; flowspec_plus (FlowSpec+), the default, is this project's
     extension of it: one tree lasts as long as the round, and its likeliest nodes are drafted and sent at any
-    depth.  Strategies of installed packages are listed, too (entry points "flowspec.strategies").
+    depth.  Strategies of installed packages are listed, too (entry points "flowspec.strategies").  A class of
+    your own is named as package.module:Class, here and for --strategy; its module is installed or in the
+    current directory.
 
     Examples:
 
       flowspec strategies
       flowspec strategies pipedec
+      flowspec strategies my_package.module:MyStrategy
     """
     from flowspec_edge.strategies.registry import strategy_class, strategy_names
 
     if name is not None:
-        _describe(strategy_class(name), as_json)
+        _describe(name, strategy_class(name), as_json)
         return
     found: list[tuple[str, ...]] = [(other, strategy_class(other).summary) for other in strategy_names()]
     if as_json:
@@ -41,7 +48,7 @@ def strategies(
         print_columns(found)
 
 
-def _describe(chosen: type[Strategy], as_json: bool) -> None:
+def _describe(name: str, chosen: type[Strategy], as_json: bool) -> None:
     from flowspec_edge.strategies.registry import parameters_of
 
     found = list(parameters_of(chosen).values())
@@ -52,13 +59,13 @@ def _describe(chosen: type[Strategy], as_json: bool) -> None:
     print(f"{chosen.name}: {printable(chosen.summary)}\n")
     print_columns([("parameter", "default", "range", "meaning"),
                    *((p.name, _as_text(p.default), p.range, p.meaning) for p in found)])
-    first = found[0]
-    print(f"\nExample: flowspec generate \"import os\" --strategy {chosen.name} "
-          f"--set {first.name}={_as_text(first.default)}")
+    given = next((f" --set {shlex.quote(f'{p.name}={text}')}" for p in found
+                  if (text := _as_text(p.default)) != _EMPTY), "")
+    print(f"\nExample: flowspec generate \"import os\" --strategy {shlex.quote(name)}{given}")
 
 
 def _as_text(default: object) -> str:
-    return str(default).lower() if isinstance(default, bool) else str(default) or "-"
+    return str(default).lower() if isinstance(default, bool) else str(default) or _EMPTY
 
 
 def profiles() -> None:

@@ -20,6 +20,7 @@ from flowspec_edge.model.modeldir import SPARSE, UNSPLIT, ModelDir, cache_values
 from flowspec_edge.util import procfs
 
 if TYPE_CHECKING:
+    from flowspec_edge.device_profile import Profile
     from flowspec_edge.model.manifest import Manifest
     from flowspec_edge.util.torchdevice import TorchGpu
 
@@ -62,7 +63,7 @@ ModelOption = Annotated[str, typer.Option(
     help="A name of flowspec models list, or a directory: a Hugging Face checkpoint, one with target/ and "
          "eagle2/, or a sharded model.")]
 StagesOption = Annotated[int, typer.Option(
-    "--stages", help="Verification devices V1…VN.  [default: 4, or those of a sharded model]",
+    "--stages", help="Verification devices V1…VN.  [default: 4, or those of a sharded model or of a testbed]",
     show_default=False, callback=_at_least_one, metavar="N",
     rich_help_panel=TIME)]  # 0: not given, see ``defaults.stages_of``
 DtypeOption = Annotated[DtypeChoice, typer.Option(
@@ -88,8 +89,8 @@ ClockOption = Annotated[Clock, typer.Option(
     "--clock", rich_help_panel=TIME, help="wall: one process per device.  virtual: simulated by a profile.")]
 ProfileOption = Annotated[str, typer.Option(
     "--profile", help="The profile that virtual time uses: a name of flowspec profiles, a TOML file, or a "
-                      "testbed, such as orin-nano-8gb-super:5/qwen3-32b/int4.",
-    metavar="NAME|FILE|BOARD:N/MODEL/DTYPE", rich_help_panel=TIME)]
+                      "testbed of boards of one kind or several, such as orin-nano-8gb-super:5/qwen3-32b/int4.",
+    metavar="NAME|FILE|BOARD:N[,BOARD:N]/MODEL/DTYPE", rich_help_panel=TIME)]
 EmulateOption = Annotated[str | None, typer.Option(
     "--emulate", help="Real processes that compute, then wait until this profile's time is over; implies "
                       "--clock wall.",
@@ -216,10 +217,19 @@ def _manifest(model: ModelDir) -> Manifest:
 _STAGES = 4
 
 
-def stages_of(model: ModelDir, requested: int) -> int:
-    """0: those of a sharded model, or the paper's four."""
+def stages_of(model: ModelDir, requested: int, profile: Profile | None = None) -> int:
+    """0: those of a sharded model, of a ``profile`` with a number of boards, or the paper's four. UsageError
+    if they differ."""
+    testbed = profile.boards - 1 if profile and profile.boards else 0
+    found = _stages_of(model, requested, testbed)
+    if profile:
+        profile.check_stages(found)
+    return found
+
+
+def _stages_of(model: ModelDir, requested: int, testbed: int) -> int:
     if not model.sharded:
-        return requested or _STAGES
+        return requested or testbed or _STAGES
     manifest = _manifest(model)
     if requested:
         manifest.check_stages(requested)

@@ -95,8 +95,8 @@ def chat(
     """
     require_strategy(strategy)
     found = resolve_model(model)
-    stages = stages_of(found, stages)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
+    stages = stages_of(found, stages, clock_settings.profile)
     if demonstration := chat_template is None and model == DEMO:
         chat_template = _DEMO_TEMPLATE
     require_template(found, chat_template)

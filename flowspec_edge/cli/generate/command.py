@@ -130,8 +130,8 @@ def generate(
                                                  explicit, schema), as_json)
         return
     found = resolve_model(model)
-    stages = stages_of(found, stages)
     clock_settings = choose_clock(clock, profile, emulate)
+    stages = stages_of(found, stages, clock_settings.profile)
     if chat:
         require_template(found, chat_template)
     chosen = strategy_class(strategy)

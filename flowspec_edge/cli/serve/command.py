@@ -133,9 +133,9 @@ def serve(
     require_strategy(strategy)
     found = resolve_model(model)
     boards = _boards(cluster, board_model, local, stages, emulate, device)
-    stages = stages_of(found, len(boards.verify) if boards else stages)
-    at_once = at_once or max(2, stages)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
+    stages = stages_of(found, len(boards.verify) if boards else stages, clock_settings.profile)
+    at_once = at_once or max(2, stages)
     if chat_template is not None:
         require_template(found, chat_template)
     params = with_a_draft(strategy, found, params)

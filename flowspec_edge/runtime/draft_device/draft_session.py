@@ -22,6 +22,7 @@ from flowspec_edge.messages import Cancel, Open, Output, Prune, Segment, Tap
 from flowspec_edge.runtime.draft_device.capacity import session_rows, tentative_rows
 from flowspec_edge.runtime.draft_device.generation import Generation
 from flowspec_edge.runtime.draft_device.lm_head import LmHead
+from flowspec_edge.runtime.draft_device.strategy_contract import StrategyContract
 from flowspec_edge.runtime.draft_device.token_rules import TokenRules
 from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Result
 from flowspec_edge.strategies.base import Strategy
@@ -70,6 +71,8 @@ class DraftSession:
         self._needed = frozenset(drafter.taps if drafter else ())  # layers whose states the drafter needs
         self.builder = SegmentBuilder(session, 0, tuple(sorted(self._needed)), cached_rows)
         self.strategy = make(self.builder)
+        self._contract = StrategyContract(self.strategy, self.builder, head.vocabulary, session_rows(
+            request, self.strategy.pipeline.stages))
         self.drafter, self._draft = drafter, draft
         self._cached_rows, self._parent_session = cached_rows, parent_session
         self.head = head
@@ -110,7 +113,11 @@ class DraftSession:
                     tentative=tentative_rows(self.request.params, stages), snapshot=self.snapshot)
 
     def controls(self) -> list[Prune | Cancel]:
-        return [] if self._prompt_left else self.strategy.controls()
+        if self._prompt_left:
+            return []
+        messages = self.strategy.controls()
+        self._contract.controls(messages)
+        return messages
 
     @property
     def is_reading(self) -> bool:
@@ -124,17 +131,24 @@ class DraftSession:
 
     def row_probabilities(self, limit: int) -> Sequence[float] | None:
         """As ``Strategy.row_probabilities``; nothing while the prompt is read."""
-        return self.strategy.row_probabilities(limit) if self._may_send else ()
+        offer = self.strategy.row_probabilities(limit) if self._may_send else ()
+        if not (self._prompt_left or self.finished):
+            self._contract.probabilities(offer, limit)
+        return offer
 
     def next_segment(self, rows: int | None = None) -> Segment | None:
         """Return the best segment that may be sent now, of at most ``rows`` rows if they are given; the
         caller checks that V1 has room. A chunk of the prompt, while any is left."""
         if self.is_reading:
             return self._next_chunk(min(rows or MOST, self.request.params.prefill_chunk))
+        if self.finished or self._prompt_left:
+            return None
         if not self._may_send:
+            self._contract.segment(None, rows)
             return None
         # Strategies from outside may not have the argument, which those that divide their rows get alone.
         segment = self.strategy.next_segment() if rows is None else self.strategy.next_segment(rows)
+        self._contract.segment(segment, rows)
         if segment and self._rules:
             self._rules.sent(segment)
         return segment
@@ -146,7 +160,9 @@ class DraftSession:
         for _ in range(min(rows, len(self._prompt))):
             parent = self.builder.add(self._prompt.popleft(), position, parent, committed=True)
             position += 1
-        return self.builder.seal(self.strategy.prompt_taps)
+        segment = self.builder.seal(self.strategy.prompt_taps)
+        self._contract.sent(segment)
+        return segment
 
     # ---- arrivals --------------------------------------------------------------------------
 
@@ -162,6 +178,7 @@ class DraftSession:
                 self._outputs.append(message)
             case Tap():
                 self._taps.append(message)
+                self._contract.tapped(message.run, message.layer)
                 self.strategy.on_tap(message.run, message.layer)
                 if message.layer in self._needed:
                     self._tapped.setdefault(message.run, set()).add(message.layer)
@@ -194,9 +211,13 @@ class DraftSession:
         return Verify(self._outputs.popleft())
 
     def next_draft(self) -> DraftPass | None:
-        if self.finished or self._prompt_left or self.drafter is None:
+        if self.finished or self._prompt_left:
+            return None
+        if self.drafter is None:
+            self._contract.no_drafter()
             return None
         request = self.strategy.next_draft()
+        self._contract.draft(request)
         if request is None:
             return None
         self._pass_on_taps(self.drafter)  # now: those that arrive during a pass are for the next one
@@ -225,6 +246,7 @@ class DraftSession:
         to be called with their logits [m, V]: choose tokens, walk the tree, commit."""
         output = task.output
         numbers, positions = self.builder.pop_returned(output.run)
+        self._contract.returned(output.run, len(output.numbers))
         positions = positions[np.searchsorted(numbers, output.numbers)]
         if (row := first_row_not_finite(output.hidden)) is not None:
             raise RequestFailed(f"the last stage's output is not finite from position {positions[row]} "
@@ -265,18 +287,24 @@ class DraftSession:
         self._generation.prefilled()
         self.strategy.begin(self._text, self.request.sampling)
         self.strategy.start(token, len(self._text))
+        self._contract.started()
         self._commit([Commit(token, number)])
 
     def _verify(self, output: Output, positions: NDArray[np.int32], states: Tensor, logits: Tensor) -> None:
         logits, allowed = (self._rules.returned(output, len(self._read), logits) if self._rules
                            else (logits, None))
         successors = self.head.choose(logits, positions, self.request.sampling, allowed)
-        for row, number in enumerate(output.numbers.tolist()):
+        numbers, tokens = output.numbers.tolist(), successors.tolist()
+        for row, number in enumerate(numbers):
             self._hidden[number] = (states, row)
+        self._contract.verified(numbers, tokens)
         self._rounds = self.strategy.counters.rounds
-        self._commit(self.strategy.on_verified(output.run, output.numbers.tolist(), successors.tolist()))
+        commits = self.strategy.on_verified(output.run, numbers, tokens)
+        self._contract.commits(output.run, commits, self._read)
+        self._commit(commits)
 
     def drafted(self, request: DraftRequest, output: DraftOutput) -> None:
+        self._contract.drafted()
         self.strategy.on_draft(request, output)
 
     def _commit(self, commits: list[Commit]) -> None:

@@ -66,7 +66,7 @@ class VirtualCluster:
         scheduling_policy  how concurrent requests share the stages (``Scheduler``)
         right_children  the share of right children that drafts have (``CalibratedDrafter``): 1, the head's
         """
-        self.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
+        self.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
         self._draft_models = DraftModels(model_dir, dtype, device)
         self._stages = stages
         self._observer = observer or Observer()
@@ -84,7 +84,7 @@ class VirtualCluster:
         """Return a cluster of other devices, or another acceptance, that takes over these weights; do not use
         this one again."""
         other = copy(self)
-        other.devices = profile if isinstance(profile, Devices) else Devices.even(profile, stages)
+        other.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
         other._stages, other._right_children = stages, right_children
         other._curve = other._warm_curve() if self._curve else None
         other._engines = {n: engines for n, engines in self._engines.items() if n in (1, stages)}

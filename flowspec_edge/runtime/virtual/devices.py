@@ -12,7 +12,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Protocol
 
-from flowspec_edge.device_profile import Profile
+from flowspec_edge.device_profile import MixedBoards, Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.draft_device.draft_session import DraftPass, Verify
 from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
@@ -53,15 +53,12 @@ class Devices:
                              f"but the profiles' model has {self.d0.model.layers}")
 
     @classmethod
-    def even(cls, profile: Profile, stages: int) -> Devices:
-        """``stages`` equal devices that share the model's layers evenly, and an equal D0. UsageError for more
-        stages than layers, or other than the testbed has."""
-        if profile.boards and profile.boards != stages + 1:
-            raise UsageError(f"{profile.name} has {profile.boards} boards, one of which drafts: use --stages "
-                             f"{profile.boards - 1}, not {stages}")
-        if stages > profile.model.layers:
-            raise UsageError(f"{stages} stages are more than the {profile.model.layers} layers of profile "
-                             f"{profile.name}: use fewer stages, or another profile")
+    def of(cls, profile: Profile, stages: int) -> Devices:
+        """The devices of a testbed of several kinds; of any other profile ``stages`` equal devices that share
+        the model's layers evenly, and an equal D0. UsageError as ``Profile.check_stages``."""
+        profile.check_stages(stages)
+        if isinstance(profile, MixedBoards):
+            return cls(profile, profile.verify, tuple(map(float, profile.layers)), profile.name)
         return cls(profile, (profile,) * stages, (profile.model.layers / stages,) * stages, profile.name)
 
     def stage_seconds(self, place: int, rows: int, context: int = 0, correlation: float | None = None

@@ -109,8 +109,15 @@ class VirtualRun:
         start()
 
     def run(self) -> None:
-        while (self._core.busy or self._expected) and self._clock.step():
-            pass
+        asked = False
+        while self._core.busy or self._expected:
+            if self._clock.step():
+                asked = False
+            elif asked:
+                break
+            else:  # nothing is under way: a strategy is asked a second time before its request fails
+                self._pump()
+                asked = True
         if self._core.busy:
             raise RuntimeError("virtual time stopped before the text was complete")
         if self._grouped:

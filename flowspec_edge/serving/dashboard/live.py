@@ -21,6 +21,7 @@ from flowspec_edge.runtime.observe.counters import HeartbeatCounters
 from flowspec_edge.serving import sse
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.dashboard.feed import Feed, FlowEvents, TreeEvents
+from flowspec_edge.strategies.registry import title_of
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,8 @@ class Description:
                   for place, layers in enumerate([None, *self.layers])]
         return {"model": self.model, "strategy": self.strategy, "stages": len(self.layers),
                 "dtype": self.dtype, "profile": self.profile, "needs_key": self.needs_key, "chat": self.chat,
-                "tree": self.tree, "strategies": [*self.strategies], "context": self.context,
+                "tree": self.tree, "strategies": [*self.strategies],
+                "titles": {name: title_of(name) for name in (self.strategy, *self.strategies)}, "context": self.context,
                 "boards": boards, "state": state, "reason": reason}
 
 
@@ -104,7 +106,7 @@ class Live:
         self._viewers: set[Viewer] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._cluster: dict[str, Any] = {}
-        self._ends = 0
+        self._changes = 0
         self._faults: set[str] = set()  # logged already
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,12 +186,12 @@ class Live:
         with self._guard():
             for snapshot in self._feed.take_trees():
                 self._send("tree", self._trees.event(snapshot))
-        ends = self._feed.stats.ends
+        changes = self._feed.stats.changes
         if slow:
             with self._guard():
                 self._send("boards", self._boards_event(now))
-        if slow or ends != self._ends:
-            self._ends = ends
+        if slow or changes != self._changes:
+            self._changes = changes
             with self._guard():
                 self._send("figures", self._stats_event())
 

@@ -20,6 +20,7 @@ from flowspec_edge.runtime.observe.power import once_per_board
 from flowspec_edge.runtime.observe.timeline import AcceptanceTracker
 from flowspec_edge.runtime.request import Result
 from flowspec_edge.serving.admission import WaitingRequest
+from flowspec_edge.strategies.tree_strategy import TreeStrategy
 
 _ROUNDS = 200  # newest rounds, for the acceptance per depth
 DEPTHS = 12  # depths that are shown
@@ -35,6 +36,9 @@ class _Progress:
     the server's probes."""
 
     number: int
+    strategy: str
+    drafts: bool  # whether it guesses at all
+    tree: bool  # whether it guesses in a tree, which the page shows
     priority: int
     begun_at: float
     tokens_before: int  # this session
@@ -63,7 +67,8 @@ class _Progress:
         ttft = None  # also of an answer that began before a loss, in another session
         if self.first_at is not None and not self.tokens_before:
             ttft = self.first_at - self.begun_at
-        return {"number": self.number, "session": session, "priority": self.priority, "tokens": self.tokens,
+        return {"number": self.number, "session": session, "strategy": self.strategy, "tree": self.tree,
+                "priority": self.priority, "tokens": self.tokens,
                 "tokens_per_second": self.tokens_per_second(now), "ttft_s": ttft,
                 "itl_p50_s": at[0], "itl_p95_s": at[1], "itl_p99_s": at[2], "share": share}
 
@@ -76,14 +81,15 @@ class RequestStats:
         self._lock = threading.Lock()
         self._running: dict[int, _Progress] = {}
         self._acceptance = AcceptanceTracker()
-        self._rounds: deque[int] = deque(maxlen=_ROUNDS)  # draft tokens accepted in each
+        self._rounds: dict[str, deque[int]] = {}  # strategy -> draft tokens accepted in each round
+        self._guessing: str | None = None  # the strategy whose rounds are shown
         self._slot_s = 0.0
         self._shown: dict[str, float] = {}
         self._joules: float | None = None  # per token of the newest answer
         self._total = {"requests": 0, "tokens": 0, "drafted": 0, "accepted": 0}
         self._sent: deque[tuple[float, int, int]] = deque(maxlen=_SEGMENTS)  # when, session, rows
         self._begun = 0  # requests
-        self.ends = 0  # requests that ended, of any length
+        self.changes = 0  # beginnings and ends of requests
 
     def opened(self, draft_session: DraftSession, at: float) -> None:
         """A request begins, or continues in another session."""
@@ -92,8 +98,10 @@ class RequestStats:
             number = 0  # of a probe
             if request.max_new_tokens > 1:
                 self._begun += 1
+                self.changes += 1
                 number = self._begun
-            progress = _Progress(number, request.priority, at, tokens, tokens)
+            progress = _Progress(number, request.strategy, draft_session.drafter is not None,
+                                 isinstance(draft_session.strategy, TreeStrategy), request.priority, at, tokens, tokens)
             self._running[draft_session.builder.session] = progress
             self._acceptance.begin(draft_session)
 
@@ -115,7 +123,7 @@ class RequestStats:
                 if not progress.tokens_before and not draft_session.finished and self._is_shown(session):
                     self._shown = {"ttft_s": at - progress.begun_at}
             elif accepted is not None:
-                self._rounds.append(accepted)
+                self._add_round(progress, accepted, self._is_shown(session))
                 progress.accepted += accepted
             seconds = at - progress.first_at
             generated = tokens - progress.tokens_before - 1
@@ -129,13 +137,14 @@ class RequestStats:
         with self._lock:
             shown = self._is_shown(draft_session.builder.session)
             progress = self._end(draft_session)
-            self.ends += 1
+            self.changes += 1
             stats = result.stats
             self._slot_s = stats.slot_s
             if len(result.tokens) < 2:
                 return
             if progress is not None and not progress.tokens_before:
-                self._rounds.append(stats.accepted - progress.accepted)  # the end of the text ends a round
+                # The end of the text ends a round.
+                self._add_round(progress, stats.accepted - progress.accepted, shown)
             if shown:
                 self._shown = {"tokens_per_second": stats.tokens_per_second, "alt": stats.alt,
                                "alr": stats.alr, "ttft_s": stats.ttft_s}
@@ -145,8 +154,17 @@ class RequestStats:
             self._total["drafted"] += stats.drafted
             self._total["accepted"] += stats.accepted
 
+    def _add_round(self, progress: _Progress, accepted: int, shown: bool) -> None:
+        """A round ended: strategies differ in what is right, so each has rounds of its own. ``shown``: the
+        figures are this request's."""
+        if progress.drafts:
+            self._rounds.setdefault(progress.strategy, deque(maxlen=_ROUNDS)).append(accepted)
+            if shown:
+                self._guessing = progress.strategy
+
     def failed(self, draft_session: DraftSession) -> None:
         with self._lock:
+            self.changes += 1
             self._end(draft_session)
 
     def lost(self) -> None:
@@ -164,12 +182,14 @@ class RequestStats:
     def event(self, waiting: Sequence[WaitingRequest], now: float) -> dict[str, Any]:
         """Return the event of docs/serving.md; unknown figures are None. ``now``: of time.monotonic()."""
         with self._lock:
-            rounds = len(self._rounds)
-            depths = [sum(n >= depth for n in self._rounds) / rounds for depth in range(1, DEPTHS + 1)] \
+            newest_rounds = self._rounds.get(self._guessing or "", ())
+            rounds = len(newest_rounds)
+            depths = [sum(n >= depth for n in newest_rounds) / rounds for depth in range(1, DEPTHS + 1)] \
                 if rounds else []
             newest = {name: self._shown.get(name) for name in ("tokens_per_second", "alt", "alr", "ttft_s")}
             speeds = self._speeds(now)
             return {**newest, "joules_per_token": self._joules, "acceptance": depths, "rounds": rounds,
+                    "rounds_of": self._guessing,
                     "running": len(self._running), "waiting": len(waiting), "total": dict(self._total),
                     "requests": self._requests(now),
                     "queue": [asdict(one) for one in waiting[:_MOST_WAITING]],

@@ -84,7 +84,7 @@ def test_a_testbed_has_the_times_of_the_plan(board: str, count: int, model: str,
     boards = [member.for_model(size)[0] for member in parse_devices([f"{board}:{count}"])]
     problem = problem_for(size, CONTEXT, 1, count)
     plan = planner.plan(boards, problem)
-    devices = Devices.even(profile, count - 1)
+    devices = Devices.of(profile, count - 1)
     slowest = max(devices.stage_seconds(place, ROWS, CONTEXT) for place in range(1, count))
     layers = max(hi - lo for lo, hi in (stage.layers for stage in plan.stages))
     assert slowest == pytest.approx(plan.slowest * (size.layers / (count - 1)) / layers, rel=1e-6)
@@ -96,9 +96,9 @@ def test_a_testbed_has_the_times_of_the_plan(board: str, count: int, model: str,
 
 def test_a_testbed_has_its_number_of_stages() -> None:
     profile = profile_or_testbed("orin-nano-8gb-super:5/qwen3-32b/int4")
-    assert len(Devices.even(profile, 4).stages) == 4
+    assert len(Devices.of(profile, 4).stages) == 4
     with pytest.raises(UsageError, match="has 5 boards, one of which drafts: use --stages 4, not 3"):
-        Devices.even(profile, 3)
+        Devices.of(profile, 3)
 
 
 @pytest.mark.parametrize(("name", "message"), [

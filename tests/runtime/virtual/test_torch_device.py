@@ -51,7 +51,7 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
 
     monkeypatch.setattr(processes, "DraftModels", Told)
     torch.empty(1, device=device)  # a context, if it is a GPU's: the stages must not inherit it
-    emulation = Emulation(Devices.even(load_profile("paper-7b"), 2)) if emulated else None
+    emulation = Emulation(Devices.of(load_profile("paper-7b"), 2)) if emulated else None
     with open_cluster(ClusterSpec(tiny_model, 2, device=device, threads=1),
                       Here(emulation=emulation)) as clusters:
         result = clusters.generate(Request(PROMPT, "flowspec", 10))

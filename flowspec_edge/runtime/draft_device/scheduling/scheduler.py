@@ -158,7 +158,8 @@ class Scheduler:
         if not self._predictor.outlasts(_kind(job), self._clock()):
             return []
         running = [draft_session for draft_session in self._open.values() if not draft_session.finished]
-        early = all(draft_session.strategy.allows_early_send for draft_session in running)
+        early = all(self._ask(draft_session, partial(getattr, draft_session.strategy, "allows_early_send"))
+                    for draft_session in running)
         return self._take_batch(running) if early else []
 
     def _take_batch(self, among: Sequence[DraftSession]) -> list[Segment | Batch]:

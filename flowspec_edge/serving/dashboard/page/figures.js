@@ -1,5 +1,7 @@
 // The figures, and how often guesses were right.
 
+import { title } from "./settings.js";
+
 const at = (id) => document.querySelector(`#${id}`);
 
 /** What stays the same while the server runs. */
@@ -19,6 +21,7 @@ export function showFigures(figures) {
   const { running, waiting, total } = figures;
   at("queue").textContent = `${running} running, ${waiting} waiting; answered: ${total.requests}, `
     + `${total.tokens} tokens`;
+  at("guesses-of").textContent = figures.rounds_of ? ` of ${title(figures.rounds_of)}` : "";
   showAcceptance(figures.acceptance, figures.rounds);
 }
 

@@ -6,20 +6,22 @@ import { watch } from "./feed.js";
 import { explainFigures, showFigures } from "./figures.js";
 import { clearRail, layRail, moveSegments } from "./rail.js";
 import { showRequests } from "./requests.js";
-import { clearTree, explainTree, growTree } from "./tree.js";
+import { learnTitles, title } from "./settings.js";
+import { clearTree, expectTree, explainTree, growTree } from "./tree.js";
 
 const served = document.querySelector("#served");
 const state = document.querySelector("#state");
 
 function describe(cluster) {
   const { model, strategy, stages, dtype, profile } = cluster;
+  learnTitles(cluster);
+  expectTree(cluster);
   const pace = profile ? `, emulated at the pace of ${profile}` : "";
-  served.textContent = `${model} in ${dtype} over ${stages} boards and a draft device, ${strategy}${pace}`;
+  served.textContent = `${model} in ${dtype} over ${stages} boards and a draft device, ${title(strategy)}${pace}`;
   document.querySelector("#last").textContent = `V${stages}`;
   tell(cluster.state, cluster.state === "up" ? "up" : cluster.reason);
   showBoards(cluster);
   layRail(cluster);
-  explainTree(cluster);
   explainFigures(cluster);
   openChat(cluster);
 }
@@ -37,6 +39,7 @@ watch({
   figures(event) {
     showFigures(event);
     showRequests(event);
+    explainTree(event);
   },
   cut(why) {
     tell("cut", `${why}; trying again`);

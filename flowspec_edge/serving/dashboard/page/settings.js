@@ -1,14 +1,19 @@
 // How to answer: strategy, temperature, length, and whether two strategies race.
 
 const PLAIN = "autoregressive";
-const TITLES = { [PLAIN]: "plain", flowspec: "FlowSpec", flowspec_plus: "FlowSpec+" };
+let titles = {};  // by name, from the server
 
 const field = (id) => document.querySelector(`#${id}`);
 const strategy = field("strategy"), temperature = field("temperature"), length = field("length");
 const race = field("race");
 
 /** A strategy's name in words. */
-export const title = (name) => TITLES[name] ?? name;
+export const title = (name) => (name === PLAIN ? "plain" : titles[name] ?? name);
+
+/** Learn the strategies' titles, from a `cluster` event. */
+export function learnTitles(cluster) {
+  titles = cluster.titles;
+}
 
 /** Offer what the server has, from a `cluster` event; `tokens`: the length at first, null: the server's own. */
 export function offerSettings({ strategies, strategy: usual, context }, tokens) {

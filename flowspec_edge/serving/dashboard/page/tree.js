@@ -1,6 +1,7 @@
 // The draft tree, drawn along the text: what became text stays as a line, what may come spreads from it.
 
 import { cleared, colour, isStill, painter } from "./canvas.js";
+import { title } from "./settings.js";
 import { heights } from "./tree_layout.js";
 
 const GONE_S = 1.1;  // how long a node that was cut can be seen
@@ -14,6 +15,7 @@ const canvas = document.querySelector("#tree");
 const idle = document.querySelector("#tree-idle");
 const nodes = new Map();  // by id: {x, y, to, text, state, score, since, seen, still}
 let session = null;
+let usual = { tree: true };  // the `cluster` event
 let root = null, camera = 0, before = 0;
 let row = HIGHEST_ROW, column = 60, level = 0;  // pixels; the level is the root's
 
@@ -21,9 +23,24 @@ const wake = painter(paint);
 new ResizeObserver(() => wake()).observe(canvas);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => wake());
 
-/** What is said while there is no tree, from a `cluster` event. */
-export function explainTree({ strategy, tree }) {
-  if (!tree) idle.textContent = `The strategy ${strategy} guesses nothing ahead: there is no tree.`;
+/** What the server does unless a request says otherwise, from a `cluster` event. */
+export function expectTree(cluster) {
+  usual = cluster;
+}
+
+/** What is said while there is no tree, from a `figures` event. The tree of an answer that has ended stays until
+ * the next one begins. */
+export function explainTree({ requests }) {
+  idle.textContent = words(requests);
+  if (requests.length && root !== null && !requests.some((request) => request.session === session)) clearTree();
+}
+
+function words(requests) {
+  if (requests.some((request) => request.tree)) return "An answer begins; its tree grows with the first guesses.";
+  const { strategy, tree } = requests[0] ?? usual;
+  if (tree) return "No answer is being made; the tree grows with the next one.";
+  const name = title(strategy);
+  return `${name === "plain" ? "Plain decoding" : name} has no draft tree${requests.length ? "" : ": no answer is being made"}.`;
 }
 
 /** Nothing is known of any tree any more. */
@@ -191,11 +208,12 @@ function drawLabels(draw, labels) {
   draw.font = `${LABEL}px ui-monospace, "DejaVu Sans Mono", Menlo, monospace`;
   draw.textAlign = "left";
   draw.textBaseline = "middle";
-  draw.lineWidth = 3;
-  draw.strokeStyle = colour("panel");
-  for (const { node, text, left, top } of labels) {
+  for (const { node, text, left, right, top } of labels) {
+    // The line to a node's best child runs level with it: behind the letters it would strike them out.
+    draw.globalAlpha = 1;
+    draw.fillStyle = colour("panel");
+    draw.fillRect(left - 2, top, right - left + 4, LABEL);
     draw.globalAlpha = node.light;
-    draw.strokeText(text, left, top + LABEL / 2);
     draw.fillStyle = colour(node.state === "drafted" ? "muted" : node.state === "sent" ? "ink" : node.state);
     draw.fillText(text, left, top + LABEL / 2);
   }

@@ -1,0 +1,250 @@
+"""What a strategy owes to the draft device, checked for each request: a strategy may come from outside.
+
+A strategy that breaks the contract fails its own request with one line, which names the strategy and what it
+did last.  Other requests, and the stages, never see a message that the strategy was not allowed to send.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from flowspec_edge.errors import RequestFailed
+from flowspec_edge.messages import Cancel, Prune, Segment
+from flowspec_edge.strategies.base import Strategy
+from flowspec_edge.strategies.parameters import MOST, parameters
+from flowspec_edge.tree.draft_api import Commit, DraftNode, DraftRequest
+from flowspec_edge.tree.segment_builder import SegmentBuilder
+
+# A strategy may need a second question: its next_draft may find that a look-up in the text is enough, and its
+# next_segment then has something to send.
+_QUESTIONS = 2
+_STEPS = 256  # between two tokens, besides what the strategy's parameters ask for
+_ATTRIBUTES = ("params", "builder", "pipeline", "counters")
+
+
+class StrategyContract:
+    """Watches one strategy in one session.
+
+    last  what the strategy did last, for error messages
+    """
+
+    def __init__(self, strategy: Strategy, builder: SegmentBuilder, vocabulary: int, most_rows: int) -> None:
+        """``most_rows``: rows that every stage keeps for the session, text and drafts."""
+        self._strategy, self._builder = strategy, builder
+        self._vocabulary, self._most_rows = vocabulary, most_rows
+        self.last = "was created"
+        if missing := [name for name in _ATTRIBUTES if not hasattr(strategy, name)]:
+            raise self._broken(f"has no {missing[0]}: its __init__ has to call that of Strategy")
+        values = [getattr(strategy.params, name) for name, parameter
+                  in parameters(type(strategy.params)).items() if parameter.kind is int]
+        self._most_steps = _STEPS + sum(values)
+        self._steps = 0  # segments, and draft passes with nothing in flight, since the newest token
+        self._questions = 0  # without an answer, and with nothing under way
+        self._nothing_to_send = self._nothing_to_draft = False  # the answers to the present question
+        self._drafting = False  # a pass is under way
+        self._in_flight: set[int] = set()  # runs that were sent and have not come back
+        self._sent = builder.runs - 1  # the newest run that was sent
+        self._due: dict[int, set[int]] = {}  # run -> layers whose taps are still to come
+        self._rows: dict[int, tuple[int, int]] = {}  # number -> token, position of a row that was sent
+        self._successors: dict[int, int] = {}  # number -> the target's token after a row that came back
+        self._expanded: set[int] = set()  # ids of nodes that passes have expanded
+
+    # ---- what the strategy returns -----------------------------------------------------------------
+
+    def segment(self, segment: Segment | None, rows: int | None) -> None:
+        """Check what ``next_segment`` returned; ``rows``: the most that it was allowed, if given."""
+        if segment is None:
+            self._nothing_to_send = True
+            return
+        if not isinstance(segment, Segment):
+            raise self._broken(f"returned {_shown(segment)} from next_segment, not a Segment or None")
+        count = len(segment.numbers)
+        if self._builder.sent_numbers(segment.run) is not segment.numbers or segment.run <= self._sent:
+            raise self._broken(f"returned segment {segment.run} from next_segment, which it has sent before "
+                               "or did not build; it has to return what builder.seal() gives, once")
+        if segment.run != self._sent + 1:
+            raise self._broken(f"returned segment {segment.run} from next_segment before segment "
+                               f"{self._sent + 1}; it has to send each segment that it seals, in order")
+        if rows is not None and count > rows:
+            raise self._broken(f"returned {count} rows from next_segment, which may have {rows}")
+        assert segment.tokens is not None
+        tokens, positions = segment.tokens.tolist(), segment.positions.tolist()
+        if wrong := [token for token in tokens if not 0 <= token < self._vocabulary]:
+            raise self._broken(f"sent the token {wrong[0]}, outside the vocabulary of {self._vocabulary}")
+        if wrong := [position for position in positions if position < 0]:
+            raise self._broken(f"sent a row at position {wrong[0]}")
+        undecided = self._builder.next_number - self._builder.base
+        if undecided > self._most_rows:
+            raise self._broken(f"has sent {undecided} rows of which none became text, more than the "
+                               f"{self._most_rows} that the stages keep")
+        self._step()
+        self.sent(segment)
+        self._rows.update(zip(segment.numbers.tolist(), zip(tokens, positions, strict=True), strict=True))
+        self.last = f"sent segment {segment.run} with {count} rows"
+
+    def probabilities(self, offer: Sequence[float] | None, limit: int) -> None:
+        """Check what ``row_probabilities`` returned."""
+        if offer is None:
+            return
+        try:
+            count, wrong = len(offer), [p for p in offer if not -1e-9 <= p <= 1 + 1e-6]
+        except TypeError:
+            raise self._broken(f"returned {_shown(offer)} from row_probabilities, not numbers") from None
+        if wrong:
+            raise self._broken(f"returned the probability {_shown(wrong[0])} from row_probabilities")
+        if count > limit:
+            raise self._broken(f"returned {count} rows from row_probabilities, which may have {limit}")
+        if not count:
+            self._nothing_to_send = True
+
+    def draft(self, request: DraftRequest | None) -> None:
+        """Check what ``next_draft`` returned. RequestFailed also if the strategy has nothing to send, nothing
+        to draft, and nothing to wait for."""
+        if request is None:
+            self._nothing_to_draft = True
+            self._check_idle()
+            return
+        if not isinstance(request, DraftRequest):
+            raise self._broken(f"returned {_shown(request)} from next_draft, not a DraftRequest or None")
+        self._check_nodes(request)
+        if not self._in_flight:
+            self._step()
+        self._event()
+        self._drafting = True
+        self._expanded = {node for node in self._expanded if node >= request.root}
+        self._expanded.update(node.id for node in request.nodes)
+        self.last = f"asked for a draft pass over {len(request.nodes)} nodes"
+
+    def no_drafter(self) -> None:
+        """The request has no draft model, so the strategy is not asked for a draft pass."""
+        self._nothing_to_draft = True
+        self._check_idle()
+
+    def _check_nodes(self, request: DraftRequest) -> None:
+        nodes = request.nodes
+        if not nodes or not all(isinstance(node, DraftNode) for node in nodes):
+            raise self._broken("asked for a draft pass over no nodes")
+        if not 1 <= request.children <= MOST:
+            raise self._broken(f"asked for {request.children} children a node in a draft pass")
+        if len({node.id for node in nodes}) < len(nodes):
+            raise self._broken("asked for a draft pass over one node twice")
+        for node in nodes:
+            if not 0 <= node.token < self._vocabulary or node.position < 0:
+                raise self._broken(f"asked for a draft pass over the token {node.token} at position "
+                                   f"{node.position}; the vocabulary has {self._vocabulary}")
+            if node.id != request.root and node.parent != request.root and node.parent not in self._expanded:
+                raise self._broken(f"asked for a draft pass over node {node.id}, whose parent {node.parent} "
+                                   "no draft pass has expanded")
+
+    def controls(self, messages: Sequence[Prune | Cancel]) -> None:
+        """Check what ``controls`` returned."""
+        builder = self._builder
+        for message in messages if isinstance(messages, list | tuple) else [messages]:
+            match message:
+                case Prune():
+                    keep = message.keep.tolist()
+                    right = (0 <= message.start <= message.stop <= builder.next_number
+                             and all(a < b for a, b in pairwise(keep)))
+                case Cancel():
+                    right = all(0 <= run <= self._sent for run in message.runs)
+                case _:
+                    raise self._broken(f"returned {_shown(message)} from controls, not a list of Prune and "
+                                       "Cancel")
+            if not right or (message.session, message.epoch) != (builder.session, builder.epoch):
+                raise self._broken(f"returned a {type(message).__name__} from controls that names rows or "
+                                   "segments which it has not sent; builder.prune makes a right one")
+
+    def commits(self, run: int, commits: Sequence[Commit], text: Sequence[int]) -> None:
+        """Check what ``on_verified`` returned; ``text``: all tokens before. Each commit has to be the
+        target's own token after the text, so that no strategy can change an answer."""
+        if not isinstance(commits, list | tuple) or not all(isinstance(one, Commit) for one in commits):
+            raise self._broken(f"returned {_shown(commits)} from on_verified, not a list of Commit")
+        newest, end = text[-1], len(text)
+        for commit in commits:
+            row = self._rows.get(commit.source)
+            if commit.source not in self._successors or (row is not None and row != (newest, end - 1)):
+                raise self._broken(f"committed token {commit.token} after row {commit.source}, which is not "
+                                   "a verified row of the text's newest token")
+            if commit.token != self._successors[commit.source]:
+                raise self._broken(f"committed token {commit.token} after row {commit.source}, where the "
+                                   f"target's is {self._successors[commit.source]}")
+            newest, end = commit.token, end + 1
+        self.last = f"committed {len(commits)} tokens after segment {run} came back"
+        if commits:
+            self._steps = 0
+            oldest = commits[-1].source
+            self._rows = {number: row for number, row in self._rows.items() if number >= oldest}
+            self._successors = {n: token for n, token in self._successors.items() if n >= oldest}
+
+    # ---- what the strategy waits for ---------------------------------------------------------------
+
+    def sent(self, segment: Segment) -> None:
+        """A segment goes out, of the prompt or of the strategy."""
+        self._event()
+        self._sent = segment.run
+        self._in_flight.add(segment.run)
+        if segment.taps:
+            self._due[segment.run] = set(segment.taps)
+
+    def returned(self, run: int, rows: int) -> None:
+        """The output of ``run`` is taken in. Its taps may come later, over links of their own; one without
+        rows may have none."""
+        self._event()
+        self._in_flight.discard(run)
+        if not rows:
+            self._due.pop(run, None)
+
+    def tapped(self, run: int, layer: int) -> None:
+        self._event()
+        if run in self._due:
+            self._due[run].discard(layer)
+            if not self._due[run]:
+                del self._due[run]
+
+    def verified(self, numbers: Sequence[int], successors: Sequence[int]) -> None:
+        self._successors.update(zip(numbers, successors, strict=True))
+
+    def drafted(self) -> None:
+        self._event()
+        self._drafting = False
+        self.last = "was given a draft pass's result"
+
+    def started(self) -> None:
+        self._event()
+        self.last = "was started with the first token"
+
+    # ---- the rules ---------------------------------------------------------------------------------
+
+    def _event(self) -> None:
+        """Something happened of which the strategy may make something."""
+        self._questions = 0
+        self._nothing_to_send = self._nothing_to_draft = False
+
+    def _check_idle(self) -> None:
+        waits = self._in_flight or self._drafting or self._due
+        if waits or not (self._nothing_to_send and self._nothing_to_draft):
+            return
+        self._nothing_to_send = self._nothing_to_draft = False
+        self._questions += 1
+        if self._questions >= _QUESTIONS:
+            raise self._broken("does nothing: no segment is in flight, and next_segment has none to send, "
+                               "next_draft none to draft")
+
+    def _step(self) -> None:
+        self._steps += 1
+        if self._steps > self._most_steps:
+            raise self._broken(f"makes no progress: no new token in {self._most_steps} segments and draft "
+                               "passes")
+
+    def _broken(self, what: str) -> RequestFailed:
+        return RequestFailed(f"the strategy {self._strategy.name} {what}; the last thing before: it "
+                             f"{self.last} (the rules are those of flowspec_edge.Strategy in docs/api.md)")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}…"
