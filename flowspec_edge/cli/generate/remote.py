@@ -46,7 +46,7 @@ class RemoteRequest:
         values = asdict(self.sampling)
         body: dict[str, Any] = {"model": model, "max_tokens": self.max_new_tokens, "seed": values["seed"],
                                 "stream_options": {"include_usage": True}, "flowspec": {"tokens": True}}
-        body |= {name: values[name] for name in ("temperature", "top_p", "top_k") if name in self.explicit}
+        body |= {name: values[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in self.explicit}
         if self.strategy is not None:
             body["flowspec"]["strategy"] = self.strategy
         if self.schema is not None:
