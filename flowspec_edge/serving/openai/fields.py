@@ -2,8 +2,9 @@
 common ones of others.
 
 A field is implemented, refused because ignoring it would change the answer, or accepted without effect
-because the answer is the same without it. Values that ask for nothing are always accepted. A name that nobody
-documents is an error if it looks like a misspelt one; otherwise it has no effect, and the answer says so.
+because the answer is the same without it. Values that ask for nothing are always accepted. A name that none of
+these servers documents is an error if it looks like a misspelt one; otherwise it has no effect, and the answer says
+so.
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ _ALL: tuple[RequestField, ...] = (
     # ---- grammars ----
     _does("response_format", "ovsl", "json_object, also with a schema, and json_schema; responses take "
           "text.format", {"type": "json_object"}, "ct", {"type": "text"}),
-    _does("text", "ov", "a response's format; the others take response_format. verbosity is refused",
+    _does("text", "ovs", "a response's format; the others take response_format. verbosity is refused",
           {"format": {"type": "json_object"}}, "r"),
     _does("guided_json", "vx", "a JSON schema, as an object or as text", _SCHEMA),
     _does("guided_regex", "vx", "a regular expression of the whole answer", "[ab]+"),
@@ -299,6 +300,9 @@ _ALL: tuple[RequestField, ...] = (
     _refused("background", "ovs", "it stores nothing; wait for the answer, or stream it", True, False),
     _refused("truncation", "ovs", "it would cut the prompt; cut it before you send it", "auto", "disabled"),
     _harmless("context_management", "o", "a prompt that does not fit is refused, never cut", [{}]),
+    _harmless("background_options", "o", "it goes with background, which is refused", {}),
+    _harmless("access_programs", "o", "the model is the same for every caller", {}),
+    _harmless("image", "o", _NO_IMAGES, {}),
     _refused("moderation", "o", "nothing is checked here", {"model": "a"}),
     # ---- what says nothing about the answer ----
     _harmless("metadata", "ovs", "responses return it", {"a": "b"}),
@@ -359,7 +363,7 @@ FIELDS: dict[str, RequestField] = {field.name: field for field in _ALL}
 
 
 def ignored_fields(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, ...]:
-    """Check every field of a body; return the names that nobody documents, which have no effect. ApiError for
+    """Check every field of a body; return the undocumented names, which have no effect. ApiError for
     a field that would change the answer, or that looks like a misspelt one."""
     unknown = []
     for name, value in body.items():

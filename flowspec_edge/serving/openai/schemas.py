@@ -119,6 +119,11 @@ def _count(value: Any) -> Any:
     return None if value is False else 1 if value is True else _whole(value)
 
 
+def _flag(value: Any) -> Any:
+    """Some clients send what completions take: 1 is a chat's true."""
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
 class StreamOptions(Ignoring):
     include_usage: bool | None = None
 
@@ -339,7 +344,7 @@ class Body(Ignoring):
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """The names of its fields that nobody documents."""
+        """The names of its fields that no server documents, which have no effect."""
         return self._ignored
 
     @property
@@ -385,7 +390,7 @@ class ChatBody(Body):
     tools: Annotated[list[ToolDefinition], Field(max_length=_MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    logprobs: bool | None = None
+    logprobs: Annotated[bool | None, BeforeValidator(_flag)] = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
 
     @property
