@@ -12,7 +12,7 @@ breaks a caller raises the first number of the version that is not 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,7 @@ from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import FinishReason, Request, Result, SchedulingPolicy, Stats
 from flowspec_edge.runtime.virtual.clock import Span
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-from flowspec_edge.sampling.settings import Penalties, Sampling
+from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.strategies.base import Pipeline, Strategy
 from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
@@ -42,7 +42,7 @@ from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 __all__ = ["Cluster", "Commit", "Completion", "DraftOutput", "DraftRequest", "DraftTree", "FlowspecError",
            "Node", "Parameters", "Params", "PeerLost", "Penalties", "Pipeline", "Profile", "Request",
-           "RequestFailed", "Sampling", "Segment", "SegmentBuilder", "Span", "Stats", "Strategy",
+           "RequestFailed", "Restrictions", "Sampling", "Segment", "SegmentBuilder", "Span", "Stats", "Strategy",
            "TreeParameters", "TreeStrategy", "UsageError", "load_profile", "strategy_class", "strategy_names"]
 
 _STAGES = 4  # the paper's
@@ -137,14 +137,19 @@ class Cluster:
 
     def request(self, prompt: str | Sequence[int], *, strategy: str = DEFAULT_STRATEGY,
                 max_new_tokens: int = 128, sampling: Sampling | None = None, params: Params | None = None,
-                penalties: Penalties | None = None, priority: int = 0) -> Request:
-        """Build a request that ends at the model's end-of-sequence ids.
+                penalties: Penalties | None = None, priority: int = 0,
+                restrictions: Restrictions | None = None, stop_ids: Collection[int] = (),
+                ignore_eos: bool = False) -> Request:
+        """Build a request that ends at the model's end-of-sequence ids, and at further tokens.
 
         prompt    text, or token ids
         strategy  a name (:func:`strategy_names`), or "package.module:Class"
-        sampling  temperature, top_p, top_k and seed; None: greedy
+        sampling  temperature, top_p, top_k, min_p and seed; None: greedy
         params    the strategies' parameters; None: the papers' values
-        penalties on what the answer repeats, and on single tokens; None: none
+        penalties on what the text repeats, and on single tokens; None: none
+        restrictions  on the tokens that may come next; None: none
+        stop_ids  further tokens that end the answer
+        ignore_eos  the model's end-of-sequence ids do not end the answer
         priority  beside other requests: lower is earlier, and one less quadruples the guaranteed rows
 
         UsageError for an unknown strategy or an empty prompt.
@@ -152,7 +157,8 @@ class Cluster:
         strategy_class(strategy)
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         return Request(ids, strategy, max_new_tokens, sampling or Sampling(), params or Params(),
-                       self.model.stop_ids, priority=priority, penalties=penalties)
+                       frozenset(stop_ids) | (frozenset() if ignore_eos else self.model.stop_ids),
+                       priority=priority, penalties=penalties, restrictions=restrictions)
 
     def generate(self, prompt: str | Sequence[int] | Request, *, strategy: str = DEFAULT_STRATEGY,
                  max_new_tokens: int = 128, sampling: Sampling | None = None, params: Params | None = None,
@@ -180,7 +186,7 @@ class Cluster:
         if self._plain is None:
             self._plain = PlainDecoder(self.model.path, self._dtype, self._device)
         return self._plain.generate(list(request.prompt), request.max_new_tokens, request.sampling,
-                                    request.stop_ids, request.penalties)[0]
+                                    request.stop_ids, request.penalties, request.restrictions)[0]
 
     def close(self) -> None:
         """End the processes; idempotent."""

@@ -11,6 +11,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     LogitsProcessor,
+    MinPLogitsWarper,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -36,20 +37,25 @@ def target_of(model: Path) -> Any:
 
 
 def reference_text(model: Path, prompt: Sequence[int], sampling: Sampling, limit: int,
-                   steps: Sequence[LogitsProcessor]) -> tuple[list[int], str]:
-    """Tokens and finish reason; ``steps`` change the logits before temperature, top-k and top-p."""
+                   steps: Sequence[LogitsProcessor], ends: Sequence[int] | None = None
+                   ) -> tuple[list[int], str]:
+    """Tokens and finish reason; ``steps`` change the logits before temperature, top-k, top-p and min-p;
+    ``ends``: instead of the model's own."""
     target = target_of(model)
     eos = target.config.eos_token_id
+    stops = [eos] if ends is None else [*ends]
     every: list[Any] = [*steps]
     if not sampling.greedy:
         every.append(TemperatureLogitsWarper(sampling.temperature))
         every += [TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []
         every += [TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []
+        every += [MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []
         every.append(Noisy(sampling.seed))
     ids = torch.tensor([list(prompt)])
-    how = {"do_sample": False, "top_k": None, "max_new_tokens": limit, "eos_token_id": eos}
+    how = {"do_sample": False, "top_k": None, "max_new_tokens": limit,
+           "eos_token_id": stops or None}
     with torch.inference_mode():
         out = target.generate(ids, attention_mask=torch.ones_like(ids), logits_processor=every,
                               pad_token_id=eos, **how)
     tokens: list[int] = out[0, len(prompt):].tolist()
-    return (tokens[:-1], "stop") if tokens[-1] == eos else (tokens, "length")
+    return (tokens[:-1], "stop") if tokens[-1] in stops else (tokens, "length")

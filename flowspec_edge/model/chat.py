@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -117,19 +117,24 @@ def turn_ends(template: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ToolCall:
+    """``arguments``: an object, or the text of one that was cut off."""
+
     id: str
     name: str
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] | str
 
 
 @dataclass(frozen=True)
 class Message:
-    """``calls``: an assistant's; ``call_id``: the call that a tool's message answers."""
+    """``calls``: an assistant's; ``call_id``: the call that a tool's message answers; ``name``: the writer's;
+    ``reasoning``: an assistant's, before its content."""
 
     role: Role
     content: str
     calls: tuple[ToolCall, ...] = ()
     call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
 
     def __post_init__(self) -> None:
         if self.role not in get_args(Role):
@@ -142,7 +147,36 @@ class Message:
             turn["tool_calls"] = [{"id": call.id, "type": "function",
                                    "function": {"name": call.name, "arguments": call.arguments}}
                                   for call in self.calls]
-        return turn | ({} if self.call_id is None else {"tool_call_id": self.call_id})
+        more = {"tool_call_id": self.call_id, "name": self.name, "reasoning_content": self.reasoning}
+        return turn | {key: value for key, value in more.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How a chat becomes a prompt.
+
+    values     further variables of a Jinja template, such as enable_thinking
+    opens      the prompt ends where an answer begins (transformers: add_generation_prompt)
+    continues  the prompt ends within the last message, which the answer continues; then it does not open one
+    special    the tokenizer's special tokens are added to those of the template
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    opens: bool = True
+    continues: bool = False
+    special: bool = False
+
+
+# What a prompt is made of whatever a client's values are.
+_FIXED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
+          "tokenize", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+          "additional_special_tokens")
+
+
+def check_values(values: Mapping[str, Any], fixed: Sequence[str] = _FIXED) -> None:
+    """UsageError for a variable of the template that is not the user's."""
+    if wrong := next((name for name in values if name in fixed), None):
+        raise UsageError(f"{wrong} cannot be set so: it is made from the request")
 
 
 @dataclass(frozen=True)
@@ -181,6 +215,13 @@ def vicuna(messages: Sequence[Message]) -> list[PromptPiece]:
 def bare(messages: Sequence[Message]) -> list[PromptPiece]:
     """The texts alone, a line break between two: a model that was not trained to chat continues the last."""
     return [PromptPiece("\n".join(message.content for message in messages), add_bos=True, add_eos=False)]
+
+
+def continued(pieces: Sequence[PromptPiece], answer: str, joint: str) -> list[PromptPiece]:
+    """A prompt in a built-in format whose answer has begun."""
+    last = pieces[-1]
+    return [*pieces[:-1], PromptPiece(f"{last.text}{joint}{answer.lstrip() if joint == ' ' else answer}", last.add_bos,
+                                      add_eos=False)]
 
 
 BUILT_IN: dict[str, Callable[[Sequence[Message]], list[PromptPiece]]] = {

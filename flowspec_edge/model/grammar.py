@@ -13,7 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,7 @@ _KNOWN = 1024  # grammars that are not checked again
 _QUICK_S = 0.1
 _BYTES_SPECIAL = "<[256]>"  # a special token of llguidance's tokenizer for bytes
 _MAX_REASON = 200  # characters of llguidance's explanation
+_WITHIN_SLASHES = {"/": r"\/", "\n": r"\n"}
 _EXCERPT = re.compile(r"\n\s*[0-9]+ \| ")  # of the grammar, which follows it
 
 
@@ -106,22 +107,25 @@ class Grammar:
 @dataclass(frozen=True)
 class GrammarText:
     """``lark``: in llguidance's syntax; ``checked``: the same with a special token of the byte tokenizer in
-    place of each of the model's."""
+    place of each of the model's. ``gbnf``: both are in llama.cpp's syntax instead."""
 
     lark: str
     checked: str
+    gbnf: bool = False
 
     @cached_property
     def digest(self) -> bytes:
-        return hashlib.sha256(self.checked.encode()).digest()
+        return hashlib.sha256(f"{self.gbnf} {self.checked}".encode()).digest()
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Of a process with limits: why a grammar is refused (empty: it is not), and how long that took."""
+    """Of a process with limits: why a grammar is refused (empty: it is not), how long that took, and the
+    grammar in llguidance's syntax if it was in another one."""
 
     refusal: str
     seconds: float
+    converted: str = ""
 
 
 class GrammarCompiler:
@@ -155,6 +159,12 @@ class GrammarCompiler:
             raise UsageError(f"the schema is too long: {len(text.checked)} bytes; at most {_MAX_BYTES}")
         return text
 
+    def written(self, grammar: str) -> GrammarText:
+        """A grammar that the user wrote, in llama.cpp's syntax (GBNF) or in llguidance's (Lark). UsageError if
+        it is too long."""
+        text = self.text(lambda _: grammar)
+        return replace(text, gbnf="::=" in grammar)
+
     def is_quick(self, text: GrammarText) -> bool:
         """Whether compiling is known to take no time to speak of."""
         known = self._known.get(text.digest)
@@ -163,9 +173,9 @@ class GrammarCompiler:
     def compile(self, text: GrammarText, stop_ids: frozenset[int]) -> Grammar:
         """UsageError if the grammar is wrong, or needs too much time or memory: each is first compiled in a
         process with limits."""
-        self._require_tractable(text)
+        lark = self._require_tractable(text) or text.lark
         limits = self._library.LLParserLimits(**_PARSER_LIMITS)
-        matcher = self._library.LLMatcher(self._wrap(stop_ids), text.lark, log_level=0, limits=limits)
+        matcher = self._library.LLMatcher(self._wrap(stop_ids), lark, log_level=0, limits=limits)
         matcher.compute_bitmask()  # here, in no hurry, and not in the thread that every answer waits for
         if matcher.is_error():
             raise UsageError(_reason(matcher.get_error()))
@@ -178,31 +188,33 @@ class GrammarCompiler:
         known = ids[0] is not None and self._tokenizer.convert_ids_to_tokens(ids) == [token]
         return f"<[{ids[0]}]>" if known and wrapped.is_special_token(ids[0]) else None
 
-    def _require_tractable(self, text: GrammarText) -> None:
+    def _require_tractable(self, text: GrammarText) -> str:
+        """Return the grammar in llguidance's syntax if it is in another one, else an empty text."""
         known = self._known.get(text.digest)
         if known is None:
             began = time.monotonic()
-            refusal = self._refusal(text.checked)
-            known = _Verdict(refusal, time.monotonic() - began)
+            refusal, converted = self._tried(text)
+            known = _Verdict(refusal, time.monotonic() - began, converted)
             with self._lock:
                 self._known[text.digest] = known
                 if len(self._known) > _KNOWN:
                     self._known.popitem(last=False)
         if known.refusal:
             raise UsageError(known.refusal)
+        return known.converted
 
-    def _refusal(self, lark: str) -> str:
-        """Empty: none."""
+    def _tried(self, text: GrammarText) -> tuple[str, str]:
+        """Why the grammar is refused (empty: it is not), and the converted grammar."""
         try:
-            self._processes.run({"lark": lark, "limits": _PARSER_LIMITS, "forced": _MAX_FORCED})
+            return "", self._processes.run({"lark": text.checked, "gbnf": text.gbnf, "limits": _PARSER_LIMITS,
+                                            "forced": _MAX_FORCED})
         except LimitExceeded as error:
             refusal = f"the schema is too complex to compile: {error}"
             if not error.certain:
                 raise UsageError(refusal) from error
-            return refusal
+            return refusal, ""
         except UsageError as error:
-            return _reason(str(error)) or "not valid"
-        return ""
+            return _reason(str(error)) or "not valid", ""
 
     def _wrap(self, stop_ids: frozenset[int]) -> Any:
         """The vocabulary as llguidance reads it; takes a second for a large one."""
@@ -221,6 +233,17 @@ def json_value(schema: dict[str, Any], strict: bool = True) -> str:
     """A JSON value for ``schema``, in llguidance's Lark syntax; ``strict`` as for
     :meth:`GrammarCompiler.json_schema`."""
     return f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_OPTIONS, 'lenient': not strict}})}"
+
+
+def matching(regex: str) -> str:
+    """A text that matches all of ``regex``, in llguidance's Lark syntax: slashes end it, and it has one line."""
+    body = re.sub(r"\\?[/\n]|\\.", lambda found: _WITHIN_SLASHES.get(found[0][-1], found[0]), regex)
+    return f"/{body}/"
+
+
+def one_of(choices: Sequence[str]) -> str:
+    """One of the texts, in llguidance's Lark syntax."""
+    return " | ".join(json.dumps(choice) for choice in choices)
 
 
 def _reason(text: str) -> str:

@@ -363,7 +363,6 @@ _NOT_APPLIED: dict[str, tuple[Any, ...]] = {
 }
 # The same for settings without effect on greedy decoding.
 _NOT_APPLIED_DRAWING: dict[str, tuple[Any, ...]] = {
-    "min_p": (0, None),
     "typical_p": (1, None),
     "epsilon_cutoff": (0, None),
     "eta_cutoff": (0, None),
@@ -376,7 +375,7 @@ def choose_sampling(requested: Sampling, set_by_user: Collection[str], model: Mo
     """``requested``, completed by generation_config.json, and the origin of each value.
 
     ``set_by_user`` names the user's options, which take precedence.  Only with ``do_sample`` does the file
-    recommend temperature (1 if absent), top_k and top_p; transformers' defaults are no recommendation.
+    recommend temperature (1 if absent), top_k, top_p and min_p; transformers' defaults are no recommendation.
     """
     origins: dict[str, Origin] = {
         name: "command line" if name in set_by_user else "default" for name in asdict(requested)}
@@ -392,7 +391,7 @@ def choose_sampling(requested: Sampling, set_by_user: Collection[str], model: Mo
 
 def _recommended(model: ModelDir) -> dict[str, Any]:
     advice: dict[str, Any] = {"temperature": 1.0}
-    for name in ("temperature", "top_k", "top_p"):
+    for name in ("temperature", "top_k", "top_p", "min_p"):
         value = model.generation_config.get(name)
         if value is None:
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -11,8 +12,12 @@ from flowspec_edge.errors import UsageError, first_line
 from flowspec_edge.model.chat import (
     BUILT_IN,
     Message,
+    PromptPiece,
+    Rendering,
     Tool,
     ToolFormat,
+    check_values,
+    continued,
     no_template,
     read_template,
     recognise,
@@ -24,6 +29,8 @@ from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
+_HERE = "END_OF_THE_LAST_MESSAGE "  # replaced by nothing
+THINKING = ("enable_thinking", "thinking")  # variables of chat templates that turn reasoning on or off
 _CONTEXT = 8  # preceding tokens that affect the text of the next
 
 
@@ -51,27 +58,58 @@ class Tokenizer:
             self._jinja = self._own_template()
         self._built_in = None if self._jinja is not None else chat_template or recognise(model)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids with the model's special tokens; UsageError if ``text`` is empty."""
-        ids: list[int] = list(self._tokenizer(text, verbose=False)["input_ids"]) if text else []
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Token ids, ``special``: with the model's special tokens; UsageError if ``text`` is empty."""
+        ids = self._ids(text, special) if text else []
         if not ids:
             raise UsageError("the prompt is empty; give some text to continue")
         return ids
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Ends where the answer begins; UsageError without a template, or if the template rejects it.
-        ``tools`` need a :attr:`tool_format`."""
+    def words(self, text: str) -> list[tuple[int, ...]]:
+        """The tokens of ``text`` within an answer: at its beginning, and after a space."""
+        found = (tuple(self._ids(start + text.lstrip(), False)) for start in ("", " "))
+        return [*dict.fromkeys(ids for ids in found if ids)]
+
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), how: Rendering | None = None
+             ) -> list[int]:
+        """Token ids of a chat; UsageError without a template, or if the template rejects it. ``tools`` need a
+        :attr:`tool_format`."""
+        how = how or Rendering()
+        check_values(how.values)
         if self._jinja is not None:
-            return self._rendered(messages, self._jinja, tools)
+            return self._rendered(messages, self._jinja, tools, how)
         if self._built_in is None:
             raise no_template(self._model)
         ids: list[int] = []
-        for piece in BUILT_IN[self._built_in](messages):
+        for piece in self._built_in_pieces(self._built_in, messages, how):
             begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
             ids += [begin] if piece.add_bos and begin is not None else []
-            ids += self._tokenizer(piece.text, add_special_tokens=False, verbose=False)["input_ids"]
+            ids += self._ids(piece.text, False)
             ids += [end] if piece.add_eos and end is not None else []
         return ids
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def _built_in_pieces(self, name: str, messages: Sequence[Message], how: Rendering) -> list[PromptPiece]:
+        if how.continues:
+            if not messages or messages[-1].role != "assistant":
+                raise UsageError("only an assistant's message can be continued")
+            pieces = BUILT_IN[name](messages[:-1])
+            return continued(pieces, messages[-1].content, "\n" if name == "bare" else " ")
+        if not how.opens:
+            raise UsageError(f"a prompt in the format {name} always ends where the answer begins")
+        return BUILT_IN[name](messages)
+
+    def reads(self, name: str) -> bool:
+        """Whether the chat template has a variable of this name."""
+        return self._jinja is not None and re.search(rf"\b{re.escape(name)}\b", self._jinja) is not None
+
+    @property
+    def always_thinks(self) -> bool:
+        """Whether the chat template lets the model think, and no variable can tell it not to."""
+        return (self._jinja is not None and "<think>" in self._jinja
+                and not any(map(self.reads, THINKING)))
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
@@ -117,18 +155,32 @@ class Tokenizer:
         if self._jinja is not None:
             self._templates.start()
 
-    def _rendered(self, messages: Sequence[Message], template: str, tools: Sequence[Tool]) -> list[int]:
+    def _rendered(self, messages: Sequence[Message], template: str, tools: Sequence[Tool], how: Rendering
+                  ) -> list[int]:
         chat = [message.for_template() for message in messages]
+        if how.continues:
+            chat[-1]["content"] += _HERE
         try:
             text = self._templates.render(template, self._tokenizer.special_tokens_map, chat,
-                                          [tool.definition for tool in tools], add_generation_prompt=True)
-            ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+                                          [tool.definition for tool in tools], how.opens and not how.continues,
+                                          how.values)
+            text = _up_to_here(text, messages[-1].content) if how.continues else text
+            ids = self._ids(text, how.special)
         except (UsageError, TypeError, ValueError) as error:  # surrogates are no text
             raise UsageError(f"the chat template of {self._model.path} cannot be used for this chat: "
                              f"{first_line(error)}") from error
         if not ids:
             raise UsageError(f"the chat template of {self._model.path} gives no tokens for this chat")
-        return list(ids)
+        return ids
+
+
+def _up_to_here(text: str, content: str) -> str:
+    """A rendered chat up to the mark at the end of its last message's ``content``; a template that strips
+    messages strips spaces before the end, too."""
+    at = text.rfind(_HERE.strip())
+    if at < 0 or content.strip() not in text:
+        raise UsageError("its last message is not in the prompt as it was written, so it cannot be continued")
+    return text[:at] if text[at:].startswith(_HERE) else text[:at].rstrip()
 
 
 class TextStream:

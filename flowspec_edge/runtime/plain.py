@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, Manifest, stage_part
 from flowspec_edge.model.modeldir import ModelDir, is_sharded
 from flowspec_edge.runtime.request import FinishReason
+from flowspec_edge.sampling.restrictions import AnswerRestrictions
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sampling.sampler import AnswerPenalties, choose
-from flowspec_edge.sampling.settings import Penalties
+from flowspec_edge.sampling.settings import Penalties, Restrictions
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers.attention import register_rounded
 from flowspec_edge.stage.output_head import load_output_head
@@ -51,23 +52,27 @@ class PlainDecoder:
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_new_tokens: int, sampling: Sampling,
-                 stop_ids: frozenset[int] = frozenset(), penalties: Penalties | None = None
-                 ) -> tuple[list[int], FinishReason]:
+                 stop_ids: frozenset[int] = frozenset(), penalties: Penalties | None = None,
+                 restrictions: Restrictions | None = None) -> tuple[list[int], FinishReason]:
         """Return the continuation of ``prompt``, without the end-of-sequence id, and why it ended."""
         cache = DynamicCache(config=self.model.config)
         tokens: list[int] = []
-        penalised = AnswerPenalties(penalties) if penalties else None
+        penalised = AnswerPenalties(penalties, prompt) if penalties else None
+        restricted = AnswerRestrictions(restrictions, prompt, stop_ids) if restrictions else None
         step = torch.tensor([prompt], device=self.model.device)
         while len(tokens) < max_new_tokens:
             logits = self.model(input_ids=step, past_key_values=cache, logits_to_keep=1).logits[0]
             position = np.array([len(prompt) + len(tokens) - 1])
             logits = penalised.applied(logits, [()]) if penalised else logits
-            token = int(choose(logits, position, sampling)[0])
+            allowed = restricted.allowed((), logits.shape[-1])[None] if restricted else None
+            token = int(choose(logits, position, sampling, allowed)[0])
             if token in stop_ids:
                 return tokens, "stop"
             tokens.append(token)
             if penalised:
                 penalised.extend([token])
+            if restricted:
+                restricted.extend([token])
             step = torch.tensor([[token]], device=self.model.device)
         return tokens, "length"
 

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Any, Literal, Protocol
 
 from flowspec_edge.model.grammar import Grammar
-from flowspec_edge.sampling.settings import Penalties, Sampling
+from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -21,7 +21,7 @@ OnTokens = Callable[[list[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """A token's probability under the target model: before penalties, temperature, top-k, top-p, grammar.
+    """A token's probability under the target model: before penalties, temperature, top-k, top-p, min-p, grammar.
 
     logprob  natural logarithm
     top      the ``Request.logprobs`` most likely tokens and their log probabilities, in descending order
@@ -43,6 +43,7 @@ class Request:
     logprobs: int | None = None  # number of alternatives in each token's Likelihood; None: no Likelihood
     grammar: Grammar | None = None  # what the answer must match, which ends it when it is complete
     penalties: Penalties | None = None  # on what the answer repeats, and on single tokens
+    restrictions: Restrictions | None = None  # on the tokens that may come next
     priority: int = 0  # beside its caller's; lower is earlier, and one less quadruples the guaranteed rows
     caller: tuple[str, ...] = ()  # callers have equal shares of the guaranteed rows, level by level
 
@@ -76,12 +77,13 @@ class Stats:
 @dataclass(frozen=True)
 class Result:
     """``tokens`` exclude the prompt and the end-of-sequence id; ``token_at``: when each was accepted, in
-    seconds of the cluster's clock."""
+    seconds of the cluster's clock; ``stop_id``: the token that ended it, if one did."""
 
     tokens: list[int]
     finish_reason: FinishReason
     stats: Stats
     token_at: tuple[float, ...] = ()
+    stop_id: int | None = None
 
     def as_json(self, text: str) -> dict[str, Any]:
         """The ``generate --json`` object."""

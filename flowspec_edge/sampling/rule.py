@@ -1,6 +1,6 @@
 """The rule by which every strategy chooses the next token: the Gumbel-max form of sampling.
 
-X = argmax(log p + g), with p after temperature, top-k and top-p, and g Gumbel noise keyed by (seed,
+X = argmax(log p + g), with p after temperature, top-k, top-p and min-p, and g Gumbel noise keyed by (seed,
 position): a token depends on the logits, the seed and the position, never on the drafting method.  Coupling
 drafts to the same noise is Daliri, Musco and Suresh, arXiv 2408.07978.
 """
@@ -90,9 +90,9 @@ def mixed(x: Any) -> Any:
 
 
 def log_probs(logits: NDArray[np.floating], sampling: Sampling) -> NDArray[np.float64]:
-    """log p after temperature, top-k, then top-p (transformers' order): float64 [n, V]; excluded: -inf.
+    """log p after temperature, top-k, top-p, then min-p (transformers' order): float64 [n, V]; excluded: -inf.
     Top-p keeps the smallest set of likeliest tokens with mass top_p, at least one.  Undefined for greedy."""
-    x = logits.astype(np.float64) / sampling.temperature
+    x = scaled = logits.astype(np.float64) / sampling.temperature
     if 0 < sampling.top_k < x.shape[-1]:
         kth = np.partition(x, -sampling.top_k, axis=-1)[..., -sampling.top_k, None]
         x = np.where(x < kth, -np.inf, x)
@@ -104,6 +104,9 @@ def log_probs(logits: NDArray[np.floating], sampling: Sampling) -> NDArray[np.fl
         drop = np.empty_like(x, dtype=bool)
         np.put_along_axis(drop, order, before >= sampling.top_p, axis=-1)
         x = np.where(drop, -np.inf, x)
+        x = x - _logsumexp(x)
+    if sampling.min_p:
+        x = np.where(scaled - scaled.max(axis=-1, keepdims=True) < sampling.least_log, -np.inf, x)
         x = x - _logsumexp(x)
     return x
 

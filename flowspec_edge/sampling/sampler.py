@@ -11,8 +11,8 @@ The words stay whole until they are floats, so float32 suffices for their logari
 a long row take two short searches instead of a long one.
 
 Penalties use the counts of the answer up to a row, which the row's own path in the draft tree determines, so
-every strategy chooses the same tokens.  A change depends on a count alone, never on how the count came to be:
-rounding is the same, too.
+every strategy chooses the same tokens.  A change depends on a count alone, and on whether the text has the
+token, never on how these came to be: rounding is the same, too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -137,16 +138,22 @@ def fetched(parts: list[Tensor]) -> NDArray[np.float64]:
 class AnswerPenalties:
     """The penalties of one answer, which grows."""
 
-    def __init__(self, penalties: Penalties) -> None:
+    def __init__(self, penalties: Penalties, prompt: Iterable[int] = ()) -> None:
         self._penalties = penalties
-        self._counts = Counter[int]()
-        self._changes: Tensor | None = None  # [V], of the logits after the answer
+        self._counts = Counter[int]()  # of the answer
+        self._state: _PenaltyState | None = None  # after the answer
         self._outdated = {*penalties.logit_bias}  # tokens
+        if penalties.repetition != 1.0:
+            self._seen = {*prompt}  # of the prompt and the answer
+            self._outdated |= self._seen
+        else:
+            self._seen = set()
 
     def extend(self, tokens: Iterable[int]) -> None:
         """The answer continues with ``tokens``."""
         for token in tokens:
             self._counts[token] += 1
+            self._seen.add(token)
             self._outdated.add(token)
 
     @torch.inference_mode()
@@ -154,21 +161,53 @@ class AnswerPenalties:
         """``logits`` [n, V] with the changes, at least float32. ``paths``: of each row, the tokens between
         the answer and the row's successor."""
         logits = wide(logits)
-        if self._changes is None:
-            self._changes = logits.new_zeros(logits.shape[-1])
+        if self._state is None:
+            width = logits.shape[-1]
+            self._state = _PenaltyState(logits.new_zeros(width), logits.new_zeros(width, dtype=torch.bool),
+                                        logits.new_zeros(width))
         if self._outdated:
             tokens = sorted(self._outdated)
-            self._changes[torch.tensor(tokens, device=logits.device)] = logits.new_tensor(
-                [self._penalties.change(token, self._counts[token]) for token in tokens])
+            new = self._state_of(logits, [(token, self._counts[token], token in self._seen)
+                                          for token in tokens])
+            at = torch.tensor(tokens, device=logits.device)
+            for held, value in zip(self._state, new, strict=True):
+                held[at] = value
             self._outdated.clear()
-        changed = logits + self._changes
-        places = [(row, token, self._penalties.change(token, self._counts[token] + more))
+        changed = self._changed(logits, self._state)
+        places = [(row, token, self._counts[token] + more)
                   for row, path in enumerate(paths) for token, more in Counter(path).items()]
         if places:
-            rows, columns, values = zip(*places, strict=True)
-            at = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
-            changed[at] = logits[at] + logits.new_tensor(values)
+            rows, columns, counts = zip(*places, strict=True)
+            where = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
+            own = self._state_of(logits, [(token, count, True)
+                                          for token, count in zip(columns, counts, strict=True)])
+            changed[where] = self._changed(logits[where], own)
         return changed
+
+    def _state_of(self, like: Tensor, places: Sequence[tuple[int, int, bool]]) -> _PenaltyState:
+        """``places``: tokens, their counts in an answer, and whether the text has them. Without a repetition
+        penalty the changes are one sum."""
+        bias = [self._penalties.logit_bias.get(token, 0.0) for token, _, _ in places]
+        costs = [self._penalties.cost(count) for _, count, _ in places]
+        if self._penalties.repetition == 1.0:
+            bias, costs = [0.0] * len(bias), [cost - add for add, cost in zip(bias, costs, strict=True)]
+        return _PenaltyState(like.new_tensor(bias), like.new_tensor([seen for _, _, seen in places]).bool(),
+                             like.new_tensor(costs))
+
+    def _changed(self, logits: Tensor, state: _PenaltyState) -> Tensor:
+        factor = self._penalties.repetition
+        if factor != 1.0:
+            logits = logits + state.bias
+            logits = torch.where(state.seen, torch.where(logits < 0, logits * factor, logits / factor), logits)
+        return logits - state.cost
+
+
+class _PenaltyState(NamedTuple):
+    """Of tokens: what is added first, whether the text has them, and what is subtracted last."""
+
+    bias: Tensor
+    seen: Tensor
+    cost: Tensor
 
 
 _MOST_TOP_K = 256  # beyond that the definition is as fast
@@ -275,9 +314,9 @@ def _places(device: torch.device) -> Tensor:
 
 
 def _draw_unfiltered(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling) -> NDArray[np.int64]:
-    """argmax(x / T + g)."""
-    found = [largest(_noisy(logits[rows], positions[rows], sampling), min(2, logits.shape[-1]))
-             for rows in chunks(logits)]
+    """argmax(x / T + g), among the tokens that min-p keeps."""
+    found = [largest(_likely(_noisy(logits[rows], positions[rows], sampling), logits[rows], sampling),
+                     min(2, logits.shape[-1])) for rows in chunks(logits)]
     block = fetched([packed(ids[:, :1], values[:, :1], values[:, -1:]) for values, ids in found])
     clear = _clearly_ahead(block[:, 1], block[:, 2]) | (logits.shape[-1] == 1)
     return np.where(clear, block[:, 0], -1).astype(np.int64)
@@ -295,7 +334,7 @@ def _draw_top_k(logits: Tensor, positions: NDArray[np.integer], sampling: Sampli
 
 
 def _draw_top_p(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling) -> NDArray[np.int64]:
-    noisy = _noisy(logits, positions, sampling)
+    noisy = _likely(_noisy(logits, positions, sampling), logits, sampling)
     p = _weights(logits, 1 / sampling.temperature)
     total = p.sum(-1, keepdim=True)
     drawn, left = np.full(len(p), -1, np.int64), np.ones(len(p), bool)
@@ -355,6 +394,14 @@ def _noisy(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
     return noisy
 
 
+def _likely(noisy: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
+    """``noisy`` [n, V], without the tokens that min-p excludes, by the definition's arithmetic."""
+    if not sampling.min_p:
+        return noisy
+    scaled = logits.double() / sampling.temperature
+    return torch.where(scaled - scaled.amax(-1, keepdim=True) < sampling.least_log, _EXCLUDED, noisy)
+
+
 def _clearly_ahead(first: NDArray[np.float64], second: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Whether float32 can order noisy scores [n]; noise is at most 46, so it and x / T are alike in size."""
     return np.asarray(first - second > 1e-4 + 1e-6 * np.maximum(np.abs(first), np.abs(second)))
@@ -367,7 +414,8 @@ def _draw_from(x: NDArray[np.float64], ids: NDArray[np.int64], positions: NDArra
     ids, scaled = np.take_along_axis(ids, order, -1), np.take_along_axis(x, order, -1) / sampling.temperature
     p = np.exp(scaled - np.logaddexp.reduce(scaled, -1, keepdims=True))
     before = np.cumsum(p, -1) - p
-    rows, places = np.nonzero(before < sampling.top_p)
+    likely = scaled - scaled[:, :1] >= sampling.least_log
+    rows, places = np.nonzero((before < sampling.top_p) & likely)
     scores = np.full(x.shape, -np.inf)
     scores[rows, places] = scaled[rows, places] + gumbel_at(
         sampling.seed, positions[rows] + 1, ids[rows, places])

@@ -36,7 +36,7 @@ class AccessMiddleware:
         """``api_key``: one or several keys, one a line; each key is another caller."""
         self._app = app
         keys = None if api_key is None else [key.strip() for key in api_key.splitlines() if key.strip()]
-        self._expected = None if keys is None else [f"Bearer {key}".encode() for key in keys]
+        self._expected = None if keys is None else [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = self._refusal(scope) if scope["type"] == "http" else None
@@ -53,7 +53,9 @@ class AccessMiddleware:
         if path == "/health" or is_page(path):
             return None
         given = _values(scope, b"authorization")
-        known = [hmac.compare_digest(given[0], key) for key in self._expected] if given else []
+        scheme, _, token = given[0].partition(b" ") if given else (b"", b"", b"")
+        bearer = token.strip() if scheme.lower() == b"bearer" else b""  # a scheme's case does not matter
+        known = [hmac.compare_digest(bearer, key) for key in self._expected] if given else []
         if any(known):
             scope[_KEY] = str(known.index(True))
             return None

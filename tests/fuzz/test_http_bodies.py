@@ -36,7 +36,7 @@ def handled(kind: type[Body], prepare: Callable[[Any], PreparedRequest], data: b
         raise
     assert prepared.request.max_new_tokens >= 1
     answer = ResponseAnswer(body, prepared) if isinstance(body, ResponsesBody) else Answer(body, prepared)
-    whole = answer.complete([answer.choice(0, [""], "stop")], answer.usage(0, [None]))
+    whole = answer.complete([answer.choice(0, [""], "stop")], answer.usage(0, [None]), answer.figures([None]))
     json.dumps(whole, ensure_ascii=False).encode()
 
 

@@ -92,7 +92,7 @@ def test_without_noise_a_chance_is_its_score(sampling: Sampling, rank: Rank) -> 
 
 
 @pytest.mark.parametrize("bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1},
-                                 {"top_p": 0.0}, {"top_p": 1.5}, {"seed": -1}])
+                                 {"top_p": -0.1}, {"top_p": 1.5}, {"seed": -1}])
 def test_bad_parameters_are_refused_by_name(bad: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(bad)).replace("_", "-")):
         Sampling(**bad)  # type: ignore[arg-type]

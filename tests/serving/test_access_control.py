@@ -144,6 +144,15 @@ def test_each_key_is_a_caller_and_no_part_of_one_is_a_key() -> None:
         assert asyncio.run(answered(gate, "/v1", [(b"authorization", f"Bearer {wrong}".encode())]))[0] == 401
 
 
+@pytest.mark.parametrize("scheme", ["bearer", "BEARER", "Bearer ", "bEaReR  "])
+def test_the_schemes_case_and_the_spaces_after_it_do_not_matter(scheme: str) -> None:
+    """As HTTP has it (RFC 9110, 11.1)."""
+    gate = AccessMiddleware(echo, KEY)
+    assert asyncio.run(answered(gate, "/v1", [(b"authorization", f"{scheme} {KEY}".encode())]))[0] == 200
+    for wrong in (f"{scheme}{KEY}".replace(" ", ""), f"Basic {KEY}", f"Token {KEY}", KEY, scheme):
+        assert asyncio.run(answered(gate, "/v1", [(b"authorization", wrong.encode())]))[0] == 401
+
+
 def test_an_ipv6_client_is_its_network() -> None:
     one, other = ({"client": (f"2001:db8::{end}", 1)} for end in ("1", "ffff"))
     assert caller_of(one, None) == caller_of(other, None) == ("", "2001:db8::/64", "")

@@ -39,7 +39,7 @@ from flowspec_edge.strategies.params import Params
 app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 
 
-@with_dataclasses(strategies=measured_by_default(FLOWSPEC_AND_ABLATIONS), rare=("top_k", "top_p"),
+@with_dataclasses(strategies=measured_by_default(FLOWSPEC_AND_ABLATIONS), rare=("top_k", "top_p", "min_p"),
                   options=BenchOptions, sampling=Sampling, params=EQUAL)
 def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     """Run strategies on the same prompts and check every token against plain decoding.
@@ -76,7 +76,7 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     fail_if_different(report.different_texts())
 
 
-@with_dataclasses(without=("temperature",), rare=("top_k", "top_p", "jobs", "acceptance"),
+@with_dataclasses(without=("temperature",), rare=("top_k", "top_p", "min_p", "jobs", "acceptance"),
                   options=BenchOptions, sampling=Sampling, params=PAPER)
 def tables(
     files: FromOption = None,

@@ -36,7 +36,7 @@ _FIGURE_5 = "megatron,galaxy,chunk_pp,pipedec,flowspec,flowspec_plus"
 _SEGMENTED = "chunk_pp,pruned_pp,flowspec,flowspec_plus"  # PipeDec's layers have a width of their own
 # One temperature; --links decides the clock; requests run one by one.
 _HIDDEN_OPTIONS = ("temperatures", "clock", "emulate", "clients", "arrival_rate")
-_RARE = ("top_k", "top_p", "repeats")
+_RARE = ("top_k", "top_p", "min_p", "repeats")
 _Number = TypeVar("_Number", int, "int | float")
 _MOST = 1e9  # Mbit/s or ms: more than any link
 

@@ -19,6 +19,7 @@ _SAMPLING_HELP = {
     "temperature": "0 takes the likeliest token.",
     "top_k": "Sample from the k likeliest tokens; 0 keeps all.",
     "top_p": "Sample from the smallest set of tokens with this mass.",
+    "min_p": "Leave out tokens less likely than this share of the likeliest one's probability.",
     "seed": "Seed of the noise; a seed gives the same text with every strategy.",
 }
 _SET = "set"  # the name is also what errors call it
@@ -30,7 +31,7 @@ StrategiesOf = Callable[[Mapping[str, Any]], Sequence[str] | None]
 
 
 def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | None = None,
-                     rare: Collection[str] = ("top_k",), **groups: Any,
+                     rare: Collection[str] = ("top_k", "min_p"), **groups: Any,
                      ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace each named parameter of a command by one option per dataclass field not in ``without``; a group
     is a dataclass, or a ``partial`` of one with other defaults, which is called when the command runs.

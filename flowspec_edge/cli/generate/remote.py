@@ -46,7 +46,7 @@ class RemoteRequest:
         values = asdict(self.sampling)
         body: dict[str, Any] = {"model": model, "max_tokens": self.max_new_tokens, "seed": values["seed"],
                                 "stream_options": {"include_usage": True}, "flowspec": {"tokens": True}}
-        body |= {name: values[name] for name in ("temperature", "top_p", "top_k") if name in self.explicit}
+        body |= {name: values[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in self.explicit}
         if self.strategy is not None:
             body["flowspec"]["strategy"] = self.strategy
         if self.schema is not None:
@@ -75,10 +75,11 @@ def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> N
     board = _draft_board(inventory, cluster)
     pieces: list[str] = []
     last: dict[str, Any] = {}
+    figures: dict[str, Any] = {}  # tokens and statistics, and then the settings
     with DraftClient(inventory, board, os.environ.get("FLOWSPEC_API_KEY")) as service, _said(pieces):
         model = service.model()
         for item in service.stream(request.path, request.body(model)):
-            last |= {key: item[key] for key in ("flowspec", "usage") if item.get(key)}
+            figures |= item.get("flowspec") or {}
             for choice in item["choices"]:
                 last |= {"finish_reason": choice["finish_reason"]} if choice["finish_reason"] else {}
                 piece = (choice["delta"].get("content") if request.chat else choice["text"]) or ""
@@ -86,22 +87,21 @@ def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> N
                 if not as_json:
                     sys.stdout.write(piece)
                     sys.stdout.flush()
-    usage, details = last["usage"]["flowspec"], last["flowspec"]
     if as_json:
         print(json.dumps({
-            **details, "text": "".join(pieces), "finish_reason": last["finish_reason"],
-            "strategy": usage["strategy"], "model": model, "cluster": inventory.cluster.name, "clock": "wall",
+            "tokens": figures["tokens"], "stats": figures["stats"], "text": "".join(pieces), "finish_reason": last["finish_reason"],
+            "strategy": figures["strategy"], "model": model, "cluster": inventory.cluster.name, "clock": "wall",
             "profile": None, "emulated": False,
-            "sampling": {name: {"value": usage[name], "from": _origin(name, request)}
+            "sampling": {name: {"value": figures[name], "from": _origin(name, request)}
                          for name in asdict(request.sampling)}}))
         return
     sys.stdout.write("\n")
     sys.stdout.flush()
-    stats = details["stats"]
-    figures = figures_line(len(details["tokens"]), last["finish_reason"], usage["tokens_per_second"],
-                           usage["alt"], usage["alr"], usage["ttft_s"], stats.get("energy_j"))
-    print(f"[{usage['strategy']}, {model} on {inventory.cluster.name}, {len(stats['stages'])} stages: "
-          f"{figures}]", file=sys.stderr)
+    stats = figures["stats"]
+    line = figures_line(len(figures["tokens"]), last["finish_reason"], figures["tokens_per_second"],
+                        figures["alt"], figures["alr"], figures["ttft_s"], stats.get("energy_j"))
+    print(f"[{figures['strategy']}, {model} on {inventory.cluster.name}, {len(stats['stages'])} stages: "
+          f"{line}]", file=sys.stderr)
 
 
 @contextmanager

@@ -20,22 +20,25 @@ Job = Callable[[dict[str, Any]], str]  # raises any exception if it fails
 
 
 def _grammar_job() -> Job:
-    """``lark``, ``limits`` and ``forced``: compile a grammar, and compute its first mask. ``forced``: the
-    most bytes that it may begin with without a choice."""
+    """``lark``, ``gbnf``, ``limits`` and ``forced``: compile a grammar, and compute its first mask. ``gbnf``:
+    whether it is in llama.cpp's syntax; then it is converted, which is the result. ``forced``: the most bytes
+    that it may begin with without a choice."""
     import llguidance
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     tokenizer = llguidance.LLTokenizer("byte")
 
     def compiled(job: dict[str, Any]) -> str:
         limits = llguidance.LLParserLimits(**job["limits"])
-        matcher = llguidance.LLMatcher(tokenizer, job["lark"], log_level=0, limits=limits)
+        lark = gbnf_to_lark(job["lark"]) if job["gbnf"] else job["lark"]
+        matcher = llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
         if not matcher.is_error() and len(matcher.compute_ff_bytes()) > job["forced"]:
             raise ValueError(f"it fixes more than {job['forced']} bytes of the answer")
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
             raise ValueError(matcher.get_error())
-        return ""
+        return lark if job["gbnf"] else ""
 
     return compiled
 

@@ -250,10 +250,11 @@ class TemplateRenderer(LimitedProcesses):
         super().__init__("template", _RENDERING)
 
     def render(self, template: str, special_tokens: Mapping[str, Any], messages: Sequence[Mapping[str, Any]],
-               tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False) -> str:
-        """``special_tokens``: a tokenizer's ``special_tokens_map``. UsageError if the template fails, rejects
+               tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False,
+               values: Mapping[str, Any] | None = None) -> str:
+        """``special_tokens``: a tokenizer's ``special_tokens_map``; ``values``: further variables. UsageError if the template fails, rejects
         the chat, or needs too much for it."""
-        context = {**special_tokens, "messages": messages, "tools": tools or None, "documents": None,
+        context = {"documents": None, **(values or {}), **special_tokens, "messages": messages, "tools": tools or None,
                    "add_generation_prompt": add_generation_prompt}
         try:
             return self.run({"template": template, "context": context})

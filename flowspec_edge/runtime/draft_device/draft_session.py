@@ -81,8 +81,9 @@ class DraftSession:
             assert not predecessor.finished
             self._generation = predecessor._generation
             self._generation.suspend(predecessor.strategy.counters)
-        grammar, penalties = self._generation.grammar, self._generation.penalties
-        self._rules = TokenRules(grammar, penalties) if grammar or penalties else None
+        own = self._generation
+        rules = own.grammar, own.penalties, own.restrictions
+        self._rules = TokenRules(*rules) if any(rule is not None for rule in rules) else None
         self._text = [*request.prompt, *self.tokens]  # to prefill
         assert 0 <= cached_rows < len(self._text)
         self._reused: int = predecessor._reused if predecessor else cached_rows
@@ -310,6 +311,8 @@ class DraftSession:
     def _commit(self, commits: list[Commit]) -> None:
         if not commits:
             return
+        if self._rules:
+            self._rules.check(commit.source for commit in commits)
         features = torch.stack([states[row] for states, row in (self._hidden[c.source] for c in commits)])
         if self.drafter:
             self.drafter.commit([c.token for c in commits], features, [c.source for c in commits])

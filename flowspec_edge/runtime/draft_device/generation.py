@@ -8,20 +8,24 @@ from dataclasses import fields
 import numpy as np
 
 from flowspec_edge.runtime.request import FinishReason, Likelihood, Request, Result, Stats
+from flowspec_edge.sampling.restrictions import AnswerRestrictions
 from flowspec_edge.sampling.sampler import AnswerPenalties
 from flowspec_edge.strategies.base import TokenCounters
 from flowspec_edge.tree.draft_api import Commit
 
 
 class Generation:
-    """``finish_reason`` is None while the answer is incomplete; ``grammar`` and ``penalties`` are at its
-    newest token, if the request has any."""
+    """``finish_reason`` is None while the answer is incomplete; ``grammar``, ``penalties`` and
+    ``restrictions`` are at its newest token, if the request has any."""
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
         self.tokens: list[int] = []
         self.finish_reason: FinishReason | None = None
+        self._stop_id: int | None = None
         self.grammar = request.grammar.begin() if request.grammar else None
-        self.penalties = AnswerPenalties(request.penalties) if request.penalties else None
+        self.penalties = AnswerPenalties(request.penalties, request.prompt) if request.penalties else None
+        self.restrictions = AnswerRestrictions(request.restrictions, request.prompt, request.stop_ids
+                                               ) if request.restrictions else None
         self._request = request
         self._clock = clock
         self._token_at: list[float] = []  # when each token was accepted
@@ -46,7 +50,7 @@ class Generation:
         one per token, or empty."""
         for index, commit in enumerate(commits):
             if commit.token in self._request.stop_ids:
-                self.finish_reason = "stop"
+                self.finish_reason, self._stop_id = "stop", commit.token
                 break
             self.tokens.append(commit.token)
             self._token_at.append(self._clock())
@@ -54,6 +58,8 @@ class Generation:
             self._accepted += commit.accepted
             if self.penalties:
                 self.penalties.extend([commit.token])
+            if self.restrictions:
+                self.restrictions.extend([commit.token])
             if self.grammar:
                 self.grammar.advance(commit.token)
                 if self.grammar.complete:
@@ -104,4 +110,4 @@ class Generation:
             bytes=bytes_sent, decode_s=decode, slot_s=slot_s, stages=stages, reused=reused,
             draft=draft,
         )
-        return Result(list(self.tokens), self.finish_reason, stats, tuple(self._token_at))
+        return Result(list(self.tokens), self.finish_reason, stats, tuple(self._token_at), self._stop_id)

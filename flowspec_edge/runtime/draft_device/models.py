@@ -111,9 +111,11 @@ class DraftModels:
         vocabulary = self._lm_head.vocabulary
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
-        biased = request.penalties.logit_bias if request.penalties else ()
-        if not all(0 <= token < vocabulary for token in biased):
-            raise UsageError(f"logit_bias has a token id outside the vocabulary of {vocabulary}")
+        named = {"logit_bias": request.penalties.logit_bias if request.penalties else (),
+                 "restrictions": request.restrictions.tokens if request.restrictions else ()}
+        for name, tokens in named.items():
+            if not all(0 <= token < vocabulary for token in tokens):
+                raise UsageError(f"{name}: a token id is outside the vocabulary of {vocabulary}")
         kind = draft_kind(chosen, request.params, self._model)
         drafter = prefix.prefix.drafter if prefix else None
         ranking = request.sampling, request.params.rank, request.params.tau

@@ -1,30 +1,37 @@
-"""What an answer's own tokens change in the choice of the next: a grammar, and penalties.
+"""What an answer's own tokens change in the choice of the next: a grammar, penalties, and restrictions.
 
-Both depend on the text before a row alone, so each row of the draft tree is judged by its own path.
+All depend on the text before a row alone, so each row of the draft tree is judged by its own path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Output, Segment, unpack_bits
 from flowspec_edge.model.grammar import GrammarState
+from flowspec_edge.sampling.restrictions import AnswerRestrictions
 from flowspec_edge.sampling.sampler import AnswerPenalties
 
 # Logits [n, V]; the tokens to choose from, as ``sampler.choose`` takes them, None: all.
 Choices = tuple[Tensor, "NDArray[np.uint8] | None"]
 
+_STUCK = ("no token may come next: the allowed tokens, the bad words, the least number of tokens and the grammar "
+          "of this request exclude all")
+
 
 class TokenRules:
-    """Knows the paths of the rows in flight; applies grammar and penalties when they return."""
+    """Knows the paths of the rows in flight; applies grammar, penalties and restrictions when they return."""
 
-    def __init__(self, grammar: GrammarState | None, penalties: AnswerPenalties | None) -> None:
-        """Both are at the newest token of the text, always."""
-        self._grammar, self._penalties = grammar, penalties
+    def __init__(self, grammar: GrammarState | None, penalties: AnswerPenalties | None,
+                 restrictions: AnswerRestrictions | None = None) -> None:
+        """All are at the newest token of the text, always."""
+        self._grammar, self._penalties, self._restrictions = grammar, penalties, restrictions
+        self._stuck: set[int] = set()  # numbers of rows that no token may follow
         self._sent: dict[int, dict[int, tuple[int, list[int]]]] = {}  # run -> number -> position, path
         self._paths: dict[int, list[int]] = {}  # number -> tokens of its uncommitted ancestors and its own
 
@@ -43,32 +50,56 @@ class TokenRules:
 
     def newest(self, logits: Tensor) -> Choices:
         """Apply them to the ``logits`` [1, V] of the newest token of the text."""
-        return self._applied(logits, [()])
+        choices, stuck = self._applied(logits, [()])
+        if stuck:
+            raise UsageError(_STUCK)
+        return choices
 
     def returned(self, output: Output, text: int, logits: Tensor) -> Choices:
         """Apply them to the ``logits`` of an output's rows; ``text``: tokens of prompt and answer."""
         rows = self._sent.pop(output.run)
         if self._grammar:
             self._grammar.turn()
+        self._stuck = {n for n in self._stuck if n >= output.numbers.min(initial=0)}
         paths: list[Sequence[int] | None] = []
         for number in output.numbers.tolist():
             position, path = rows[number]
             beyond = position + 1 - text  # tokens of the path that are not text yet
             assert beyond <= len(path)
             paths.append(path[len(path) - beyond:] if beyond >= 0 else None)
-        return self._applied(logits, paths)
+        choices, stuck = self._applied(logits, paths)
+        self._stuck |= {int(output.numbers[row]) for row in stuck}
+        return choices
 
-    def _applied(self, logits: Tensor, paths: Sequence[Sequence[int] | None]) -> Choices:
+    def check(self, sources: Iterable[int]) -> None:
+        """UsageError if the text goes on after a row that no token may follow. ``sources``: such rows."""
+        if not self._stuck.isdisjoint(sources):
+            raise UsageError(_STUCK)
+
+    def _applied(self, logits: Tensor, paths: Sequence[Sequence[int] | None]) -> tuple[Choices, list[int]]:
         """``paths``: the tokens from the text's end to each row; None: the row cannot become text, and
-        whatever it chooses is ignored."""
+        whatever it chooses is ignored. Also return the rows that no token may follow."""
         if self._penalties:
             logits = self._penalties.applied(logits, [path or () for path in paths])
-        if not self._grammar:
-            return logits, None
+        if not self._grammar and not self._restrictions:
+            return (logits, None), []
         rows, vocabulary = logits.shape
         masks = np.full((rows, -(-vocabulary // 8)), 0xFF, np.uint8)
-        for mask, path in zip(masks, paths, strict=True):
-            allowed = None if path is None else self._grammar.allowed(path)
-            if allowed is not None:
-                mask[:] = allowed
-        return logits, masks
+        stuck = []
+        for row, path in enumerate(paths):
+            allowed = None if path is None else self._allowed(path, vocabulary)
+            if allowed is None:
+                continue
+            if allowed.any():
+                masks[row] = allowed
+            else:
+                stuck.append(row)
+        return (logits, masks), stuck
+
+    def _allowed(self, path: Sequence[int], vocabulary: int) -> NDArray[np.uint8] | None:
+        """As the grammar's, without what is restricted; None: the path cannot follow the answer."""
+        allowed = self._grammar.allowed(path) if self._grammar else None
+        if self._restrictions is None or (self._grammar and allowed is None):
+            return allowed
+        left = self._restrictions.allowed(path, vocabulary)
+        return left if allowed is None else left & allowed

@@ -16,23 +16,26 @@ class StopMatcher:
     """Passes on a text up to the first stop string, regardless of how the text is split into pieces. The stop
     string that is complete first wins, then the longest. A possible beginning of one is held back."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """ValueError for an empty stop string."""
+    def __init__(self, stops: Sequence[str], keeps: bool = False) -> None:
+        """``keeps``: the text ends after the stop string, not before. ValueError for an empty stop string."""
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
+        self._keeps = keeps
         self._held = ""
         self.found = False
 
-    def push(self, piece: str) -> str:
-        """Return the text that may be sent now; empty after a stop string."""
+    def push(self, piece: str, may_stop: bool = True) -> str:
+        """Return the text that may be sent now; empty after a stop string. ``may_stop``: a stop string that is
+        complete now counts."""
         if self.found:
             return ""
         text = self._held + piece
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if matches:
+        if matches and may_stop:
             self.found, self._held = True, ""
-            return text[: min(matches)[1]]
+            end, start = min(matches)
+            return text[: end if self._keeps else start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
@@ -53,11 +56,15 @@ class Detokenizer:
     one that completed the stop string."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str],
-                 after: Sequence[int] = ()) -> None:
-        """``after``: token ids of the text that the answer continues; none in a chat."""
+                 after: Sequence[int] = (), keeps_stop: bool = False, least: int = 0) -> None:
+        """after       token ids of the text that the answer continues; none in a chat
+        keeps_stop  the text has the stop string
+        least       tokens before which no stop string counts
+        """
         self._pieces: list[str] = []
         self._stream = TextStream(decode, self._pieces.append, after)
-        self._stops = StopMatcher(stops)
+        self._stops = StopMatcher(stops, keeps_stop)
+        self._least = least
         self.tokens = 0
 
     @property
@@ -83,10 +90,15 @@ class Detokenizer:
         self._stream.close()
         return self._take() + self._stops.close()
 
+    def end(self, token: int) -> str:
+        """Return the text of a token that ended the answer."""
+        self._stream.push([token])
+        return self._take()
+
     def _take(self) -> str:
         piece = "".join(self._pieces)
         self._pieces.clear()
-        return self._stops.push(piece)
+        return self._stops.push(piece, self.tokens > self._least)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from flowspec_edge.serving.admission import AdmissionQueue, Event, PendingReques
 from flowspec_edge.serving.fair_queue import Caller
 from flowspec_edge.serving.openai.detokenize import CallPiece, ToolCallParser
 from flowspec_edge.serving.openai.errors import ApiError, api_error
+from flowspec_edge.serving.openai.fields import told
 from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.responses import Answer, Finish, TokenDecoder, TokenLogprob
 
@@ -35,6 +36,7 @@ class Choice:
         self.result: Result | None = None
         self.ids: list[int] = []
         self._detokenizer = prepared.detokenizer(request)
+        self._shown_ends = prepared.shown_ends
         self._parser = ToolCallParser(prepared.calls) if prepared.calls else None
         self._token_decoder = TokenDecoder(prepared.decode)
         self._logprobs_sent = 0  # tokens whose log-probabilities were sent
@@ -47,7 +49,9 @@ class Choice:
             assert event.finish_reason != "cancelled"  # nothing of such a request is delivered
             self.result = event
             self.finish = "stop" if self._detokenizer.stopped else event.finish_reason
-            return self._parsed(self._detokenizer.close(), last=True)
+            ended = event.stop_id in self._shown_ends and not self._detokenizer.stopped
+            shown = self._detokenizer.end(event.stop_id) if ended and event.stop_id is not None else ""
+            return self._parsed(shown + self._detokenizer.close(), last=True)
         before = self.tokens
         text = self._detokenizer.push(event)
         self.ids += event[:self.tokens - before]
@@ -112,7 +116,7 @@ class ResponseHandler:
                                      self._details(choice) if len(answers) > 1 else {})
                  for choice, pieces in zip(self.choices, answers, strict=True)]
         alone = self._details(self.choices[0]) if len(answers) == 1 else {}
-        answer = self._answer.complete(texts, self._usage(), alone)
+        answer = self._answer.complete(texts, self._usage(), self._figures(), alone)
         await JSONResponse(answer, headers=self._headers())(scope, receive, send)
 
     async def stream(self, receive: Receive, send: Send) -> None:
@@ -141,7 +145,7 @@ class ResponseHandler:
                 await self._send(send, self._answer.failure(error))
                 await send({"type": "http.response.body", "body": b""})
                 raise StreamError(error) from error
-        await self._send(send, *self._answer.counts(self._usage()))
+        await self._send(send, *self._answer.counts(self._usage(), self._figures()))
         await send({"type": "http.response.body", "body": self._answer.end})
 
     async def _send(self, send: Send, *objects: dict[str, Any]) -> None:
@@ -175,9 +179,12 @@ class ResponseHandler:
         return self._admission.status_line(waiting.pending)
 
     def _headers(self) -> dict[str, str]:
-        """The request id that OpenAI's clients show, and the place in the queue at arrival."""
+        """The request id that OpenAI's clients show, the place in the queue at arrival, and the request's
+        fields that have no effect."""
+        ignored = ", ".join(told(self._prepared.ignored)).replace("…", "...")
         return {"x-request-id": self._answer.id,
-                "x-flowspec-position": str(self.choices[0].pending.position)}
+                "x-flowspec-position": str(self.choices[0].pending.position),
+                **({"x-flowspec-ignored": ignored} if ignored else {})}
 
     @property
     def completion_tokens(self) -> int:
@@ -192,6 +199,9 @@ class ResponseHandler:
 
     def _details(self, choice: Choice) -> dict[str, Any]:
         return self._answer.details(choice.ids, choice.result) if self._prepared.details else {}
+
+    def _figures(self) -> dict[str, Any]:
+        return self._answer.figures([choice.result for choice in self.choices])
 
     def _usage(self) -> dict[str, Any]:
         return self._answer.usage(self.completion_tokens, [choice.result for choice in self.choices])

@@ -10,12 +10,13 @@ from functools import partial
 from typing import Any
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import Message, Tool, ToolCall, ToolFormat
-from flowspec_edge.model.grammar import GrammarText, json_value
+from flowspec_edge.model.chat import Message, Rendering, Tool, ToolCall, ToolFormat, check_values
+from flowspec_edge.model.grammar import GrammarText
 from flowspec_edge.model.modeldir import ModelDir, choose_sampling
-from flowspec_edge.model.text import Tokenizer
+from flowspec_edge.model.text import THINKING, Tokenizer
 from flowspec_edge.runtime.request import Request
-from flowspec_edge.sampling.settings import Penalties, Sampling
+from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
+from flowspec_edge.serving.openai.answer_formats import wanted_answer
 from flowspec_edge.serving.openai.detokenize import Detokenizer
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.schemas import (
@@ -24,7 +25,6 @@ from flowspec_edge.serving.openai.schemas import (
     ChatMessage,
     CompletionBody,
     NamedTool,
-    ResponseFormat,
     ToolDefinition,
 )
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
@@ -43,19 +43,27 @@ class PreparedRequest:
     n          how many answers to each prompt the client wants
     stops      stop strings
     continues  whether an answer continues its prompt's text; not in a chat
+    keeps_stop  whether the text has the stop string
+    shown_ends  tokens whose text the answer has if they end it
+    least      tokens before which no stop string counts
     details    whether the client asked for the token ids and the run's statistics
     calls      how tool calls are written, if the answer may have some
     grammar    that every answer must match, and the field that asks for it
+    ignored    names of the body's fields that have no effect here
     """
 
     prompts: Sequence[Request]
     decode: Callable[[Sequence[int]], str]
     n: int = 1
     stops: Sequence[str] = ()
+    keeps_stop: bool = False
+    least: int = 0
+    shown_ends: frozenset[int] = frozenset()
     continues: bool = False
     details: bool = False
     calls: ToolFormat | None = None
     grammar: tuple[GrammarText, str] | None = None
+    ignored: Sequence[str] = ()
 
     @property
     def request(self) -> Request:
@@ -67,7 +75,8 @@ class PreparedRequest:
         return sum(len(request.prompt) for request in self.prompts)
 
     def detokenizer(self, request: Request) -> Detokenizer:
-        return Detokenizer(self.decode, self.stops, request.prompt if self.continues else ())
+        return Detokenizer(self.decode, self.stops, request.prompt if self.continues else (), self.keeps_stop,
+                           self.least)
 
     def choices(self) -> list[Request]:
         """A request for each choice; one prompt's choices stand together. The seeds of each prompt's choices
@@ -106,34 +115,79 @@ class ServedModel:
         tools = [_tool(definition) for definition in body.tools or ()] if calling else []
         self._check_size(_characters(body.turns, tools), "characters", self.tokenizer.longest_token)
         form = self.tokenizer.tool_format
+        rendering, ignored = self._rendering(body)
         if tools and form is None:
             raise ApiError(400, "the model's chat template has no tools, or in a format that is not known "
                                 'here: leave tools out, or send "tool_choice": "none"', "tools")
         try:
-            ids = self.tokenizer.chat([_message(turn) for turn in body.turns], tools)
+            ids = self.tokenizer.chat([_message(turn) for turn in body.turns], tools, rendering)
         except UsageError as error:
             # Written for the command line: clients know neither paths nor options.
             message = str(error).replace(str(self.model.path), f"the model {self.name}")
             message += " to the server" if message.endswith("Jinja template") else ""
             raise ApiError(400, message, body.messages_name) from error
         stops = self.model.stop_ids | self.tokenizer.chat_stop_ids
-        if not tools or form is None:
-            return self._prepared(body, [ids], stops, self.answer_tokens)
-        grammar = self._tool_grammar(body, form, tools)
+        grammar = self._tool_grammar(body, form, tools) if tools and form else None
         prepared = self._prepared(body, [ids], stops, self.answer_tokens, grammar)
+        prepared = replace(prepared, continues=rendering.continues, ignored=[*prepared.ignored, *ignored])
+        if not tools or form is None:
+            return prepared
         return replace(prepared, calls=form, decode=partial(self.tokenizer.decode, special=True))
+
+    def _rendering(self, body: ChatBody) -> tuple[Rendering, list[str]]:
+        """How the chat becomes a prompt, and the names of the template's variables that it does not have."""
+        continues = bool(body.continue_final_message)
+        if continues and body.add_generation_prompt:
+            raise ApiError(400, "continue_final_message: the prompt cannot open another answer, too: leave out "
+                                "add_generation_prompt", "continue_final_message")
+        values: dict[str, Any] = {**(body.chat_template_kwargs or {})}
+        if body.enable_thinking is not None:
+            values.setdefault("enable_thinking", body.enable_thinking)
+        if body.documents:
+            self._require_variable("documents", "documents")
+            values["documents"] = body.documents
+        if body.effort is not None:
+            field = "reasoning_effort" if body.reasoning_effort else "reasoning.effort"
+            values = self._with_effort(body.effort, values, field)
+        unread = [name for name in values if not self.tokenizer.reads(name)]
+        if self.tokenizer.always_thinks and any(values.get(name) is False for name in THINKING):
+            raise ApiError(400, "enable_thinking: the model's chat template always lets it think", "enable_thinking"
+                           if body.enable_thinking is not None else "chat_template_kwargs")
+        try:
+            check_values(values)
+        except UsageError as error:
+            raise ApiError(400, f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
+        opens = body.add_generation_prompt is not False and not continues
+        read = {name: value for name, value in values.items() if name not in unread}
+        return (Rendering(read, opens, continues, bool(body.add_special_tokens)),
+                [f"chat_template_kwargs.{name}" for name in unread])
+
+    def _with_effort(self, effort: str, values: dict[str, Any], field: str) -> dict[str, Any]:
+        """A reasoning effort as the template's variables: its own, and whether to think at all."""
+        switches = {name: effort != "none" for name in THINKING if self.tokenizer.reads(name)}
+        levels = {"reasoning_effort": effort} if self.tokenizer.reads("reasoning_effort") else {}
+        if not switches and not levels and (effort != "none" or self.tokenizer.always_thinks):
+            raise ApiError(400, f"{field}: the model's chat template has neither reasoning_effort nor "
+                                "enable_thinking, so the effort cannot be changed: leave it out", field)
+        return {**switches, **levels, **values}
+
+    def _require_variable(self, name: str, field: str) -> None:
+        if not self.tokenizer.reads(name):
+            raise ApiError(400, f"{field}: the model's chat template does not read {name}: put it into the "
+                                "messages", field)
 
     def completion(self, body: CompletionBody) -> PreparedRequest:
         """ApiError for another model, or an invalid prompt."""
         self.check_name(body.model)
-        prompts = [self._ids(prompt) for prompt in body.prompt]
+        special = body.add_special_tokens is not False
+        prompts = [self._ids(prompt, special) for prompt in body.prompt]
         return replace(self._prepared(body, prompts, self.model.stop_ids, _COMPLETION_TOKENS), continues=True)
 
-    def _ids(self, prompt: str | list[int]) -> list[int]:
+    def _ids(self, prompt: str | list[int], special: bool) -> list[int]:
         if isinstance(prompt, str):
             self._check_size(len(prompt), "characters", self.tokenizer.longest_token)
             try:
-                return self.tokenizer.encode(prompt)
+                return self.tokenizer.encode(prompt, special)
             except UsageError as error:
                 raise ApiError(400, str(error), "prompt") from error
         self._check_size(len(prompt), "tokens")
@@ -182,32 +236,58 @@ class ServedModel:
         if isinstance(choice, NamedTool):
             tools = [tool for tool in tools if tool.name == choice.function.name]
         required = isinstance(choice, NamedTool) or choice == "required"
-        answer = _json_schema(body.answer_format)
+        answer = wanted_answer(body)
+        if answer is not None and answer.written:
+            raise ApiError(400, f"{answer.field}: a grammar and tools exclude each other: leave one out",
+                           answer.field)
         several = body.parallel_tool_calls is not False
         with _grammar_errors("tools"):
-            content = None if answer is None else json_value(*answer)
+            content = None if answer is None else answer.rule
             return self.tokenizer.grammars.text(
                 lambda special: form.grammar(tools, special, required, several, content)), "tools"
 
-    def _json_grammar(self, body: Body) -> tuple[GrammarText, str] | None:
-        answer = _json_schema(body.answer_format)
+    def _answer_grammar(self, body: Body) -> tuple[GrammarText, str] | None:
+        answer = wanted_answer(body)
         if answer is None:
             return None
-        with _grammar_errors(body.format_name):
-            return self.tokenizer.grammars.text(lambda _: f"start: {json_value(*answer)}"), body.format_name
+        with _grammar_errors(answer.field):
+            grammars = self.tokenizer.grammars
+            text = (grammars.written(answer.rule) if answer.written else
+                    grammars.text(lambda _: f"start: {answer.rule}"))
+            return text, answer.field
 
     def _prepared(self, body: Body, prompts: Sequence[list[int]], stop_ids: frozenset[int], usual: int,
                   grammar: tuple[GrammarText, str] | None = None) -> PreparedRequest:
-        strategy = body.flowspec.strategy or self.strategy
+        strategy = self._strategy(body)
+        sampling, penalties, restrictions = self.sampling(body), self._penalties(body), self._restrictions(body)
+        self._check_ids(body.stop_token_ids or (), "stop_token_ids")
+        ends = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else stop_ids)
+        grammar = grammar or self._answer_grammar(body)
+        if body.ignore_eos and grammar is not None:
+            raise ApiError(400, f"ignore_eos: {grammar[1]} ends the answer: leave one out", "ignore_eos")
+        requests = [Request(ids, strategy, self._limit(body, len(ids), usual), sampling, self.params,
+                            ends, body.likelihoods, penalties=penalties, restrictions=restrictions,
+                            priority=body.priority or 0)
+                    for ids in prompts]
+        decode = (partial(self.tokenizer.decode, special=True) if body.skip_special_tokens is False
+                  else self.tokenizer.decode)
+        return PreparedRequest(requests, decode, body.n or 1, body.stop, body.keeps_stop,
+                               body.min_tokens or 0,
+                               frozenset(body.stop_token_ids or ()) if body.keeps_stop else frozenset(),
+                               details=body.flowspec.tokens, grammar=grammar,
+                               ignored=body.ignored)
+
+    def _strategy(self, body: Body) -> str:
+        own, beside = body.flowspec.strategy, body.strategy
+        field = "flowspec.strategy" if own is not None else "strategy"
+        if own is not None and beside is not None and own != beside:
+            raise ApiError(400, f"strategy: {beside!r} is not flowspec.strategy, {own!r}: leave one out",
+                           "strategy")
+        strategy = own or beside or self.strategy
         if strategy not in self.strategies:
             raise ApiError(400, f"the strategy {strategy!r} does not run here; there are "
-                                f"{', '.join(self.strategies)}", "flowspec.strategy")
-        sampling, penalties = self.sampling(body), self._penalties(body)
-        requests = [Request(ids, strategy, self._limit(body, len(ids), usual), sampling, self.params,
-                            stop_ids, body.likelihoods, penalties=penalties, priority=body.priority or 0)
-                    for ids in prompts]
-        return PreparedRequest(requests, self.tokenizer.decode, body.n or 1, body.stop,
-                               details=body.flowspec.tokens, grammar=grammar or self._json_grammar(body))
+                                f"{', '.join(self.strategies)}", field)
+        return strategy
 
     def _limit(self, body: Body, prompt: int, usual: int) -> int:
         """The longest answer to a prompt of so many tokens."""
@@ -218,17 +298,30 @@ class ServedModel:
             message = (f"the model's context is {context} tokens here; the prompt has {prompt}, "
                        f"and {wanted} more are asked for")
             raise ApiError(400, message, code="context_length_exceeded")
+        if (body.min_tokens or 0) > wanted:
+            raise ApiError(400, f"min_tokens: {body.min_tokens} are more than the answer may have, {wanted}",
+                           "min_tokens")
         return wanted
 
     def _penalties(self, body: Body) -> Penalties | None:
         self._check_ids(body.logit_bias or (), "logit_bias")
+        repetition = 1.0 if body.repetition_penalty is None else body.repetition_penalty
         return Penalties(body.frequency_penalty or 0.0, body.presence_penalty or 0.0,
-                         body.logit_bias or {}) or None
+                         body.logit_bias or {}, repetition) or None
+
+    def _restrictions(self, body: Body) -> Restrictions | None:
+        if body.allowed_token_ids is not None and not body.allowed_token_ids:
+            raise ApiError(400, "allowed_token_ids: give at least one token id, or leave it out",
+                           "allowed_token_ids")
+        self._check_ids(body.allowed_token_ids or (), "allowed_token_ids")
+        words = tuple(ids for word in body.bad_words or () for ids in self.tokenizer.words(word))
+        allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
+        return Restrictions(allowed, words, body.min_tokens or 0) or None
 
     def sampling(self, body: Body) -> Sampling:
         """The client's settings, else the model's generation config, else greedy; seeds default to random."""
         given: dict[str, Any] = {name: value for name, value in (
-            ("temperature", body.temperature), ("top_p", body.top_p),
+            ("temperature", body.temperature), ("top_p", body.top_p), ("min_p", body.min_p),
             ("top_k", None if body.top_k is None else max(0, body.top_k))) if value is not None}
         seed = secrets.randbelow(_DRAWN_SEEDS) if body.seed is None else body.seed % _SEEDS
         try:
@@ -238,10 +331,11 @@ class ServedModel:
 
 
 def _message(turn: ChatMessage) -> Message:
-    calls = tuple(ToolCall(call.id, call.function.name, call.function.parsed)
+    calls = tuple(ToolCall(call.id or "", call.function.name, call.function.parsed)
                   for call in turn.tool_calls or ())
     role = "system" if turn.role == "developer" else turn.role
-    return Message(role, turn.content, calls, turn.tool_call_id)
+    return Message(role, turn.content, calls, turn.tool_call_id, turn.name,
+                   turn.reasoning_content or turn.reasoning)
 
 
 def _tool(definition: ToolDefinition) -> Tool:
@@ -255,14 +349,6 @@ def _characters(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
     calls = [call.function.arguments for turn in messages for call in turn.tool_calls or ()]
     return sum(len(turn.content) for turn in messages) + sum(map(len, calls)) + sum(
         len(tool.name) for tool in tools)
-
-
-def _json_schema(wanted: ResponseFormat | None) -> tuple[dict[str, Any], bool] | None:
-    """The schema of an answer, and whether all of its keywords must be enforced; None: any text."""
-    if wanted is None or wanted.type == "text":
-        return None
-    given = wanted.json_schema if wanted.type == "json_schema" else None
-    return (given.content or {"type": "object"}, bool(given.strict)) if given else ({"type": "object"}, True)
 
 
 @contextmanager

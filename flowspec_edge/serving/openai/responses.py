@@ -12,6 +12,7 @@ from typing import Any, Literal
 from flowspec_edge.runtime.request import Likelihood, Result
 from flowspec_edge.serving.openai.detokenize import CallPiece
 from flowspec_edge.serving.openai.errors import ApiError
+from flowspec_edge.serving.openai.fields import told
 from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.schemas import Body, ChatBody
 
@@ -41,22 +42,24 @@ class Answer:
         """The stream's last object, if it ends with an error."""
         return error.body
 
-    def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any],
+    def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any], figures: dict[str, Any],
                  extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """``choices``: of :meth:`choice`; ``extra``: :meth:`details` of the only one, if the client asked."""
+        """``choices``: of :meth:`choice`; ``figures``: of :meth:`figures`; ``extra``: :meth:`details` of the
+        only choice, if the client asked."""
         kind = "chat.completion" if self.chat else "text_completion"
-        return self._object(kind, choices, usage=usage, **(extra or {}))
+        return self._object(kind, choices, usage=usage, flowspec=figures | (extra or {}))
 
     def choice(self, index: int, pieces: Sequence[str | CallPiece], finish: Finish | None,
                logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """``logprobs`` and ``extra`` (:meth:`details`) are given if the client asked for them."""
+        """``logprobs`` and ``extra`` (:meth:`details` of one of several choices) are given if the client asked
+        for them."""
         text = "".join(piece for piece in pieces if isinstance(piece, str))
         content: dict[str, Any] = {"text": text}
         if self.chat:
             calls = _joined([piece for piece in pieces if isinstance(piece, CallPiece)])
             message = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
             content = {"message": message | ({"tool_calls": calls} if calls else {})}
-        return self._choice(index, content, finish, logprobs) | (extra or {})
+        return self._choice(index, content, finish, logprobs) | ({"flowspec": extra} if extra else {})
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """The chunks before any text of a choice: a chat's has the role."""
@@ -79,36 +82,42 @@ class Answer:
     def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None
                 ) -> list[dict[str, Any]]:
         """A choice's last chunk: the finish reason, with :meth:`details` if the client asked."""
-        return [self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, finish) | (extra or {})]
+        last = self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, finish)
+        return [last | ({"flowspec": extra} if extra else {})]
 
-    def counts(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+    def counts(self, usage: dict[str, Any], figures: dict[str, Any]) -> list[dict[str, Any]]:
         """The stream's last chunk, if the client asked for the counts."""
-        return [self._object(self._kind, [], usage=usage)] if self.include_usage else []
+        return [self._object(self._kind, [], usage=usage, flowspec=figures)] if self.include_usage else []
 
     def details(self, tokens: Sequence[int], result: Result | None) -> dict[str, Any]:
         """Extend OpenAI's API: the answer's token ids and the run's statistics (None after a stop string)."""
         stats = None if result is None else result.as_json("")["stats"]
-        return {"flowspec": {"tokens": list(tokens), "stats": stats}}
+        return {"tokens": list(tokens), "stats": stats}
 
-    def usage(self, tokens: int, results: Sequence[Result | None]) -> dict[str, Any]:
-        """Token counts of all choices; under "flowspec" the settings to reproduce the first one, and the
-        runs' statistics. ``results``: None if a stop string ended the choice."""
-        prompt, request = self.prepared.prompt_tokens, self.prepared.request
+    def figures(self, results: Sequence[Result | None]) -> dict[str, Any]:
+        """The field "flowspec", beside ``usage``, whose entries clients add up: the settings to reproduce the
+        first choice, and the runs' statistics. ``results``: None if a stop string ended the choice."""
+        request = self.prepared.request
         sampling, penalties = request.sampling, request.penalties
         details: dict[str, Any] = {"strategy": request.strategy, "seed": sampling.seed,
                                    "temperature": sampling.temperature, "top_p": sampling.top_p,
-                                   "top_k": sampling.top_k}
+                                   "top_k": sampling.top_k, "min_p": sampling.min_p}
         if penalties:
             details |= {"frequency_penalty": penalties.frequency, "presence_penalty": penalties.presence,
-                        "logit_bias": penalties.logit_bias}
+                        "repetition_penalty": penalties.repetition, "logit_bias": penalties.logit_bias}
+        if self.prepared.ignored:
+            details["ignored"] = told(self.prepared.ignored)
+        figures = [_figures(result) for result in results]
+        return details | (figures[0] if len(figures) == 1 else {"choices": figures})
+
+    def usage(self, tokens: int, results: Sequence[Result | None]) -> dict[str, Any]:
+        """Token counts of all choices, in OpenAI's fields alone; ``results`` as for :meth:`figures`."""
+        prompt = self.prepared.prompt_tokens
         cached: dict[str, Any] = {}
         reused = [result.stats.reused for result in results[::self.prepared.n] if result is not None]
         if len(reused) == len(self.prepared.prompts):
             cached = {"prompt_tokens_details": {"cached_tokens": sum(reused)}}
-        figures = [_figures(result) for result in results]
-        details |= figures[0] if len(figures) == 1 else {"choices": figures}
-        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
-                **cached, "flowspec": details}
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens, **cached}
 
     @property
     def _kind(self) -> str:
@@ -131,7 +140,7 @@ class Answer:
 
 
 def _figures(result: Result | None) -> dict[str, Any]:
-    """A run's statistics, as far as ``usage`` has them."""
+    """A run's statistics, as far as every answer has them."""
     if result is None:
         return {}
     stats = result.stats

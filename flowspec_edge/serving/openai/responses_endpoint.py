@@ -15,18 +15,16 @@ from pydantic import BeforeValidator, Field
 from flowspec_edge.runtime.request import Result
 from flowspec_edge.serving.openai.detokenize import CallPiece
 from flowspec_edge.serving.openai.errors import ApiError
+from flowspec_edge.serving.openai.fields import Endpoint
 from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.responses import Answer, Finish, TokenLogprob
 from flowspec_edge.serving.openai.schemas import (
-    Body,
     ChatBody,
     ChatMessage,
     Ignoring,
-    JsonSchema,
     ResponseFormat,
+    Whole,
 )
-
-_STORES_NOTHING = "it stores nothing; send the earlier turns in input"
 
 
 def _messages(value: Any) -> Any:
@@ -47,32 +45,36 @@ def _message(item: Any) -> Any:
     return {"role": item.get("role"), "content": content}
 
 
-class TextFormat(JsonSchema):
-    """As ``response_format``, without a level of nesting."""
-
-    type: Literal["text", "json_object", "json_schema"]
-
-
 class TextOptions(Ignoring):
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
+    verbosity: Literal["medium"] | None = None  # OpenAI's default; the model was not trained to others
+
+
+def _included(value: Any) -> Any:
+    """What a response may include; it has no reasoning, sources or images of its own to include."""
+    if value == "message.output_text.logprobs":
+        raise ValueError("log-probabilities are not in responses: /v1/chat/completions has logprobs")
+    return value
+
+
+# What clients ask for whether or not a response has it, such as LiteLLM's adapter of Anthropic's API.
+Included = Annotated[Literal[
+    "reasoning.encrypted_content", "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "file_search_call.results", "message.input_image.image_url", "web_search_call.action.sources",
+    "web_search_call.results"], BeforeValidator(_included)]
 
 
 class ResponsesBody(ChatBody):
     """POST /v1/responses."""
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        **Body.unsupported, "previous_response_id": (), "conversation": (), "background": (False,),
-        "prompt": (), "tools": ([],), "tool_choice": ("auto", "none"), "include": ([],),
-        "truncation": ("disabled",), "top_logprobs": (0,), "n": (1,)}
-    reasons: ClassVar[dict[str, str]] = {
-        "previous_response_id": _STORES_NOTHING, "conversation": _STORES_NOTHING,
-        "background": "it stores nothing", "tools": "here; /v1/chat/completions has them"}
+    endpoint: ClassVar[Endpoint] = "responses"
     format_name: ClassVar[str] = "text.format"
     messages_name: ClassVar[str] = "input"
 
     messages: Annotated[list[ChatMessage], BeforeValidator(_messages), Field(min_length=1, alias="input")]
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    include: list[Included] | None = None
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
 
@@ -87,8 +89,7 @@ class ResponsesBody(ChatBody):
 
     @property
     def answer_format(self) -> ResponseFormat | None:
-        wanted = self.text.format if self.text else None
-        return ResponseFormat(type=wanted.type, json_schema=wanted) if wanted else None
+        return self.text.format if self.text else None
 
     @property
     def likelihoods(self) -> int | None:
@@ -110,9 +111,9 @@ class ResponseAnswer(Answer):
         self._finish: Finish | None = None
         self._details: dict[str, Any] = {}
 
-    def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any],
+    def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any], figures: dict[str, Any],
                  extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._response(self._status, choices, usage) | (extra or {})
+        return self._response(self._status, choices, usage) | {"flowspec": figures | (extra or {})}
 
     def choice(self, index: int, pieces: Sequence[str | CallPiece], finish: Finish | None,
                logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -142,10 +143,10 @@ class ResponseAnswer(Answer):
                 self._event("output_item.done", output_index=0,
                             item=self._item(self._status, [self._part()]))]
 
-    def counts(self, usage: dict[str, Any]) -> list[dict[str, Any]]:
+    def counts(self, usage: dict[str, Any], figures: dict[str, Any]) -> list[dict[str, Any]]:
         output = [self._item(self._status, [self._part()])]
-        return [self._event(self._status,
-                            response=self._response(self._status, output, usage) | self._details)]
+        return [self._event(self._status, response=self._response(self._status, output, usage)
+                            | {"flowspec": figures | self._details})]
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         failed = {"error": {"code": error.code or "server_error", "message": str(error)}}
@@ -157,7 +158,7 @@ class ResponseAnswer(Answer):
         return {"input_tokens": chat["prompt_tokens"],
                 "input_tokens_details": {**cached, "cache_write_tokens": 0},
                 "output_tokens": tokens, "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": chat["total_tokens"], "flowspec": chat["flowspec"]}
+                "total_tokens": chat["total_tokens"]}
 
     @property
     def _status(self) -> str:

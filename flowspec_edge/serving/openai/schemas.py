@@ -1,7 +1,4 @@
-"""Request bodies of OpenAI's API.
-
-Unsupported features are refused if ignoring them would change the answer; unknown fields are ignored.
-"""
+"""Request bodies of OpenAI's API, with fields of vLLM, SGLang and llama.cpp's server: :mod:`.fields` has all."""
 
 from __future__ import annotations
 
@@ -16,24 +13,38 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
 
 from flowspec_edge.serving.openai.errors import ApiError, invalid
+from flowspec_edge.serving.openai.fields import Endpoint, ignored_fields
 
-_MAX_STOPS = 4
-_MAX_STOP_CHARACTERS = 1000
+_MAX_STOPS = 64
+_MAX_STOP_CHARACTERS = 1000  # of one
+_MAX_STOPS_CHARACTERS = 4000  # of all together: each token is compared with them
+_MAX_WORDS = 256
 _MAX_TOP_LOGPROBS = 20  # OpenAI's limit for chats
 _MAX_CHOICES = 8
 _MAX_PROMPTS = 64
 _MAX_BIASES = 1024
+_MAX_IDS = 300_000  # of tokens, a large vocabulary
 _MAX_TOOLS = 128  # OpenAI's limit
 _MOST_URGENT, _LEAST_URGENT = -10, 10  # priorities: 30 s of waiting make up for a step
 
 
 class Ignoring(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+
+def _whole(value: Any) -> Any:
+    """JSON has one kind of number, so some clients write 8 as 8.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+TokenIds = Annotated[list[Whole], Field(max_length=_MAX_IDS)]
 
 
 def _priority(value: int) -> int:
@@ -50,6 +61,8 @@ def _stops(value: Any) -> Any:
         raise ValueError(f"at most {_MAX_STOPS} stop strings, not {len(stops)}")
     if (longest := max(map(len, stops), default=0)) > _MAX_STOP_CHARACTERS:
         raise ValueError(f"at most {_MAX_STOP_CHARACTERS} characters a stop string, not {longest}")
+    if (together := sum(map(len, stops))) > _MAX_STOPS_CHARACTERS:
+        raise ValueError(f"at most {_MAX_STOPS_CHARACTERS} characters of all stop strings, not {together}")
     return stops
 
 
@@ -66,13 +79,19 @@ def _text(value: Any) -> Any:
 
 def _prompts(value: Any) -> Any:
     """A completion's prompts: one alone is a list of one."""
-    alone = isinstance(value, str) or (isinstance(value, list) and any(type(item) is int for item in value))
+    alone = isinstance(value, str) or (isinstance(value, list) and any(map(_is_id, value)))
     prompts = [value] if alone else value
+    if isinstance(prompts, list):
+        prompts = [[*map(_whole, prompt)] if isinstance(prompt, list) else prompt for prompt in prompts]
     if not isinstance(prompts, list) or not prompts or not all(map(_is_prompt, prompts)):
         raise ValueError("must be a string, a list of token ids, or a list of either")
     if len(prompts) > _MAX_PROMPTS:
         raise ValueError(f"at most {_MAX_PROMPTS} prompts a request, not {len(prompts)}")
     return prompts
+
+
+def _is_id(value: Any) -> bool:
+    return type(_whole(value)) is int
 
 
 def _is_prompt(value: Any) -> bool:
@@ -81,9 +100,13 @@ def _is_prompt(value: Any) -> bool:
 
 
 def _bias(value: Any) -> Any:
-    """JSON writes token ids, which are keys, as strings."""
+    """JSON writes token ids, which are keys, as strings; llama.cpp takes a list of pairs, too."""
     if value is None:
         return None
+    pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 and _is_id(pair[0])
+                                            for pair in value)
+    if pairs:
+        value = {str(_whole(token)): bias for token, bias in value}
     if not isinstance(value, dict) or not all(re.fullmatch("[0-9]{1,9}", key) for key in value):
         raise ValueError('must be an object of token ids and numbers, {"42": -100}')
     if len(value) > _MAX_BIASES:
@@ -92,8 +115,13 @@ def _bias(value: Any) -> Any:
 
 
 def _count(value: Any) -> Any:
-    """Some clients send false for none."""
-    return None if value is False else value
+    """Some clients send what chats take: false for none, and true, which other servers read as 1."""
+    return None if value is False else 1 if value is True else _whole(value)
+
+
+def _flag(value: Any) -> Any:
+    """Some clients send what completions take: 1 is a chat's true."""
+    return bool(value) if type(value) is int and value in (0, 1) else value
 
 
 class StreamOptions(Ignoring):
@@ -109,22 +137,61 @@ class Extensions(Ignoring):
     tokens: bool = False  # whether the answer's last object has its token ids and the run's statistics
 
 
-class JsonSchema(Ignoring):
-    """``schema`` is a method's name in pydantic."""
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
-    content: Annotated[dict[str, Any], Field(alias="schema")] = {}
+
+class Reasoning(Ignoring):
+    """Of responses, and of chats as some servers take it; ``summary`` would be of reasoning apart."""
+
+    effort: ReasoningEffort | None = None
+
+
+class JsonSchema(Ignoring):
+    """``schema`` is a method's name in pydantic. A misspelt ``schema`` would let any object pass, so an unknown
+    field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    name: str | None = None
+    description: str | None = None
+    content: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class ResponseFormat(Ignoring):
+class ResponseFormat(JsonSchema):
+    """Its own schema, without a level of nesting, is what responses, llama.cpp's server and others take."""
+
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
     def _has_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
+        if self.type == "json_schema" and self.json_schema is None and self.content is None:
             raise ValueError('the type json_schema needs "json_schema": {"name": …, "schema": {…}}')
+        if self.type == "text" and (self.json_schema is not None or self.content is not None):
+            raise ValueError("the type text has no schema: use json_schema")
         return self
+
+    @property
+    def given(self) -> JsonSchema:
+        return self.json_schema or self
+
+
+class StructuredOutputs(Ignoring):
+    """vLLM's; an unknown field is an error. ``content``: a schema, as an object or as text."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    content: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None  # there is one way to enforce a grammar
+    structural_tag: None = None
+    whitespace_pattern: None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
 
 
 class FunctionDefinition(Ignoring):
@@ -159,85 +226,131 @@ class NamedTool(Ignoring):
     function: _Named
 
 
+def _arguments(value: Any) -> Any:
+    """Some clients send the object itself, and null for none."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value or ""
+
+
 class _CalledFunction(Ignoring):
     name: str
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(_arguments)] = ""
 
     @property
-    def parsed(self) -> dict[str, Any]:
-        """ValueError if the arguments are no JSON object."""
-        parsed = json.loads(self.arguments or "{}", parse_constant=_no_constant)
-        if not isinstance(parsed, dict):
-            raise ValueError
-        return parsed
-
-    @model_validator(mode="after")
-    def _is_json(self) -> _CalledFunction:
+    def parsed(self) -> dict[str, Any] | str:
+        """The arguments; their text if that is no JSON object, since max_tokens may have cut it."""
         try:
-            _ = self.parsed
+            parsed = json.loads(self.arguments or "{}", parse_constant=_no_number)
         except (ValueError, RecursionError):
-            raise ValueError("arguments: must be the text of a JSON object") from None
-        return self
+            return self.arguments
+        return parsed if isinstance(parsed, dict) else self.arguments
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(name)
 
 
 class CalledTool(Ignoring):
     """A tool call of an earlier answer."""
 
-    id: str = ""
-    type: Literal["function"] = "function"
+    id: str | None = None
+    type: Literal["function"] | None = "function"
     function: _CalledFunction
 
 
 class ChatMessage(Ignoring):
-    """A turn; newer clients send "developer" instead of "system"."""
+    """A turn; newer clients send "developer" instead of "system". ``reasoning`` and ``reasoning_content`` are
+    two names of an assistant's reasoning."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_text)] = ""
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _has_content(cls, turn: Any) -> Any:
-        """Only an assistant's turn may lack content: it may have called a tool."""
-        if isinstance(turn, dict) and turn.get("content") is None and turn.get("role") != "assistant":
+    def _is_complete(cls, turn: Any) -> Any:
+        """An assistant's turn may lack content, since it may have called a tool, and a tool may return none.
+        What other servers read, and would change the prompt, is refused."""
+        if not isinstance(turn, dict):
+            return turn
+        if turn.get("content") is None and turn.get("role") not in ("assistant", "tool"):
             raise ValueError("needs content: a string, or text parts")
+        for name, instead in _REFUSED_IN_MESSAGES.items():
+            if turn.get(name):
+                raise ValueError(f"{name} is not supported: {instead}")
         return turn
+
+
+_REFUSED_IN_MESSAGES = {
+    "prefix": "use continue_final_message", "partial": "use continue_final_message",
+    "function_call": "use tool_calls", "audio": "this server reads text only",
+    "images": "this server reads text only", "tools": "send tools beside messages"}
 
 
 class Body(Ignoring):
     """The fields of all endpoints.
 
-    unsupported  field -> accepted values, which ask for nothing
-    reasons      what the error says of some of these
+    endpoint     which fields it has
     format_name  the field of :attr:`answer_format`
     """
 
-    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "best_of": (1,), "echo": (False,), "suffix": ("",), "functions": ([],),
-        "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "prediction": (),
-    }
-    reasons: ClassVar[dict[str, str]] = {"echo": "it returns no prompts and no log-probabilities of them"}
+    endpoint: ClassVar[Endpoint]
     format_name: ClassVar[str] = "response_format"
+
+    _ignored: tuple[str, ...] = PrivateAttr(default=())
 
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    min_tokens: Annotated[Whole, Field(ge=0)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     logit_bias: Annotated[dict[int, Annotated[float, Field(ge=-100, le=100)]] | None,
                           BeforeValidator(_bias)] = None
-    n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARACTERS)]],
+                         Field(max_length=_MAX_WORDS)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=_MAX_CHOICES)] | None = None
     stop: Annotated[list[str], BeforeValidator(_stops)] = []
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    no_stop_trim: bool | None = None
+    skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
     user: str | None = None
-    priority: Annotated[int, AfterValidator(_priority)] | None = None
+    priority: Annotated[Whole, AfterValidator(_priority)] | None = None
+    strategy: str | None = None
     flowspec: Extensions = Extensions()
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """The names of its fields that no server documents, which have no effect."""
+        return self._ignored
+
+    @property
+    def keeps_stop(self) -> bool:
+        """Whether the answer has the stop string, or the text of the stop token."""
+        return bool(self.include_stop_str_in_output or self.no_stop_trim)
 
     @property
     def limit(self) -> int | None:
@@ -261,15 +374,28 @@ class Body(Ignoring):
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
+    endpoint: ClassVar[Endpoint] = "chat"
     messages_name: ClassVar[str] = "messages"  # for clients
 
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    reasoning: Reasoning | None = None
+    enable_thinking: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=_MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[bool | None, BeforeValidator(_flag)] = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def effort(self) -> ReasoningEffort | None:
+        return self.reasoning_effort or (self.reasoning.effort if self.reasoning else None)
 
     @property
     def turns(self) -> Sequence[ChatMessage]:
@@ -301,12 +427,18 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """POST /v1/completions."""
 
+    endpoint: ClassVar[Endpoint] = "completions"
+
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
+    add_special_tokens: bool | None = None
     logprobs: Annotated[int | None, Field(ge=0, le=_MAX_TOP_LOGPROBS), BeforeValidator(_count)] = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
 
     @property
     def likelihoods(self) -> int | None:
-        return self.logprobs
+        if self.top_logprobs and self.logprobs is None:
+            raise ApiError(400, "top_logprobs goes with logprobs", "top_logprobs")
+        return self.logprobs if self.top_logprobs is None else self.top_logprobs
 
 
 B = TypeVar("B", bound=Body)
@@ -318,17 +450,13 @@ def read_body(kind: type[B], data: bytes) -> B:
     fields = _parsed(data)
     if not isinstance(fields, dict):
         raise ApiError(400, "the body must be a JSON object")
-    for name, neutral in kind.unsupported.items():
-        value = fields.get(name)
-        if value is not None and value not in neutral:
-            advice = f", or send {json.dumps(neutral[0])}" if neutral else ""
-            reason = f" ({kind.reasons[name]})" if name in kind.reasons else ""
-            raise ApiError(400, f"{name} is not supported by this server{reason}: leave it out{advice}", name,
-                           "unsupported_parameter")
+    ignored = ignored_fields(kind.endpoint, fields)
     try:
-        return kind.model_validate(fields)
+        body = kind.model_validate(fields)
     except ValidationError as error:
         raise invalid(error) from error
+    body._ignored = ignored
+    return body
 
 
 def _parsed(data: bytes) -> Any:

@@ -40,7 +40,7 @@ def test_the_seeds_of_the_choices_follow_one_another(server: Running, texts: lis
     assert [(choice.index, choice.text) for choice in whole.choices] == [*enumerate(texts)]
     assert whole.usage.prompt_tokens == len(PROMPT)
     assert whole.usage.completion_tokens <= 30
-    assert len(whole.usage.flowspec["choices"]) == 3
+    assert len(whole.flowspec["choices"]) == 3
     pieces = ["", "", ""]
     finished = []
     for chunk in ask(server, **HOW, stream=True, stream_options={"include_usage": True}):
@@ -99,7 +99,7 @@ def test_several_prompts_are_answered_as_each_alone(server: Running, n: int) -> 
     assert [(choice.text, choice.finish_reason) for choice in whole.choices] == alone
     assert all(choice.logprobs.token_logprobs for choice in whole.choices)
     assert [whole.usage.prompt_tokens, whole.usage.completion_tokens] == counted
-    assert len(whole.usage.flowspec["choices"]) == n * len(prompts)
+    assert len(whole.flowspec["choices"]) == n * len(prompts)
     pieces = [""] * len(alone)
     for chunk in ask(server, **{**how, "prompt": prompts}, stream=True,
                      stream_options={"include_usage": True}):

@@ -52,7 +52,7 @@ def test_a_completion_is_plain_decodings_text(server: Running, model: Path, plai
     length = len(tokenizer(PROMPT)["input_ids"])
     assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == \
            (length, 20, length + 20)
-    run = done.usage.model_dump()["flowspec"]
+    run = done.model_dump()["flowspec"]
     assert run["strategy"] == "flowspec"
     assert run["tokens_per_second"] > 0
 
@@ -115,9 +115,9 @@ def test_sampling_is_plain_decodings_with_the_same_seed(server: Running, model: 
     for strategy in ("flowspec", "autoregressive"):
         one = sampled(seed=7, extra_body={"top_k": 20, "flowspec": {"strategy": strategy}})
         assert one.choices[0].text == expected(model, plain, tokenizer, 16, Sampling(1.0, 20, 0.9, 7))
-        assert one.usage.flowspec["strategy"] == strategy
+        assert one.flowspec["strategy"] == strategy
     free, other = sampled(), sampled()
-    seeds = [done.usage.flowspec["seed"] for done in (free, other)]
+    seeds = [done.flowspec["seed"] for done in (free, other)]
     assert seeds[0] != seeds[1]  # none given: any; and it is told, so that the text can be had again
     assert sampled(seed=seeds[0]).choices[0].text == free.choices[0].text
     assert sampled(seed=-1).choices[0].text == sampled(seed=2**63 - 1).choices[0].text
@@ -169,10 +169,11 @@ def test_alive_and_ready(server: Running) -> None:
     ({"temperature": 3}, "temperature", "less than or equal to 2"),
     ({"temperature": 0.0001}, "temperature", "0.001 to 100"),
     ({"temperature": "hot"}, "temperature", "valid number"),
-    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_p": -1}, "top_p", "greater than or equal to 0"),
     ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
     ({"max_tokens": 5000}, None, "the model's context is 2048 tokens"),
-    ({"stop": ["a"] * 5}, "stop", "at most 4"),
+    ({"stop": ["a"] * 65}, "stop", "at most 64"),
+    ({"stop": ["a" * 999] * 5}, "stop", "at most 4000 characters of all"),
     ({"stop": ""}, "stop", "not empty"),
     ({"seed": "x"}, "seed", "valid integer"),
     ({"stream": "yes"}, "stream", "valid boolean"),
@@ -231,8 +232,8 @@ def test_penalties_are_plain_decodings(server: Running, model: Path, plain: Plai
             extra_body={"flowspec": {"strategy": strategy, "tokens": True}})
         assert (done.model_extra or {})["flowspec"]["tokens"] == new
         assert new != plain.generate(ids, 24, sampling)[0]
-        usage: Any = done.usage
-        found |= {usage.flowspec[name] for name in ("frequency_penalty", "presence_penalty")}
+        said: Any = done
+        found |= {said.flowspec[name] for name in ("frequency_penalty", "presence_penalty")}
     assert found == {0.5, 0.8}
 
 

@@ -4,7 +4,7 @@ import { askKey, headers } from "./key.js";
 import { events } from "./sse.js";
 
 /** Ask with `body`; `onText(piece)` gets the text as it comes, `onNote(words)` what it waits for.  Resolves to
- * its {usage, tokens}; an Error says why there is none. */
+ * its {usage, figures}, the token ids among the figures if asked for; an Error says why there is none. */
 export async function answer(body, { signal, onText, onNote }) {
   const request = () => fetch(body.messages ? "/v1/chat/completions" : "/v1/completions", {
     method: "POST", signal, headers: { "Content-Type": "application/json", ...headers() },
@@ -13,15 +13,15 @@ export async function answer(body, { signal, onText, onNote }) {
   let response;
   while ((response = await request()).status === 401) await askKey();
   if (!response.ok) throw new Error((await response.json()).error.message);
-  let usage = null, tokens = null;
+  let usage = null, figures = {};
   for await (const { data, comment } of events(response.body)) {
     onNote(comment);
-    if (data === "[DONE]") return { usage, tokens };
+    if (data === "[DONE]") return { usage, figures };
     if (!data) continue;
     const chunk = JSON.parse(data);
     if (chunk.error) throw new Error(chunk.error.message);
     usage = chunk.usage ?? usage;
-    tokens = chunk.flowspec?.tokens ?? tokens;
+    figures = { ...figures, ...chunk.flowspec };
     const [choice] = chunk.choices;
     onText((body.messages ? choice?.delta?.content : choice?.text) ?? "");
   }
@@ -34,7 +34,7 @@ export function why(error, signal) {
   return error instanceof TypeError ? "The server cannot be reached." : `${error.message}.`;
 }
 
-/** Of `usage`: "64 tokens, 12.1 a second". */
-export function summary({ completion_tokens: tokens, flowspec: { tokens_per_second: pace } }) {
+/** Of an answer: "64 tokens, 12.1 a second". */
+export function summary({ usage: { completion_tokens: tokens }, figures: { tokens_per_second: pace } }) {
   return `${tokens} ${tokens === 1 ? "token" : "tokens"}${pace ? `, ${pace.toFixed(1)} a second` : ""}`;
 }

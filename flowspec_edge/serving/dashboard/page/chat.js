@@ -82,12 +82,11 @@ async function single(body, turn, { signal }) {
   turn.append(element, note);
   let whole = "";
   try {
-    const { usage } = await answer(body, {
+    note.textContent = summary(await answer(body, {
       signal,
       onText(piece) { whole += piece; show(element, whole); },
       onNote(words) { note.textContent = words; },
-    });
-    note.textContent = summary(usage);
+    }));
   } catch (error) {
     note.textContent = why(error, signal);
     note.classList.toggle("wrong", !signal.aborted);

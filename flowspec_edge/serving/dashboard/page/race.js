@@ -22,7 +22,7 @@ export async function race(names, body, turn, { signal, show }) {
         onText(piece) { whole += piece; show(text, whole); },
         onNote(words) { note.textContent = words; },
       }));
-      note.textContent = summary(runs[i].usage);
+      note.textContent = summary(runs[i]);
       note.classList.add("pace");
     } catch (error) {
       note.textContent = why(error, signal);
@@ -39,7 +39,7 @@ export async function race(names, body, turn, { signal, show }) {
   return runs.at(-1).text;
 }
 
-const pace = (run) => run.usage.flowspec.tokens_per_second ?? 0;
+const pace = (run) => run.figures.tokens_per_second ?? 0;
 
 /** Bars as long as the speeds. */
 function compare(lanes, runs) {
@@ -55,14 +55,14 @@ function faster(names, [first, last]) {
 
 /** Whether the texts are the same, token by token. */
 function same([first, last]) {
-  const at = difference(first, last), { temperature } = first.usage.flowspec;
+  const at = difference(first, last), { temperature } = first.figures;
   const how = temperature ? `at temperature ${temperature} with one seed` : "at temperature 0";
-  if (at < 0) return `The texts are identical ${how}: the same ${count(first.tokens.length)}.`;
+  if (at < 0) return `The texts are identical ${how}: the same ${count(first.figures.tokens.length)}.`;
   return `The texts differ ${how}, from token ${at + 1} on (in 16 bits near ties may do that).`;
 }
 
 /** The first token in which two answers differ; -1: none. */
-function difference({ tokens: one }, { tokens: other }) {
+function difference({ figures: { tokens: one } }, { figures: { tokens: other } }) {
   const at = one.findIndex((token, i) => token !== other[i]);
   return at < 0 && other.length > one.length ? one.length : at;
 }

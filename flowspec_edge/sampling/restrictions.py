@@ -1,0 +1,52 @@
+"""The tokens that may come next in an answer with restrictions, by the text before a row.
+
+A row's own path in the draft tree determines its text, so every strategy chooses the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowspec_edge.sampling.settings import Restrictions
+
+
+class AnswerRestrictions:
+    """The restrictions of one answer, which grows."""
+
+    def __init__(self, restrictions: Restrictions, prompt: Sequence[int], ends: Iterable[int]) -> None:
+        """``ends``: the tokens that end the answer."""
+        self._restrictions = restrictions
+        self._ends = sorted(ends)
+        self._length = 0  # of the answer
+        self._longest = max(map(len, restrictions.bad_words), default=1) - 1
+        self._tail = list(prompt[max(0, len(prompt) - self._longest):])  # of the text: what bad words may begin with
+        self._long = [word for word in restrictions.bad_words if len(word) > 1]
+        self._single = [word[0] for word in restrictions.bad_words if len(word) == 1]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """The answer continues with ``tokens``."""
+        self._length += len(tokens)
+        self._tail = self._after(tokens)
+
+    def allowed(self, path: Sequence[int], vocabulary: int) -> NDArray[np.uint8]:
+        """Return which tokens may follow the answer and then ``path``: ceil(V / 8) bytes with a bit each, the
+        lowest first."""
+        wanted = self._restrictions.allowed
+        may = np.ones(vocabulary, bool) if wanted is None else np.zeros(vocabulary, bool)
+        if wanted is not None:
+            may[sorted(wanted)] = True
+        may[self._single] = False
+        before = self._after(path)
+        for *first, last in self._long:
+            if before[len(before) - len(first):] == first:
+                may[last] = False
+        if self._length + len(path) < self._restrictions.min_tokens:
+            may[self._ends] = False
+        return np.packbits(may, bitorder="little")
+
+    def _after(self, tokens: Sequence[int]) -> list[int]:
+        text = [*self._tail, *tokens]
+        return text[max(0, len(text) - self._longest):]

@@ -1,0 +1,109 @@
+"""What an answer must match: the many fields that ask for a grammar, as one rule."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from flowspec_edge.model.grammar import json_value, matching, one_of
+from flowspec_edge.serving.openai.errors import ApiError
+from flowspec_edge.serving.openai.schemas import Body
+
+_ANY_OBJECT = {"type": "object"}
+_MAX_CHOICES = 4096
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """field    who asks for it
+    rule     in llguidance's Lark syntax, or a whole grammar
+    written  it is a whole grammar, which the client wrote
+    """
+
+    field: str
+    rule: str
+    written: bool = False
+
+
+def wanted_answer(body: Body) -> AnswerFormat | None:
+    """None: any text. ApiError if several fields ask for something, or one is wrong."""
+    found = [format for format in (_response_format(body), *_structured(body)) if format is not None]
+    for field, value in (("guided_json", body.guided_json), ("json_schema", body.json_schema)):
+        if value is not None:
+            found.append(_json(field, value))
+    for field, text in (("guided_regex", body.guided_regex), ("regex", body.regex)):
+        if text is not None:
+            found.append(_regex(field, text))
+    if body.guided_choice is not None:
+        found.append(_choice("guided_choice", body.guided_choice))
+    for field, text in (("guided_grammar", body.guided_grammar), ("ebnf", body.ebnf), ("grammar", body.grammar)):
+        if text is not None and (text or field != "grammar"):  # llama.cpp's clients send an empty one for none
+            found.append(_grammar(field, text))
+    if len(found) > 1:
+        raise ApiError(400, f"{found[1].field}: {found[0].field} says already what the answer must match: leave "
+                            "one out", found[1].field)
+    return found[0] if found else None
+
+
+def _response_format(body: Body) -> AnswerFormat | None:
+    """A schema without ``strict`` is enforced as far as it can be, as OpenAI has it; without a place for
+    ``strict``, all of it."""
+    wanted = body.answer_format
+    if wanted is None or wanted.type == "text":
+        return None
+    given = wanted.given
+    if given.content is None:
+        return AnswerFormat(body.format_name, json_value(_ANY_OBJECT))
+    strict = bool(given.strict) if wanted.type == "json_schema" else given.strict is not False
+    return AnswerFormat(body.format_name, json_value(given.content or _ANY_OBJECT, strict))
+
+
+def _structured(body: Body) -> list[AnswerFormat]:
+    wanted = body.structured_outputs
+    if wanted is None:
+        return []
+    name, found = "structured_outputs", list[AnswerFormat]()
+    if wanted.content is not None:
+        found.append(_json(f"{name}.json", wanted.content))
+    if wanted.regex is not None:
+        found.append(_regex(f"{name}.regex", wanted.regex))
+    if wanted.choice is not None:
+        found.append(_choice(f"{name}.choice", wanted.choice))
+    if wanted.grammar is not None:
+        found.append(_grammar(f"{name}.grammar", wanted.grammar))
+    if wanted.json_object:
+        found.append(AnswerFormat(f"{name}.json_object", json_value(_ANY_OBJECT)))
+    if not found:
+        raise ApiError(400, f"{name}: give one of json, regex, choice, grammar, json_object", name)
+    return found
+
+
+def _json(field: str, value: dict[str, Any] | str) -> AnswerFormat:
+    if isinstance(value, str):
+        try:
+            schema = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ApiError(400, f"{field}: the text is not valid JSON: {error}", field) from error
+        if not isinstance(schema, dict):
+            raise ApiError(400, f"{field}: must be a JSON schema that is an object", field)
+        return AnswerFormat(field, json_value(schema))
+    return AnswerFormat(field, json_value(value))
+
+
+def _regex(field: str, text: str) -> AnswerFormat:
+    if not text:
+        raise ApiError(400, f"{field}: the regular expression is empty", field)
+    return AnswerFormat(field, matching(text))
+
+
+def _choice(field: str, choices: list[str]) -> AnswerFormat:
+    if not choices or not all(choices) or len(choices) > _MAX_CHOICES:
+        raise ApiError(400, f"{field}: must be a list of 1 to {_MAX_CHOICES} texts that are not empty", field)
+    return AnswerFormat(field, one_of(choices))
+
+
+def _grammar(field: str, text: str) -> AnswerFormat:
+    if not text.strip():
+        raise ApiError(400, f"{field}: the grammar is empty", field)
+    return AnswerFormat(field, text, written=True)
