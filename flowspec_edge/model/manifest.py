@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import MANIFEST
+from flowspec_edge.model.weights.located import MANIFEST
 from flowspec_edge.util.bounded_read import Progress, parse_json, read_bytes, sha256_of
 from flowspec_edge.util.terminal import no_control_characters
 from flowspec_edge.util.tomlfile import Count, StrictModel

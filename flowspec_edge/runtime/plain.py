@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, Manifest, stage_part
 from flowspec_edge.model.modeldir import ModelDir, is_sharded
+from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.runtime.request import FinishReason
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sampling.sampler import AnswerPenalties, choose
@@ -23,7 +24,6 @@ from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers.attention import register_rounded
 from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.weights import tensor_names
-from flowspec_edge.stage.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.weights.load import (
     fast_layout,
     head_scheme_of,

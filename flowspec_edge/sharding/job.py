@@ -26,7 +26,7 @@ from flowspec_edge.model.manifest import (
     Quantisation,
     ShardPart,
 )
-from flowspec_edge.model.modeldir import MANIFEST
+from flowspec_edge.model.weights.located import MANIFEST
 from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, TextFile
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import TensorFile, copy_file, partial_of, writing

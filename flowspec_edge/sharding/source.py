@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.catalogue import download, is_repository_name
 from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model, text_config
+from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
 from flowspec_edge.stage.weights import tensor_names
-from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.util.bounded_read import read_bytes
 from flowspec_edge.util.weight_file import TensorInfo
 
@@ -115,10 +115,10 @@ def open_source(model: str, drafts: Sequence[Path] = ()) -> SourceModel:
     """
     revision = None
     if is_here(model) or not is_repository_name(model):
-        found = resolve_model(model)
+        found = resolve_model(model, quantised=True)
     else:
         directory, revision = download(model)
-        found = resolve_model(directory)
+        found = resolve_model(directory, quantised=True)
     if found.sharded:
         raise UsageError(f"{found.path} is sharded already: give the checkpoint that it was made from")
     return describe(found, Checkpoint(found.target), drafts, model if revision else found.name, revision)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import SPARSE, UNSPLIT, ModelDir, cache_values
+from flowspec_edge.model.families import SPARSE, UNSPLIT
+from flowspec_edge.model.modeldir import ModelDir, cache_values
 from flowspec_edge.util import procfs
 
 if TYPE_CHECKING:
