@@ -63,9 +63,9 @@ def require_family(config: Mapping[str, Any], path: Path | str) -> None:
     only = f"only {', '.join(ARCHITECTURES)}"
     inside = inner.get("model_type") if isinstance(inner, dict) else None
     if inside in ARCHITECTURES:
-        raise UsageError(f"{path}: stages cannot run {family!r} models, which hold a language model of "
-                         f"the type {inside!r} among other parts; that can be run alone: take a text checkpoint of "
-                         "it, or save its language model as one with transformers")
+        raise UsageError(f"{path}: stages cannot run {family!r} models, which hold a language model of the "
+                         f"type {inside!r} among other parts.  That can be run alone: take a text checkpoint "
+                         "of it, or save its language model as one with transformers")
     if inside or "vision_config" in config or "audio_config" in config:
         raise UsageError(f"{path}: stages cannot run {family!r} models, a language model "
                          f"{f'of the type {inside!r} ' if inside else ''}with parts that see or hear, {only}")

@@ -207,12 +207,13 @@ def _follow_files(shapes: dict[str, torch.Size], config: LlamaConfig) -> None:
     if not shapes:
         return
     config.own_lm_head = checkpoint.LM_HEAD in shapes
-    config.qk_norm |= any(name.endswith("self_attn.q_norm.weight") for name in shapes)
+    config.qk_norm = any(name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight"))
+                         for name in shapes)
     attention = [name for name in shapes if name.endswith(("q_proj.bias", "o_proj.bias"))]
     config.attention_bias = any(name.endswith("o_proj.bias") for name in attention)
-    mapped = shapes.get("d2t") or shapes.get(checkpoint.LM_HEAD)
-    if mapped:
-        config.draft_vocab_size = mapped[0]
+    rows = [shapes[name][0] for name in (checkpoint.LM_HEAD, "d2t") if shapes.get(name)]
+    if rows:  # a whole lm_head may stand beside a smaller vocabulary
+        config.draft_vocab_size = rows[0] if rows[0] != config.vocab_size else rows[-1]
     elif "t2d" not in shapes:  # else ``_complete_vocabulary`` counts
         config.draft_vocab_size = config.vocab_size
 

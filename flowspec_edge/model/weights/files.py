@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, first_line
-from flowspec_edge.model.manifest import altered
+from flowspec_edge.model.weights.located import altered
 from flowspec_edge.util.bounded_read import sha256_of
 from flowspec_edge.util.weight_file import SAFETENSORS, SafetensorsFile, TensorInfo, WeightFile
 

@@ -44,6 +44,10 @@ class LocatedWeights:
     indexed: dict[str, Path] | None = None
 
 
+def altered(path: Path) -> FlowspecError:
+    return FlowspecError(f"{path} has been altered: its sha256 is not the one in {MANIFEST}; copy it again")
+
+
 def locate(directory: Path) -> LocatedWeights | None:
     """Return None if ``directory`` holds no weights.  FlowspecError for an index that cannot be used, or that
     names a missing file."""
