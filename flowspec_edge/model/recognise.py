@@ -7,6 +7,7 @@ It comes before anything is missed: for a LoRA adapter "config.json is missing" 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ _IN_16_BITS = "take the 16 bit checkpoint, and quantise it with: flowspec models
 # Files in which tools beside transformers say how weights are quantised.
 _QUANTISED_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq",
                      "hf_quant_config.json": "modelopt"}
+_PACKED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")  # ends of names
+_FC = re.compile(r"((module|_orig_mod|model|draft_model)\.)*(fusion_)?fc\.weight")  # what makes a head
 _MOST_ENTRIES = 200  # of a directory, to look at
 
 
@@ -81,7 +84,7 @@ def refuse_quantised(config: Mapping[str, Any], path: Path | str, converted: boo
         if isinstance(config.get("quantization"), dict):
             raise UsageError(f"{path}: weights quantised for MLX cannot be read; {_IN_16_BITS}")
         for name, method in _QUANTISED_BESIDE.items():
-            if (home / name).is_file():
+            if (home / name).is_file() and _may_be_quantised(home):
                 raise UsageError(_told_beside(home / name, method, Path(path)))
         return
     facts = how if isinstance(how, dict) else how.to_dict()
@@ -93,6 +96,11 @@ def refuse_quantised(config: Mapping[str, Any], path: Path | str, converted: boo
     if not converted:
         raise UsageError(f"{path}: {method.upper()} weights must be converted first: flowspec models shard "
                          f"--model {home} --stages N --out DIR")
+
+
+def _may_be_quantised(directory: Path) -> bool:
+    names = stored_names(directory)
+    return not names or any(name.endswith(_PACKED) for name in names)
 
 
 def _told_beside(file: Path, method: str, config: Path) -> str:
@@ -126,7 +134,7 @@ def head_kind(directory: Path, config: Mapping[str, Any]) -> str | None:
     names = stored_names(directory)
     if any(".midlayer." in f".{name}" or name.endswith("layers.0.hidden_norm.weight") for name in names):
         return "a draft head (EAGLE-3)"
-    if any(name.endswith(("fc.weight", "fusion_fc.weight")) and "layers" not in name for name in names):
+    if any(_FC.fullmatch(name) for name in names):
         return "a draft head (EAGLE)"
     return None
 

@@ -102,7 +102,7 @@ def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device
     if head_scheme is not None:
         with opened_part(model_dir, DRAFT) as files:
             model.lm_head = load_output_head(home, dtype, torch_device, head_scheme, files)
-    elif config.tie_word_embeddings:
+    elif config.tie_word_embeddings and tensor_names.LM_HEAD not in Checkpoint(home):
         model.lm_head.weight = core.embed_tokens.weight
     else:
         with opened_part(model_dir, DRAFT) as files:

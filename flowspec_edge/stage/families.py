@@ -48,13 +48,24 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
         reason = shorten(str(error), 200, placeholder=" …")
         raise UsageError(f"{path} is not a model configuration: {reason}") from error
     _check(config, path, quantised)
+    _without_storage_dtype(config)
     return config
+
+
+def _without_storage_dtype(config: Any) -> None:
+    """Forget an element type in which nothing computes, such as float8: transformers would make modules of it.
+
+    In which type weights are stored, their files tell.
+    """
+    if config.dtype not in (None, torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        config.dtype = None
 
 
 def parse_config(fields: Mapping[str, Any], origin: str) -> Any:
     """transformers' configuration from the ``fields`` of a config.json; errors as for :func:`load_config`."""
     config = AutoConfig.for_model(**text_config(fields))
     _check(config, origin, quantised=False)
+    _without_storage_dtype(config)
     return config
 
 

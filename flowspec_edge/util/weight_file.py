@@ -191,7 +191,8 @@ def use_own_names(file: WeightFile) -> None:
         del file.tensors[stored]
 
 
-_DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+           torch.float8_e5m2)
 
 
 class EmbeddingTable(nn.Module):

@@ -116,8 +116,7 @@ class Checkpoint:
     def path_of(self, name: str) -> Path:
         """FlowspecError if there is no such tensor."""
         if name not in self._files:
-            raise FlowspecError(f"{self.directory} has no tensor {name}: "
-                                "the checkpoint is incomplete, or not of this architecture")
+            raise missing_tensor(self.directory, name)
         return self._files[name]
 
     def _locate(self) -> dict[str, Path]:
@@ -158,6 +157,14 @@ def _is_bare_decoder(names: Collection[str]) -> bool:
     """
     return ("layers.0.input_layernorm.weight" in names and "fc.weight" not in names
             and not any(name.startswith("model.") for name in names))
+
+
+def missing_tensor(directory: Path, name: str) -> FlowspecError:
+    if name == "lm_head.weight":
+        return FlowspecError(f"{directory} has no tensor {name}, and config.json does not tie it to the "
+                             "embeddings: save the whole language model (…ForCausalLM), not its decoder")
+    return FlowspecError(f"{directory} has no tensor {name}: the checkpoint is incomplete, or not of this "
+                         "architecture")
 
 
 def check_shape(directory: Path | str, name: str, stored: torch.Size, shape: torch.Size) -> None:

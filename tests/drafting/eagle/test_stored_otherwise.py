@@ -85,8 +85,8 @@ def converted(form):
         inner = {**CONFIG, "num_hidden_layers": 1}
         return ({"architectures": ["EAGLEModel"], "model_type": "eagle", "model": inner, "vocab_size": V,
                  "num_lookahead_tokens": 5, "eagle_fc_bias": False, "truncated_vocab_size": V},
-                lambda name: name if name.startswith(("fc.", "lm_head.", "token_map"))
-                else f"model.{name}")
+                lambda name: (f"model.{name}" if name.startswith(("layers.", "embed_tokens."))
+                              else name))
     if form == "speculators":
         return ({"architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "fusion_bias": False,
                  "layernorms": False, "transformer_layer_config": CONFIG,
