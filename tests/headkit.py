@@ -109,7 +109,7 @@ class Eagle3:
             count = sum(name.startswith("fc_norm.") for name in self.w)
             known = np.concatenate([self.layer.norm(f"fc_norm.{i}", part)
                                     for i, part in enumerate(np.split(known, count))])
-        return self.w["fc.weight"] @ known
+        return self.layer.linear("fc", known)
 
     def row(self, inputs):
         norm = self.layer.norm

@@ -12,8 +12,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "flowspec_edge"
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
 # To name the error that torch.load raises for what it refuses; and to exchange requests and results with
 # processes of its own, or with the workers of a Dask cluster that the user names.
-MAY_NAME = {"stage/weights/files.py": {"pickle.UnpicklingError"},
-            "drafting/checkpoint.py": {"pickle.UnpicklingError"},
+MAY_NAME = {"model/weights/files.py": {"pickle.UnpicklingError"},
             "bench/parallel.py": {"joblib.Parallel", "joblib.delayed", "joblib.parallel_config"}}
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -17,26 +15,26 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from flowspec_edge.errors import FlowspecError, UsageError, first_line, last_line
+from flowspec_edge.errors import FlowspecError, UsageError, last_line
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.draft_formats import FORMATS, recognise_format
 from flowspec_edge.model.modeldir import BLOCKS, check_config
-from flowspec_edge.util.bounded_read import read_json, read_json_object
+from flowspec_edge.model.weights.checkpoint import Checkpoint
+from flowspec_edge.model.weights.located import PICKLED, SAFE, locate, warn_of_unread
+from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.tensors import check_finite
-from flowspec_edge.util.weight_file import (
-    SAFETENSORS,
-    Embedding,
-    EmbeddingTable,
-    SafetensorsFile,
-    use_own_names,
-)
+from flowspec_edge.util.weight_file import Embedding, EmbeddingTable, SafetensorsFile
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _Config = TypeVar("_Config", bound=PretrainedConfig)
 
-SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 _COMPUTED = "rotary_emb.inv_freq"  # stored by old releases of transformers; it follows from the config
-_PREFIXES = ("module.", "model.")  # of a training framework's wrapper, and of a whole model
+_TRAINING_ONLY = ("verifier_",)  # speculators: copies of the target's norm and lm_head, to train with
+# Of a training framework, of a compiled module, of a whole model, and of SpecForge's trainer.
+_WRAPPERS = ("module.", "_orig_mod.", "model.", "draft_model.")
+# Beginnings of names that converters give, and those that a head's authors gave: vllm-project/speculators for
+# EAGLE-1, 2 and HASS, and vLLM's name of d2t.
+_CONVERTED = {"fusion_fc.": "fc.", "transformer.": "layers.0.", "draft_id_to_target_id": "d2t"}
 
 
 def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, Any]:
@@ -73,7 +71,7 @@ def _instead(raw: dict[str, Any]) -> str:
     return f"published for {target}: {heads}"
 
 
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -93,22 +91,21 @@ def config_of(kind: type[_Config], fields: dict[str, Any], directory: Path) -> _
 
 
 def has_embedding(directory: Path) -> bool:
-    """Whether a head's one safetensors file holds its embeddings.  FlowspecError for a damaged one."""
-    path = directory / SAFE
-    return path.exists() and any(_plain(name) == EMBEDDING for name in SafetensorsFile(path).tensors)
+    """Whether a head's files hold its embeddings.  FlowspecError for damaged ones."""
+    return locate(directory) is not None and _own_name_of_embedding(Checkpoint(directory)) is not None
 
 
 def own_embedding(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> EmbeddingTable | None:
-    """A head's own embeddings, in their file; None if it has none, or not in one safetensors file.
+    """A head's own embeddings, in their file; None if it has none, or not in a safetensors file.
     FlowspecError for another shape than ``config``'s."""
-    path = directory / SAFE
-    if not path.exists():
+    if locate(directory) is None:
         return None
-    file = SafetensorsFile(path)
-    names = [name for name in file.tensors if _plain(name) == EMBEDDING]
-    if not names:
+    checkpoint = Checkpoint(directory)
+    name = _own_name_of_embedding(checkpoint)
+    file = checkpoint.file_of(name) if name else None
+    if name is None or not isinstance(file, SafetensorsFile):
         return None
-    table = EmbeddingTable(file, names[0], dtype)
+    table = EmbeddingTable(file, name, dtype)
     shape, wanted = [table.num_embeddings, table.embedding_dim], [config.vocab_size, config.hidden_size]
     if shape != wanted:
         raise FlowspecError(f"{directory}: tensor {EMBEDDING} has shape {shape}, config.json asks for "
@@ -116,23 +113,41 @@ def own_embedding(directory: Path, config: PretrainedConfig, dtype: torch.dtype)
     return table
 
 
+def _own_name_of_embedding(checkpoint: Checkpoint) -> str | None:
+    return next((name for name in checkpoint.names if plain_name(name) == EMBEDDING), None)
+
+
+def stored_shapes(directory: Path) -> dict[str, torch.Size]:
+    """The shapes of a draft model's tensors by :func:`plain_name`; empty if there are no weights.
+
+    Only headers are read.
+    """
+    if locate(directory) is None:
+        return {}
+    checkpoint = Checkpoint(directory)
+    return {plain_name(name): info.shape for name, info in checkpoint.stored(checkpoint.names).items()}
+
+
 def read_weights(directory: Path, what: str, embedding: bool = True) -> dict[str, StoredTensor]:
-    """Safetensors before ``.bin``, one file before shards with an index; without EMBEDDING unless
-    ``embedding``.  UsageError if there are none, FlowspecError if they are unreadable."""
-    for name in (SAFE, f"{SAFE}.index.json", PICKLED, f"{PICKLED}.index.json"):
-        path = directory / name
-        if path.exists():
-            files = _shards(path) if name.endswith(".json") else [path]
-            return {key: tensor for file in files for key, tensor in _read(file, embedding).items()}
-    raise UsageError(f"no {_bare(what)} at {directory}: neither {SAFE} nor {PICKLED} is there")
+    """All tensors by their names in the files, without EMBEDDING unless ``embedding``.
+
+    UsageError if there are no weights, FlowspecError if they are unreadable."""
+    if locate(directory) is None:
+        raise UsageError(f"no {_bare(what)} at {directory}: neither {SAFE} nor {PICKLED} is there")
+    warn_of_unread(directory)
+    checkpoint = Checkpoint(directory)
+    return {name: StoredTensor(info.shape, partial(checkpoint.file_of(name).read, name))
+            for name, info in checkpoint.stored(checkpoint.names).items()
+            if embedding or plain_name(name) != EMBEDDING}
 
 
 def plain_names(weights: dict[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:
-    """Strip the prefixes of names and drop computed tensors; FlowspecError if two names collide."""
+    """Rename by :func:`plain_name`, and drop what follows from the rest; FlowspecError if two names
+    collide."""
     plain: dict[str, StoredTensor] = {}
     for stored, tensor in weights.items():
-        name = _plain(stored)
-        if name.endswith(_COMPUTED):
+        name = plain_name(stored)
+        if name.endswith(_COMPUTED) or name.startswith(_TRAINING_ONLY):
             continue
         if name in plain:
             raise FlowspecError(f"{directory}: tensor {name} is stored twice, also as {stored}")
@@ -140,47 +155,14 @@ def plain_names(weights: dict[str, StoredTensor], directory: Path) -> dict[str, 
     return plain
 
 
-def _shards(index: Path) -> list[Path]:
-    try:
-        names = sorted({str(name) for name in read_json(index)["weight_map"].values()})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FlowspecError(f"{index} is not an index of weights: {error!r}") from None
-    for name in names:
-        if Path(name).name != name:
-            raise FlowspecError(f"{index}: {name!r} is not the name of a file beside it")
-    return [index.parent / name for name in names]
-
-
-def _plain(name: str) -> str:
-    for prefix in _PREFIXES:
+def plain_name(name: str) -> str:
+    """A head's tensor as its authors name it: without wrappers, and without the names of a converter."""
+    while prefix := next((wrapper for wrapper in _WRAPPERS if name.startswith(wrapper)), ""):
         name = name.removeprefix(prefix)
+    for theirs, ours in _CONVERTED.items():
+        if name.startswith(theirs):
+            name = ours + name.removeprefix(theirs)
     return name
-
-
-def _read(path: Path, embedding: bool) -> dict[str, StoredTensor]:
-    if not path.exists():
-        raise FlowspecError(f"{path} is missing: copy the draft model again")
-    if path.suffix == SAFETENSORS:
-        file = SafetensorsFile(path)
-        use_own_names(file)
-        return {name: StoredTensor(info.shape, partial(file.read, name))
-                for name, info in file.tensors.items() if embedding or _plain(name) != EMBEDDING}
-    with _readable(path):
-        held = dict(torch.load(path, map_location="cpu", weights_only=True))
-        return {name: StoredTensor(tensor.shape, partial(held.__getitem__, name))
-                for name, tensor in held.items()}
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """FlowspecError for what PyTorch raises."""
-    try:
-        yield
-    except pickle.UnpicklingError as error:  # its text advises to load the file with code execution
-        raise FlowspecError(f"{path} cannot be read as weights: it is damaged, or holds more than "
-                            "tensors, which is not loaded because it could run code") from error
-    except Exception as error:  # of many kinds, for a bad file
-        raise FlowspecError(f"{path} cannot be read as weights: {first_line(error)}") from error
 
 
 def on_meta(kind: Callable[[_Config], _Module], config: _Config) -> _Module:
@@ -194,9 +176,12 @@ def build(kind: Callable[[_Config], _Module], config: _Config, weights: dict[str
           quantise: Callable[[nn.Module], None] = lambda module: None) -> _Module:
     """A module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own.
 
+    A linear has a bias if ``weights`` hold one, whatever ``config`` says.
+
     ``quantise``, called after each tensor with the parent of its linear, may replace complete linears in it.
     """
     module = on_meta(kind, config)
+    fit_biases(module, weights)
     if embedding is not None:
         module.embed_tokens = nn.Identity()  # without weights
     _assign(module, weights, directory, what, dtype, quantise)
@@ -205,6 +190,14 @@ def build(kind: Callable[[_Config], _Module], config: _Config, weights: dict[str
     rotary: Any = type(module.rotary_emb)
     module.rotary_emb = rotary(config)  # its buffers are computed, not stored
     return module.eval()
+
+
+def fit_biases(module: nn.Module, stored: Collection[str]) -> None:
+    """Give each linear of a module on the meta device a bias exactly if ``stored`` names one."""
+    for name, linear in module.named_modules():
+        if isinstance(linear, nn.Linear):
+            bias = nn.Parameter(torch.empty(linear.out_features, device="meta"))
+            linear.register_parameter("bias", bias if f"{name}.bias" in stored else None)
 
 
 def _assign(module: nn.Module, weights: dict[str, StoredTensor], directory: Path, what: str,

@@ -15,7 +15,7 @@ from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.block.drafter import BlockDrafter
 from flowspec_edge.drafting.block.formats import load_block_head
 from flowspec_edge.drafting.checkpoint import has_embedding
-from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head, require_fit
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, head_config, load_head, require_fit
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_layers, load_head3
 from flowspec_edge.drafting.eagle.head_drafter import FusibleHead
@@ -81,10 +81,14 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
     fused = memory is not None or None
     target = as_output_head(lm_head)
     if kind in ("eagle2", "eagle2-deep"):
-        head = load_head(path, embedding, torch_dtype, True, quantise)
-        require_fit(path, "width", head.config.hidden_size, target.hidden_size)
-        vocabulary = head.config.vocab_size
-        make: Callable[..., Drafter] = partial(EagleDrafter, _placed(head, target.device, fused), target)
+        raw = head_config(path)
+        require_fit(path, "width", raw.hidden_size, target.hidden_size)
+        vocabulary = raw.vocab_size
+        _require_vocabulary(path, vocabulary, target)
+        head = load_head(path, embedding, torch_dtype, True, quantise, target)
+        placed = _placed(head, target.device, fused)
+        ranks, drafted = placed.ranking(target)
+        make: Callable[..., Drafter] = partial(EagleDrafter, placed, ranks, draft_vocabulary=drafted)
     elif kind == "mtp":
         home = ModelDir(model_dir).draft(kind)
         if home is None or embedding is None:
@@ -97,7 +101,9 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
         require_fit(path, "target width", head3.config.target_hidden_size, target.hidden_size)
         vocabulary = head3.config.vocab_size
         captured = head3_layers(path, head3.config, layers)
-        make = partial(Eagle3Drafter, _placed(head3, target.device, fused), captured)
+        _require_vocabulary(path, vocabulary, target)
+        placed3 = _placed(head3, target.device, fused)
+        make = partial(Eagle3Drafter, placed3, captured, lm_head=placed3.shared_lm_head(target))
     elif kind == "spd":
         if embedding is None:
             raise FlowspecError(f"{path} looks up embeddings, and {model_dir / 'target'} has none")
@@ -118,10 +124,14 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
     else:  # compares the vocabularies by their tokenizers
         model = load_lm(path, model_dir / "target", target.vocabulary, torch_dtype, target.device, fused)
         return memory.drafters(model.clone_session) if memory else model.clone_session
+    _require_vocabulary(path, vocabulary, target)
+    return memory.drafters(make) if memory and kind not in ("spd", *BLOCKS) else make
+
+
+def _require_vocabulary(path: Path, vocabulary: int, target: OutputHead) -> None:
     if vocabulary != target.vocabulary:
         raise FlowspecError(f"{path}: the draft model's vocabulary has {vocabulary} tokens, "
                             f"the target's {target.vocabulary}; they must share one tokenizer")
-    return memory.drafters(make) if memory and kind not in ("spd", *BLOCKS) else make
 
 
 def needs_embedding(kind: str, model_dir: Path) -> bool:

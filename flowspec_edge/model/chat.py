@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.grammar import json_value
-from flowspec_edge.model.modeldir import MANIFEST, ModelDir
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.weights.located import MANIFEST
 from flowspec_edge.util.bounded_read import read_json, read_json_object, read_text
 
 

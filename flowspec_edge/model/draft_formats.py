@@ -12,8 +12,8 @@ FORMATS: dict[str, str | None] = {
     "Gemma 4 assistant": None,
 }
 # ``speculators_model_type`` of vllm-project/speculators, and ``projector_type`` of SpecForge.
-_TYPES = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dflash2": "DFlash2", "dspark": "DSpark",
-          "domino": "Domino", "peagle": "P-EAGLE", "mtp": "MTP"}
+_TYPES = {"eagle": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash", "dflash2": "DFlash2",
+          "dspark": "DSpark", "domino": "Domino", "peagle": "P-EAGLE", "mtp": "MTP"}
 # Parts of names in ``architectures``, the first that fits; those of EAGLE heads are not listed.
 _ARCHITECTURES = {"dflash2": "DFlash2", "dflash": "DFlash", "dspark": "DSpark", "jetspec": "JetSpec",
                   "domino": "Domino", "peagle": "P-EAGLE", "medusa": "Medusa", "hydra": "Hydra",

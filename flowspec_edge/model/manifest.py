@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationError, model_validator
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import MANIFEST
+from flowspec_edge.model.weights.located import MANIFEST, altered
 from flowspec_edge.util.bounded_read import Progress, parse_json, read_bytes, sha256_of
 from flowspec_edge.util.terminal import no_control_characters
 from flowspec_edge.util.tomlfile import Count, StrictModel
@@ -220,7 +220,3 @@ class Manifest(StrictModel):
 def stage_part(index: int) -> str:
     """The part of stage ``index`` (from 0); directories count from 1."""
     return f"stage-{index + 1}"
-
-
-def altered(path: Path) -> FlowspecError:
-    return FlowspecError(f"{path} has been altered: its sha256 is not the one in {MANIFEST}; copy it again")

@@ -5,8 +5,7 @@ checkpoint, and a sharded model (``DIR/manifest.json``, ``DIR/stage-1`` …, and
 flowspec's own layout).
 
 Also here: the values of config.json that decide the family and shapes, checked before a library computes with
-them, and the sampling settings of generation_config.json.  A new family is a name in ``ARCHITECTURES`` once
-tests/stage/test_families.py compares it with transformers.
+them, and the sampling settings of generation_config.json.
 """
 
 from __future__ import annotations
@@ -19,22 +18,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.families import MULTIMODAL, RECURRENT, SPARSE, with_defaults
+from flowspec_edge.model.recognise import GGUF, refuse_unless_runnable
+from flowspec_edge.model.weights.located import MANIFEST, WEIGHTS, locate, stored_names, warn_of_unread
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.terminal import did_you_mean
 
 DEMO = "demo"
-MANIFEST = "manifest.json"
 # Draft kind -> directory.  "eagle2-deep" is a second EAGLE-2 head, used only if named; so is "mtp", which a
 # whole model has in its target; "ngram" has none.
 DRAFT_PARTS = {"eagle2": "eagle2", "eagle2-deep": "eagle2-deep", "eagle3": "eagle3", "lm": "draft-lm",
                "spd": "spd", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
 BLOCKS = ("dflash", "dspark")  # kinds that draft a block of all depths in one pass
 STAND_INS = ("eagle3", "dspark", "dflash")  # for a missing EAGLE-2 head
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin",
-           "pytorch_model.bin.index.json")
-_MOST_NAMES = 100_000_000  # bytes of an index or a header
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
 
@@ -79,18 +77,12 @@ class ModelDir:
         path = self.target / "config.json"
         if not path.is_file() or self.config.get("model_type") not in RECURRENT:
             return False
-        for name in WEIGHTS[:2]:
-            if (path := self.target / name).is_file():
-                with path.open("rb") as file:  # of safetensors, the header
-                    size = (path.stat().st_size if name.endswith(".json") else
-                            int.from_bytes(file.read(8), "little"))
-                    return b'"mtp.' in file.read(min(size, _MOST_NAMES))
-        return False
+        return any(name.startswith("mtp.") for name in stored_names(self.target))
 
     @cached_property
     def config(self) -> dict[str, Any]:
         path = self.target / "config.json"
-        config = text_config(read_json_object(path))
+        config = with_defaults(text_config(read_json_object(path)))
         check_config(config, path)
         return config
 
@@ -148,32 +140,37 @@ def missing_mtp(model: ModelDir) -> str:
             "checkpoint as it was published, and shard that again")
 
 
-_GGUF = ("GGUF files are not read: give the directory of the Hugging Face checkpoint from which the file was "
-         "made; flowspec models shard --dtype int4 makes 4 bits of it")
+def resolve_model(name_or_path: str | Path | None = None, quantised: bool = False) -> ModelDir:
+    """A model by directory, or by name: a shipped one, or a fetched one of the catalogue.
 
-
-def resolve_model(name_or_path: str | Path | None = None) -> ModelDir:
-    """A model by directory, or by name: a shipped one, or a fetched one of the catalogue. UsageError if it or
-    a file of its target is missing."""
+    UsageError if it or a file of its target is missing, or if stages cannot run it; ``quantised`` accepts AWQ
+    and GPTQ.  Warns of files beside its weights that are not read.
+    """
     name = str(name_or_path or DEMO)
     path = model_path(name)
     if path is None:
         raise UsageError(f"no model {name!r}: {_absence(name)}")
     model = ModelDir(path)
-    needed = [("config.json",), WEIGHTS, _TOKENIZER]
-    for names in needed:
+    refuse_two_targets(model)
+    refuse_unless_runnable(model.target, quantised)
+    for names in (WEIGHTS, _TOKENIZER):
         if not any((model.target / file).is_file() for file in names):
-            refuse_gguf(model.target)
             raise UsageError(f"{model.target} is incomplete: {' or '.join(names)} is missing")
-    check_config(model.config, model.target / "config.json",
-                 required=("num_hidden_layers", "hidden_size", "max_position_embeddings"))
+    locate(model.target)
+    warn_of_unread(model.target)
+    check_config(model.config, model.target / "config.json", required=("num_hidden_layers", "hidden_size"))
     return model
 
 
-def refuse_gguf(directory: Path) -> None:
-    """UsageError that says what to give instead, if there is a GGUF file."""
-    if files := sorted(directory.glob("*.gguf")):
-        raise UsageError(f"{files[0]}: {_GGUF}")
+def refuse_two_targets(model: ModelDir) -> None:
+    """UsageError if a directory is a checkpoint and has one in it, or is a sharded model and a checkpoint."""
+    own, inner = model.path / "config.json", model.path / "target" / "config.json"
+    if own.is_file() and model.sharded:
+        raise UsageError(f"{model.path} is a sharded model by {MANIFEST} and a checkpoint by {own.name}: "
+                         "move one of the two to another directory")
+    if own.is_file() and inner.is_file():
+        raise UsageError(f"{own} and {inner} are two models: give the directory of one, without the other in "
+                         "it")
 
 
 def model_path(name_or_path: str) -> Path | None:
@@ -210,8 +207,10 @@ def _absence(name: str) -> str:
     if known := find_known(name):
         return ("it is in the catalogue, but not on this machine: download it with: flowspec models fetch "
                 f"{known[0]}")
+    if Path(name).is_file() and not name.endswith(".gguf"):
+        return "it is a file: give the directory of the checkpoint, with config.json and the tokenizer"
     if name.endswith(".gguf"):
-        return _GGUF
+        return GGUF
     meant = did_you_mean(name, [*shipped_models(), *known_models()]).rstrip()
     return "not a directory, and no name in: flowspec models list" + (f"; {meant}" if meant else "")
 
@@ -241,11 +240,11 @@ def recurrent_layers(config: Mapping[str, Any]) -> int:
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Of a multimodal model, the fields of its language model; else ``config``."""
     inner, family = config.get("text_config"), config.get("model_type")
-    if not isinstance(family, str) or family not in _MULTIMODAL or not isinstance(inner, dict):
+    if not isinstance(family, str) or family not in MULTIMODAL or not isinstance(inner, dict):
         return dict(config)
     fields = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id", "quantization_config")
               if name in config}
-    return {**inner, **fields, "model_type": _MULTIMODAL[config["model_type"]]}
+    return {**inner, **fields, "model_type": MULTIMODAL[config["model_type"]]}
 
 
 def position_limit(config: Mapping[str, Any]) -> int:
@@ -253,17 +252,6 @@ def position_limit(config: Mapping[str, Any]) -> int:
     scaling."""
     return int(config["max_position_embeddings"])
 
-
-# Families with experts, and with recurrent layers.
-SPARSE = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
-RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-# Families that only transformers' own code computes: not fused, not split among ranks.
-UNSPLIT = ("phi3", "ministral3", "gpt_oss", *RECURRENT)
-_MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # -> of their language model
-# Families whose forward pass is exactly: embeddings, layers with attention (of all or a window) or a
-# recurrence, norm.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "ministral3", "qwen3_moe", "mixtral",
-                 "gpt_oss", *RECURRENT)
 
 _SIZES = {  # field -> the most of any model, with room
     "hidden_size": 1 << 20,
@@ -317,12 +305,6 @@ def check_config(config: Mapping[str, Any], path: Path, required: Collection[str
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         raise UsageError(f"{path}: layer_types must be a list of names, not {_shown(kinds)}")
     check_stop_ids(config, path)
-
-
-def require_family(model_type: object, path: Path | str) -> None:
-    """UsageError if stages cannot run models of this type."""
-    if model_type not in ARCHITECTURES:
-        raise UsageError(f"{path}: stages cannot run {model_type!r} models, only {', '.join(ARCHITECTURES)}")
 
 
 def check_stop_ids(config: Mapping[str, Any], path: Path) -> None:

@@ -52,6 +52,33 @@ class OutputHead(nn.Module):
         return logits[:rows].view(*states.shape[:-1], self.vocabulary)
 
 
+    def chosen(self, ids: Tensor) -> nn.Module:
+        """The logits of the tokens ``ids`` [n] alone: [..., H] to [..., n].
+
+        It holds copies of their rows, or computes all logits if this matrix is quantised.
+        """
+        ids = ids.to(self.device)
+        if not all(isinstance(block, MatrixRows) for block in self.blocks):
+            return _ChosenLogits(self, ids)
+        weight = torch.empty((len(ids), self.hidden_size), dtype=self.dtype, device=self.device)
+        lo = 0
+        for block in cast(Sequence[MatrixRows], self.blocks):
+            at = ((ids >= lo) & (ids < lo + block.out_features)).nonzero().flatten()
+            weight[at] = block.weight[ids[at] - lo]
+            lo += block.out_features
+        return as_output_head(weight)
+
+
+class _ChosenLogits(nn.Module):
+    def __init__(self, head: OutputHead, ids: Tensor) -> None:
+        super().__init__()
+        self._head, self._ids = [head], ids  # not a part of this module, which may be moved or counted
+
+    def forward(self, states: Tensor) -> Tensor:
+        logits: Tensor = self._head[0](states)
+        return logits.index_select(-1, self._ids)
+
+
 class MatrixRows(nn.Module):
     """``weight`` [n, H] as it is; ``nn.Linear`` would allocate its own first."""
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, Manifest, stage_part
 from flowspec_edge.model.modeldir import ModelDir, is_sharded
+from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.runtime.request import FinishReason
 from flowspec_edge.sampling.restrictions import AnswerRestrictions
 from flowspec_edge.sampling.rule import Sampling
@@ -24,7 +25,6 @@ from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers.attention import register_rounded
 from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.weights import tensor_names
-from flowspec_edge.stage.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.weights.load import (
     fast_layout,
     head_scheme_of,
@@ -107,7 +107,7 @@ def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device
     if head_scheme is not None:
         with opened_part(model_dir, DRAFT) as files:
             model.lm_head = load_output_head(home, dtype, torch_device, head_scheme, files)
-    elif config.tie_word_embeddings:
+    elif config.tie_word_embeddings and tensor_names.LM_HEAD not in Checkpoint(home):
         model.lm_head.weight = core.embed_tokens.weight
     else:
         with opened_part(model_dir, DRAFT) as files:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -12,7 +11,7 @@ from typing import Any
 
 from flowspec_edge.drafting import checkpoint as weights
 from flowspec_edge.drafting.block.formats import block_config, check_layers
-from flowspec_edge.drafting.checkpoint import EMBEDDING
+from flowspec_edge.drafting.checkpoint import EMBEDDING, LM_HEAD, plain_name
 from flowspec_edge.drafting.eagle.eagle2 import head_config, require_fit
 from flowspec_edge.drafting.eagle.eagle3 import states_of
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers
@@ -22,16 +21,16 @@ from flowspec_edge.drafting.spd.module import module_config
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_formats import FORMATS, recognise_format
 from flowspec_edge.model.modeldir import BLOCKS, DRAFT_PARTS, ModelDir, cache_values
+from flowspec_edge.model.weights import located
+from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.quant.base import Scheme
-from flowspec_edge.stage.weights.checkpoint import Checkpoint
-from flowspec_edge.util.weight_file import TensorInfo
+from flowspec_edge.util.weight_file import SAFETENSORS, TensorInfo
 
 log = logging.getLogger(__name__)
 
 _DEEP_EAGLE2 = "eagle2-deep"  # recognised by its directory alone: its files are those of any EAGLE-2 head
 _LOOKED_UP = (EMBEDDING, "markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook",
               "candidate_selector.successor_codebook")
-_PREFIX = re.compile(r"^(module\.)?(model\.)?")  # prefixes of a training wrapper, and of a whole model
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class DraftFiles:
     files       those in ``directory`` that a loader reads
     embeddings  whether it looks up the target's embeddings
     kv_row      elements of one row's keys and values in its cache
+    copied_values  of the target's lm_head, if that is in 16 bits: its rows of the draft vocabulary
     """
 
     kind: str
@@ -51,6 +51,7 @@ class DraftFiles:
     embeddings: bool
     kv_row: int
     fingerprint: str
+    copied_values: int = 0
 
     @property
     def parameters(self) -> int:
@@ -61,15 +62,16 @@ class DraftFiles:
         integer tensors keep their size. A head's own embeddings stay in a safetensors file."""
         fixed = sum(t.nbytes for t in self.tensors.values() if not t.dtype.is_floating_point)
         head = self.kind.startswith("eagle") or self.kind in (*BLOCKS, "mtp")
-        in_file = head and (self.directory / weights.SAFE) in self.files
+        in_file = head and any(path.suffix == SAFETENSORS for path in self.files)
         saved = 0
         for name, t in self.tensors.items():
             if (head and scheme is not None and len(t.shape) == 2 and t.dtype.is_floating_point
-                    and _PREFIX.sub("", name) not in _LOOKED_UP and scheme.fits(*t.shape)):
+                    and plain_name(name) not in _LOOKED_UP and scheme.fits(*t.shape)):
                 saved += prod(t.shape) * width - scheme.nbytes(*t.shape)
         looked_up = sum(prod(t.shape) for name, t in self.tensors.items()
-                        if in_file and _PREFIX.sub("", name) == EMBEDDING)
-        return (self.parameters - looked_up) * width + fixed - saved
+                        if in_file and plain_name(name) == EMBEDDING)
+        copied = self.copied_values if scheme is None else 0
+        return (self.parameters - looked_up + copied) * width + fixed - saved
 
 
 def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[DraftFiles]:
@@ -112,15 +114,24 @@ def _own_layer(directory: Path) -> DraftFiles | None:
 def open_draft(directory: Path) -> DraftFiles:
     """UsageError if there is no draft model of a known kind; FlowspecError for damaged files."""
     config = weights.read_config(directory, "a draft model", blocks=True)
+    located.warn_of_unread(directory)
     checkpoint = Checkpoint(directory)
-    tensors = checkpoint.stored(checkpoint.names)
-    bare = {_PREFIX.sub("", name): stored for name, stored in tensors.items()}
-    kind = _kind(directory, config, bare)
-    layer = (head3_config(directory).to_dict() if kind == "eagle3" else
-             block_config(directory).to_dict() if kind in BLOCKS else config)
+    stored = checkpoint.stored(checkpoint.names)
+    kind = _kind(directory, config, {plain_name(name): info for name, info in stored.items()})
+    layer: Any = (head3_config(directory) if kind == "eagle3" else
+                  block_config(directory) if kind in BLOCKS else
+                  head_config(directory) if kind == "eagle2" else None)
+    # A head of EAGLE-1 or 2 ranks by the target's lm_head; converters store a copy.
+    unread = {LM_HEAD} if kind == "eagle2" else set()
+    tensors = {name: info for name, info in stored.items() if plain_name(name) not in unread}
+    bare = {plain_name(name) for name in tensors}
+    drafted = getattr(layer, "draft_vocab_size", None)
+    copies = drafted and drafted < layer.vocab_size and LM_HEAD not in bare
     return DraftFiles(kind, directory, _files(directory), tensors,
                  embeddings=kind == "spd" or (kind != "lm" and EMBEDDING not in bare),
-                 kv_row=cache_values(layer), fingerprint=checkpoint.digest(checkpoint.names))
+                 kv_row=cache_values(config if layer is None else layer.to_dict()),
+                 fingerprint=checkpoint.digest(checkpoint.names),
+                 copied_values=drafted * layer.hidden_size if copies else 0)
 
 
 def check_fit(draft: DraftFiles, target: Path, width: int, vocabulary: int, layers: int) -> None:
@@ -132,7 +143,8 @@ def check_fit(draft: DraftFiles, target: Path, width: int, vocabulary: int, laye
     """
     if draft.kind == "mtp":
         return  # is the target's own
-    directory, shapes = draft.directory, {_PREFIX.sub("", name): t.shape for name, t in draft.tensors.items()}
+    directory, shapes = draft.directory, {plain_name(name): t.shape
+                                          for name, t in draft.tensors.items()}
     if draft.kind == "lm":
         own = int(weights.read_config(directory, "a draft model")["vocab_size"])
         if own != vocabulary:
@@ -177,6 +189,6 @@ def _kind(directory: Path, config: dict[str, Any], tensors: dict[str, TensorInfo
 
 def _files(directory: Path) -> tuple[Path, ...]:
     files = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
-    if any(path.suffix == ".safetensors" for path in files):
-        files = [path for path in files if ".bin" not in path.suffixes]
-    return tuple(files)
+    found = located.locate(directory)
+    read = {found.source, *found.files} if found else set()
+    return tuple(path for path in files if path in read or not located.is_weight_file(path))

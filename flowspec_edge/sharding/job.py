@@ -26,7 +26,7 @@ from flowspec_edge.model.manifest import (
     Quantisation,
     ShardPart,
 )
-from flowspec_edge.model.modeldir import MANIFEST
+from flowspec_edge.model.weights.located import MANIFEST
 from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, TextFile
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import TensorFile, copy_file, partial_of, writing
@@ -115,7 +115,7 @@ def _quantise(source: SourceModel, name: str, how: Scheme | None, prefix: str, t
     rows = next(hi for _, hi in slices(*source.tensors[name].shape))
     for _, piece in source.weights.pieces(name, rows):
         try:
-            stored = how.quantise(piece)
+            stored = how.quantise(_computable(piece))
         except FlowspecError as error:
             raise FlowspecError(f"{source.weights.directory}: tensor {name}: {error}") from error
         for suffix, tensor in stored.items():
@@ -135,8 +135,14 @@ def _convert(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
         target.write(f"{linear.prefix}.{suffix}", tensor)
 
 
+def _computable(piece: Tensor) -> Tensor:
+    """Float8 in 16 bits, since little is computed with it."""
+    return piece.half() if piece.dtype.itemsize == 1 else piece
+
+
 def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     """FlowspecError for a finite value that overflows."""
+    piece = _computable(piece)
     cast = piece.to(dtype)
     if dtype == torch.float16 and piece.dtype != dtype and not torch.equal(cast.isfinite(), piece.isfinite()):
         raise FlowspecError(f"tensor {name} has values beyond fp16's 65504: use --dtype bf16")

@@ -25,6 +25,7 @@ from flowspec_edge.model.manifest import (
     stage_part,
 )
 from flowspec_edge.model.modeldir import DRAFT_PARTS
+from flowspec_edge.model.weights.located import INDEX, SAFE
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import Layout, file_size
 from flowspec_edge.stage.layers.kinds import layer_kinds
@@ -34,7 +35,6 @@ from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
 from flowspec_edge.stage.shard import split_layers
 from flowspec_edge.stage.weights import tensor_names
-from flowspec_edge.stage.weights.files import INDEX, SAFE
 from flowspec_edge.util.tensors import DTYPES
 
 DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,15 @@ from torch import Tensor, nn
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.catalogue import download, is_repository_name
 from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model, text_config
+from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape, missing_tensor
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
 from flowspec_edge.stage.weights import tensor_names
-from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.util.bounded_read import read_bytes
 from flowspec_edge.util.weight_file import TensorInfo
+
+log = logging.getLogger(__name__)
 
 # Files besides the weights that D0 may need; config.json is rewritten.
 _EXTRA_FILES = (
@@ -29,7 +32,8 @@ _EXTRA_FILES = (
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
     "chat_template.json",
 )
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+           torch.float8_e5m2)  # float8 without scales: each value is exact in 16 bits
 
 
 class WeightSource(Protocol):
@@ -115,10 +119,10 @@ def open_source(model: str, drafts: Sequence[Path] = ()) -> SourceModel:
     """
     revision = None
     if is_here(model) or not is_repository_name(model):
-        found = resolve_model(model)
+        found = resolve_model(model, quantised=True)
     else:
         directory, revision = download(model)
-        found = resolve_model(directory)
+        found = resolve_model(directory, quantised=True)
     if found.sharded:
         raise UsageError(f"{found.path} is sharded already: give the checkpoint that it was made from")
     return describe(found, Checkpoint(found.target), drafts, model if revision else found.name, revision)
@@ -146,11 +150,10 @@ def describe(model: ModelDir, weights: WeightSource, drafts: Sequence[Path], nam
         if f"{prefix}.qweight" in weights:
             raise FlowspecError(f"{weights.directory}: {prefix} is in 4 bits: take a checkpoint that has all "
                                 "but the linears of decoder layers in 16 bits, routers included")
-        raise FlowspecError(f"{weights.directory} has no tensor {gone[0]}: the checkpoint is incomplete, or "
-                            "not of this architecture")
+        raise missing_tensor(weights.directory, gone[0])
     spare = set(weights.names) - wanted - packed
     tensor_names.check_no_unexpected(weights.directory, spare - _zero_biases(weights, spare, packed), ())
-    if tied:
+    if tied and _one_matrix(weights):
         wanted -= {tensor_names.LM_HEAD}
     tensors = weights.stored(sorted(wanted))
     _check(weights.directory, tensors, core)
@@ -162,6 +165,22 @@ def describe(model: ModelDir, weights: WeightSource, drafts: Sequence[Path], nam
         tensors |= draft.tensors if draft.kind == "mtp" else {}
     return SourceModel(name, revision, config, read_bytes(model.target / "config.json"), weights, tensors,
                        linears, reads, extra, found)
+
+
+def _one_matrix(weights: WeightSource) -> bool:
+    """Whether lm_head is the embeddings, which config.json ties.
+
+    PyTorch's files hold both of a tied model.  A stored lm_head with other values counts, as in transformers.
+    """
+    if tensor_names.LM_HEAD not in weights:
+        return True
+    pieces = weights.pieces(tensor_names.LM_HEAD), weights.pieces(tensor_names.EMBEDDING)
+    for (_, one), (_, other) in zip(*pieces, strict=True):
+        if one.shape != other.shape or not torch.equal(one, other):
+            log.warning("%s: config.json ties %s to %s, but both are stored, with different values: each is "
+                        "used", weights.directory, tensor_names.LM_HEAD, tensor_names.EMBEDDING)
+            return False
+    return True
 
 
 def _check(directory: Path, tensors: dict[str, TensorInfo], core: Any) -> None:

@@ -12,16 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.families import RECURRENT, SPARSE
 from flowspec_edge.model.manifest import DRAFT_TARGET, Manifest, stage_part
-from flowspec_edge.model.modeldir import (
-    RECURRENT,
-    SPARSE,
-    check_config,
-    is_sharded,
-    refuse_gguf,
-    require_family,
-    text_config,
-)
+from flowspec_edge.model.modeldir import check_config, is_sharded, text_config
+from flowspec_edge.model.recognise import refuse_quantised, refuse_unless_runnable, require_family
 from flowspec_edge.stage.layers import attention
 from flowspec_edge.stage.layers.delta_net import recur_over_trees
 from flowspec_edge.util.bounded_read import read_json_object
@@ -32,9 +26,6 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 # The angle depends on the length of the text: rows cached before it grew would be wrong.
 _GROWING_ROPE = ("dynamic", "longrope")
 
-# Quantised layouts that `flowspec models shard` converts.
-_CONVERTED = ("awq", "gptq")
-
 
 def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
     """transformers' configuration; UsageError if it is missing or stages cannot run the model.
@@ -43,9 +34,7 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
     """
     model_dir = _config_home(Path(model_dir))
     path = model_dir / "config.json"
-    if not path.is_file():
-        refuse_gguf(model_dir)
-        raise UsageError(f"no model at {model_dir}: config.json is missing")
+    refuse_unless_runnable(model_dir, quantised)
     raw = read_json_object(path)
     fields = text_config(raw)
     check_config(fields, path)
@@ -59,13 +48,24 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
         reason = shorten(str(error), 200, placeholder=" …")
         raise UsageError(f"{path} is not a model configuration: {reason}") from error
     _check(config, path, quantised)
+    _without_storage_dtype(config)
     return config
+
+
+def _without_storage_dtype(config: Any) -> None:
+    """Forget an element type in which nothing computes, such as float8: transformers would make modules of it.
+
+    In which type weights are stored, their files tell.
+    """
+    if config.dtype not in (None, torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        config.dtype = None
 
 
 def parse_config(fields: Mapping[str, Any], origin: str) -> Any:
     """transformers' configuration from the ``fields`` of a config.json; errors as for :func:`load_config`."""
     config = AutoConfig.for_model(**text_config(fields))
     _check(config, origin, quantised=False)
+    _without_storage_dtype(config)
     return config
 
 
@@ -95,12 +95,11 @@ def skeleton(config: Any) -> Any:
 
 
 def _check(config: Any, path: Path | str, quantised: bool) -> None:
-    require_family(config.model_type, path)
+    require_family({"model_type": config.model_type}, path)
     _check_rope(config, path)
     _check_shape(config, path)
     _check_layers(config, path)
-    if not quantised:
-        _check_quantisation(config, path)
+    refuse_quantised(config.to_dict(), path, quantised)
 
 
 def _check_rope(config: Any, path: Path | str) -> None:
@@ -140,18 +139,3 @@ def _check_layers(config: Any, path: Path | str) -> None:
     if others:
         raise UsageError(f"{path}: layers of type {', '.join(sorted(others))} cannot be run, only "
                          f"{' and '.join(sorted(known))}")
-
-
-def _check_quantisation(config: Any, path: Path | str) -> None:
-    how = getattr(config, "quantization_config", None)
-    if how is None:
-        return
-    how = how if isinstance(how, dict) else how.to_dict()
-    method = str(how.get("quant_method", "an unknown method"))
-    if method == "mxfp4" and config.model_type == "gpt_oss":
-        return  # ``weights.stacked`` reads it
-    if method in _CONVERTED:
-        raise UsageError(f"{path}: {method.upper()} weights must be converted first: flowspec models shard "
-                         f"--model {Path(path).parent} --stages N --out DIR")
-    raise UsageError(f"{path}: weights quantised with {method} cannot be read; take the 16 bit checkpoint, "
-                     "and quantise it with: flowspec models shard --dtype int4")

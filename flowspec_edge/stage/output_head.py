@@ -15,10 +15,10 @@ import torch
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.output_head import MatrixRows, OutputHead
+from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
+from flowspec_edge.model.weights.files import WeightFiles
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.quant.base import QuantLinear, Scheme
-from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
-from flowspec_edge.stage.weights.files import WeightFiles
 from flowspec_edge.stage.weights.tensor_names import EMBEDDING, LM_HEAD
 from flowspec_edge.util.tensors import check_finite, parse_dtype
 

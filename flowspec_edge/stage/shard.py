@@ -14,16 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.families import RECURRENT, UNSPLIT
 from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
-from flowspec_edge.model.modeldir import RECURRENT, UNSPLIT, is_sharded
+from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
+from flowspec_edge.model.weights.files import WeightFiles
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.layers.delta_net import in_fewer_launches
 from flowspec_edge.stage.layers.fused import FusedLayer
 from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
 from flowspec_edge.stage.layers.stage_cache import CacheKind
 from flowspec_edge.stage.weights import tensor_names
-from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
-from flowspec_edge.stage.weights.files import WeightFiles
 from flowspec_edge.stage.weights.load import load_modules, load_tensor, opened_part, part_dir, scheme_of
 from flowspec_edge.util.tensors import parse_dtype
 from flowspec_edge.util.torchdevice import allocation, release

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.weights.checkpoint import digest
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import load_lm_head
-from flowspec_edge.stage.weights.checkpoint import digest
 from flowspec_edge.training.loop import device
 from flowspec_edge.util.tensors import no_loading_bars
 

@@ -16,8 +16,8 @@ from flowspec_edge.drafting.eagle.eagle2 import EagleHead, load_head, save_head
 from flowspec_edge.drafting.eagle.eagle3_formats import load_head3, save_head3
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import BLOCKS, DRAFT_PARTS, ModelDir
+from flowspec_edge.model.weights.checkpoint import digest as tensors_digest
 from flowspec_edge.stage.families import load_config
-from flowspec_edge.stage.weights.checkpoint import digest as tensors_digest
 from flowspec_edge.training.block import Block, BlockRecipe, new_block_head, rarest_token
 from flowspec_edge.training.eagle import (
     DRAFT_VOCABULARY,

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -64,6 +64,10 @@ class WeightFile(ABC):
     path: Path
     tensors: dict[str, TensorInfo]
 
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give tensors other names from now on: ``names`` maps stored names to those."""
+        self.tensors = {names.get(name, name): info for name, info in self.tensors.items()}
+
     def info(self, name: str) -> TensorInfo:
         """FlowspecError if there is no such tensor."""
         if name not in self.tensors:
@@ -97,6 +101,7 @@ class SafetensorsFile(WeightFile):
         """``hashed`` as for UncachedFile. FlowspecError if the header does not describe the whole file."""
         self.path = path
         self.file = UncachedFile(path, hashed)
+        self._starts: dict[str, int] = {}
         try:
             length = int.from_bytes(self._bytes(0, 8), "little")
             if length > min(_MOST_HEADER, self.file.size - 8):
@@ -113,6 +118,10 @@ class SafetensorsFile(WeightFile):
         data = buffer[: count * info.row_bytes]
         self.file.read_into(data.numpy().data, self.start(name) + lo * info.row_bytes)
         return data.view(info.dtype).view(count, *info.shape[1:]) if info.shape else data.view(info.dtype)[0]
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        super().rename(names)
+        self._starts = {names.get(name, name): start for name, start in self._starts.items()}
 
     def start(self, name: str) -> int:
         """The tensor's first byte."""
@@ -182,7 +191,8 @@ def use_own_names(file: WeightFile) -> None:
         del file.tensors[stored]
 
 
-_DTYPES = torch.float64, torch.float32, torch.float16, torch.bfloat16
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,
+           torch.float8_e5m2)
 
 
 class EmbeddingTable(nn.Module):

@@ -17,10 +17,10 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.modeldir import check_config, position_limit
+from flowspec_edge.model.weights.files import WeightFiles
 from flowspec_edge.runtime.draft_device.config import DraftConfig
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.stage.families import load_config, skeleton
-from flowspec_edge.stage.weights.files import WeightFiles
 from flowspec_edge.util.bounded_read import parse_json
 from flowspec_edge.util.terminal import printable
 from flowspec_edge.util.tomlfile import parse_toml

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import SPARSE, UNSPLIT, ModelDir, cache_values
+from flowspec_edge.model.families import SPARSE, UNSPLIT
+from flowspec_edge.model.modeldir import ModelDir, cache_values
 from flowspec_edge.util import procfs
 
 if TYPE_CHECKING:
@@ -192,7 +193,8 @@ def require_room(context: int, at_once: int, rows: int, model: ModelDir, dtype: 
         weights = wider * sum(part.weight_bytes for part in manifest.parts.values())
         row = wider * sum(part.row_bytes for part in manifest.parts.values())
     else:
-        stored = 4 if model.config.get("dtype", model.config.get("torch_dtype")) == "float32" else 2
+        named = str(model.config.get("dtype") or model.config.get("torch_dtype"))
+        stored = 4 if named == "float32" else 1 if named.startswith("float8") else 2
         files = [file for end in ("safetensors", "bin") for file in model.target.glob(f"*.{end}")]
         weights = sum(file.stat().st_size for file in files) * _BYTES[dtype] / stored
         row = cache_values(model.config) * _BYTES[dtype]

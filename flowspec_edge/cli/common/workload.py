@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from flowspec_edge.cli.common.options import Clock, DtypeChoice, dtype_of, require_unsharded
 from flowspec_edge.cli.common.progress import progress as progress
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import DEMO, DRAFT_PARTS, ModelDir, missing_mtp, require_family
+from flowspec_edge.model.modeldir import DEMO, DRAFT_PARTS, ModelDir, missing_mtp
 from flowspec_edge.util.resources import resource_dir
 
 if TYPE_CHECKING:
@@ -62,7 +62,6 @@ def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params,
     layer per process; without torch."""
     from flowspec_edge.strategies.registry import draft_kind, strategy_class
 
-    require_family(model.config.get("model_type"), model.target / "config.json")
     for name in strategies:
         chosen = strategy_class(name)
         kind = draft_kind(chosen, params, model)

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
 from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
-from flowspec_edge.drafting.eagle.eagle2 import require_fit
-from flowspec_edge.drafting.eagle.eagle3_formats import check_target_ids
+from flowspec_edge.drafting.eagle.eagle2 import check_target_ids, require_fit
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.draft_formats import recognise_format
 from flowspec_edge.model.modeldir import check_config
@@ -40,7 +39,7 @@ _FORMATS = ("DFlash", "DFlash2", "DSpark", "JetSpec")
 _DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
 _SCALES = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": 0}
 _MOST_SLOTS = 64
-_NOT_READ = ("confidence_head.", "verifier_", "t2d")
+_NOT_READ = ("confidence_head.", "t2d")
 
 
 def load_block_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,

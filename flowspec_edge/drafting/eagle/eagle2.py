@@ -7,6 +7,7 @@ features; a tree row uses its parent's *output*.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import cast
@@ -22,13 +23,19 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from flowspec_edge.drafting import checkpoint
+from flowspec_edge.drafting.checkpoint import StoredTensor
 from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, HeadDrafter, KeyValueCache
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.drafting.recorded import RecordedPasses
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.model.output_head import OutputHead, as_output_head
+from flowspec_edge.sampling.rule import DraftVocabulary
+from flowspec_edge.util.tensors import check_finite
 from flowspec_edge.util.weight_file import Embedding, as_embedding
+
+log = logging.getLogger(__name__)
 
 
 class EagleLayer(nn.Module):
@@ -46,11 +53,17 @@ class EagleLayer(nn.Module):
 
 
 class EagleHead(FusibleHead):
-    """fc([embedding of token i + 1; f_i]), one layer, no final norm."""
+    """fc([embedding of token i + 1; f_i]), one layer, no final norm.
+
+    own_lm_head  [V, H], if the head ranks by another matrix than the target's lm_head; else None
+    token_map    int64 [D], the target's ids of the tokens that it can draft; None: all
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
+        self.own_lm_head: nn.Linear | None = None
+        self.token_map: Tensor | None = None
         config._attn_implementation = ATTENTION
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
@@ -79,17 +92,31 @@ class EagleHead(FusibleHead):
         out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
         return out
 
+    def ranking(self, lm_head: OutputHead) -> tuple[nn.Module, DraftVocabulary | None]:
+        """What ranks a row's children by its output, and the tokens that it ranks.
+
+        ``lm_head``: the target's.
+        """
+        own = self.own_lm_head
+        if self.token_map is None:
+            return (lm_head if own is None else own), None
+        vocabulary = DraftVocabulary(self.token_map.cpu().numpy(), self.config.vocab_size)
+        return (lm_head.chosen(self.token_map) if own is None else own), vocabulary
+
     def _fused_layer(self) -> DraftLayer:
         layer = cast(EagleLayer, self.layers[0])
         return DraftLayer(layer.self_attn, layer.mlp, layer.post_attention_layernorm)
 
 
 class EagleDrafter(HeadDrafter):
-    """``lm_head`` ([V, H], or a module of it) is the target's, of the head's dtype and on its device."""
+    """``logits`` ranks a row's children by its output: the target's lm_head ([V, H], or a module of it), of
+    the head's dtype and on its device, or a module for the tokens of ``draft_vocabulary``."""
 
-    def __init__(self, head: FusibleHead, lm_head: Tensor | OutputHead, memory: CacheMemory | None = None,
-                 recorded: RecordedPasses | None = None) -> None:
-        super().__init__(head, as_output_head(lm_head), None, memory, recorded)
+    def __init__(self, head: FusibleHead, logits: Tensor | nn.Module, memory: CacheMemory | None = None,
+                 recorded: RecordedPasses | None = None, draft_vocabulary: DraftVocabulary | None = None
+                 ) -> None:
+        ranks = as_output_head(logits) if isinstance(logits, Tensor) else logits
+        super().__init__(head, ranks, draft_vocabulary, memory, recorded)
 
 
 _WHAT = "an EAGLE head"
@@ -102,10 +129,11 @@ PUBLISHED = (  # keys of a head's config.json for its layer
 
 
 def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
-              in_file: bool = False, quantise: Callable[[nn.Module], None] = lambda module: None
-              ) -> EagleHead:
+              in_file: bool = False, quantise: Callable[[nn.Module], None] = lambda module: None,
+              lm_head: OutputHead | None = None) -> EagleHead:
     """``embedding`` [V, H], the target's, is used if the file has none; if ``in_file`` the file's own rows
-    are read when they are looked up.  ``quantise`` as for ``checkpoint.build``.
+    are read when they are looked up.  ``quantise`` as for ``checkpoint.build``.  ``lm_head``: the target's; a
+    stored one is loaded only if it differs from that.
 
     UsageError for a missing file, FlowspecError that names a missing, unexpected, misshapen or unreadable
     tensor.
@@ -113,13 +141,68 @@ def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torc
     config = head_config(directory)
     own = checkpoint.own_embedding(directory, config, dtype) if in_file else None
     stored = checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT, own is None), directory)
+    matrix, token_map = stored.pop(checkpoint.LM_HEAD, None), stored.pop(_TOKEN_MAP, None)
     shared: Embedding | None = None
     if embedding is not None:
         shared = as_embedding(embedding)
         require_fit(directory, "width", config.hidden_size, shared.embedding_dim)
         require_fit(directory, "vocabulary", config.vocab_size, shared.num_embeddings)
         shared = None if checkpoint.EMBEDDING in stored else shared
-    return checkpoint.build(EagleHead, config, stored, directory, _WHAT, dtype, own or shared, quantise)
+    head = checkpoint.build(EagleHead, config, stored, directory, _WHAT, dtype, own or shared, quantise)
+    if token_map is not None:
+        head.token_map = token_map.read().long()
+        check_target_ids(directory, head.token_map, config.vocab_size, _TOKEN_MAP)
+    if matrix is not None and lm_head is not None:
+        head.own_lm_head = _own_matrix(directory, matrix, head, lm_head, dtype)
+        if head.own_lm_head is not None:
+            quantise(head)
+    return head
+
+
+_TOKEN_MAP = "token_map"  # of vLLM's conversions: the target's ids of a smaller draft vocabulary
+
+
+def _own_matrix(directory: Path, stored: StoredTensor, head: EagleHead, lm_head: OutputHead,
+                dtype: torch.dtype) -> nn.Linear | None:
+    """A stored lm_head, with the rows of the draft vocabulary; None if it is a copy of the target's.
+
+    They are compared by their logits for one state, since the target's may be quantised.
+    """
+    width, ids = head.config.hidden_size, head.token_map
+    rows = [len(ids)] if ids is not None else []
+    if list(stored.shape) not in [[count, width] for count in (lm_head.vocabulary, *rows)]:
+        raise FlowspecError(f"{directory}: tensor {checkpoint.LM_HEAD} has shape {list(stored.shape)}, and "
+                            f"must be [{lm_head.vocabulary}, {width}], as the target's is")
+    weight = stored.read()
+    if ids is not None and len(weight) != len(ids):
+        weight = weight[ids]
+    check_finite(weight, dtype, f"{directory}: tensor {checkpoint.LM_HEAD}")
+    state = torch.randn(width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    with torch.no_grad():
+        wanted = lm_head(state[None].to(lm_head.device, lm_head.dtype))[0].float().cpu()
+        wanted = wanted if ids is None else wanted[ids]
+        found = (weight.to(dtype).float() @ state.float())
+    if (found - wanted).norm() <= _ALIKE * wanted.norm():
+        return None
+    log.warning("%s: tensor %s is not the target's lm_head: the head drafts with its own", directory,
+                checkpoint.LM_HEAD)
+    own = nn.Linear(width, len(weight), bias=False, device="meta")
+    own.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+    return own
+
+
+_ALIKE = 0.2  # int4 of a matrix changes its logits by about a tenth
+
+
+def check_target_ids(directory: Path, ids: Tensor, vocabulary: int, name: str = "d2t") -> None:
+    """FlowspecError unless the draft tokens' ``ids`` [D] are distinct tokens of the target."""
+    for extreme in (int(ids.min()), int(ids.max())):
+        if not 0 <= extreme < vocabulary:
+            raise FlowspecError(f"{directory}: tensor {name} maps a draft token to {extreme}, but the "
+                                f"target's vocabulary has {vocabulary} tokens")
+    if (distinct := len(ids.unique())) != len(ids):
+        raise FlowspecError(f"{directory}: tensor {name} maps {len(ids)} draft tokens to {distinct} "
+                            "of the target's")
 
 
 def save_head(head: EagleHead, directory: Path, dtype: torch.dtype, with_embedding: bool = True) -> None:
@@ -148,12 +231,28 @@ def require_fit(directory: Path, what: str, heads: int, targets: int) -> None:
 
 
 def head_config(directory: Path) -> LlamaConfig:
-    """UsageError or FlowspecError if config.json is missing or unusable."""
+    """The head's layer: as config.json has it, but with the biases that its files hold.
+
+    UsageError or FlowspecError if config.json is missing or unusable.
+    """
+    path = directory / "config.json"
     raw = checkpoint.read_config(directory, _WHAT)
+    for key in ("transformer_layer_config", "model"):  # speculators' and vLLM's conversions
+        if isinstance(inner := raw.get(key), dict):
+            check_config(inner, path)
+            raw = {"vocab_size": raw["vocab_size"], **inner} if "vocab_size" in raw else dict(inner)
+    names = checkpoint.stored_shapes(directory)
+    if names:
+        attention = "layers.0.self_attn."
+        raw["bias"] = "fc.bias" in names
+        raw["attention_bias"] = f"{attention}o_proj.bias" in names
+        raw["qkv_bias"] = f"{attention}q_proj.bias" in names and not raw["attention_bias"]
+        raw["mlp_bias"] = "layers.0.mlp.gate_proj.bias" in names
+        if _TOKEN_MAP in names:
+            raw["draft_vocab_size"] = names[_TOKEN_MAP][0]
     raw.setdefault("bias", True)  # the published convention: absent means that fc has one
     raw.pop("model_type", None)  # the layer is Llama's in heads of Qwen2, too
     config = checkpoint.config_of(LlamaConfig, raw, directory)
     if config.num_hidden_layers != 1:
-        raise FlowspecError(f"{directory / 'config.json'}: an EAGLE-1/2 head has one layer, "
-                            f"not {config.num_hidden_layers}")
+        raise FlowspecError(f"{path}: an EAGLE-1/2 head has one layer, not {config.num_hidden_layers}")
     return config

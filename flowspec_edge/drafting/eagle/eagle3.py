@@ -34,6 +34,7 @@ from flowspec_edge.drafting.recorded import RecordedPasses
 from flowspec_edge.drafting.tapped import TappedStates
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.messages import Tap
+from flowspec_edge.model.output_head import OutputHead
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.util.kernels import RmsNorm
 
@@ -82,6 +83,7 @@ class Eagle3Head(FusibleHead):
     norm_before_residual   the layer's first residual is the normed h, not h
     qk_norm                queries and keys are normed head by head, as in Qwen3
     norm_output            a row's output is normed already (EAGLE-3.1)
+    own_lm_head            true; if false the target's lm_head ranks, with its rows of the draft vocabulary
     """
 
     d2t: Tensor
@@ -103,7 +105,8 @@ class Eagle3Head(FusibleHead):
         self._norms_output: bool = given("norm_output", False)
         self.midlayer = Eagle3Layer(config)
         self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
-        self.lm_head = nn.Linear(width, draft_tokens, bias=False)
+        own = given("own_lm_head", True)
+        self.lm_head: Any = nn.Linear(width, draft_tokens, bias=False) if own else None
         self.rotary_emb = LlamaRotaryEmbedding(config)
         if draft_tokens != vocabulary:
             self.register_buffer("d2t", torch.zeros(draft_tokens, dtype=torch.int64))
@@ -146,11 +149,20 @@ class Eagle3Head(FusibleHead):
             RmsNorm.of, (layer.input_layernorm, layer.hidden_norm, self.norm))
         return DraftLayer(layer.self_attn, layer.mlp, layer.post_attention_layernorm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Row outputs [..., H] to [..., draft_vocab]."""
+    def logits(self, hidden: Tensor, lm_head: nn.Module | None = None) -> Tensor:
+        """Row outputs [..., H] to [..., draft_vocab]; ``lm_head``: for a head without its own."""
         if not self._norms_output:
             hidden = self.norm(hidden) if self.fused is None else self._output_norm(hidden)
-        return cast(Tensor, self.lm_head(hidden))
+        ranks = lm_head if self.lm_head is None else self.lm_head
+        assert ranks is not None
+        return cast(Tensor, ranks(hidden))
+
+    def shared_lm_head(self, target: OutputHead) -> nn.Module | None:
+        """What ranks in the place of an lm_head of the head's own: the target's rows of the draft vocabulary;
+        None if it has one."""
+        if self.lm_head is not None:
+            return None
+        return target.chosen(self.target_ids()) if "d2t" in self._buffers else target
 
     def target_ids(self) -> Tensor:
         """The target's id of each draft token: int64 [draft_vocab]."""
@@ -160,10 +172,10 @@ class Eagle3Head(FusibleHead):
 
 class Eagle3Drafter(HeadDrafter):
     """``layers``: after how many target layers the states are captured, in ``fc``'s order; they may
-    repeat."""
+    repeat.  ``lm_head``: the target's, for a head without its own."""
 
     def __init__(self, head: Eagle3Head, layers: Sequence[int], memory: CacheMemory | None = None,
-                 recorded: RecordedPasses | None = None) -> None:
+                 recorded: RecordedPasses | None = None, lm_head: nn.Module | None = None) -> None:
         weight = head.norm.weight  # is never quantised
         self._tapped = TappedStates(layers, weight.dtype, weight.device)
         self.taps = self._tapped.taps
@@ -171,7 +183,8 @@ class Eagle3Drafter(HeadDrafter):
         if head.config.draft_vocab_size != head.config.vocab_size:
             vocabulary = DraftVocabulary(head.target_ids().cpu().numpy(), head.config.vocab_size)
         self._fuse = head.fuse
-        super().__init__(head, head.logits, vocabulary, memory, recorded)
+        logits = head.logits if head.lm_head is not None else partial(head.logits, lm_head=lm_head)
+        super().__init__(head, logits, vocabulary, memory, recorded)
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
         super().reset(sampling, rank, tau)

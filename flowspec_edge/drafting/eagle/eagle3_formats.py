@@ -23,14 +23,13 @@ from transformers import LlamaConfig, Qwen3Config
 
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
-from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, require_fit, write_head
+from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, check_target_ids, require_fit, write_head
 from flowspec_edge.drafting.eagle.eagle3 import CAPTURED, Eagle3Head, captured_layers, states_of
 from flowspec_edge.errors import FlowspecError, last_line
 from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 _WHAT = "an EAGLE-3 head"
-_ATTENTION = "midlayer.self_attn."
 _LAYER_IDS, _STATES = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
 _OWN = ("draft_vocab_size", "target_hidden_size", _LAYER_IDS, "eagle_config")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -43,9 +42,15 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
     """As ``load_head``; also FlowspecError, with both numbers, if the head does not fit the target."""
     config = head3_config(directory)
     own = checkpoint.own_embedding(directory, config, dtype) if in_file else None
-    read = checkpoint.read_weights(directory, _WHAT, own is None)
+    output_is_embedding = not config.own_lm_head and config.tie_word_embeddings
+    read = checkpoint.read_weights(directory, _WHAT, own is None or output_is_embedding)
     stored = _own_names(checkpoint.plain_names(read, directory))
-    config.qk_norm |= f"{_ATTENTION}q_norm.weight" in stored
+    _complete_vocabulary(directory, stored, config)
+    if output_is_embedding and EMBEDDING in stored:
+        stored[checkpoint.LM_HEAD] = _rows(stored[EMBEDDING], stored.get("d2t"))
+        config.own_lm_head = True
+        if own is not None:
+            del stored[EMBEDDING]
     shared: Embedding | None = None
     if embedding is not None:
         shared = as_embedding(embedding)
@@ -61,8 +66,11 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
         elif width != config.hidden_size:
             raise FlowspecError(f"{directory}: the head's width is {config.hidden_size}, the target's "
                                 f"{width}, and it brings no {EMBEDDING} of its own")
+    if not config.own_lm_head and config.hidden_size != config.target_hidden_size:
+        raise FlowspecError(f"{directory}: the head has no {checkpoint.LM_HEAD}, and its width is "
+                            f"{config.hidden_size}, so it cannot rank by the target's, of width "
+                            f"{config.target_hidden_size}")
     _check_fc(directory, stored, config)
-    _drop_identity(stored, config)
     head = checkpoint.build(Eagle3Head, config, stored, directory, _WHAT, dtype, own or shared, quantise)
     _check_draft_vocabulary(directory, head)
     return head
@@ -76,6 +84,9 @@ def save_head3(head: Eagle3Head, directory: Path, dtype: torch.dtype) -> None:
 
 def head3_config(directory: Path) -> LlamaConfig:
     """The head's layer, with all that ``Eagle3Head`` reads, and ``captured``: :func:`head3_layers`.
+
+    Where its weights are, they decide what config.json may get wrong: whether there is an lm_head, norms of
+    queries and keys, and the size of the draft vocabulary.
 
     UsageError or FlowspecError if config.json is missing or unusable.
     """
@@ -106,6 +117,7 @@ def head3_config(directory: Path) -> LlamaConfig:
             setattr(config, key, usual)
     for switch in _SWITCHES:
         setattr(config, switch, bool(getattr(config, switch, False)))
+    _follow_files(checkpoint.stored_shapes(directory), config)
     if config.norm_before_fc and config.fc_norm:
         raise FlowspecError(f"{path}: norm_before_fc and fc_norm exclude each other")
     if config.draft_vocab_size > config.vocab_size:
@@ -190,11 +202,66 @@ def _check_fc(directory: Path, stored: dict[str, StoredTensor], config: LlamaCon
                             f"captured states of width {width} have {states * width}")
 
 
-def _drop_identity(stored: dict[str, StoredTensor], config: LlamaConfig) -> None:
-    """Some files hold the identity as the mapping of equal vocabularies."""
-    if config.draft_vocab_size == config.vocab_size and "d2t" in stored and not stored["d2t"].read().any():
-        stored.pop("d2t")
+def _follow_files(shapes: dict[str, torch.Size], config: LlamaConfig) -> None:
+    """Set what the shapes of the stored tensors tell, if there are any."""
+    if not shapes:
+        return
+    config.own_lm_head = checkpoint.LM_HEAD in shapes
+    config.qk_norm = any(name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight"))
+                         for name in shapes)
+    attention = [name for name in shapes if name.endswith(("q_proj.bias", "o_proj.bias"))]
+    config.attention_bias = any(name.endswith("o_proj.bias") for name in attention)
+    rows = [shapes[name][0] for name in (checkpoint.LM_HEAD, "d2t") if shapes.get(name)]
+    if rows:  # a whole lm_head may stand beside a smaller vocabulary
+        config.draft_vocab_size = rows[0] if rows[0] != config.vocab_size else rows[-1]
+    elif "t2d" not in shapes:  # else ``_complete_vocabulary`` counts
+        config.draft_vocab_size = config.vocab_size
+
+
+def _complete_vocabulary(directory: Path, stored: dict[str, StoredTensor], config: LlamaConfig) -> None:
+    """Derive d2t or t2d from the other; drop both if all tokens are drafted.
+
+    Published heads number their draft tokens by the target's ids, in rising order.
+    """
+    d2t, t2d = stored.get("d2t"), stored.get("t2d")
+    if d2t is None and t2d is not None:
+        ids = t2d.read().bool().nonzero().flatten()
+        if checkpoint.LM_HEAD not in stored:
+            config.draft_vocab_size = len(ids)
+        if len(ids) != config.draft_vocab_size:
+            raise FlowspecError(f"{directory}: tensor t2d marks {len(ids)} tokens, and the head drafts "
+                                f"{config.draft_vocab_size}")
+        d2t = stored["d2t"] = _computed(ids - torch.arange(len(ids)))
+    if config.draft_vocab_size == config.vocab_size and d2t is not None and not d2t.read().any():
+        d2t = stored.pop("d2t")  # the identity
         stored.pop("t2d", None)
+        return
+    if d2t is None:
+        if config.draft_vocab_size != config.vocab_size:
+            raise FlowspecError(f"{directory}: the head drafts {config.draft_vocab_size} of "
+                                f"{config.vocab_size} tokens, and neither d2t nor t2d says which: copy the "
+                                "draft model again")
+        return
+    matrix = stored.get(checkpoint.LM_HEAD)
+    if matrix is not None and matrix.shape[:1] == (config.vocab_size,) != d2t.shape:
+        stored[checkpoint.LM_HEAD] = _rows(matrix, d2t)  # a whole lm_head, as the target's
+    if t2d is None and config.draft_vocab_size != config.vocab_size:
+        ids = d2t.read().long() + torch.arange(config.draft_vocab_size)
+        check_target_ids(directory, ids, config.vocab_size)
+        stored["t2d"] = _computed(torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
+
+
+def _computed(tensor: Tensor) -> StoredTensor:
+    return StoredTensor(tensor.shape, lambda: tensor)
+
+
+def _rows(matrix: StoredTensor, d2t: StoredTensor | None) -> StoredTensor:
+    """A matrix with a row for each token of the target, or its rows of the draft vocabulary."""
+    if d2t is None:
+        return matrix
+    offsets = d2t.read().long()
+    ids = offsets + torch.arange(len(offsets))
+    return StoredTensor(torch.Size((len(ids), *matrix.shape[1:])), lambda: matrix.read()[ids])
 
 
 def _check_draft_vocabulary(directory: Path, head: Eagle3Head) -> None:
@@ -206,14 +273,3 @@ def _check_draft_vocabulary(directory: Path, head: Eagle3Head) -> None:
     if marked != len(ids) or not head.t2d[ids].all():
         raise FlowspecError(f"{directory}: tensor t2d marks {marked} tokens, which are not the "
                             f"{len(ids)} that d2t maps to")
-
-
-def check_target_ids(directory: Path, ids: Tensor, vocabulary: int) -> None:
-    """FlowspecError unless the draft tokens' ``ids`` [D] are distinct tokens of the target."""
-    for extreme in (int(ids.min()), int(ids.max())):
-        if not 0 <= extreme < vocabulary:
-            raise FlowspecError(f"{directory}: tensor d2t maps a draft token to {extreme}, but the target's "
-                                f"vocabulary has {vocabulary} tokens")
-    if (distinct := len(ids.unique())) != len(ids):
-        raise FlowspecError(f"{directory}: tensor d2t maps {len(ids)} draft tokens to {distinct} "
-                            "of the target's")

@@ -20,7 +20,7 @@ from flowspec_edge.fleet.probe.facts import BoardFacts, BoardStatus, Installed
 from flowspec_edge.fleet.services.keys import KeyAction, changed_key
 from flowspec_edge.fleet.services.status import FleetStatus
 from flowspec_edge.model.manifest import DRAFT, Manifest, stage_part
-from flowspec_edge.model.modeldir import MANIFEST
+from flowspec_edge.model.weights.located import MANIFEST
 from flowspec_edge.util.bounded_read import sha256_of
 
 _NO_KEY = "0" * 40  # placeholder for a key that does not exist yet

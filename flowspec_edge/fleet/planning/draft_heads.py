@@ -18,8 +18,9 @@ from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
 from flowspec_edge.drafting.checkpoint import on_meta
 from flowspec_edge.fleet.planning.model_size import assumed_head, module_bytes, unread_experts
 from flowspec_edge.fleet.planning.scaling import weight_read_ms
+from flowspec_edge.model.families import RECURRENT
 from flowspec_edge.model.manifest import HeadBits
-from flowspec_edge.model.modeldir import BLOCKS, RECURRENT
+from flowspec_edge.model.modeldir import BLOCKS
 from flowspec_edge.stage.quant.schemes import head_scheme
 
 _WIDTH = 2  # bytes of an unpacked value

@@ -29,12 +29,14 @@ from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
 from flowspec_edge.model.modeldir import (
     BLOCKS,
     DRAFT_PARTS,
-    WEIGHTS,
     ModelDir,
     model_path,
     position_limit,
+    refuse_two_targets,
     resolve_model,
 )
+from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
+from flowspec_edge.model.weights.located import locate
 from flowspec_edge.sharding.plan import IN_16_BITS
 from flowspec_edge.stage.families import load_config, parse_config, skeleton
 from flowspec_edge.stage.layers.kinds import layer_kinds
@@ -43,7 +45,6 @@ from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.quant.awq_gptq import importer
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
-from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.strategies.tree_strategy import TreeParameters
 from flowspec_edge.util.experts import correlated
 
@@ -61,7 +62,8 @@ class ModelBytes:
     layer_values     its parameters, a number
     lm_head          the embeddings themselves if the model ties the two
     head_bits        of lm_head and the draft head's matrices
-    draft            the draft head's fc and layers, and its own lm_head if it has one (EAGLE-3)
+    draft            the draft head's fc and layers, and if it has one (EAGLE-3) its own lm_head, or its copy
+                     of the target's rows of a smaller draft vocabulary
     draft_unread     of ``draft``: experts that no row of a level of the tree chooses, on average
     draft_lm_head    what a draft pass reads of the target's lm_head: 0 for a head with its own
     kv_row           keys and values of one row in one layer, on average; draft_kv_row: in the draft head
@@ -164,7 +166,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     if importer(config) is not None:
         raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
     core = skeleton(config)
-    from_weights = target is not None and any((target / file).is_file() for file in WEIGHTS)
+    from_weights = target is not None and locate(target) is not None
     if target and from_weights:
         _check(target, config, core)
     head = _head(draft, config, list(known[1].heads) if known else [])
@@ -173,6 +175,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     bits = lm_head or default_head_bits(dtype)
     quantised = head_scheme(bits)
     matrix = _matrix((vocabulary, int(config.hidden_size)), width, quantised)
+    rows_of_its_own, rows_read = _ranking(head, matrix, width, quantised)
     kinds = layer_kinds(config, kv_cache)
     windows = [kind.window for kind in kinds if kind.window is not None]
     mixtures = [layer.mlp.experts for layer in core.layers if hasattr(layer.mlp, "experts")]
@@ -185,9 +188,10 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         layer=max(module_bytes(layer, width, packed) for layer in core.layers),
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
-        draft=module_bytes(head, width, quantised) - head.embed_tokens.weight.numel() * width,
+        draft=(module_bytes(head, width, quantised) - head.embed_tokens.weight.numel() * width
+               + rows_of_its_own),
         draft_unread=round(unread_experts(head, width, quantised)),
-        draft_lm_head=matrix if getattr(head, "lm_head", None) is None else 0, head_bits=bits,
+        draft_lm_head=rows_read, head_bits=bits,
         kv_row=-(-sum(kind.row_bytes(width) for kind in kinds) // len(kinds)),
         window=min(windows, default=None), windowed=len(windows) / len(kinds),
         draft_kv_row=_kv_row(head.config, width) * (len(head.layers) if isinstance(head, BlockHead) else 1),
@@ -219,6 +223,7 @@ def _locate(name_or_path: str) -> tuple[str, Path | None, Path | None, Any]:
     if path is None and is_repository_name(name_or_path):
         return given.name, None, None, load_config(download_config(name_or_path), quantised=True)
     model = ModelDir(path) if path else resolve_model(name_or_path)  # an error that says what there is
+    refuse_two_targets(model)
     if model.sharded:
         raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
@@ -234,6 +239,17 @@ def _check(target: Path, config: Any, core: Any) -> None:
     stored = checkpoint.stored(wanted)
     for name, shape in wanted.items():
         check_shape(target, name, stored[name].shape, shape)
+
+
+def _ranking(head: nn.Module, matrix: int, width: int, how: Scheme | None) -> tuple[int, int]:
+    """Bytes that a head without an lm_head of its own holds of the target's ``matrix``, and that a pass reads
+    of it: see ``OutputHead.chosen``."""
+    if getattr(head, "lm_head", None) is not None:
+        return 0, 0
+    config: Any = head.config
+    drafted = int(getattr(config, "draft_vocab_size", None) or config.vocab_size)
+    copied = drafted < config.vocab_size and how is None
+    return (drafted * config.hidden_size * width, 0) if copied else (0, matrix)
 
 
 def _head(draft: Path | None, config: Any, published: list[str]

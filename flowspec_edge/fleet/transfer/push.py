@@ -23,7 +23,7 @@ from flowspec_edge.fleet.commands import as_root, end_process, failure, runner_f
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import MODELS, model_dir
 from flowspec_edge.model.manifest import Manifest, PartFile
-from flowspec_edge.model.modeldir import MANIFEST
+from flowspec_edge.model.weights.located import MANIFEST
 from flowspec_edge.util.bounded_read import sha256_of
 
 OnBytes = Callable[[str, int, int], None]

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import SPARSE, UNSPLIT, is_sharded
+from flowspec_edge.model.families import SPARSE, UNSPLIT
+from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.model.weights.checkpoint import Checkpoint, TensorSlice, digest
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.stage.shard import Shard, even_runs
 from flowspec_edge.stage.tensor_parallel.layers import Heads, Projection, TensorLayer
 from flowspec_edge.stage.tensor_parallel.layout import JoinedNorm, SplitEmbedding, TensorKind, make_layout
 from flowspec_edge.stage.tensor_parallel.process_group import ProcessGroup
-from flowspec_edge.stage.weights.checkpoint import Checkpoint, TensorSlice, digest
 from flowspec_edge.stage.weights.load import fast_layout, load_modules
 from flowspec_edge.util.tensors import parse_dtype
 

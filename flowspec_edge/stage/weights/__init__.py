@@ -1,1 +1,1 @@
-"""Reading a model's weights: files, checkpoints, tensor names, loading into modules."""
+"""Loading a model's weights into modules: the names that a model needs, and the loader."""

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.manifest import Manifest, stage_part
 from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
+from flowspec_edge.model.weights.files import WeightFiles
 from flowspec_edge.stage.quant.base import QuantLinear, Scheme
 from flowspec_edge.stage.quant.schemes import scheme
-from flowspec_edge.stage.weights.checkpoint import Checkpoint, check_shape
-from flowspec_edge.stage.weights.files import WeightFiles
 from flowspec_edge.stage.weights.tensor_names import is_ignorable
 from flowspec_edge.util.bounded_read import PIECE
 from flowspec_edge.util.tensors import check_finite

@@ -105,9 +105,9 @@ def test_equal_vocabularies_may_bring_a_mapping_of_nothing(tmp_path):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"fc.weight": None}, "tensor fc.weight is missing"),
-    ({"d2t": None}, "tensor d2t is missing"),
-    ({"t2d": None}, "tensor t2d is missing"),
-    ({"fc.bias": torch.zeros(T)}, "tensor fc.bias does not belong in an EAGLE-3 head"),
+    ({"d2t": None, "t2d": None}, "drafts 20 of 61 tokens, and neither d2t nor t2d says which"),
+    ({"d2t": None, "t2d": torch.ones(V, dtype=torch.bool)}, "t2d marks 61 tokens, and the head drafts 20"),
+    ({"fc2.bias": torch.zeros(T)}, "tensor fc2.bias does not belong in an EAGLE-3 head"),
     ({"midlayer.mlp.up_proj.weight": torch.zeros(41, T)}, r"up_proj.weight has shape \[41, 24\].*\[40, 24\]"),
     ({"fc.weight": torch.zeros(T, 5 * T)}, "takes 120 values, but 3 captured states of width 24 have 72"),
     ({"t2d": torch.ones(60, dtype=torch.bool)}, r"t2d has shape \[60\], config.json asks for \[61\]"),
@@ -134,7 +134,7 @@ def test_wrong_tensors_are_named(tmp_path, change, message):
     ({"width": 32, "target_hidden_size": T}, TARGETS,
      "width is 32, the target's 24, and it brings no embed_tokens.weight of its own"),
     ({"num_hidden_layers": 2}, TARGETS, "one layer, not 2"),
-    ({"draft_vocab_size": 99}, TARGETS, "draft_vocab_size 99 is more than vocab_size 61"),
+    ({"drafted": 99}, TARGETS, "draft_vocab_size 99 is more than vocab_size 61"),
     ({"norm_before_fc": True, "fc_norm": True}, TARGETS, "norm_before_fc and fc_norm exclude each other"),
     ({"transformer_layer_config": {"model_type": "qwen3_next"}}, TARGETS, "a layer of 'qwen3_next'"),
     ({"transformer_layer_config": {"hidden_size": "wide"}}, TARGETS, "hidden_size must be a whole number"),

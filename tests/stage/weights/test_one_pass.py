@@ -31,8 +31,8 @@ from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.shard import load_lm_head, load_shard
-from flowspec_edge.stage.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.weights.load import opened_part
 from flowspec_edge.util.bounded_read import UncachedFile
 

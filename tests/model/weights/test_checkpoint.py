@@ -16,8 +16,8 @@ from tiny import tiny_llama, tiny_model
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.weights.checkpoint import Checkpoint, digest
 from flowspec_edge.stage.shard import load_shard
-from flowspec_edge.stage.weights.checkpoint import Checkpoint, digest
 from flowspec_edge.util import weight_file
 
 

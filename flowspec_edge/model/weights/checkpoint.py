@@ -1,5 +1,5 @@
-"""The weights of a model directory by tensor name: safetensors, or PyTorch's ``.bin`` as a fallback; stacked
-experts one by one (``stacked``)."""
+"""The weights of a model directory by tensor name, in the files that ``located`` names; stacked experts one
+by one (``stacked``)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.stage.weights.files import INDEX, PICKLED, SAFE, WeightFiles
-from flowspec_edge.stage.weights.stacked import StackedExperts, stacks
-from flowspec_edge.util.bounded_read import read_json
-from flowspec_edge.util.weight_file import TensorInfo, WeightFile, is_written_otherwise, use_own_names
+from flowspec_edge.model.weights.files import WeightFiles
+from flowspec_edge.model.weights.located import INDEX, PICKLED, SAFE, locate
+from flowspec_edge.model.weights.stacked import StackedExperts, stacks
+from flowspec_edge.util.weight_file import (
+    MTP,
+    TensorInfo,
+    WeightFile,
+    is_written_otherwise,
+    use_own_names,
+)
 
 _SAMPLE = 1024  # elements at each end of a tensor that enter the digest
 
@@ -110,33 +116,19 @@ class Checkpoint:
     def path_of(self, name: str) -> Path:
         """FlowspecError if there is no such tensor."""
         if name not in self._files:
-            raise FlowspecError(f"{self.directory} has no tensor {name}: "
-                                "the checkpoint is incomplete, or not of this architecture")
+            raise missing_tensor(self.directory, name)
         return self._files[name]
 
     def _locate(self) -> dict[str, Path]:
-        for single in (SAFE, PICKLED):
-            index, path = self.directory / f"{single}{INDEX}", self.directory / single
-            if index.is_file():
-                return self._indexed(index)
-            if path.is_file():
-                return self._named([path])
-        raise UsageError(f"no model at {self.directory}: neither {SAFE} nor {SAFE}{INDEX} nor {PICKLED} "
-                         "is there")
-
-    def _indexed(self, index: Path) -> dict[str, Path]:
-        try:
-            weight_map = read_json(index)["weight_map"]
-            files = {str(name): str(file) for name, file in weight_map.items()}
-        except (KeyError, TypeError, AttributeError) as error:
-            raise FlowspecError(f"{index} is not a safetensors index: {error!r}") from error
-        for file in files.values():
-            if Path(file).name != file:
-                raise FlowspecError(f"{index}: {file!r} is not the name of a file beside it")
-        located = {name: self.directory / file for name, file in files.items()}
-        if any(map(is_written_otherwise, located)):
-            return self._named(dict.fromkeys(located.values()))
-        return located
+        found = locate(self.directory)
+        if found is None:
+            raise UsageError(f"no model at {self.directory}: neither {SAFE} nor {SAFE}{INDEX} nor {PICKLED} "
+                             "is there")
+        if found.indexed is None or any(map(is_written_otherwise, found.indexed)):
+            named = self._named(found.files)
+        else:
+            named = found.indexed
+        return self._of_a_whole_model(named) if _is_bare_decoder(named) else named
 
     def _named(self, paths: Iterable[Path]) -> dict[str, Path]:
         found: dict[str, Path] = {}
@@ -145,6 +137,34 @@ class Checkpoint:
             use_own_names(file)
             found |= dict.fromkeys(file.tensors, path)
         return found
+
+    def _of_a_whole_model(self, named: Mapping[str, Path]) -> dict[str, Path]:
+        """Name a bare decoder's tensors as a causal language model's; transformers loads either."""
+        names = {name: name if name.startswith(_BESIDE_THE_DECODER) else f"model.{name}" for name in named}
+        for path in dict.fromkeys(named.values()):
+            self._weights.open(path).rename(names)
+        return {names[name]: path for name, path in named.items()}
+
+
+# Tensors of a causal language model that are not its decoder's.
+_BESIDE_THE_DECODER = ("lm_head.", MTP)
+
+
+def _is_bare_decoder(names: Collection[str]) -> bool:
+    """Whether a decoder was saved without the language model around it: no name begins with "model.".
+
+    A draft head's names look alike, but for its fc.
+    """
+    return ("layers.0.input_layernorm.weight" in names and "fc.weight" not in names
+            and not any(name.startswith("model.") for name in names))
+
+
+def missing_tensor(directory: Path, name: str) -> FlowspecError:
+    if name == "lm_head.weight":
+        return FlowspecError(f"{directory} has no tensor {name}, and config.json does not tie it to the "
+                             "embeddings: save the whole language model (…ForCausalLM), not its decoder")
+    return FlowspecError(f"{directory} has no tensor {name}: the checkpoint is incomplete, or not of this "
+                         "architecture")
 
 
 def check_shape(directory: Path | str, name: str, stored: torch.Size, shape: torch.Size) -> None:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, first_line
-from flowspec_edge.model.manifest import altered
+from flowspec_edge.model.weights.located import altered
 from flowspec_edge.util.bounded_read import sha256_of
 from flowspec_edge.util.weight_file import SAFETENSORS, SafetensorsFile, TensorInfo, WeightFile
 
-SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
-INDEX = ".index.json"  # appended to either name: the file of each tensor
+# Entries of a training checkpoint that hold the weights, when these are not the file itself.
+_NESTED = ("state_dict", "model_state_dict", "model", "module")
 
 
 class WeightFiles:
@@ -76,14 +76,29 @@ class _PickledFile(WeightFile):
         self.path = path
         with file_errors(path):
             held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if not isinstance(held, dict) or not all(isinstance(value, Tensor) for value in held.values()):
+        named = _by_name(held)
+        if named is None:
             raise FlowspecError(f"{path} does not hold tensors by name: it is not a weight file")
-        self._held: dict[str, Tensor] = held
-        self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in held.items()}
+        self._held: dict[str, Tensor] = named
+        self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in named.items()}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        super().rename(names)
+        self._held = {names.get(name, name): tensor for name, tensor in self._held.items()}
 
     def read(self, name: str, lo: int = 0, hi: int | None = None, buffer: Tensor | None = None) -> Tensor:
         tensor = self._held[name].detach()
         return tensor[lo:hi] if tensor.shape else tensor
+
+
+def _by_name(held: object) -> dict[str, Tensor] | None:
+    """The tensors by name in what a file holds: at the top, or nested as training frameworks store them, with
+    other things beside them; None if there are none."""
+    if not isinstance(held, Mapping):
+        return None
+    if all(isinstance(value, Tensor) for value in held.values()):
+        return dict(held)
+    return next((found for key in _NESTED if (found := _by_name(held.get(key)))), None)
 
 
 def _open(path: Path, hashed: bool) -> WeightFile:
@@ -93,7 +108,7 @@ def _open(path: Path, hashed: bool) -> WeightFile:
         return SafetensorsFile(path, hashed)
     if not zipfile.is_zipfile(path) and _starts_like_pickle(path):
         raise FlowspecError(f"{path} is in PyTorch's old format, which cannot be read piece by piece: "
-                            "load the model with transformers and save it again as safetensors")
+                            "load it with torch.load and save it again, as safetensors or in a newer format")
     return _PickledFile(path)
 
 

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.weights.checkpoint import Checkpoint
+from flowspec_edge.model.weights.stacked import from_mxfp4
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.stage.tensor_parallel.process_group import ProcessGroup
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
-from flowspec_edge.stage.weights.checkpoint import Checkpoint
-from flowspec_edge.stage.weights.stacked import from_mxfp4
 from flowspec_edge.util.tensors import to_torch
 
 EXPERTS = "model.layers.1.mlp.experts"

@@ -1,0 +1,221 @@
+"""What a directory is, if it is no model that stages can run: one line that says so and what to do.
+
+:func:`refuse_unless_runnable` looks at names of files, at config.json and at names of tensors, without torch.
+It comes before anything is missed: for a LoRA adapter "config.json is missing" would be true, but no help.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.draft_formats import FORMATS, recognise_format
+from flowspec_edge.model.families import ARCHITECTURES, MULTIMODAL
+from flowspec_edge.model.weights.located import ADAPTER, MANIFEST, locate, stored_names
+from flowspec_edge.util.bounded_read import read_json_object
+
+GGUF = ("GGUF files are not read: give the directory of the Hugging Face checkpoint from which the file was "
+        "made; flowspec models shard --dtype int4 makes 4 bits of it")
+_CHECKPOINT = "give the directory of the Hugging Face checkpoint (config.json, safetensors, tokenizer)"
+_EXPORT = "convert it to Hugging Face's format"
+# Quantised formats that ``flowspec models shard`` converts, and the one that stages read.
+CONVERTED, _READ = ("awq", "gptq"), "mxfp4"
+_IN_16_BITS = "take the 16 bit checkpoint, and quantise it with: flowspec models shard --dtype int4"
+# Files in which tools beside transformers say how weights are quantised.
+_QUANTISED_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq",
+                     "hf_quant_config.json": "modelopt"}
+_PACKED = (".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv")  # ends of names
+_FC = re.compile(r"((module|_orig_mod|model|draft_model)\.)*(fusion_)?fc\.weight")  # what makes a head
+_MOST_ENTRIES = 200  # of a directory, to look at
+
+
+def refuse_unless_runnable(directory: Path, quantised: bool = False) -> None:
+    """UsageError if ``directory`` holds something else than a checkpoint that stages can run.
+
+    A checkpoint may still lack files; weights and tokenizer need not be there.  ``quantised`` accepts AWQ and
+    GPTQ, which sharding converts.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UsageError(describe(directory) or f"{directory} is incomplete: config.json is missing")
+    config = read_json_object(path)
+    what = next(_other_kinds(directory, config), None)
+    if what is not None:
+        raise UsageError(what)
+    require_family(config, path)
+    refuse_quantised(config, path, quantised)
+
+
+def describe(directory: Path) -> str | None:
+    """What a directory without config.json is, in one line with a next step; None: cannot be told."""
+    return next(_without_config(directory), None)
+
+
+def require_family(config: Mapping[str, Any], path: Path | str) -> None:
+    """UsageError if stages cannot run models with this ``config``, of ``path``."""
+    family, inner = config.get("model_type"), config.get("text_config")
+    if family in ARCHITECTURES or (family in MULTIMODAL and isinstance(inner, dict)):
+        return
+    if not isinstance(family, str):
+        raise UsageError(f"{path} names no model_type: it is not the configuration of a model, or an old "
+                         "one; take the checkpoint as it was published")
+    only = f"only {', '.join(ARCHITECTURES)}"
+    inside = inner.get("model_type") if isinstance(inner, dict) else None
+    if inside in ARCHITECTURES:
+        raise UsageError(f"{path}: stages cannot run {family!r} models, which hold a language model of the "
+                         f"type {inside!r} among other parts.  That can be run alone: take a text checkpoint "
+                         "of it, or save its language model as one with transformers")
+    if inside or "vision_config" in config or "audio_config" in config:
+        raise UsageError(f"{path}: stages cannot run {family!r} models, a language model "
+                         f"{f'of the type {inside!r} ' if inside else ''}with parts that see or hear, {only}")
+    raise UsageError(f"{path}: stages cannot run {family!r} models, {only}")
+
+
+def refuse_quantised(config: Mapping[str, Any], path: Path | str, converted: bool = False) -> None:
+    """UsageError for weights that are quantised in a way that cannot be read, or that must be ``converted``
+    first."""
+    home = Path(path).parent
+    how = config.get("quantization_config")
+    if not how:
+        if isinstance(config.get("quantization"), dict):
+            raise UsageError(f"{path}: weights quantised for MLX cannot be read; {_IN_16_BITS}")
+        for name, method in _QUANTISED_BESIDE.items():
+            if (home / name).is_file() and _may_be_quantised(home):
+                raise UsageError(_told_beside(home / name, method, Path(path)))
+        return
+    facts = how if isinstance(how, dict) else how.to_dict()
+    method = str(facts.get("quant_method") or "an unknown method").lower()
+    if method == _READ and config.get("model_type") == "gpt_oss":
+        return
+    if method not in CONVERTED:
+        raise UsageError(f"{path}: weights quantised with {method} cannot be read; {_IN_16_BITS}")
+    if not converted:
+        raise UsageError(f"{path}: {method.upper()} weights must be converted first: flowspec models shard "
+                         f"--model {home} --stages N --out DIR")
+
+
+def _may_be_quantised(directory: Path) -> bool:
+    names = stored_names(directory)
+    return not names or any(name.endswith(_PACKED) for name in names)
+
+
+def _told_beside(file: Path, method: str, config: Path) -> str:
+    if method in CONVERTED:
+        return (f"{file} says that the weights are quantised, but {config.name} has no quantization_config: "
+                f'copy its fields there, with "quant_method": "{method}", or {_IN_16_BITS}')
+    return f"{file} says that the weights are quantised, which cannot be read; {_IN_16_BITS}"
+
+
+def _other_kinds(directory: Path, config: Mapping[str, Any]) -> Iterator[str]:
+    """What a directory with a config.json is instead of a model."""
+    if (whole := _whole_of_part(directory)) is not None:
+        yield f"{directory} is one part of the sharded model {whole}: give that directory"
+    if (directory / ADAPTER).is_file() and locate(directory) is None:
+        yield _adapter(directory)
+    if "pretrained_config" in config or "build_config" in config:
+        yield f"{directory} is an engine or checkpoint of TensorRT-LLM, which cannot be read: {_CHECKPOINT}"
+    if (head := head_kind(directory, config)) is not None:
+        yield (f"{directory} is {head}, not a model: give the model that it was trained for, and shard it "
+               f"with: flowspec models shard --draft {directory}")
+    if locate(directory) is None and "model_type" in config:
+        yield from _files_alone(directory)
+
+
+def head_kind(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """The kind of draft head in ``directory``, with its article; None if it is none."""
+    name = recognise_format(config)
+    if name is not None:
+        known = FORMATS.get(name)
+        return f"a draft head ({name})" + ("" if known else ", of a format that cannot be run")
+    names = stored_names(directory)
+    if any(".midlayer." in f".{name}" or name.endswith("layers.0.hidden_norm.weight") for name in names):
+        return "a draft head (EAGLE-3)"
+    if any(_FC.fullmatch(name) for name in names):
+        return "a draft head (EAGLE)"
+    return None
+
+
+def _without_config(directory: Path) -> Iterator[str]:
+    entries = _entries(directory)
+    if not entries:
+        yield f"{directory} is an empty directory: {_CHECKPOINT}"
+    if (directory / ADAPTER).is_file():
+        yield _adapter(directory)
+    if (directory / "draft").is_dir() and (directory / MANIFEST).is_file():
+        yield f"{directory} is a sharded model without the files of draft/target: copy its part draft again"
+    yield from _files_alone(directory)
+    yield from _elsewhere(directory, entries)
+
+
+# Files, by ends of their names, that hold weights which cannot be read: what they are, and what to do.
+_OTHER_FILES = (
+    ((".gguf",), GGUF),
+    ((".nemo",), f"a NeMo checkpoint cannot be read: {_EXPORT}"),
+    ((".onnx",), f"an ONNX model cannot be read: {_CHECKPOINT}"),
+    ((".npz",), f"an old MLX model cannot be read: {_CHECKPOINT}"),
+    ((".engine", ".plan"), f"a TensorRT engine cannot be read: {_CHECKPOINT}"),
+    ((".h5", ".msgpack", ".ckpt.index"), f"weights of TensorFlow or Flax cannot be read: {_CHECKPOINT}"),
+)
+# Entries, by beginnings of their names, that tell a checkpoint of another tool.
+_OTHER_ENTRIES = (
+    ("latest_checkpointed_iteration.txt", f"a Megatron checkpoint, which cannot be read: {_EXPORT}"),
+    ("mp_rank_", f"a Megatron checkpoint, which cannot be read: {_EXPORT}"),
+    ("model_weights", f"a NeMo checkpoint, which cannot be read: {_EXPORT}"),
+    ("consolidated.", f"a checkpoint in its maker's own format (consolidated.*), which cannot be read: "
+                      f"{_CHECKPOINT}"),
+    ("model_index.json", f"a pipeline of diffusers, not a language model: {_CHECKPOINT}"),
+    ("global_step", "a checkpoint of DeepSpeed's training: make weights of it with its zero_to_fp32.py, and "
+                    "give the directory with config.json"),
+)
+
+
+def _files_alone(directory: Path) -> Iterator[str]:
+    """What is there instead of weights that can be read."""
+    entries = _entries(directory)
+    below = [f"onnx/{entry}" for entry in _entries(directory / "onnx")]
+    for ends, what in _OTHER_FILES:
+        yield from (f"{directory / entry}: {what}" for entry in [*entries, *below] if entry.endswith(ends))
+    for begin, what in _OTHER_ENTRIES:
+        yield from (f"{directory} is {what}" for entry in entries if entry.startswith(begin))
+
+
+def _elsewhere(directory: Path, entries: list[str]) -> Iterator[str]:
+    """A checkpoint below, as in a cache of the hub's client."""
+    places = [directory / "snapshots" / entry for entry in _entries(directory / "snapshots")]
+    places += [directory / entry for entry in entries]
+    found = [str(place) for place in places if (place / "config.json").is_file()]
+    if found:
+        yield f"{directory} has no config.json; give one of the directories in it: {', '.join(found[:3])}"
+
+
+def _adapter(directory: Path) -> str:
+    try:
+        base = read_json_object(directory / ADAPTER).get("base_model_name_or_path")
+    except FlowspecError:
+        base = None
+    target = f" for {base}" if isinstance(base, str) and base else ""
+    return (f"{directory} is an adapter (LoRA){target}, not a model: merge it into its model with peft "
+            "(merge_and_unload, then save_pretrained), and give the result")
+
+
+def _whole_of_part(directory: Path) -> Path | None:
+    """The sharded model whose part ``directory`` is."""
+    name, parent = directory.name, directory.resolve().parent
+    if name.startswith("stage-") and (parent / MANIFEST).is_file():
+        return directory.parent
+    if (parent.parent / MANIFEST).is_file() and parent.name == "draft" and name == "target":
+        return directory.parent.parent
+    return None
+
+
+def _entries(directory: Path) -> list[str]:
+    try:
+        with os.scandir(directory) as found:
+            return sorted(entry.name for entry, _ in zip(found, range(_MOST_ENTRIES), strict=False)
+                          if not entry.name.startswith("."))
+    except OSError:
+        return []

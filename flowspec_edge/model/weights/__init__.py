@@ -1,0 +1,1 @@
+"""A checkpoint's weights: ``located`` decides which files hold them, ``checkpoint`` reads them."""
