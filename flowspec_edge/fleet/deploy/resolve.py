@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, beside, device_profile
-from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, device_mismatch, draft_turn
+from flowspec_edge.fleet.planning.draft_turn import DraftTurn, device_mismatch, draft_turn
 from flowspec_edge.fleet.planning.layer_split import Ranges, split_evenly
 from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.fleet.probe.checks import Needs
@@ -271,7 +271,7 @@ class _Choice:
         fitting, entries = self._fitting(), {device.name: device for device in self._inventory.device}
         boards = [fitting.board(device) for device in self._inventory.device]
         try:
-            split = plan(boards, fitting.problem, Throughput(fitting.problem, self._drafter, fitting.at_once))
+            split = plan(boards, fitting.problem, Throughput(fitting.problem, fitting.at_once))
         except DoesNotFit:
             raise fitting.error(boards) from None
         return (entries[split.d0.name], tuple((entries[s.board.name], s.layers) for s in split.stages),
@@ -288,15 +288,12 @@ class _Choice:
         slot = max(fitting.board(device).profile.stage_seconds(problem.rows, hi - lo, cluster.context)
                    for device, (lo, hi) in stages)
         profile = at_context(fitting.board(draft).profile, problem.size, problem.context)
-        return draft_turn(profile, slot, problem.rows, self._drafter, self._inventory.torch_device(draft))
+        return draft_turn(profile, slot, problem.rows, problem.size.planned.kind,
+                          self._inventory.torch_device(draft))
 
     def _check(self, draft: DeviceEntry, stages: Stages) -> None:
         if self._profiles:
             self._fitting().check(draft, stages)
-
-    @property
-    def _drafter(self) -> Drafter:
-        return "ngram" if self._inventory.cluster.by_ngrams else "head"
 
     def _fitting(self) -> MemoryCheck:
         from flowspec_edge.fleet.planning.memory_check import MemoryCheck

@@ -44,7 +44,7 @@ def parse_devices(given: Sequence[str]) -> list[BoardSpec]:
     """
     profiles, boards = [], []
     for text in given:
-        if _is_cluster(Path(text)):
+        if is_cluster(Path(text)):
             boards += _cluster(Path(text))
             continue
         name, _, count = text.rpartition(":")
@@ -64,7 +64,8 @@ def parse_devices(given: Sequence[str]) -> list[BoardSpec]:
     return boards
 
 
-def _is_cluster(path: Path) -> bool:
+def is_cluster(path: Path) -> bool:
+    """Whether it is the file of a cluster, not of a profile."""
     if path.suffix != ".toml" or not path.is_file():
         return False
     return bool(_CLUSTER.search(path.read_text(encoding="utf-8", errors="replace")))

@@ -12,6 +12,7 @@ from flowspec_edge.fleet.planning.board_spec import BoardSpec
 from flowspec_edge.fleet.planning.layer_split import Ranges, problem_for, split_in_order
 from flowspec_edge.fleet.planning.model_size import ModelBytes, PlanDtype, model_bytes
 from flowspec_edge.fleet.planning.one_board import other_programs
+from flowspec_edge.fleet.planning.planned_draft import NGRAMS
 from flowspec_edge.fleet.planning.planner import CandidateBoard, DoesNotFit, SplitProblem, most_layers
 from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
 
@@ -60,10 +61,14 @@ class MemoryCheck:
 
     def _sizes(self, dtype: PlanDtype, kv_cache: CacheBits) -> ModelBytes:
         bits = self._cluster.lm_head
-        size = model_bytes(self._model, dtype, None if bits == "auto" else bits, kv_cache)
+        kind = self._cluster.draft_kind
+        size = model_bytes(self._model, dtype, None if bits == "auto" else bits, kv_cache,
+                           "mtp" if kind == "mtp" else "head")
+        if kind != "ngram":
+            return size
         # A head beside the target is sharded, and loaded for a request that names its strategy.
-        unused = self._cluster.by_ngrams and (size.draft_estimated or size.own_mtp)
-        return size.without_head() if unused else size
+        held = size.planned.origin == "here" and size.planned.kind != "mtp"
+        return replace(size, planned=NGRAMS) if held else size.without_head()
 
     def _check(self, device: DeviceEntry, needs: int, what: str) -> None:
         _require(self.board(device), needs, what, self._cluster,
