@@ -17,7 +17,7 @@ from flowspec_edge.model.manifest import CacheBits, HeadBits, ShardDtype
 from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.strategies.registry import strategy_class
-from flowspec_edge.util.tomlfile import Misplaced, StrictModel, load_toml, matching
+from flowspec_edge.util.tomlfile import Count, Misplaced, Positive, StrictModel, load_toml, matching
 
 Role = Literal["auto", "draft", "verify"]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -126,6 +126,8 @@ class DeviceEntry(StrictModel):
     python: Absolute | None = None
     torch_device: str | None = None
     profile: str = ""  # name or path of a device profile
+    memory_mb: Positive | None = None  # in all, and
+    cores: Count | None = None  # of its CPU: from these a profile is estimated, if none is named
     power_mode: str | None = None
 
     @field_validator("address")

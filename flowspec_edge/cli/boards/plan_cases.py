@@ -92,11 +92,13 @@ class Case:
     def report(self, plan: PipelinePlan | None, members: Sequence[BoardSpec]) -> PlanReport:
         """``plan`` None: one board holds everything, and no split fits."""
         problem, able = self.problem, self.alone
+        assumed = {member.name: member.assumed for member in members}
         if plan:
             rows = plan_rows(plan, self.scaled)
         else:
             assert able
             rows = alone_rows(able, [b for b in self.boards if b is not able], problem, self.scaled)
+        rows = [replace(row, assumed=assumed[row.name]) for row in rows]
         devices = {member.name: member.torch_device for member in members}
         return PlanReport(
             problem.size, problem.context, rows, plan,

@@ -145,8 +145,8 @@ class PlanReport:
         called = known[0] if known else "MODEL"
         if planned.by_ngrams:
             return self.draft_why and (
-                f"{name} drafts by n-grams of the text: {self.draft_why}; --draft head plans with a head, and "
-                f"flowspec models head {called} says how to get one")
+                f"{name} drafts by n-grams of the text: {self.draft_why}; --draft head plans with a head, "
+                f"and flowspec models head {called} says how to get one")
         if planned.kind == "mtp":
             return (f"the draft head is {name}'s own MTP layer, which is used only if named: --draft mtp, or "
                     'draft = "mtp" in cluster.toml')
@@ -158,8 +158,8 @@ class PlanReport:
         if planned.origin == "untrained":
             return (f"{name} has no EAGLE head: {taken}; without one: --draft ngram, and see: "
                     f"flowspec models head {called}")
-        return (f"the head of {name}, {planned.repository} ({planned.kind}), is not on this machine: {taken}; "
-                f"flowspec models fetch {called} downloads both")
+        return (f"the head of {name}, {planned.repository} ({planned.kind}), is not on this machine: {taken}"
+                f"; flowspec models fetch {called} downloads both")
 
     def as_json(self) -> dict[str, Any]:
         """Sizes in MB (10^6 bytes), times in ms."""
@@ -238,11 +238,13 @@ def answer(report: PlanReport) -> list[str]:
     guessed = list(dict.fromkeys(row.name for row in report.boards if row.assumed))
     if guessed:
         lines.append(f"ESTIMATED, not measured: {', '.join(guessed)}; measure with: flowspec device profile")
-    faster = [a for a in report.alternatives if best and a.dtype != found.dtype and a.tokens_per_second
+    faster = [(a, a.tokens_per_second) for a in report.alternatives
+              if best and a.dtype != found.dtype and a.tokens_per_second
               and a.tokens_per_second * QUALITY > best.tokens_per_second]
     if faster:
-        lines.append(f"Faster: --dtype {faster[0].dtype}, about {faster[0].tokens_per_second:.1f} tokens/s on "
-                     f"{', '.join(faster[0].boards)}.")
+        other, rate = faster[0]
+        lines.append(f"Faster: --dtype {other.dtype}, about {rate:.1f} tokens/s on "
+                     f"{', '.join(other.boards)}.")
     return [*lines, *(f"Next: {command}" for command in report.next)]
 
 
@@ -289,9 +291,9 @@ def show(report: PlanReport) -> None:
         text = report.others.text
         say(f"{text[:1].upper()}{text[1:]}.")
     if report.smallest and not report.alone:
-        say("None of these boards holds it alone under flowspec.  The smallest of the known boards that does: "
-            f"{report.smallest.profile}, with about {report.smallest.plain_tokens_per_second:.1f} tokens/s of "
-            "plain decoding.")
+        say("None of these boards holds it alone under flowspec.  The smallest of the known boards that "
+            f"does: {report.smallest.profile}, with about {report.smallest.plain_tokens_per_second:.1f} "
+            "tokens/s of plain decoding.")
     if len(report.alternatives) > 1:
         say("")
         show_whole(console, _alternatives(report))
@@ -330,8 +332,8 @@ def _predictions(report: PlanReport) -> Table:
     for p in predictions:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"
         like_paper = [f"{p.tokens_per_second_calibrated:.2f}"] if p.tokens_per_second_calibrated else []
-        table.add_row(plain(p.strategy), report.drafts_with(p.strategy), f"{p.tokens_per_second:.2f}", *like_paper, speedup,
-                      f"{p.tokens_per_turn:.3f}")
+        table.add_row(plain(p.strategy), report.drafts_with(p.strategy), f"{p.tokens_per_second:.2f}",
+                      *like_paper, speedup, f"{p.tokens_per_turn:.3f}")
     return table
 
 

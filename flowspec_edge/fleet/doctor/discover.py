@@ -195,8 +195,6 @@ def with_host_names(boards: list[DiscoveredBoard]) -> list[DiscoveredBoard]:
     return found
 
 
-_MUCH_MORE = 1.5  # times the memory of the second largest
-
 _HEAD = """\
 # {name}: {count} boards, as `flowspec deploy init` found them.  What to do next:
 #   flowspec doctor --cluster {file}       what the boards still lack
@@ -222,13 +220,10 @@ _ROLES = {
 # Who drafts and who verifies, in which order and with which layers, the planner decides (role = "auto"), from
 # the boards' profiles.  These were not measured here: flowspec device profile does that.
 """,
-    "alike": """
-# Not all boards have a profile, so they count as alike: with role = "auto" the first one drafts, and the
-# others get equal shares of the layers, in this order.  flowspec device profile measures a board.
-""",
-    "largest": """
-# Not all boards have a profile, so they count as alike.  {largest} has by far the most memory: it drafts, and
-# the others get equal shares of the layers, in this order.  flowspec device profile measures a board.
+    "estimated": """
+# Who drafts and who verifies, in which order and with which layers, the planner decides (role = "auto").  For
+# {without} flowspec has no profile: what they can do is ESTIMATED from memory_mb and cores.  Measure the
+# boards, once flowspec is there: flowspec device profile --cluster {file}
 """}
 
 
@@ -244,14 +239,13 @@ def render_cluster_toml(boards: Sequence[DiscoveredBoard], name: str, file: str,
         shared.append((f"ssh_config = {_quoted(ssh_config)}", "for ssh's -F"))
     text = (_HEAD.format(name=name, count=len(boards), file=_printable(shlex.quote(file)))
             + _lines(shared) + _RUN + _lines(_SETTINGS))
-    largest = None if all(board.profile for board in boards) else _largest(boards)
-    roles = "largest" if largest else "planner" if all(board.profile for board in boards) else "alike"
-    text += _ROLES[roles].format(largest=largest.device.name if largest else "")
+    without = [board.device.name for board in boards if not board.profile]
+    text += _ROLES["estimated" if without else "planner"].format(
+        without=", ".join(without), file=_printable(shlex.quote(file)))
     for board in boards:
         own = {"interface": board.interface if board.interface not in ("", interface) else "",
                "torch_device": board.torch_device if board.torch_device != torch_device else ""}
-        role = "auto" if largest is None else "draft" if board is largest else "verify"
-        text += _device(board, role, own)
+        text += _device(board, own)
     return text
 
 
@@ -259,11 +253,11 @@ def _lines(settings: Sequence[tuple[str, str]]) -> str:
     return "".join(f"{setting:<30} # {why}\n" if why else f"{setting}\n" for setting, why in settings)
 
 
-def _device(board: DiscoveredBoard, role: str, own: dict[str, str]) -> str:
+def _device(board: DiscoveredBoard, own: dict[str, str]) -> str:
     device = board.device
     lines = [f"# {_printable(line)}" for line in _about(board)]
     lines += ["[[device]]", f"name = {_quoted(device.name)}", f"address = {_quoted(device.address)}",
-              f"role = {_quoted(role)}"]
+              'role = "auto"']
     if device.ssh_user:
         lines.append(f"ssh_user = {_quoted(device.ssh_user)}")
     if device.ssh_port != 22:
@@ -273,6 +267,9 @@ def _device(board: DiscoveredBoard, role: str, own: dict[str, str]) -> str:
     lines += [f"{key} = {_quoted(value)}" for key, value in own.items() if value]
     if board.profile:
         lines.append(f"profile = {_quoted(board.profile)}  # by its model and memory; not measured here")
+    else:
+        lines += [f"memory_mb = {board.board.total_mb:.0f}"] if board.board.total_mb else []
+        lines += [f"cores = {board.board.cores}"] if board.board.cores else []
     return "\n" + "\n".join(lines) + "\n"
 
 
@@ -299,12 +296,6 @@ def describe_torch(board: DiscoveredBoard) -> str:
         return "no torch that services could use"
     sees = "sees the GPU" if board.cuda else "sees no GPU"
     return f"torch {board.torch}, which {sees}"
-
-
-def _largest(boards: Sequence[DiscoveredBoard]) -> DiscoveredBoard | None:
-    first, second, *_ = sorted(boards, key=lambda board: board.board.total_mb or 0.0, reverse=True)
-    much = (first.board.total_mb or 0.0) >= _MUCH_MORE * (second.board.total_mb or 0.0)
-    return first if much and second.board.total_mb else None
 
 
 def _most(values: Sequence[str]) -> str:

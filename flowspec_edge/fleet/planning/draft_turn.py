@@ -66,7 +66,8 @@ def draft_turn(d0: Profile, slot: float, rows: int, kind: str = "eagle2",
     from flowspec_edge.strategies.tree_strategy import TreeParameters
 
     measured = d0.conditions.device if d0.conditions else ""
-    return DraftTurn(d0.verify_seconds(rows), level_seconds(d0, kind, TreeParameters().width), slot, (torch_device or measured).startswith("cpu"))
+    one_pass = level_seconds(d0, kind, TreeParameters().width)
+    return DraftTurn(d0.verify_seconds(rows), one_pass, slot, (torch_device or measured).startswith("cpu"))
 
 
 def device_mismatch(profile: Profile, torch_device: str) -> str:

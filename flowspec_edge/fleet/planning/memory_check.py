@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -48,12 +48,14 @@ class MemoryCheck:
             raise self.error([self.board(draft), *stages])
         return found
 
-    def check(self, draft: DeviceEntry, stages: Stages) -> None:
-        """DoesNotFit for the first board with a profile whose memory is too small for its layers."""
-        if draft.name in self._profiles:
+    def check(self, draft: DeviceEntry, stages: Stages, guessed: Collection[str] = ()) -> None:
+        """DoesNotFit for the first board with a profile whose memory is too small for its layers, but for
+        those whose memory is ``guessed``."""
+        known = self._profiles.keys() - set(guessed)
+        if draft.name in known:
             self._check(draft, self.problem.d0, "drafting")
         for device, (lo, hi) in stages:
-            if device.name in self._profiles:
+            if device.name in known:
                 self._check(device, self.problem.stage(hi - lo), _layer_range(lo, hi))
 
     def error(self, boards: Sequence[CandidateBoard]) -> DoesNotFit:

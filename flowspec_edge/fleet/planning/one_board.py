@@ -55,9 +55,10 @@ class SmallestBoard:
 
 def smallest_board(problem: SplitProblem, own: Sequence[CandidateBoard] = ()) -> SmallestBoard | None:
     """Among the profiles of single boards that come with the package, and those of the boards ``own``."""
-    boards = [CandidateBoard(board.profile.name, board.profile) for board in own] + [CandidateBoard(profile.name, scaled(profile, problem.size)[0]) for name in profile_names()
-              if (profile := load_profile(name)).kind == "device" and profile.memory
-              and profile.conditions and profile.conditions.device == "cuda"]
+    boards = [CandidateBoard(board.profile.name, board.profile) for board in own]
+    boards += [CandidateBoard(profile.name, scaled(profile, problem.size)[0]) for name in profile_names()
+               if (profile := load_profile(name)).kind == "device" and profile.memory
+               and profile.conditions and profile.conditions.device == "cuda"]
     able = [board for board in boards if single_board_headroom(board, problem) >= 0]
     rates = {board.name: plain_tokens_per_second(board, problem) for board in able}
     best = min(able, key=lambda board: (board.memory.usable_mb, -rates[board.name]), default=None)

@@ -1,4 +1,4 @@
-"""What a plan drafts with: one decision, from which D0's memory, the seconds of a pass and every word follow."""
+"""What a plan drafts with: one decision, from which memory on D0, seconds of a pass and every word follow."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ times = st.floats(1e-4, 10.0)
 
 
 @examples(200, quick=60)
-@given(st.sampled_from([size(), size().without_head()]), st.integers(1, 8), times, times, st.floats(1.0, 50.0))
+@given(st.sampled_from([size(), size().without_head()]), st.integers(1, 8), times, times,
+       st.floats(1.0, 50.0))
 def test_a_slower_split_has_no_higher_rate(of: ModelBytes, at_once: int, slowest: float, more: float,
                                            longer: float) -> None:
     """Neither a slower stage nor a longer way raises it, which makes the search exact."""
