@@ -8,24 +8,26 @@ from __future__ import annotations
 
 import re
 import subprocess
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-import tomllib
 from pydantic import ValidationError
 
 from flowspec_edge.device_profile import LinkCost, Profile, load_profile, profile_names, render
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.board_links.shaping import measure_between
 from flowspec_edge.fleet.commands import failure, on_each, python_for, runner_for
-from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, beside, load_inventory
+from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, beside
 from flowspec_edge.util.files import write_atomically
+from flowspec_edge.util.tomlfile import parse_toml
 
 DIRECTORY = "profiles"  # beside the cluster file
 _LINK_S = 1.0
+_LONGEST_S = 1800.0  # of a board's measurement, which takes one or two minutes
 _LOOPBACK = "loopback"  # ``Conditions.peer`` of a profile whose link was not measured
 
 Say = Callable[[str, str], None]  # (board, what it does)
@@ -98,6 +100,9 @@ def _measured(inventory: Inventory, device: DeviceEntry, arguments: Sequence[str
                                   stderr=subprocess.PIPE, text=True, errors="replace")
     except OSError as error:
         raise FlowspecError(f"{device.name}: cannot run {command[0]}: {error.strerror}") from error
+    ending = threading.Timer(_LONGEST_S, client.kill)
+    ending.daemon = True
+    ending.start()
     with client:
         assert client.stdout is not None
         assert client.stderr is not None
@@ -107,6 +112,11 @@ def _measured(inventory: Inventory, device: DeviceEntry, arguments: Sequence[str
             if progress := re.match(r"flowspec: profile: (.*)", line):
                 say(device.name, progress[1])
         text = client.stdout.read()
+    hung = not ending.is_alive()
+    ending.cancel()
+    if hung:
+        raise FlowspecError(f"{device.name}: it did not finish within {_LONGEST_S:g} s: see whether the board "
+                            "hangs (uptime, dmesg)")
     if client.returncode:
         why = failure("flowspec device profile", command, client.returncode, "".join(said))
         advice = (": it has no flowspec yet: install it there with flowspec deploy up"
@@ -146,20 +156,20 @@ def name_profile(path: Path, board: str, file: Path) -> None:
     """
     own = path.absolute().parent
     named = str(file.relative_to(own)) if file.is_relative_to(own) else str(file)
-    before = load_inventory(path)
-    if any(device.name == board and device.profile == named for device in before.device):
-        return
     text = path.read_text(encoding="utf-8")
-    made = _with_profile(text, board, named)
+    before = parse_toml(text.encode(), path, Inventory)
     wanted = [device.model_copy(update={"profile": named}) if device.name == board else device
               for device in before.device]
+    if before.device == wanted:
+        return
+    made = _with_profile(text, board, named)
     try:
-        read = [entry.get("profile", "") for entry in tomllib.loads(made)["device"]]
-    except (tomllib.TOMLDecodeError, KeyError, TypeError):
-        read = []
-    if read != [device.profile for device in wanted]:
-        raise FlowspecError(f"{path}: cannot set the profile of {board}: write profile = \"{named}\" below its "
-                            "[[device]]")
+        same = parse_toml(made.encode(), path, Inventory) == before.model_copy(update={"device": wanted})
+    except UsageError:
+        same = False
+    if not same:
+        raise FlowspecError(f"{path}: cannot set the profile of {board}: write profile = \"{named}\" below "
+                            "its [[device]]")
     write_atomically(path.resolve(), made)
 
 
@@ -172,7 +182,7 @@ def _with_profile(text: str, board: str, named: str) -> str:
         if name is None or name[3] != board:
             continue
         line = f'{name[1]}profile = "{named}"'
-        changed, count = re.subn(r"(?m)^[ \t]*profile[ \t]*=.*$", lambda _: line, part, count=1)
+        changed, count = re.subn(r"(?m)^[ \t]*profile[ \t]*=.*$", lambda _, line=line: line, part, count=1)
         if not count:
             changed = f"{part[:name.end()]}\n{line}{part[name.end():]}"
         parts[place] = changed
