@@ -26,7 +26,8 @@ def next_commands(report: PlanReport, model: str, devices: Sequence[str]) -> lis
         return [*commands, *_alone(report, source)]
     strategy = found.best.strategy if found.best else DEFAULT_STRATEGY
     wanted = {"model": source, "dtype": report.size.dtype, "draft": report.size.planned.setting(),
-              "kv_cache": report.size.kv_cache, "context": report.context, "strategy": strategy}
+              "kv_cache": report.size.kv_cache, "context": report.context,
+              "at_once": report.at_once, "strategy": strategy}
     if report.size.head_bits != default_head_bits(report.size.dtype):
         wanted["lm_head"] = report.size.head_bits
     clusters = [path for text in devices if is_cluster(path := Path(text))]

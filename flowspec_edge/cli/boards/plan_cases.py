@@ -186,8 +186,9 @@ class Cases:
     auto: bool = False
     unfit: dict[PlanDtype, FlowspecError] = field(default_factory=dict)
 
-    def choose(self, rate: Callable[[Case], float]) -> tuple[Case, str]:
-        """The case to recommend, and why its element type; ``rate``: tokens/s of a case's best."""
+    def choose(self, rate: Callable[[Case], float], predicted: bool = True) -> tuple[Case, str]:
+        """The case to recommend, and why its element type; ``rate``: tokens/s of a case's best, which only
+        rank unless they are ``predicted``."""
         if not self.auto:
             return self.main, "as --dtype asks"
         fits = {case.problem.size.dtype: case for case in (self.main, *self.others)}
@@ -201,14 +202,11 @@ class Cases:
         if not packed:
             return self.main, "both fit"
         if full >= QUALITY * packed:
-            return fits["fp16"], (f"16 bits fit and make {_rate(full)} tokens/s, int4 {_rate(packed)}, which "
-                                  "is no gain for its loss of quality")
-        return fits["int4"], (f"16 bits fit, too, but make {_rate(full)} tokens/s, int4 {_rate(packed)}; for "
-                              "the best quality give --dtype fp16")
-
-
-def _rate(tokens_per_second: float) -> str:
-    return f"{tokens_per_second:.1f}"
+            found = f"make {full:.1f} tokens/s, int4 {packed:.1f}" if predicted else "are as fast as int4"
+            return fits["fp16"], f"16 bits fit and {found}, which is no gain for its loss of quality"
+        found = f"make {full:.1f} tokens/s, int4 {packed:.1f}" if predicted else (
+            f"int4 is ranked {packed / full:.1f} times as fast")
+        return fits["int4"], f"16 bits fit, too, but {found}; for the best quality give --dtype fp16"
 
 
 def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context: int, at_once: int,
@@ -349,7 +347,7 @@ def _place(cases: Sequence[Case], wanted: Case) -> int:
 
 def unpredicted(cases: Cases, members: Sequence[BoardSpec]) -> PlanReport:
     """The split that the rate alone chooses."""
-    case, why = cases.choose(lambda case: case.expected)
+    case, why = cases.choose(lambda case: case.expected, predicted=False)
     report = case.report(case.plans[0] if case.plans else None, members)
     for other in (case, *(other for other in (cases.main, *cases.others) if other is not case)):
         plans = other.shortlist() if other is case else other.plans[:1]

@@ -128,11 +128,12 @@ class PlanReport:
                  + (f" ({row.assumed})" if row.assumed else "") for row in self.boards
                  if row.provenance != "measured"]
         found += [f"profile {row.profile} is {row.scaled}" for row in self.boards if row.scaled]
-        found += [f"profile {name} has no times of a kernel for {self.size.dtype} weights: its stages are "
+        names = ", ".join(self.by_bandwidth)
+        found += [f"profile {names} has no times of a kernel for {self.size.dtype} weights: its stages are "
                   "charged for the memory bandwidth that other engines reach, in brackets for the "
                   "memory's own and for the slowest of them (the FlowSpec paper's 4-bit kernel was slower by "
                   "far: 400 ms for 10 layers of 13B on Orin Nanos); measure it on the board with: flowspec "
-                  "device profile" for name in self.by_bandwidth]
+                  "device profile" ] if names else []
         if note := self._draft_note():
             found.append(note)
         found += self.other_devices

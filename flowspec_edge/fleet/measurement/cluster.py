@@ -115,8 +115,8 @@ def _measured(inventory: Inventory, device: DeviceEntry, arguments: Sequence[str
     hung = not ending.is_alive()
     ending.cancel()
     if hung:
-        raise FlowspecError(f"{device.name}: it did not finish within {_LONGEST_S:g} s: see whether the board "
-                            "hangs (uptime, dmesg)")
+        raise FlowspecError(f"{device.name}: it did not finish within {_LONGEST_S:g} s: see whether the "
+                            "board hangs (uptime, dmesg)")
     if client.returncode:
         why = failure("flowspec device profile", command, client.returncode, "".join(said))
         advice = (": it has no flowspec yet: install it there with flowspec deploy up"

@@ -28,7 +28,7 @@ _USABLE = 0.7  # of the memory: 5,500 of 7,990 MB on an Orin Nano without a desk
 _GPU = (55.0, 10_000.0)  # GB/s and 10^9 operations a second: an Orin Nano 8 GB at 15 W, the slowest known
 _CPU_GB_PER_S = 20.0  # of two cores and more, as measured for the profile cpu-2core
 _CORE = (10.0, 20.0)  # GB/s and 10^9 operations a second of one core, without other work
-_UNKNOWN_CORES = 2
+_UNKNOWN_CORES = 1
 # Llama-2-7B in fp16, in MB: a layer, lm_head, a small draft model of 1.1B; and a row's 10^9 operations.
 _LAYER, _LM_HEAD, _SMALL, _ROW = 405.0, 262.0, 2200.0, 0.404
 
@@ -66,7 +66,7 @@ def estimated(device: DeviceEntry, torch_device: str) -> tuple[Profile, str]:
     bound = max(1.0, layer / (_ROW / rate * 1e3))  # rows up to which the memory is slower
     what = (f"{'' if device.memory_mb else 'unknown memory taken as '}{total:,.0f} MB, "
             + ("a GPU no faster than an Orin Nano's" if on_gpu else
-               f"{'' if device.cores else 'an unknown CPU taken as '}{cores} cores"))
+               f"{'' if device.cores else 'an unknown CPU taken as '}{cores} core{'s' if cores > 1 else ''}"))
     profile = Profile(
         name=device.name, kind="device", provenance="estimated", summary=f"ESTIMATED from {what}",
         source=f"Estimated by flowspec from {what}: bytes over {gb_per_s:g} GB/s and operations over "

@@ -97,7 +97,9 @@ def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> O
     what = (f"{needs:,.0f} MB: {BITS} bits a weight, the cache of {problem.context} tokens, one process, "
             "no draft head")
     if able:
-        named = {board.profile.name: board.name for board in reversed(able)}  # one of each kind
+        named: dict[str, str] = {}  # one of each kind
+        for board in able:
+            named.setdefault(board.profile.name, board.name)
         text = (f"other engines hold {size.name} in 4 bits on one board, {' or '.join(named.values())} "
                 f"({what})")
         if most is not None:

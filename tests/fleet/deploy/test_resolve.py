@@ -95,7 +95,25 @@ def test_nothing_said_and_nothing_known(home: Path) -> None:
     assert found.notes[0].startswith("no profile with [memory] for a, b, c: whether the model fits there is")
     assert "boards count as alike" in found.notes[0]
     assert not any("no profile" in note for note in decide(home, MODEL, "a fast", "b fast", "c slow").notes)
-    assert "for b, c:" in decide(home, MODEL, "a fast", "b", "c mute").notes[0]
+    assert "for b, c: ESTIMATED" in decide(home, MODEL, "a fast", "b", "c mute").notes[0]
+
+
+def test_one_known_board_is_not_made_equal_to_unknown_ones(home: Path) -> None:
+    """Three laptops beside a board that was measured: it gets layers, and who is estimated is told."""
+    for roles in ("", " verify"):
+        boards = ("a fast" if not roles else "a verify fast", *(f"{name}{roles}" for name in "bc"),
+                  "d draft" if roles else "d")
+        found = decide(home, MODEL, *boards)
+        layers = {device.name: hi - lo for device, (lo, hi) in found.stages}
+        assert layers["a"] == max(layers.values())
+        assert layers["a"] > sum(layers.values()) / len(boards)
+        assert found.notes[0].startswith("no profile with [memory] for b, c, d: ESTIMATED, b from unk")
+        assert "flowspec device profile --cluster" in found.notes[0]
+
+
+def test_an_unknown_memory_refuses_nothing_that_the_file_decides(home: Path) -> None:
+    found = decide(home, f"{MODEL}\ncontext = 2000\nat_once = 4000", "a draft fast", "b verify", "c verify")
+    assert [hi - lo for _, (lo, hi) in found.stages] == [3, 3]
 
 
 def test_more_boards_than_layers(home: Path) -> None:
