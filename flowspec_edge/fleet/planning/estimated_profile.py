@@ -28,6 +28,7 @@ _USABLE = 0.7  # of the memory: 5,500 of 7,990 MB on an Orin Nano without a desk
 _GPU = (55.0, 10_000.0)  # GB/s and 10^9 operations a second: an Orin Nano 8 GB at 15 W, the slowest known
 _CPU_GB_PER_S = 20.0  # of two cores and more, as measured for the profile cpu-2core
 _CORE = (10.0, 20.0)  # GB/s and 10^9 operations a second of one core, without other work
+_CPU_SEGMENT_MS = 1.7  # of a segment, whatever its layers, by the same profile
 _UNKNOWN_CORES = 1
 # Llama-2-7B in fp16, in MB: a layer, lm_head, a small draft model of 1.1B; and a row's 10^9 operations.
 _LAYER, _LM_HEAD, _SMALL, _ROW = 405.0, 262.0, 2200.0, 0.404
@@ -72,7 +73,8 @@ def estimated(device: DeviceEntry, torch_device: str) -> tuple[Profile, str]:
         source=f"Estimated by flowspec from {what}: bytes over {gb_per_s:g} GB/s and operations over "
                f"{rate:g} GFLOPS.  Measure it with: {MEASURE}",
         model=ModelShape(layers=32, hidden_width=4096, bytes_per_value=2, layer_mb=_LAYER),
-        stage=StageCurve(layers=1, rows=[bound, 2 * bound], ms=[layer, 2 * layer]),
+        stage=StageCurve(layers=1, rows=[bound, 2 * bound], ms=[layer, 2 * layer],
+                         overhead_ms=0.0 if on_gpu else _CPU_SEGMENT_MS),
         draft=DraftCost(pass_ms=(_LAYER + _LM_HEAD) / gb_per_s, lm_pass_ms=_SMALL / gb_per_s,
                         spd_pass_ms=(2 * _LAYER + _LM_HEAD) / gb_per_s),
         lm_head=LmHeadCost(ms=_LM_HEAD / gb_per_s), link=LinkCost(mbps=1000, latency_ms=0.2),

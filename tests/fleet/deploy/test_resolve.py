@@ -37,6 +37,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made = profile(name=name, **{**shape, **figures})
         (path / f"{name}.toml").write_text(render(
             made.model_copy(update={"memory": None} if name == "mute" else {})))
+    (path / "agx.toml").write_text(render(load_profile("agx-orin-64gb")))
     return path
 
 
@@ -99,10 +100,8 @@ def test_nothing_said_and_nothing_known(home: Path) -> None:
 
 
 def test_one_known_board_is_not_made_equal_to_unknown_ones(home: Path) -> None:
-    """Three laptops beside a board that was measured: it gets layers, and who is estimated is told."""
-    for roles in ("", " verify"):
-        boards = ("a fast" if not roles else "a verify fast", *(f"{name}{roles}" for name in "bc"),
-                  "d draft" if roles else "d")
+    """Three laptops beside an AGX Orin: it gets the layers, and which boards are estimated is told."""
+    for boards in (("a agx", "b", "c", "d"), ("a verify agx", "b verify", "c verify", "d draft")):
         found = decide(home, MODEL, *boards)
         layers = {device.name: hi - lo for device, (lo, hi) in found.stages}
         assert layers["a"] == max(layers.values())
@@ -112,7 +111,7 @@ def test_one_known_board_is_not_made_equal_to_unknown_ones(home: Path) -> None:
 
 
 def test_an_unknown_memory_refuses_nothing_that_the_file_decides(home: Path) -> None:
-    found = decide(home, f"{MODEL}\ncontext = 2000\nat_once = 4000", "a draft fast", "b verify", "c verify")
+    found = decide(home, f"{MODEL}\ncontext = 100000000", "a draft agx", "b verify", "c verify")
     assert [hi - lo for _, (lo, hi) in found.stages] == [3, 3]
 
 
