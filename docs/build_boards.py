@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Literal
 
 from flowspec_edge.cli.boards.plan import prediction_requests
 from flowspec_edge.fleet.planning import planner
@@ -19,6 +18,7 @@ from flowspec_edge.fleet.planning.estimate import predict
 from flowspec_edge.fleet.planning.layer_split import problem_for
 from flowspec_edge.fleet.planning.model_size import PlanDtype, model_bytes
 from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.strategies.parameters import Draft
 
 DOCUMENT = Path(__file__).with_name("five-boards.md")
 TABLE = re.compile(r"(?<=<!-- boards, made by build_boards.py -->\n).*?(?=<!-- end of boards -->)", re.DOTALL)
@@ -61,12 +61,12 @@ def cells_of(name: str, count: int, model: str, dtype: PlanDtype, predicted: boo
 def speeds(plan: planner.PipelinePlan) -> Sequence[str]:
     source = resolve_model(DEMO)
 
-    def tokens_per_second(strategy: str, draft: Literal["head", "ngram"]) -> str:
+    def tokens_per_second(strategy: str, draft: Draft) -> str:
         [found] = predict(plan, [strategy], source.path, prediction_requests(source, draft))
         return f"{found.tokens_per_second:.1f}"
 
-    return (tokens_per_second("flowspec_plus", "head"), tokens_per_second("flowspec_plus", "ngram"),
-            tokens_per_second("autoregressive", "head"))
+    return (tokens_per_second("flowspec_plus", "eagle2"), tokens_per_second("flowspec_plus", "ngram"),
+            tokens_per_second("autoregressive", "eagle2"))
 
 
 def table(predicted: bool = True) -> str:

@@ -23,8 +23,10 @@ from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.util.tomlfile import (
+    Count,
     KeyPath,
     Misplaced,
+    Positive,
     StrictModel,
     is_toml,
     load_toml,
@@ -140,6 +142,8 @@ class DeviceEntry(StrictModel):
     python: Absolute | None = None
     torch_device: str | None = None
     profile: str = ""  # name or path of a device profile
+    memory_mb: Positive | None = None  # in all, and
+    cores: Count | None = None  # of its CPU: from these a profile is estimated, if none is named
     power_mode: str | None = None
 
     @field_validator("address")

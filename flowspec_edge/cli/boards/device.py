@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -21,15 +22,15 @@ from flowspec_edge.cli.common.options import (
     parse_counts,
 )
 from flowspec_edge.cli.common.progress import done_of, plain_lines
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import DEMO
-from flowspec_edge.util.terminal import plain
+from flowspec_edge.util.terminal import plain, printable
 
 if TYPE_CHECKING:
     from flowspec_edge.device_profile import Profile
     from flowspec_edge.fleet.measurement.kernels import KernelReport
 
-Device = Literal["cpu", "cuda"]
+Device = Literal["auto", "cpu", "cuda"]
 
 PEER_PORT = 7779
 _CONTEXT = 1000  # cached tokens, in a profile's table
@@ -47,13 +48,20 @@ def profile(
     peer: Annotated[str | None, typer.Option(
         "--peer", help="Measure the link to a device that runs `flowspec device peer`.  Default: loopback.",
         metavar="HOST:PORT")] = None,
-    device: Annotated[Device, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    cluster: Annotated[Path | None, typer.Option(
+        "--cluster", help="Measure all boards of this cluster.toml over ssh, write a profile of each to "
+                          "profiles/ beside it, and name them in it.  Boards that have been measured are "
+                          "skipped.", metavar="FILE", show_default=False)] = None,
+    device: Annotated[Device, typer.Option(
+        "--device", help="auto: the GPU if PyTorch sees one, else the CPU; with --cluster the torch_device "
+                         "of each board.")] = "auto",
     dtype: Annotated[Dtype | None, typer.Option(
         "--dtype", help="Element type of weights and caches.  [default: fp32 on a CPU, fp16 on a GPU]",
         show_default=False)] = None,
     threads: ThreadsOption = 0,
     quick: Annotated[bool, typer.Option("--quick", help="20 seconds instead of one or two minutes.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    force: Annotated[bool, typer.Option(
+        "--force", help="Overwrite an existing file; with --cluster, measure all boards again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON, not a table.")] = False,
 ) -> None:
     """Measure this machine, for virtual time, emulation and the planner.
@@ -61,11 +69,27 @@ def profile(
     Measured are stage times over rows and cached tokens, draft passes, lm_head, memory, the link, and on a
     GPU the price of a launch.  Stop other work first, and set the board's final power mode.
 
+    With --cluster every board runs this command by the release that flowspec deploy up has put there; stop
+    the services with flowspec deploy stop.  A board that fails does not stop the others, and the same command
+    goes on after an interruption.
+
     Examples:
 
       flowspec device profile --out profiles/my-board.toml
       flowspec device profile --model llama-2-7b --device cuda --peer 10.0.0.2:7779 --out orin-1.toml
+      flowspec device profile --cluster cluster.toml
     """
+    if cluster is not None:
+        for option, given in (("--out", out), ("--peer", peer)):
+            if given is not None:
+                raise UsageError(f"{option} is for one board: with --cluster, profiles go to profiles/ "
+                                 "beside the cluster file, and links to the next board are measured")
+        _measure_cluster(cluster, [
+            *(["--model", model] if model != DEMO else []), *(["--dtype", dtype] if dtype else []),
+            *(["--device", device] if device != "auto" else []),
+            *(["--threads", str(threads)] if threads else []), *(["--quick"] if quick else [])],
+            force, as_json)
+        return
     from datetime import date
 
     from flowspec_edge.model.modeldir import resolve_model
@@ -83,8 +107,9 @@ def profile(
     from flowspec_edge.device_profile import render
     from flowspec_edge.fleet.measurement.profile import QUICK, Effort, ProfileOptions, measure_profile
 
-    chosen: Dtype = dtype or ("fp32" if device == "cpu" else "fp16")
-    wish = ProfileOptions(out.stem if out else found.name, found, chosen, device, threads, address,
+    on = _torch_device(device)
+    chosen: Dtype = dtype or ("fp32" if on == "cpu" else "fp16")
+    wish = ProfileOptions(out.stem if out else found.name, found, chosen, on, threads, address,
                           str(date.today()))
     with _bar() as report:
         measured = measure_profile(wish, QUICK if quick else Effort(), report)
@@ -100,6 +125,40 @@ def profile(
           f"by {worst:.0%} in the worst.")
     if out is not None:
         print(f"Written to {out}; use it with --profile {out}")
+
+
+def _torch_device(wanted: Device) -> Literal["cpu", "cuda"]:
+    if wanted != "auto":
+        return wanted
+    from flowspec_edge.util.torchdevice import architectures, gpus, pick
+
+    picked, reason = pick(wanted, gpus(), architectures(), 0)
+    if reason:
+        print(f"flowspec: note: on the CPU: {reason}", file=sys.stderr)
+    return "cpu" if picked == "cpu" else "cuda"
+
+
+def _measure_cluster(path: Path, arguments: Sequence[str], again: bool, as_json: bool) -> None:
+    from flowspec_edge.fleet.inventory import load_inventory
+
+    inventory = load_inventory(path)
+    from flowspec_edge.fleet.measurement.cluster import measure_boards
+    from flowspec_edge.util.files import check_writable
+
+    check_writable(path)
+    found = measure_boards(inventory, path, arguments, again, lambda board, what: print(
+        f"{board}: {printable(what)}", file=sys.stderr, flush=True))
+    failed = [outcome for outcome in found if outcome.file is None]
+    if as_json:
+        print(json.dumps([{"name": outcome.board, "profile": str(outcome.file) if outcome.file else None,
+                           "measured": outcome.measured, "why": outcome.why} for outcome in found], indent=2))
+    elif not failed:
+        print(f"All {len(found)} boards have measured profiles, which {path} names; next: flowspec plan "
+              f"--devices {path}")
+    if failed:
+        names = ", ".join(outcome.board for outcome in failed)
+        raise FlowspecError(f"{len(failed)} of {len(found)} boards are not measured: {names} (see above); "
+                            "mend that, and run the same command again: it skips those that are")
 
 
 @app.command("peer")
@@ -119,8 +178,6 @@ def peer_command(
 
       flowspec device peer --for 600
     """
-    import sys
-
     from flowspec_edge.fleet.board_links.linktest import serve_link
 
     def ready(chosen: int) -> None:
@@ -152,7 +209,8 @@ def show(
 
 @app.command()
 def kernels(
-    device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    device: Annotated[Device, typer.Option(
+        "--device", help="auto: the GPU if PyTorch sees one, else the CPU.")] = "auto",
     rows: Annotated[str, typer.Option(
         "--rows", help="Rows of activations; a segment has 16 by default.", metavar="N,N,…")] = "1,4,16,32",
     shape: Annotated[str, typer.Option(
@@ -191,7 +249,7 @@ def kernels(
 
     if threads:
         torch.set_num_threads(threads)
-    report = measure_kernels(device, (sides[0], sides[1]), counts, dtype)
+    report = measure_kernels(_torch_device(device), (sides[0], sides[1]), counts, dtype)
     text = json.dumps(report.as_json(), indent=2) + "\n"
     if out is not None:
         write_output(out, text)

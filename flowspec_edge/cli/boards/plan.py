@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -13,10 +13,12 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO, ModelDir, require_name, resolve_model
 
 if TYPE_CHECKING:
-    from flowspec_edge.cli.boards.plan_cases import Case
+    from flowspec_edge.cli.boards.plan_cases import Case, Cases
     from flowspec_edge.cli.boards.plan_output import PlanReport
     from flowspec_edge.fleet.planning.board_spec import BoardSpec
+    from flowspec_edge.fleet.planning.planned_draft import PlannedDraft
     from flowspec_edge.runtime.request import Request
+    from flowspec_edge.strategies.parameters import Draft
 
 _PROMPTS, _TOKENS = 2, 48  # of a prediction, which takes seconds
 _SMALL = 10**9  # bytes; predictions run smaller models themselves
@@ -38,7 +40,8 @@ def plan(
         "--at-once", min=1, max=4096, help="Concurrent requests, which share the --context tokens.",
         metavar="N")] = 1,
     dtype: Annotated[Literal["auto", "fp32", "bf16", "fp16", "int4"], typer.Option(
-        "--dtype", help="Element type of the weights; auto: the fastest of fp16 and int4.")] = "fp16",
+        "--dtype", help="Element type of the weights; auto: fp16 if it fits and int4 would be less than 5 % "
+                        "faster, else int4.")] = "auto",
     lm_head: Annotated[Literal["auto", "16bit", "int8", "int4"], typer.Option(
         "--lm-head", help="Bits of lm_head and of an EAGLE head on D0; auto: int4 with int4, else "
                           "16bit.")] = "auto",
@@ -48,9 +51,11 @@ def plan(
     strategies: Annotated[str | None, typer.Option(
         "--strategies", help="Strategies to predict, separated by commas.  Default: flowspec_plus, flowspec, "
                              "chunk_pp, pipedec, speculative, autoregressive.", show_default=False)] = None,
-    draft: Annotated[Literal["head", "ngram"], typer.Option(
-        "--draft", help="What D0 drafts with: an EAGLE head, or n-grams of the text, which need no draft "
-                        "model.")] = "head",
+    draft: Annotated[Literal["auto", "head", "mtp", "ngram"], typer.Option(
+        "--draft", help="What D0 drafts with.  head: the model's draft head, else its own MTP layer, else a "
+                        "head yet to be trained; mtp: the MTP layer; ngram: n-grams of the text, which need "
+                        "no draft model; auto: as head, but ngram if there is neither, or no "
+                        "room.")] = "auto",
     predict: Annotated[bool, typer.Option(
         "--predict/--no-predict", help="Predict tokens/s in virtual time.")] = True,
     heads: Annotated[bool, typer.Option(
@@ -60,11 +65,15 @@ def plan(
 ) -> None:
     """Split a model over boards: roles, layers, memory and expected speed.
 
+    The first lines say what to run, on which of the boards, how fast that is predicted to be, and the next
+    command; the tables below say why.
+
     Speeds are given twice: with the acceptance of the demonstration model's head, and with that head made as
     fallible as the FlowSpec paper's (bench run --acceptance paper).
 
     Subsets of the boards, their order and their layers are searched for the most tokens/s within their
-    memory; the alternatives are listed, one board and the other element type among them.  Roles and layers
+    memory; the alternatives are listed, one board and the other element type among them.  Boards of a cluster
+    file without a profile are estimated, and the plan says so.  Roles and layers
     of a cluster file are kept.  No weights are downloaded or loaded: sizes follow from config.json.  A time
     with a range in brackets rests on the memory bandwidth that other engines reach: the profile has no times
     of an int4 kernel (flowspec device profile).
@@ -74,7 +83,7 @@ def plan(
       flowspec plan --model llama-2-7b --devices orin-nano-8gb:5
       flowspec plan --model llama-2-7b --devices orin-nano-8gb:5 --draft ngram
       flowspec plan --model qwen3-8b --devices orin-nano-8gb:5 --dtype int4 --heads --no-predict
-      flowspec plan --model llama-2-7b --dtype auto --devices agx-orin-64gb --devices orin-nano-8gb:4
+      flowspec plan --model llama-2-7b --dtype fp16 --devices agx-orin-64gb --devices orin-nano-8gb:4
       flowspec plan --model llama-13b/ --dtype int4 --devices agx-orin-64gb --devices orin-nano-8gb:3
       flowspec plan --model llama-7b/config.json --devices cluster.toml --context 4096 --no-predict --json
     """
@@ -87,17 +96,18 @@ def plan(
     members = parse_devices(devices)  # wrong names are found before torch is imported
     require_name(model)
     from flowspec_edge.cli.bench.options import parse_strategies
+    from flowspec_edge.cli.boards.next_commands import next_commands
     from flowspec_edge.cli.boards.plan_cases import choose_dtype, unpredicted
     from flowspec_edge.cli.boards.plan_output import show
     from flowspec_edge.fleet.planning.estimate import STRATEGIES, check_strategies
 
     names = parse_strategies(strategies) if strategies else list(STRATEGIES)
     check_strategies(names)
-    main, others = choose_dtype(model, dtype, members, context, at_once, draft,
-                                None if lm_head == "auto" else lm_head,
-                                None if kv_cache == "auto" else kv_cache)
-    report = (_predicted(main, others, members, model, names) if predict
-              else unpredicted(main, others, members))
+    cases = choose_dtype(model, dtype, members, context, at_once, draft,
+                         None if lm_head == "auto" else lm_head,
+                         None if kv_cache == "auto" else kv_cache)
+    report = _predicted(cases, members, model, names) if predict else unpredicted(cases, members)
+    report.next = next_commands(report, model, devices)
     if heads and report.plan:
         from flowspec_edge.fleet.planning.draft_heads import head_costs
         from flowspec_edge.fleet.planning.model_size import target_config
@@ -109,47 +119,52 @@ def plan(
         show(report)
 
 
-def _predicted(main: Case, others: Sequence[Case], members: Sequence[BoardSpec], model: str,
-               names: Sequence[str]) -> PlanReport:
-    from flowspec_edge.cli.boards.plan_cases import Runs
+def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Sequence[str]) -> PlanReport:
+    from flowspec_edge.cli.boards.plan_cases import Runs, Tokens
     from flowspec_edge.cli.common.workload import progress, require_runnable
     from flowspec_edge.fleet.planning import estimate
 
-    source, owner = _source(model)
-    requests = prediction_requests(source, main.rate.draft)
-    stages = max((len(plan.stages) for plan in main.plans), default=1)
-    require_runnable(names if main.plans else estimate.ALONE, source, requests[0].params, "virtual", stages)
-    # The share is the demonstration model's, and look-ups have no head.
-    runs = Runs(main, others, names, source.name == DEMO and main.rate.draft == "head")
-    with progress(runs.steps * len(requests), "plan") as advance:
-        report = runs(members, source.path, requests, advance)
-    report.label = (f"virtual time, {report.context} tokens of context, acceptance of {owner}"
-                    + (", int4 by memory bandwidth alone" if report.by_bandwidth else ""))
-    return report
+    known: dict[str, Tokens] = {}
+
+    def tokens(case: Case) -> Tokens:
+        planned = case.problem.size.planned
+        if planned.kind not in known:
+            source, kind = _source(model, planned)
+            requests = prediction_requests(source, kind)
+            stages = max((len(plan.stages) for plan in case.plans), default=1)
+            require_runnable(names if case.plans else estimate.ALONE, source, requests[0].params, "virtual",
+                             stages)
+            # The share is the demonstration model's, and look-ups have no head.
+            known[planned.kind] = Tokens(source, requests, source.name == DEMO and not planned.by_ngrams)
+        return known[planned.kind]
+
+    runs = Runs(cases, names, tokens)
+    with progress(runs.steps * _PROMPTS, "plan") as advance:
+        return runs(members, advance)
 
 
-def _source(model: str) -> tuple[ModelDir, str]:
-    """The model whose acceptance a prediction uses, and its name in the label."""
+def _source(model: str, planned: PlannedDraft) -> tuple[ModelDir, Draft]:
+    """The model whose acceptance a prediction uses, and the kind that it drafts with: the model itself with
+    what is planned, if both are here and small, else the demonstration model with its EAGLE head."""
+    kind = cast("Draft", planned.kind)
     try:
         found = resolve_model(model)
-        if (found.draft("eagle2") or found.draft("eagle3")) and found.size < _SMALL:
-            return found, f"{found.name} itself"
+        if (planned.by_ngrams or planned.origin == "here") and found.size < _SMALL:
+            return found, kind
     except UsageError:
         pass  # a bare checkpoint or config.json cannot be run
-    return resolve_model(DEMO), "the demonstration model"
+    return resolve_model(DEMO), "ngram" if planned.by_ngrams else "eagle2"
 
 
-def prediction_requests(source: ModelDir, draft: Literal["head", "ngram"]) -> list[Request]:
-    """All strategies draft with the EAGLE head, whose memory the plan counts, or all by look-up."""
+def prediction_requests(source: ModelDir, kind: Draft) -> list[Request]:
+    """All strategies draft with one kind of ``source``'s draft models, or all by look-up."""
     from flowspec_edge.bench.tasks import load_prompts
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.sampling.settings import Sampling
-    from flowspec_edge.strategies.parameters import Draft
     from flowspec_edge.strategies.params import Params
 
     prompts = load_prompts(demo_prompts(), _PROMPTS)
-    head: Draft = "eagle2" if source.draft("eagle2") else "eagle3"
     return requests_for(Tokenizer(source), source, prompts, _TOKENS, Sampling(),
-                        Params(draft="ngram" if draft == "ngram" else head),
+                        Params(draft=kind),
                         truncate=max(1, source.max_positions - _TOKENS))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
 from flowspec_edge.cli.bench.options import PUBLISHED_SHARE
-from flowspec_edge.cli.boards.plan_output import Alternative, PlanReport
+from flowspec_edge.cli.boards.plan_output import QUALITY, Alternative, PlanReport, Recommendation
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning import estimate, planner
 from flowspec_edge.fleet.planning.board_spec import BoardSpec
-from flowspec_edge.fleet.planning.draft_turn import Drafter, device_mismatch
+from flowspec_edge.fleet.planning.draft_turn import device_mismatch
+from flowspec_edge.fleet.planning.estimate import Prediction
 from flowspec_edge.fleet.planning.layer_split import Ranges, plan_as_listed, problem_for
 from flowspec_edge.fleet.planning.memory_check import memory_error
 from flowspec_edge.fleet.planning.model_size import ModelBytes, PlanDtype, model_bytes
@@ -25,10 +26,12 @@ from flowspec_edge.fleet.planning.one_board import (
     smallest_board,
 )
 from flowspec_edge.fleet.planning.plan_table import alone_rows, plan_rows
+from flowspec_edge.fleet.planning.planned_draft import Wanted
 from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
 from flowspec_edge.fleet.planning.scaling import Scaling
 from flowspec_edge.fleet.planning.throughput import Throughput
 from flowspec_edge.model.manifest import CacheBits, HeadBits
+from flowspec_edge.model.modeldir import DEMO, ModelDir
 from flowspec_edge.runtime.request import Request
 
 _COMPARED_TYPES: tuple[PlanDtype, ...] = ("fp16", "int4")
@@ -41,6 +44,7 @@ class Case:
 
     plans  splits over different boards, the best first; empty if none fits
     alone  the fastest board that holds everything
+    draft_why  why it drafts by n-grams, where --draft does not ask for that
     """
 
     problem: SplitProblem
@@ -49,6 +53,7 @@ class Case:
     plans: list[PipelinePlan]
     alone: CandidateBoard | None
     rate: Throughput
+    draft_why: str = ""
 
     @property
     def bandwidth(self) -> bool:
@@ -87,37 +92,52 @@ class Case:
     def report(self, plan: PipelinePlan | None, members: Sequence[BoardSpec]) -> PlanReport:
         """``plan`` None: one board holds everything, and no split fits."""
         problem, able = self.problem, self.alone
+        assumed = {member.name: member.assumed for member in members}
         if plan:
             rows = plan_rows(plan, self.scaled)
         else:
             assert able
             rows = alone_rows(able, [b for b in self.boards if b is not able], problem, self.scaled)
+        rows = [replace(row, assumed=assumed[row.name]) for row in rows]
         devices = {member.name: member.torch_device for member in members}
         return PlanReport(
             problem.size, problem.context, rows, plan,
             alone=SingleBoardEstimate(able.name, f"{able.name} alone holds everything",
                                       plain_tokens_per_second(able, problem)) if able else None,
-            smallest=smallest_board(problem),
-            others=other_programs(self.boards, problem), at_once=self.rate.at_once, drafter=self.rate.draft,
+            smallest=smallest_board(problem, self.boards),
+            others=other_programs(self.boards, problem), at_once=self.rate.at_once,
+            draft_why=self.draft_why,
             torch_device=devices[plan.d0.name] if plan else "",
             other_devices=[f"{member.name}: {why}" for member in members if member.torch_device
                            and (why := device_mismatch(member.profile, member.torch_device))])
 
 
 def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context: int, at_once: int,
-            draft: Drafter, lm_head: HeadBits | None = None, kv_cache: CacheBits | None = None) -> Case:
-    """``kv_cache`` None: "int8" where only that fits.  UsageError for a context that the model was not made
-    for; ``planner.DoesNotFit`` with what is missing."""
-    if kv_cache is None:
-        try:
-            return case_of(model, dtype, members, context, at_once, draft, lm_head, "16bit")
-        except planner.DoesNotFit:
-            kv_cache = "int8"
-    kept_in = kv_cache
+            draft: Wanted = "auto", lm_head: HeadBits | None = None, kv_cache: CacheBits | None = None
+            ) -> Case:
+    """``kv_cache`` None: "int8" where only that fits.  With ``draft`` "auto", n-grams where no head fits.
+    UsageError for a context that the model was not made for; ``planner.DoesNotFit`` with what is missing."""
+    caches: Sequence[CacheBits] = [kv_cache] if kv_cache else ["16bit", "int8"]
+    drafts: Sequence[Wanted] = ["auto", "ngram"] if draft == "auto" else [draft]
+    errors: list[planner.DoesNotFit] = []
+    for wanted in drafts:
+        for kept_in in caches:
+            try:
+                case = _case_of(model, dtype, members, context, at_once, wanted, lm_head, kept_in)
+            except planner.DoesNotFit as error:
+                errors.append(error)
+                continue
+            if draft == "auto" and case.problem.size.planned.by_ngrams:
+                case.draft_why = ("no draft head is known for it" if wanted == "auto" else
+                                  "with a draft head it does not fit on these boards")
+            return case
+    raise errors[len(caches) - 1]  # what is missing with a head
 
-    def size_in(dtype: PlanDtype, kv_cache: CacheBits = kept_in) -> ModelBytes:
-        size = model_bytes(model, dtype, lm_head, kv_cache)
-        return size.without_head() if draft == "ngram" else size
+
+def _case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context: int, at_once: int,
+             draft: Wanted, lm_head: HeadBits | None, kv_cache: CacheBits) -> Case:
+    def size_in(dtype: PlanDtype, kv_cache: CacheBits = kv_cache) -> ModelBytes:
+        return model_bytes(model, dtype, lm_head, kv_cache, draft)
 
     size = size_in(dtype)
     if context > size.max_positions:
@@ -126,7 +146,7 @@ def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context:
     given = [member.for_model(size) for member in members]
     boards = [board for board, _ in given]
     problem = problem_for(size, context, at_once, len(given))
-    rate = Throughput(problem, draft, at_once)
+    rate = Throughput(problem, at_once)
     case = Case(problem, boards, {board.name: how for board, how in given}, [], best_alone(boards, problem),
                 rate)
     try:
@@ -152,11 +172,49 @@ def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context:
     return case
 
 
+@dataclass
+class Cases:
+    """The element types to compare.
+
+    main    the one that was asked for; with --dtype auto, the one with the best rate
+    auto    whether another may be taken instead
+    unfit   why types were not compared
+    """
+
+    main: Case
+    others: list[Case]
+    auto: bool = False
+    unfit: dict[PlanDtype, FlowspecError] = field(default_factory=dict)
+
+    def choose(self, rate: Callable[[Case], float], predicted: bool = True) -> tuple[Case, str]:
+        """The case to recommend, and why its element type; ``rate``: tokens/s of a case's best, which only
+        rank unless they are ``predicted``."""
+        if not self.auto:
+            return self.main, "as --dtype asks"
+        fits = {case.problem.size.dtype: case for case in (self.main, *self.others)}
+        if len(fits) < len(_COMPARED_TYPES):
+            [missing] = [kind for kind in _COMPARED_TYPES if kind not in fits]
+            why = (f"{missing} does not fit on these boards" if isinstance(self.unfit[missing],
+                                                                         planner.DoesNotFit)
+                   else f"in {missing} there is no plan: {self.unfit[missing]}")
+            return self.main, why
+        full, packed = rate(fits["fp16"]), rate(fits["int4"])
+        if not packed:
+            return self.main, "both fit"
+        if full >= QUALITY * packed:
+            found = f"make {full:.1f} tokens/s, int4 {packed:.1f}" if predicted else "are as fast as int4"
+            return fits["fp16"], f"16 bits fit and {found}, which is no gain for its loss of quality"
+        found = f"make {full:.1f} tokens/s, int4 {packed:.1f}" if predicted else (
+            f"int4 is ranked {packed / full:.1f} times as fast")
+        return fits["int4"], f"16 bits fit, too, but {found}; for the best quality give --dtype fp16"
+
+
 def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context: int, at_once: int,
-                 draft: Drafter, lm_head: HeadBits | None = None, kv_cache: CacheBits | None = None
-                 ) -> tuple[Case, list[Case]]:
-    """The case of the element type ``wanted``, "auto" for the fastest that fits, and those to compare."""
-    errors: list[FlowspecError] = []
+                 draft: Wanted = "auto", lm_head: HeadBits | None = None,
+                 kv_cache: CacheBits | None = None) -> Cases:
+    """The case of the element type ``wanted``, "auto" for those between which predictions decide, and those
+    to compare."""
+    unfit: dict[PlanDtype, FlowspecError] = {}
 
     def found(kinds: Sequence[PlanDtype]) -> list[Case]:
         cases = []
@@ -164,18 +222,19 @@ def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context:
             try:
                 cases.append(case_of(model, kind, members, context, at_once, draft, lm_head, kv_cache))
             except (planner.DoesNotFit, UsageError) as error:  # a profile may not scale to other weights
-                errors.append(error)
+                unfit[kind] = error
         return cases
 
     if wanted == "auto":
         cases = sorted(found(_COMPARED_TYPES), key=lambda case: -case.expected)
         if not cases:
-            raise errors[-1]  # of the smallest
-        return cases[0], cases[1:]
+            large = [error for error in unfit.values() if isinstance(error, planner.DoesNotFit)]
+            raise large[-1] if large else list(unfit.values())[-1]  # of the smallest
+        return Cases(cases[0], cases[1:], True, unfit)
     first = cast(PlanDtype, wanted)
     main = case_of(model, first, members, context, at_once, draft, lm_head, kv_cache)
-    return main, found([kind for kind in _COMPARED_TYPES
-                        if kind != first and (first, kind) != ("bf16", "fp16")])
+    return Cases(main, found([kind for kind in _COMPARED_TYPES
+                              if kind != first and (first, kind) != ("bf16", "fp16")]))
 
 
 def _listed_layers(members: Sequence[BoardSpec], size: ModelBytes) -> Ranges | None:
@@ -192,64 +251,129 @@ def _listed_layers(members: Sequence[BoardSpec], size: ModelBytes) -> Ranges | N
     return ranges
 
 
-class Runs:
-    """Runs the candidates in virtual time and completes the report with the fastest."""
+@dataclass
+class _Runs:
+    """Predictions of a case: of its splits by the leading strategy, and of one board alone."""
 
-    def __init__(self, main: Case, others: Sequence[Case], names: Sequence[str], calibrates: bool) -> None:
-        """calibrates  whether the chosen split also runs with the acceptance of a published head"""
-        self._main, self._others, self._names, self._calibrates = main, others, names, calibrates
+    leads: list[tuple[PipelinePlan, Prediction]]
+    alone: list[Prediction]
+
+    @property
+    def split(self) -> tuple[PipelinePlan, Prediction] | None:
+        return max(self.leads, key=lambda pair: pair[1].tokens_per_second, default=None)
+
+    @property
+    def best(self) -> float:
+        return max((p.tokens_per_second for p in (*(p for _, p in self.leads), *self.alone)), default=0.0)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Where the tokens of a prediction come from.
+
+    calibrates  whether the chosen split also runs with the acceptance of a published head
+    """
+
+    model: ModelDir
+    requests: Sequence[Request]
+    calibrates: bool
+
+
+class Runs:
+    """Runs the candidates in virtual time, and reports on the best."""
+
+    def __init__(self, cases: Cases, names: Sequence[str], tokens: Callable[[Case], Tokens]) -> None:
+        self._cases, self._names, self._tokens = cases, names, tokens
         self._lead = "flowspec_plus" if "flowspec_plus" in names else names[0]
 
     @property
     def steps(self) -> int:
-        """Runs of each request."""
-        count = len(self._main.shortlist())
-        count += (len(self._names) * (1 + self._calibrates) - 1) * bool(self._main.plans)
-        count += len(estimate.ALONE) * bool(self._main.alone)
-        return count + sum(bool(case.plans) + bool(case.alone) for case in self._others)
+        """Runs of each request, at most."""
+        every = (self._cases.main, *self._cases.others)
+        count = sum(len(self._shortlist(case)) + len(estimate.ALONE) * bool(case.alone) for case in every)
+        return count + max((len(self._names) * (1 + self._tokens(case).calibrates) - 1
+                            for case in every if case.plans), default=0)
 
-    def __call__(self, members: Sequence[BoardSpec], model_dir: Path, requests: Sequence[Request],
-                 advance: estimate.Advance) -> PlanReport:
-        main, lead, run = self._main, self._lead, (model_dir, requests, advance)
-        leads = [(plan, estimate.predict(plan, [lead], *run)[0]) for plan in main.shortlist()]
-        chosen, first = max(leads, key=lambda pair: pair[1].tokens_per_second, default=(None, None))
-        report = main.report(chosen, members)
+    def _shortlist(self, case: Case) -> list[PipelinePlan]:
+        return case.shortlist() if case is self._cases.main else case.plans[:1]
+
+    def __call__(self, members: Sequence[BoardSpec], advance: estimate.Advance) -> PlanReport:
+        lead, every = self._lead, [self._cases.main, *self._cases.others]
+
+        def run_of(case: Case) -> tuple[Path, Sequence[Request], estimate.Advance]:
+            tokens = self._tokens(case)
+            return tokens.model.path, tokens.requests, advance
+
+        found = [_Runs([(plan, estimate.predict(plan, [lead], *run_of(case))[0])
+                        for plan in self._shortlist(case)],
+                       estimate.predict_alone(case.alone, case.problem, *run_of(case)) if case.alone else [])
+                 for case in every]
+        case, why = self._cases.choose(lambda case: found[_place(every, case)].best)
+        own, run = found[_place(every, case)], run_of(case)
+        chosen, first = own.split or (None, None)
+        report = case.report(chosen, members)
         if chosen and first:
             rest = estimate.predict(chosen, [name for name in self._names if name != lead], *run)
             made = {p.strategy: p for p in (first, *rest)}
             report.predictions = estimate.with_speedup([made[name] for name in self._names])
-            if self._calibrates:
+            if self._tokens(case).calibrates:
                 report.predictions = [
                     replace(p, tokens_per_second_calibrated=q.tokens_per_second) for p, q in zip(
                         report.predictions,
                         estimate.predict(chosen, self._names, *run, right_children=PUBLISHED_SHARE),
                         strict=True)]
             best = max(report.predictions, key=lambda p: p.tokens_per_second)
-            leads = [(plan, best if plan is chosen else p) for plan, p in leads]
-        report.alternatives = [main.alternative(plan, p.strategy, p.tokens_per_second) for plan, p in leads]
-        if main.alone:
-            own = estimate.predict_alone(main.alone, main.problem, *run)
+            own.leads = [(plan, best if plan is chosen else p) for plan, p in own.leads]
+        if case.alone:
             boards = len(chosen.stages) + 1 if chosen else 1
-            report.alone = estimate.compare(main.alone, main.problem, own, boards,
-                                            report.predictions)
-            report.alternatives.append(
-                main.alternative_alone(report.alone.strategy, report.alone.tokens_per_second))
-        for case in self._others:
-            if case.plans:
-                [p] = estimate.predict(case.plans[0], [lead], *run)
-                report.alternatives.append(case.alternative(case.plans[0], lead, p.tokens_per_second))
-            if case.alone:
-                [p] = estimate.predict_alone(case.alone, case.problem, *run, estimate.ALONE[:1])
-                report.alternatives.append(case.alternative_alone(p.strategy, p.tokens_per_second))
-        report.mark_chosen()
-        return report
+            report.alone = estimate.compare(case.alone, case.problem, own.alone, boards, report.predictions)
+        for other, runs in zip(every, found, strict=True):
+            report.alternatives += [other.alternative(plan, p.strategy, p.tokens_per_second)
+                                    for plan, p in runs.leads]
+            if runs.alone:
+                fastest = max(runs.alone, key=lambda p: p.tokens_per_second)
+                report.alternatives.append(
+                    other.alternative_alone(fastest.strategy, fastest.tokens_per_second))
+        source = self._tokens(case).model
+        report.label = (f"virtual time, {report.context} tokens of context, acceptance of "
+                        + ("the demonstration model" if source.name == DEMO else f"{source.name} itself")
+                        + (", int4 by memory bandwidth alone" if report.by_bandwidth else ""))
+        return _recommended(report, case, why, own.alone)
 
 
-def unpredicted(main: Case, others: Sequence[Case], members: Sequence[BoardSpec]) -> PlanReport:
+def _place(cases: Sequence[Case], wanted: Case) -> int:
+    return next(i for i, case in enumerate(cases) if case is wanted)
+
+
+def unpredicted(cases: Cases, members: Sequence[BoardSpec]) -> PlanReport:
     """The split that the rate alone chooses."""
-    report = main.report(main.plans[0] if main.plans else None, members)
-    report.alternatives = [main.alternative(plan) for plan in main.shortlist()]
-    report.alternatives += [case.alternative(case.plans[0]) for case in others if case.plans]
-    report.alternatives += [case.alternative_alone() for case in (main, *others) if case.alone]
+    case, why = cases.choose(lambda case: case.expected, predicted=False)
+    report = case.report(case.plans[0] if case.plans else None, members)
+    for other in (case, *(other for other in (cases.main, *cases.others) if other is not case)):
+        plans = other.shortlist() if other is case else other.plans[:1]
+        report.alternatives += [other.alternative(plan) for plan in plans]
+    report.alternatives += [other.alternative_alone() for other in (cases.main, *cases.others) if other.alone]
+    return _recommended(report, case, why, [])
+
+
+def _recommended(report: PlanReport, case: Case, why: str, alone: Sequence[Prediction]) -> PlanReport:
+    """``report`` with what to run: its split, or one board that is at least as fast for a single request."""
+    by_itself = report.plan is None or (
+        report.alone is not None and bool(report.alone.enough) and report.at_once == 1)
+    if by_itself:
+        assert case.alone
+        names: tuple[str, ...] = (case.alone.name,)
+        best = max(alone, key=lambda p: p.tokens_per_second, default=None)
+        report.alone_rows = alone_rows(case.alone, [b for b in case.boards if b is not case.alone],
+                                       case.problem, case.scaled)
+        rate = f"{best.tokens_per_second:.1f} tokens/s by itself" if best else "everything by itself"
+        left_out = [(b.name, f"{names[0]} makes {rate}, and with others no more" if best and report.plan
+                     else "no pipeline over these boards fits") for b in case.boards if b is not case.alone]
+    else:
+        assert report.plan
+        names = (report.plan.d0.name, *(stage.board.name for stage in report.plan.stages))
+        best = max(report.predictions, key=lambda p: p.tokens_per_second, default=None)
+        left_out = [(board.name, reason) for board, reason in report.plan.left_out]
+    report.recommended = Recommendation(names, report.size.dtype, why, tuple(left_out), best)
     report.mark_chosen()
     return report

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.console import Console
 from rich.table import Table
@@ -11,7 +12,7 @@ from rich.table import Table
 from flowspec_edge.bench.tables import frame
 from flowspec_edge.bench.tables import show as show_whole
 from flowspec_edge.fleet.planning.draft_heads import HeadCost
-from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, draft_turn
+from flowspec_edge.fleet.planning.draft_turn import DraftTurn, draft_turn
 from flowspec_edge.fleet.planning.estimate import Prediction
 from flowspec_edge.fleet.planning.model_size import EAGLE3_VOCABULARY, ModelBytes
 from flowspec_edge.fleet.planning.one_board import OtherPrograms, SingleBoardEstimate, SmallestBoard
@@ -19,8 +20,14 @@ from flowspec_edge.fleet.planning.plan_table import BoardRow
 from flowspec_edge.fleet.planning.planner import PipelinePlan
 from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import draft_label, strategy_class
 from flowspec_edge.util.terminal import plain, printable
 
+if TYPE_CHECKING:
+    from flowspec_edge.strategies.parameters import Draft
+
+QUALITY = 0.95  # of int4's tokens/s: 16 bits that reach it are taken, since int4 costs some quality
 _SHOWN_MS = 0.05  # of a stage's time
 
 
@@ -30,6 +37,7 @@ class Alternative:
 
     bandwidth_alone  whether its times assume the memory bandwidth that other engines reach
     chosen           whether it is the split that the report describes
+    recommended      whether it is what should be run
     """
 
     boards: tuple[str, ...]
@@ -40,12 +48,31 @@ class Alternative:
     segment_ms: float
     bandwidth_alone: bool
     chosen: bool = False
+    recommended: bool = False
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """What should be run.
+
+    boards     D0 first, then the stages in order; one if it holds everything
+    dtype_why  why this element type
+    left_out   the other boards, each with the reason
+    best       the fastest strategy; None if nothing was predicted
+    """
+
+    boards: tuple[str, ...]
+    dtype: str
+    dtype_why: str
+    left_out: tuple[tuple[str, str], ...]
+    best: Prediction | None
 
 
 @dataclass
 class PlanReport:
-    """``plan``: None if one board holds the whole model; ``other_devices``: boards whose profile is of
-    another device than their file's torch_device, which for D0 is ``torch_device``."""
+    """``plan``: None if no split fits, but one board holds the whole model; ``alone_rows``: the table of
+    boards if one of them alone is recommended; ``other_devices``: boards whose profile is of another device
+    than their file's torch_device, which for D0 is ``torch_device``; ``next``: commands."""
 
     size: ModelBytes
     context: int
@@ -55,13 +82,16 @@ class PlanReport:
     predictions: list[Prediction] = field(default_factory=list)
     alone: SingleBoardEstimate | None = None
     at_once: int = 1
-    drafter: Drafter = "head"
+    draft_why: str = ""
     torch_device: str = ""
     other_devices: list[str] = field(default_factory=list)
     alternatives: list[Alternative] = field(default_factory=list)
     others: OtherPrograms | None = None
     smallest: SmallestBoard | None = None
     heads: list[HeadCost] = field(default_factory=list)
+    recommended: Recommendation | None = None
+    alone_rows: list[BoardRow] = field(default_factory=list)
+    next: list[str] = field(default_factory=list)
 
     @property
     def draft(self) -> DraftTurn | None:
@@ -69,13 +99,21 @@ class PlanReport:
         if not (plan := self.plan):
             return None
         profile = at_context(plan.d0.profile, self.size, self.context)
-        return draft_turn(profile, plan.slowest, plan.problem.rows, self.drafter, self.torch_device)
+        return draft_turn(profile, plan.slowest, plan.problem.rows, self.size.planned.kind,
+                          self.torch_device)
+
+    def drafts_with(self, strategy: str) -> str:
+        """As ``registry.draft_label``."""
+        chosen, params = strategy_class(strategy), Params(draft=cast("Draft", self.size.planned.kind))
+        return draft_label(chosen, params, chosen.drafts_with(params))
 
     def mark_chosen(self) -> None:
         """Mark the alternative that this report describes, and put the fastest first."""
         names = tuple(row.name for row in self.boards if row.role)
+        wanted = self.recommended and (self.recommended.boards, self.recommended.dtype)
         self.alternatives = sorted(
-            (replace(a, chosen=(a.boards, a.dtype) == (names, self.size.dtype)) for a in self.alternatives),
+            (replace(a, chosen=(a.boards, a.dtype) == (names, self.size.dtype),
+                     recommended=(a.boards, a.dtype) == wanted) for a in self.alternatives),
             key=lambda a: -(a.tokens_per_second or 0))
 
     @property
@@ -86,33 +124,43 @@ class PlanReport:
     @property
     def notes(self) -> list[str]:
         """Which figures are not measured."""
-        found = [f"profile {row.profile} is {row.provenance}" for row in self.boards
+        found = [f"profile {row.profile} is {row.provenance}"
+                 + (f" ({row.assumed})" if row.assumed else "") for row in self.boards
                  if row.provenance != "measured"]
         found += [f"profile {row.profile} is {row.scaled}" for row in self.boards if row.scaled]
-        found += [f"profile {name} has no times of a kernel for {self.size.dtype} weights: its stages are "
+        names = ", ".join(self.by_bandwidth)
+        found += [f"profile {names} has no times of a kernel for {self.size.dtype} weights: its stages are "
                   "charged for the memory bandwidth that other engines reach, in brackets for the "
                   "memory's own and for the slowest of them (the FlowSpec paper's 4-bit kernel was slower by "
                   "far: 400 ms for 10 layers of 13B on Orin Nanos); measure it on the board with: flowspec "
-                  "device profile" for name in self.by_bandwidth]
-        if self.size.draft_estimated or self.size.own_mtp:
-            found.append(self._head_note())
+                  "device profile" ] if names else []
+        if note := self._draft_note():
+            found.append(note)
         found += self.other_devices
         return list(dict.fromkeys(found))
 
-    def _head_note(self) -> str:
-        name, known = self.size.name, find_known(self.size.name)
-        if self.size.own_mtp:
+    def _draft_note(self) -> str:
+        """What is not known of the draft model, or has to be done to get it."""
+        size, planned = self.size, self.size.planned
+        name, known = size.name, find_known(size.name)
+        called = known[0] if known else "MODEL"
+        if planned.by_ngrams:
+            return self.draft_why and (
+                f"{name} drafts by n-grams of the text: {self.draft_why}; --draft head plans with a head, "
+                f"and flowspec models head {called} says how to get one")
+        if planned.kind == "mtp":
             return (f"the draft head is {name}'s own MTP layer, which is used only if named: --draft mtp, or "
                     'draft = "mtp" in cluster.toml')
-        size = "its size is taken to be one layer and fc"
-        if not self.size.draft_lm_head:
-            size = f"its size is taken to be one layer, fc and an lm_head of {EAGLE3_VOCABULARY:,} tokens"
-        if known is None or not known[1].heads:
-            return (f"{name} has no EAGLE head: {size}; without one: --draft ngram, and see: "
-                    f"flowspec models head {name if known else 'MODEL'}")
-        kind, repository = next(iter(known[1].heads.items()))
-        return (f"the head of {name}, {repository} ({kind}), is not on this machine: {size}; "
-                f"flowspec models fetch {name} downloads both")
+        if planned.origin == "here":
+            return ""
+        usual = {"eagle2": "one layer and fc",
+                 "eagle3": f"one layer, fc and an lm_head of {EAGLE3_VOCABULARY:,} tokens"}
+        taken = f"its size is taken to be {usual.get(planned.kind, 'five layers and fc')}"
+        if planned.origin == "untrained":
+            return (f"{name} has no EAGLE head: {taken}; without one: --draft ngram, and see: "
+                    f"flowspec models head {called}")
+        return (f"the head of {name}, {planned.repository} ({planned.kind}), is not on this machine: {taken}"
+                f"; flowspec models fetch {called} downloads both")
 
     def as_json(self) -> dict[str, Any]:
         """Sizes in MB (10^6 bytes), times in ms."""
@@ -128,8 +176,10 @@ class PlanReport:
             "context_ms": round(plan.context_ms, 6) if plan else None,
             "segment_ms": round(plan.latency * 1e3, 6) if plan else None,
             "draft_device": self.draft.as_json() if self.draft else None,
-            "predictions": [{**asdict(p), "draft": self.drafter, "label": self.label}
+            "draft": {**asdict(self.size.planned), "why": self.draft_why},
+            "predictions": [{**asdict(p), "draft": self.drafts_with(p.strategy), "label": self.label}
                             for p in self.predictions],
+            "recommended": self._recommended_json(),
             "one_board": asdict(self.alone) if self.alone else None,
             "alternatives": [asdict(alternative) for alternative in self.alternatives],
             "smallest_single_board": asdict(self.smallest) if self.smallest else None,
@@ -138,6 +188,66 @@ class PlanReport:
             "estimated": bool(self.notes), "notes": self.notes,
         }
 
+    def _recommended_json(self) -> dict[str, Any] | None:
+        found = self.recommended
+        if found is None:
+            return None
+        best = found.best
+        return {"boards": list(found.boards), "dtype": found.dtype, "dtype_why": found.dtype_why,
+                "left_out": [{"name": name, "why": why} for name, why in found.left_out],
+                "strategy": best.strategy if best else None,
+                "draft": self.drafts_with(best.strategy) if best else None,
+                "tokens_per_second": best.tokens_per_second if best else None,
+                "first_token_s": best.first_token_s if best else None,
+                "prompt_tokens": best.prompt_tokens if best else None, "next": self.next}
+
+
+def answer(report: PlanReport) -> list[str]:
+    """The first lines: what to run, on which of the boards, how fast, and the next commands."""
+    found, size = report.recommended, report.size
+    assert found
+    best, every, own = found.best, len(report.boards), len(found.boards)
+    of = "your only board" if every == 1 else f"all {own} of your boards" if own == every else (
+        f"{own} of your {every} boards")
+    line = f"Run {size.name} in {size.dtype} on {of}"
+    if best:
+        about = "about " if report.by_bandwidth else ""
+        line += f", with {best.strategy}: PREDICTED {about}{best.tokens_per_second:.1f} tokens/s"
+        if best.tokens_per_second_calibrated:
+            line += f" ({best.tokens_per_second_calibrated:.1f} with a head as fallible as the paper's)"
+        if best.first_token_s:
+            line += (f", the first token {best.first_token_s:.2g} s after a prompt of "
+                     f"{best.prompt_tokens:.0f} tokens")
+    else:
+        line += "; how fast is not predicted (--no-predict)"
+    d0, *stages = found.boards
+    lines = [f"{line}.", f"{size.dtype}: {found.dtype_why}."]
+    if stages:
+        several = "are the stages" if len(stages) > 1 else "is the only stage"
+        lines.append(f"Boards: {d0} drafts (D0); {', '.join(stages)} {several}.")
+    else:
+        lines.append(f"Boards: {d0} holds everything.")
+    reasons: dict[str, list[str]] = {}
+    for name, why in found.left_out:
+        reasons.setdefault(why, []).append(name)
+    lines += [f"Left out: {', '.join(names)}: {why}." for why, names in reasons.items()]
+    if best is None or report.drafts_with(best.strategy) != "none":
+        looked_up = best is not None and report.drafts_with(best.strategy).endswith("+ngram")
+        where = {"published": " (not here yet)", "untrained": " (estimated)"}.get(size.planned.origin, "")
+        lines.append(f"Drafts with {size.planned.name}{where}{', and n-grams of the text' * looked_up}"
+                     + (f": {report.draft_why}" if report.draft_why else "") + ".")
+    guessed = list(dict.fromkeys(row.name for row in report.boards if row.assumed))
+    if guessed:
+        lines.append(f"ESTIMATED, not measured: {', '.join(guessed)}; measure with: flowspec device profile")
+    faster = [(a, a.tokens_per_second) for a in report.alternatives
+              if best and a.dtype != found.dtype and a.tokens_per_second
+              and a.tokens_per_second * QUALITY > best.tokens_per_second]
+    if faster:
+        other, rate = faster[0]
+        lines.append(f"Faster: --dtype {other.dtype}, about {rate:.1f} tokens/s on "
+                     f"{', '.join(other.boards)}.")
+    return [*lines, *(f"Next: {command}" for command in report.next)]
+
 
 def show(report: PlanReport) -> None:
     console, plan = Console(highlight=False), report.plan
@@ -145,8 +255,17 @@ def show(report: PlanReport) -> None:
     def say(text: str) -> None:
         console.print(printable(text), markup=False, soft_wrap=True)
 
-    show_whole(console, _boards(report))
-    for row in report.boards:
+    for line in answer(report):
+        say(line)
+    say("")
+    if report.alone_rows:
+        show_whole(console, _boards(report, report.alone_rows))
+        if plan:
+            say("")
+            say("The fastest split over several boards:")
+    if plan:
+        show_whole(console, _boards(report, report.boards))
+    for row in report.boards if plan else ():
         if row.why:
             say(f"left out: {row.name}: {row.why}")
     if plan:
@@ -161,21 +280,21 @@ def show(report: PlanReport) -> None:
         say(f"{warning[:1].upper()}{warning[1:]}.")
     say("")
     if report.label:
-        say(report.label.replace("virtual time", "VIRTUAL TIME", 1)
-            + ("; all draft by n-grams" if report.drafter == "ngram" else "; all draft with the EAGLE head"))
+        say(report.label.replace("virtual time", "VIRTUAL TIME", 1))
     if report.at_once > 1:
         say(f"chosen for {report.at_once} requests at once; the speeds are those of one")
     if report.predictions:
-        show_whole(console, _predictions(report.predictions))
+        show_whole(console, _predictions(report))
     if report.alone:
         text = report.alone.text
         say(f"{text[:1].upper()}{text[1:]}." if report.alone.enough else f"{text}.")
     if report.others:
         text = report.others.text
         say(f"{text[:1].upper()}{text[1:]}.")
-    if report.smallest:
-        say(f"The smallest single board that holds it: {report.smallest.profile}, with about "
-            f"{report.smallest.plain_tokens_per_second:.1f} tokens/s of plain decoding.")
+    if report.smallest and not report.alone:
+        say("None of these boards holds it alone under flowspec.  The smallest of the known boards that "
+            f"does: {report.smallest.profile}, with about {report.smallest.plain_tokens_per_second:.1f} "
+            "tokens/s of plain decoding.")
     if len(report.alternatives) > 1:
         say("")
         show_whole(console, _alternatives(report))
@@ -186,7 +305,7 @@ def show(report: PlanReport) -> None:
         say(f"estimated: {note}")
 
 
-def _boards(report: PlanReport) -> Table:
+def _boards(report: PlanReport, rows: Sequence[BoardRow]) -> Table:
     several = f", {report.at_once} requests at once" if report.at_once > 1 else ""
     parts = {"lm_head": report.size.head_bits, "KV caches": report.size.kv_cache}
     packed = ", ".join(f"{part} {bits}" for part, bits in parts.items() if bits != "16bit")
@@ -194,7 +313,7 @@ def _boards(report: PlanReport) -> Table:
     title = f"{report.size.name}, {dtype}, {report.context} tokens of context{several}"
     table = frame(("role", "board"), ("layers", "weights MB", "cache MB", "process MB", "used / usable MB",
                                       "headroom MB", "stage ms"), title, wide=True)
-    for row in report.boards:
+    for row in rows:
         if row.role is None:
             continue
         layers = f"{row.layers[0]}–{row.layers[1] - 1}" if row.layers else "draft"
@@ -206,15 +325,16 @@ def _boards(report: PlanReport) -> Table:
     return table
 
 
-def _predictions(predictions: list[Prediction]) -> Table:
+def _predictions(report: PlanReport) -> Table:
+    predictions = report.predictions
     calibrated = any(p.tokens_per_second_calibrated is not None for p in predictions)
     columns = ("tokens/s", *(["at the paper's acceptance"] * calibrated), "speedup", "tokens a turn")
-    table = frame(("strategy",), columns, wide=True)
+    table = frame(("strategy", "drafts with"), columns, wide=True)
     for p in predictions:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"
         like_paper = [f"{p.tokens_per_second_calibrated:.2f}"] if p.tokens_per_second_calibrated else []
-        table.add_row(plain(p.strategy), f"{p.tokens_per_second:.2f}", *like_paper, speedup,
-                      f"{p.tokens_per_turn:.3f}")
+        table.add_row(plain(p.strategy), report.drafts_with(p.strategy), f"{p.tokens_per_second:.2f}",
+                      *like_paper, speedup, f"{p.tokens_per_turn:.3f}")
     return table
 
 
@@ -224,7 +344,8 @@ def _alternatives(report: PlanReport) -> Table:
     for a in report.alternatives:
         about = "≈ " * a.bandwidth_alone
         rate = "–" if a.tokens_per_second is None else f"{about}{a.tokens_per_second:.2f}"
-        table.add_row(plain(", ".join(a.boards)) + " ← this plan" * a.chosen, a.dtype, a.strategy or "–",
+        mark = " ← recommended" if a.recommended else " ← the split above" if a.chosen else ""
+        table.add_row(plain(", ".join(a.boards)) + mark, a.dtype, a.strategy or "–",
                       f"{about}{_ms(a.slowest_stage_ms)}", rate)
     return table
 

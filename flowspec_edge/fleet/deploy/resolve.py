@@ -1,14 +1,14 @@
 """Resolves a cluster file: the boards' roles, their order and their layers.
 
-The file decides first, then the cut of a sharded model, then the planner, which needs a profile of every
-board.  If a profile is missing, all boards count as equal and are used in file order: the first one with role
-"auto" drafts unless another has role "draft", and the layers are split evenly.  Memory is then checked only
-on boards whose profile has it.
+The file decides first, then the cut of a sharded model, then the planner.  A board without a profile is
+estimated from its memory and processor.  If nothing is known of any board, all count as equal and are used in
+file order: the first one with role "auto" drafts unless another has role "draft", and the layers are split
+evenly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, beside, device_profile
-from flowspec_edge.fleet.planning.draft_turn import Drafter, DraftTurn, device_mismatch, draft_turn
+from flowspec_edge.fleet.planning.draft_turn import DraftTurn, device_mismatch, draft_turn
+from flowspec_edge.fleet.planning.estimated_profile import MEASURE, board_profile, is_known
 from flowspec_edge.fleet.planning.layer_split import Ranges, split_evenly
+from flowspec_edge.fleet.planning.planner import DoesNotFit
 from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.fleet.probe.checks import Needs
 from flowspec_edge.model.catalogue import find_known
@@ -130,23 +132,31 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     path = path.absolute()
     model, head = _model(inventory.cluster, path)
     _require_drafter(inventory.cluster, path, model, head)
-    profiles = {device.name: profile for device in inventory.device
-                if (profile := device_profile(device, path)) and profile.memory}
-    missing = [device.name for device in inventory.device if device.name not in profiles]
-    chosen = _Choice(inventory, path, model, profiles)
+    given = {device.name: board_profile(inventory, device, path) for device in inventory.device}
+    missing = [name for name, (_, assumed) in given.items() if assumed]
+    unknown = not any(is_known(device, path) for device in inventory.device)
+    profiles = {} if unknown else {name: profile for name, (profile, _) in given.items()}
+    guessed = {device.name for device in inventory.device if device.name in missing and not device.memory_mb}
+    chosen = _Choice(inventory, path, model, profiles, guessed)
     if model.sharded:
         draft, stages, left_out = chosen.as_cut()
     elif inventory.decided:
         draft, stages, left_out = chosen.as_listed()
-    elif missing:
+    elif unknown:
         draft, stages, left_out = chosen.alike()
     else:
         draft, stages, left_out = chosen.planned()
     dtype = None if inventory.cluster.dtype == "auto" else inventory.cluster.dtype
     lm_head = None if inventory.cluster.lm_head == "auto" else inventory.cluster.lm_head
-    notes = [f"no profile with [memory] for {', '.join(missing)}: whether the model fits there is seen when "
-             "they are looked at" + ("" if inventory.decided else ", and boards count as alike")
-             + "; measure with: flowspec device profile"] if missing else []
+    notes = []
+    if unknown:
+        notes = [f"no profile with [memory] for {', '.join(missing)}: whether the model fits there is seen "
+                 "when they are looked at" + ("" if inventory.decided else ", and boards count as alike")
+                 + f"; measure with: {MEASURE} {path.name}"]
+    elif missing:
+        found = "; ".join(f"{name} from {given[name][1]}" for name in missing)
+        notes = [f"no profile with [memory] for {', '.join(missing)}: ESTIMATED, {found}; measure with: "
+                 f"{MEASURE} {path.name}"]
     turn = chosen.turn(draft, stages)
     notes += [f"{device.name}: {why}" for device in inventory.device if device.name in profiles
               and (why := device_mismatch(profiles[device.name], inventory.torch_device(device)))]
@@ -201,9 +211,11 @@ def _require_drafter(cluster: ClusterSettings, path: Path, model: ModelDir, head
 class _Choice:
     """Each public method returns the draft device, the stages and the unused boards."""
 
-    def __init__(self, inventory: Inventory, path: Path, model: ModelDir, profiles: Mapping[str, Profile]
-                 ) -> None:
+    def __init__(self, inventory: Inventory, path: Path, model: ModelDir, profiles: Mapping[str, Profile],
+                 guessed: Collection[str] = ()) -> None:
+        """``guessed``: boards of which not even the memory is known, so that it refuses nothing."""
         self._inventory, self._path, self._model, self._profiles = inventory, path, model, profiles
+        self._guessed = guessed
 
     def as_cut(self) -> _Chosen:
         """As many stages as the sharded model has; boards with role "auto" may be left out."""
@@ -236,7 +248,8 @@ class _Choice:
         if self._profiles:
             from flowspec_edge.fleet.planning.memory_check import check_parts
 
-            check_parts(manifest, cluster, _at_once(cluster, count), stages, self._profiles)
+            known = {name: found for name, found in self._profiles.items() if name not in self._guessed}
+            check_parts(manifest, cluster, _at_once(cluster, count), stages, known)
         return draft, stages, tuple((device, f"{home} was cut into {count} stages") for device in spare)
 
     def as_listed(self) -> _Chosen:
@@ -249,8 +262,12 @@ class _Choice:
         if len(verify) > layers:
             raise UsageError(f"{self._path}: {len(verify)} verify devices are more than the {layers} layers "
                              f"of {self._model.name}: leave some out")
-        if not given and len(self._profiles) == len(self._inventory.device):
-            return draft, tuple(zip(verify, self._fitting().split(draft, verify), strict=True)), ()
+        if not given and self._profiles:
+            try:
+                return draft, tuple(zip(verify, self._fitting().split(draft, verify), strict=True)), ()
+            except DoesNotFit:
+                if not self._guessed:
+                    raise
         stages = tuple(zip(verify, given or split_evenly(layers, len(verify)), strict=True))
         self._check(draft, stages)
         return draft, stages, ()
@@ -265,15 +282,19 @@ class _Choice:
         return draft, stages, tuple((device, why) for device in spare)
 
     def planned(self) -> _Chosen:
-        from flowspec_edge.fleet.planning.planner import DoesNotFit, plan
+        from flowspec_edge.fleet.planning.planner import plan
         from flowspec_edge.fleet.planning.throughput import Throughput
 
         fitting, entries = self._fitting(), {device.name: device for device in self._inventory.device}
         boards = [fitting.board(device) for device in self._inventory.device]
         try:
-            split = plan(boards, fitting.problem, Throughput(fitting.problem, self._drafter, fitting.at_once))
+            split = plan(boards, fitting.problem, Throughput(fitting.problem, fitting.at_once))
         except DoesNotFit:
-            raise fitting.error(boards) from None
+            error = fitting.error(boards)
+            if self._guessed:
+                raise DoesNotFit(f"{error}.  The memory of {', '.join(sorted(self._guessed))} is not known: "
+                                 f"give memory_mb there, or measure with: {MEASURE} {self._path}") from None
+            raise error from None
         return (entries[split.d0.name], tuple((entries[s.board.name], s.layers) for s in split.stages),
                 tuple((entries[board.name], why) for board, why in split.left_out))
 
@@ -288,15 +309,12 @@ class _Choice:
         slot = max(fitting.board(device).profile.stage_seconds(problem.rows, hi - lo, cluster.context)
                    for device, (lo, hi) in stages)
         profile = at_context(fitting.board(draft).profile, problem.size, problem.context)
-        return draft_turn(profile, slot, problem.rows, self._drafter, self._inventory.torch_device(draft))
+        return draft_turn(profile, slot, problem.rows, problem.size.planned.kind,
+                          self._inventory.torch_device(draft))
 
     def _check(self, draft: DeviceEntry, stages: Stages) -> None:
         if self._profiles:
-            self._fitting().check(draft, stages)
-
-    @property
-    def _drafter(self) -> Drafter:
-        return "ngram" if self._inventory.cluster.by_ngrams else "head"
+            self._fitting().check(draft, stages, self._guessed)
 
     def _fitting(self) -> MemoryCheck:
         from flowspec_edge.fleet.planning.memory_check import MemoryCheck

@@ -203,8 +203,6 @@ def with_host_names(boards: list[DiscoveredBoard]) -> list[DiscoveredBoard]:
     return found
 
 
-_MUCH_MORE = 1.5  # times the memory of the second largest
-
 _HEAD = """\
 # {name}: {count} boards, as `flowspec deploy init` found them.  What to do next:
 #   flowspec doctor --cluster {file}       what the boards still lack
@@ -230,16 +228,13 @@ _ROLES = {
 # Who drafts and who verifies, in which order and with which layers, the planner decides (role = "auto"), from
 # the boards' profiles.  These were not measured here: flowspec device profile does that.
 """,
-    "alike": """
-# Not all boards have a profile, so they count as alike: with role = "auto" the first one drafts, and the
-# others get equal shares of the layers, in this order.  flowspec device profile measures a board.
-""",
     "all": """
 # Every board takes part (--all-boards), whether or not fewer would be faster; {largest} drafts.
 """,
-    "largest": """
-# Not all boards have a profile, so they count as alike.  {largest} has by far the most memory: it drafts, and
-# the others get equal shares of the layers, in this order.  flowspec device profile measures a board.
+    "estimated": """
+# Who drafts and who verifies, in which order and with which layers, the planner decides (role = "auto").  For
+# {without} flowspec has no profile: what they can do is ESTIMATED from memory_mb and cores.  Measure the
+# boards, once flowspec is there: flowspec device profile --cluster {file}
 """}
 
 
@@ -256,15 +251,15 @@ def render_cluster_toml(boards: Sequence[DiscoveredBoard], name: str, file: str,
         shared.append((f"ssh_config = {_quoted(ssh_config)}", "for ssh's -F"))
     text = (_HEAD.format(name=name, count=len(boards), file=_printable(shlex.quote(file)))
             + _lines(shared) + _RUN + _lines(_SETTINGS))
-    largest = None if all(board.profile for board in boards) else _largest(boards)
-    roles = "largest" if largest else "planner" if all(board.profile for board in boards) else "alike"
-    if all_boards:
-        largest, roles = largest or boards[0], "all"
-    text += _ROLES[roles].format(largest=largest.device.name if largest else "")
+    without = [board.device.name for board in boards if not board.profile]
+    roles = "all" if all_boards else "estimated" if without else "planner"
+    drafts = (_largest(boards) or boards[0]) if all_boards else None
+    text += _ROLES[roles].format(largest=drafts.device.name if drafts else "", without=", ".join(without),
+                                 file=_printable(shlex.quote(file)))
     for board in boards:
         own = {"interface": board.interface if board.interface not in ("", interface) else "",
                "torch_device": board.torch_device if board.torch_device != torch_device else ""}
-        role = "auto" if largest is None else "draft" if board is largest else "verify"
+        role = "auto" if drafts is None else "draft" if board is drafts else "verify"
         text += _device(board, role, own)
     for key, value in (given or {}).items():
         text = with_key(text, ("cluster",), key, _quoted(value))
@@ -275,7 +270,7 @@ def _lines(settings: Sequence[tuple[str, str]]) -> str:
     return "".join(f"{setting:<30} # {why}\n" if why else f"{setting}\n" for setting, why in settings)
 
 
-def _device(board: DiscoveredBoard, role: str, own: dict[str, str]) -> str:
+def _device(board: DiscoveredBoard, own: dict[str, str]) -> str:
     device = board.device
     lines = [f"# {_printable(line)}" for line in _about(board)]
     lines += ["[[device]]", f"name = {_quoted(device.name)}", f"address = {_quoted(device.address)}",
@@ -289,6 +284,9 @@ def _device(board: DiscoveredBoard, role: str, own: dict[str, str]) -> str:
     lines += [f"{key} = {_quoted(value)}" for key, value in own.items() if value]
     if board.profile:
         lines.append(f"profile = {_quoted(board.profile)}  # by its model and memory; not measured here")
+    else:
+        lines += [f"memory_mb = {board.board.total_mb:.0f}"] if board.board.total_mb else []
+        lines += [f"cores = {board.board.cores}"] if board.board.cores else []
     return "\n" + "\n".join(lines) + "\n"
 
 
@@ -315,12 +313,6 @@ def describe_torch(board: DiscoveredBoard) -> str:
         return "no torch that services could use"
     sees = "sees the GPU" if board.cuda else "sees no GPU"
     return f"torch {board.torch}, which {sees}"
-
-
-def _largest(boards: Sequence[DiscoveredBoard]) -> DiscoveredBoard | None:
-    first, second, *_ = sorted(boards, key=lambda board: board.board.total_mb or 0.0, reverse=True)
-    much = (first.board.total_mb or 0.0) >= _MUCH_MORE * (second.board.total_mb or 0.0)
-    return first if much and second.board.total_mb else None
 
 
 def _most(values: Sequence[str]) -> str:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.inventory import Role, device_profile, load_inventory
+from flowspec_edge.fleet.inventory import Role, load_inventory
+from flowspec_edge.fleet.planning.estimated_profile import MEASURE, board_profile, is_known
 from flowspec_edge.fleet.planning.planner import CandidateBoard
 from flowspec_edge.fleet.planning.scaling import Scaling, scaled
 
@@ -23,13 +24,15 @@ _CLUSTER = re.compile(r"^\s*\[\s*cluster\s*\]", re.MULTILINE)
 
 @dataclass(frozen=True)
 class BoardSpec:
-    """``layers`` ([lo, hi)) and ``torch_device`` come from a cluster.toml only."""
+    """``layers`` ([lo, hi)) and ``torch_device`` come from a cluster.toml only; ``assumed``: what the profile
+    was estimated from."""
 
     name: str
     profile: Profile
     role: Role = "auto"
     layers: tuple[int, int] | None = None
     torch_device: str = ""
+    assumed: str = ""
 
     def for_model(self, size: ModelBytes) -> tuple[CandidateBoard, Scaling]:
         """The board with its profile scaled to the model."""
@@ -44,7 +47,7 @@ def parse_devices(given: Sequence[str]) -> list[BoardSpec]:
     """
     profiles, boards = [], []
     for text in given:
-        if _is_cluster(Path(text)):
+        if is_cluster(Path(text)):
             boards += _cluster(Path(text))
             continue
         name, _, count = text.rpartition(":")
@@ -64,7 +67,8 @@ def parse_devices(given: Sequence[str]) -> list[BoardSpec]:
     return boards
 
 
-def _is_cluster(path: Path) -> bool:
+def is_cluster(path: Path) -> bool:
+    """Whether it is the file of a cluster, not of a profile."""
     if path.suffix != ".toml" or not path.is_file():
         return False
     return bool(_CLUSTER.search(path.read_text(encoding="utf-8", errors="replace")))
@@ -73,11 +77,12 @@ def _is_cluster(path: Path) -> bool:
 def _cluster(path: Path) -> list[BoardSpec]:
     """The relative path of a profile starts at the file's directory."""
     boards, inventory = [], load_inventory(path)
+    if not any(is_known(device, path) for device in inventory.device):
+        raise UsageError(f"{path}: no board has a profile, so nothing is known of their memory and speed: "
+                         f"measure them with {MEASURE} {path}, or give each memory_mb and cores, from which "
+                         "they are estimated")
     for device in inventory.device:
-        profile = device_profile(device, path)
-        if profile is None:
-            raise UsageError(f"{path}: device {device.name} has no profile, so its memory and speed are "
-                             "unknown: measure it with flowspec device profile, and add profile = \"FILE\"")
+        profile, assumed = board_profile(inventory, device, path)
         boards.append(BoardSpec(device.name, profile, device.role, device.layers,
-                                inventory.torch_device(device)))
+                                inventory.torch_device(device), assumed))
     return boards

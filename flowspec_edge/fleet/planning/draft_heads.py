@@ -14,9 +14,8 @@ from typing import Any, get_args
 from torch import nn
 
 from flowspec_edge.device_profile import Profile
-from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
-from flowspec_edge.drafting.checkpoint import on_meta
-from flowspec_edge.fleet.planning.model_size import assumed_head, module_bytes, unread_experts
+from flowspec_edge.fleet.planning.model_size import assumed_head, head_bytes, module_bytes, unread_experts
+from flowspec_edge.fleet.planning.planned_draft import DEPTHS, HEADS
 from flowspec_edge.fleet.planning.scaling import weight_read_ms
 from flowspec_edge.model.families import RECURRENT
 from flowspec_edge.model.manifest import HeadBits
@@ -24,8 +23,6 @@ from flowspec_edge.model.modeldir import BLOCKS
 from flowspec_edge.stage.quant.schemes import head_scheme
 
 _WIDTH = 2  # bytes of an unpacked value
-_LAYERS, _STATES, _BLOCK, _RANK = 5, 5, 16, 256  # of a block drafter
-_DEPTHS = 8  # of a tree in the default strategy: a pass for each
 
 
 @dataclass(frozen=True)
@@ -48,15 +45,12 @@ class HeadCost:
 
 def head_costs(config: Any, profile: Profile) -> list[HeadCost]:
     """For a target of transformers' ``config``, on a D0 of ``profile``, scaled to a model or not."""
-    heads: dict[str, nn.Module] = {"eagle2": assumed_head(config, ["eagle2"]),
-                                   "eagle3": assumed_head(config, ["eagle3"]),
-                                   "dflash": _block(config, 0), "dspark": _block(config, _RANK)}
-    if config.model_type in RECURRENT:
-        heads["mtp"] = assumed_head(config, ["mtp"])
+    kinds = (*HEADS, *(["mtp"] if config.model_type in RECURRENT else []))
     lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
     room = profile.memory.usable_mb - profile.memory.process_mb if profile.memory else float("inf")
     found = []
-    for kind, head in heads.items():
+    for kind in kinds:
+        head = assumed_head(config, kind)
         for bits in get_args(HeadBits):
             scheme, rate = head_scheme(bits), weight_read_ms(profile, bits) / 1e6
             looked_up = [part for part in head.modules() if isinstance(part, nn.Embedding)]
@@ -64,20 +58,9 @@ def head_costs(config: Any, profile: Profile) -> list[HeadCost]:
             read = (own - sum(part.weight.numel() * _WIDTH for part in looked_up)
                     - unread_experts(head, _WIDTH, scheme))
             matrix = module_bytes(lm_head, _WIDTH, scheme)
-            embeddings: Any = head.embed_tokens
-            memory = (own - embeddings.weight.numel() * _WIDTH + matrix) / 1e6
+            memory = (head_bytes(head, _WIDTH, scheme) + matrix) / 1e6
             passed = (read + (0 if kind == "eagle3" else matrix)) * rate
             found.append(HeadCost(kind, bits, memory, memory <= room, passed,
-                                  passed * (1 if kind in BLOCKS else _DEPTHS)))
+                                  passed * (1 if kind in BLOCKS else DEPTHS)))
     return found
 
-
-def _block(config: Any, rank: int) -> BlockHead:
-    heads = config.num_attention_heads
-    return on_meta(BlockHead, BlockConfig(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=_LAYERS,
-        intermediate_size=getattr(config, "intermediate_size", 4 * config.hidden_size),
-        num_attention_heads=heads, num_key_value_heads=config.num_key_value_heads or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        captured=(1,) * _STATES, block_size=_BLOCK, mask_token_id=0, causal=(False,) * _LAYERS,
-        windows=(None,) * _LAYERS, markov_rank=rank, draft_vocab_size=config.vocab_size))

@@ -7,11 +7,10 @@ draft pass (one level of the tree).  If that takes longer than the slot, the sta
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from flowspec_edge.device_profile import Profile
-
-Drafter = Literal["head", "ngram"]  # a pass of the EAGLE head, or look-up in the text, which takes no time
+from flowspec_edge.fleet.planning.planned_draft import level_seconds
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class DraftTurn:
     """In seconds.
 
     output  lm_head, sampling and bookkeeping for a segment's rows
-    draft   a pass of the EAGLE head over one level of a tree
+    draft   a pass of the draft head over one level of a tree, or a level's share of a block drafter's pass
     slot    a segment in the slowest stage, or over the slowest link if that takes longer
     on_cpu  whether the device is known to compute on its CPU
     """
@@ -57,16 +56,17 @@ class DraftTurn:
                 "passes_a_turn": self.passes, "bottleneck": self.is_bottleneck}
 
 
-def draft_turn(d0: Profile, slot: float, rows: int, draft: Drafter = "head",
+def draft_turn(d0: Profile, slot: float, rows: int, kind: str = "eagle2",
                torch_device: str = "") -> DraftTurn:
-    """For segments of ``rows`` rows and trees of the default width; ``slot`` in seconds.
+    """For segments of ``rows`` rows and trees of the default width, drafted with a model of ``kind`` or
+    by "ngram"; ``slot`` in seconds.
 
     ``d0`` is scaled to the model and at the planned context; ``torch_device`` "" is the profile's.
     """
     from flowspec_edge.strategies.tree_strategy import TreeParameters
 
     measured = d0.conditions.device if d0.conditions else ""
-    one_pass = d0.draft_seconds("eagle2", TreeParameters().width) if draft == "head" else 0.0
+    one_pass = level_seconds(d0, kind, TreeParameters().width)
     return DraftTurn(d0.verify_seconds(rows), one_pass, slot, (torch_device or measured).startswith("cpu"))
 
 

@@ -13,6 +13,7 @@ from statistics import fmean
 from flowspec_edge.device_profile import LinkCost, Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.one_board import SingleBoardEstimate, plain_tokens_per_second
+from flowspec_edge.fleet.planning.planned_draft import charged_as
 from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
 from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.runtime.request import Request
@@ -28,14 +29,19 @@ Advance = Callable[[str], None]  # called before each request with its strategy
 
 @dataclass(frozen=True)
 class Prediction:
-    """``speedup``: over Chunk-PP among the same predictions; ``tokens_per_second_calibrated``: with a head as
-    fallible as a published one (``VirtualCluster``'s ``right_children``), if that was run."""
+    """speedup   over Chunk-PP among the same predictions
+    tokens_per_second_calibrated  with a head as fallible as a published one (``VirtualCluster``'s
+                                  ``right_children``), if that was run
+    first_token_s                 until the first token, on average, after prompts of ``prompt_tokens``
+    """
 
     strategy: str
     tokens_per_second: float
     tokens_per_turn: float
     speedup: float | None = None
     tokens_per_second_calibrated: float | None = None
+    first_token_s: float | None = None
+    prompt_tokens: float | None = None
 
 
 def check_strategies(names: Sequence[str]) -> None:
@@ -48,10 +54,11 @@ def check_strategies(names: Sequence[str]) -> None:
 
 def predict(plan: PipelinePlan, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
             advance: Advance = lambda _: None, right_children: float = 1.0) -> list[Prediction]:
-    """``model_dir`` only generates the tokens; times and bytes are the plan's, at the plan's context."""
+    """``model_dir`` only generates the tokens, with the draft model that the requests name; times and bytes
+    are the plan's, at the plan's context."""
     size, context = plan.problem.size, plan.problem.context
     devices = Devices(
-        at_context(plan.d0.profile, size, context),
+        _drafting(at_context(plan.d0.profile, size, context), plan.problem, requests),
         tuple(at_context(stage.board.profile, size, context) for stage in plan.stages),
         tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan")
     return _run(devices, strategies, model_dir, requests, advance, right_children)
@@ -59,10 +66,15 @@ def predict(plan: PipelinePlan, strategies: Sequence[str], model_dir: Path, requ
 
 def predict_alone(board: CandidateBoard, problem: SplitProblem, model_dir: Path, requests: Sequence[Request],
                   advance: Advance = lambda _: None, strategies: Sequence[str] = ALONE) -> list[Prediction]:
-    scaled: Profile = at_context(board.profile, problem.size, problem.context)
+    scaled = _drafting(at_context(board.profile, problem.size, problem.context), problem, requests)
     profile = scaled.model_copy(update={"link": _NO_LINK})
     devices = Devices(profile, (profile,), (float(problem.size.layers),), board.name)
     return _run(devices, strategies, model_dir, requests, advance)
+
+
+def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -> Profile:
+    """``d0`` with the time of what is planned to draft, whatever the requests draft with."""
+    return charged_as(d0, problem.size.planned.kind, requests[0].params.draft)
 
 
 def _run(devices: Devices, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
@@ -74,7 +86,9 @@ def _run(devices: Devices, strategies: Sequence[str], model_dir: Path, requests:
         for request in requests:
             advance(name)
             stats.append(cluster.generate(replace(request, strategy=name)).stats)
-        found.append(Prediction(name, fmean(s.tokens_per_second for s in stats), fmean(s.alt for s in stats)))
+        found.append(Prediction(name, fmean(s.tokens_per_second for s in stats), fmean(s.alt for s in stats),
+                                first_token_s=fmean(s.ttft_s for s in stats),
+                                prompt_tokens=fmean(len(request.prompt) for request in requests)))
     return with_speedup(found)
 
 

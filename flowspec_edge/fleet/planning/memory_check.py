@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from flowspec_edge.fleet.planning.board_spec import BoardSpec
 from flowspec_edge.fleet.planning.layer_split import Ranges, problem_for, split_in_order
 from flowspec_edge.fleet.planning.model_size import ModelBytes, PlanDtype, model_bytes
 from flowspec_edge.fleet.planning.one_board import other_programs
+from flowspec_edge.fleet.planning.planned_draft import NGRAMS
 from flowspec_edge.fleet.planning.planner import CandidateBoard, DoesNotFit, SplitProblem, most_layers
 from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
 
@@ -47,12 +48,14 @@ class MemoryCheck:
             raise self.error([self.board(draft), *stages])
         return found
 
-    def check(self, draft: DeviceEntry, stages: Stages) -> None:
-        """DoesNotFit for the first board with a profile whose memory is too small for its layers."""
-        if draft.name in self._profiles:
+    def check(self, draft: DeviceEntry, stages: Stages, guessed: Collection[str] = ()) -> None:
+        """DoesNotFit for the first board with a profile whose memory is too small for its layers, but for
+        those whose memory is ``guessed``."""
+        known = self._profiles.keys() - set(guessed)
+        if draft.name in known:
             self._check(draft, self.problem.d0, "drafting")
         for device, (lo, hi) in stages:
-            if device.name in self._profiles:
+            if device.name in known:
                 self._check(device, self.problem.stage(hi - lo), _layer_range(lo, hi))
 
     def error(self, boards: Sequence[CandidateBoard]) -> DoesNotFit:
@@ -60,10 +63,14 @@ class MemoryCheck:
 
     def _sizes(self, dtype: PlanDtype, kv_cache: CacheBits) -> ModelBytes:
         bits = self._cluster.lm_head
-        size = model_bytes(self._model, dtype, None if bits == "auto" else bits, kv_cache)
+        kind = self._cluster.draft_kind
+        size = model_bytes(self._model, dtype, None if bits == "auto" else bits, kv_cache,
+                           "mtp" if kind == "mtp" else "head")
+        if kind != "ngram":
+            return size
         # A head beside the target is sharded, and loaded for a request that names its strategy.
-        unused = self._cluster.by_ngrams and (size.draft_estimated or size.own_mtp)
-        return size.without_head() if unused else size
+        held = size.planned.origin == "here" and size.planned.kind != "mtp"
+        return replace(size, planned=NGRAMS) if held else size.without_head()
 
     def _check(self, device: DeviceEntry, needs: int, what: str) -> None:
         _require(self.board(device), needs, what, self._cluster,

@@ -5,7 +5,7 @@ Sizes follow from config.json, through transformers' classes on the meta device;
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import gcd, prod
 from pathlib import Path
@@ -17,19 +17,21 @@ from transformers import LlamaConfig
 
 from flowspec_edge.device_profile import LAYER_LAUNCHES, OTHER_LAYER_LAUNCHES
 from flowspec_edge.drafting.block.formats import block_config
-from flowspec_edge.drafting.block.head import BlockHead
+from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
 from flowspec_edge.drafting.checkpoint import on_meta
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config
 from flowspec_edge.drafting.eagle.mtp import MtpHead, mtp_config, mtp_shape
 from flowspec_edge.errors import UsageError
+from flowspec_edge.fleet.planning.planned_draft import HEADS, NGRAMS, PlannedDraft, Wanted, choose
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
 from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
 from flowspec_edge.model.modeldir import (
     BLOCKS,
-    DRAFT_PARTS,
+    RECURRENT,
     ModelDir,
+    missing_mtp,
     model_path,
     position_limit,
     refuse_two_targets,
@@ -50,6 +52,7 @@ from flowspec_edge.util.experts import correlated
 
 PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
 EAGLE3_VOCABULARY = 32_000  # draft tokens of most published EAGLE-3 heads
+_LAYERS, _STATES, _BLOCK, _RANK = 5, 5, 16, 256  # of a usual block drafter, and of DSpark's Markov head
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of a value outside the decoder's matrices
 
 
@@ -63,7 +66,8 @@ class ModelBytes:
     lm_head          the embeddings themselves if the model ties the two
     head_bits        of lm_head and the draft head's matrices
     draft            the draft head's fc and layers, and if it has one (EAGLE-3) its own lm_head, or its copy
-                     of the target's rows of a smaller draft vocabulary
+                     of the target's rows of a smaller draft vocabulary; its size is that of a usual one for
+                     the target's shape unless ``planned`` is here
     draft_unread     of ``draft``: experts that no row of a level of the tree chooses, on average
     draft_lm_head    what a draft pass reads of the target's lm_head: 0 for a head with its own
     kv_row           keys and values of one row in one layer, on average; draft_kv_row: in the draft head
@@ -72,8 +76,7 @@ class ModelBytes:
                      request, and snapshots of a text that it may go on with; ``state_read``: what a
                      pass reads of it
     from_weights     whether weight files were present and agreed
-    draft_estimated  whether there is no head here, and a head of the target's shape was assumed
-    own_mtp          whether the draft head is the target's own MTP layer, which drafts only if named
+    planned          what D0 drafts with
     layer_launches   kernel launches of a decoder layer, without those of experts
     experts          of a sparse model's layer, of ``expert`` bytes each, of which a row chooses ``chosen``;
                      0 for a dense one
@@ -96,7 +99,7 @@ class ModelBytes:
     draft_kv_row: int
     kv_cache: CacheBits
     from_weights: bool
-    draft_estimated: bool
+    planned: PlannedDraft
     layer_launches: int = OTHER_LAYER_LAUNCHES
     window: int | None = None
     windowed: float = 0.0
@@ -106,12 +109,16 @@ class ModelBytes:
     state: int = 0
     state_read: int = 0
     draft_unread: int = 0
-    own_mtp: bool = False
 
     @property
     def bytes_per_value(self) -> int:
         """Of a hidden state on the wire."""
         return _WIDTH[self.dtype]
+
+    @property
+    def draft_estimated(self) -> bool:
+        """Whether the draft head is not here, so that its size is a usual one's."""
+        return self.planned.origin in ("published", "untrained")
 
     @property
     def d0_weights(self) -> int:
@@ -125,8 +132,7 @@ class ModelBytes:
 
     def without_head(self) -> ModelBytes:
         """For drafts by n-grams: D0 holds lm_head alone."""
-        return replace(self, draft=0, draft_unread=0, draft_lm_head=0, draft_kv_row=0,
-                       draft_estimated=False, own_mtp=False)
+        return replace(self, draft=0, draft_unread=0, draft_lm_head=0, draft_kv_row=0, planned=NGRAMS)
 
     @property
     def target_weights(self) -> int:
@@ -152,16 +158,17 @@ class ModelBytes:
 
 
 def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = None,
-                kv_cache: CacheBits = "16bit") -> ModelBytes:
+                kv_cache: CacheBits = "16bit", draft: Wanted = "head") -> ModelBytes:
     """Of a model by name or directory, a checkpoint or its config.json, or OWNER/NAME on the hub, of which
     only config.json is fetched.
 
     "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else, but for lm_head and the EAGLE
     head's matrices, which are in ``lm_head``; None: the sharder's default for ``dtype``.  ``kv_cache``: of
-    the stages; the draft head's is in 16 bits.
-    UsageError if there is no model that stages can run; FlowspecError for damaged or incomplete weights.
+    the stages; the draft head's is in 16 bits.  ``draft``: see ``planned_draft.choose``.
+    UsageError if there is no model that stages can run, or no MTP layer where one is wanted; FlowspecError
+    for damaged or incomplete weights.
     """
-    name, target, draft, config = _locate(name_or_path)
+    name, target, here, config = _locate(name_or_path)
     known = find_known(name)
     if importer(config) is not None:
         raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
@@ -169,13 +176,19 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     from_weights = target is not None and locate(target) is not None
     if target and from_weights:
         _check(target, config, core)
-    head = _head(draft, config, list(known[1].heads) if known else [])
+    published = [(head.kind or "", head.repository) for head in known[1].runnable] if known else []
+    if draft == "mtp" and "mtp" not in here and (from_weights or config.model_type not in RECURRENT):
+        raise UsageError(missing_mtp(ModelDir(target)) if target else
+                         f"draft mtp: {name} is a {config.model_type} model, and only those of the types "
+                         f"{', '.join(RECURRENT)} have an MTP layer that can be run")
+    planned = choose(draft, here, published)
+    head = None if planned.by_ngrams else _head(here.get(planned.kind), planned.kind, config)
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
     packed = scheme("int4") if dtype == "int4" else None
     bits = lm_head or default_head_bits(dtype)
     quantised = head_scheme(bits)
     matrix = _matrix((vocabulary, int(config.hidden_size)), width, quantised)
-    rows_of_its_own, rows_read = _ranking(head, matrix, width, quantised)
+    rows_of_its_own, rows_read = _ranking(head, matrix, width, quantised) if head else (0, 0)
     kinds = layer_kinds(config, kv_cache)
     windows = [kind.window for kind in kinds if kind.window is not None]
     mixtures = [layer.mlp.experts for layer in core.layers if hasattr(layer.mlp, "experts")]
@@ -188,15 +201,15 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         layer=max(module_bytes(layer, width, packed) for layer in core.layers),
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
-        draft=(module_bytes(head, width, quantised) - head.embed_tokens.weight.numel() * width
-               + rows_of_its_own),
-        draft_unread=round(unread_experts(head, width, quantised)),
+        draft=head_bytes(head, width, quantised) + rows_of_its_own if head else 0,
+        draft_unread=round(unread_experts(head, width, quantised)) if head else 0,
         draft_lm_head=rows_read, head_bits=bits,
         kv_row=-(-sum(kind.row_bytes(width) for kind in kinds) // len(kinds)),
         window=min(windows, default=None), windowed=len(windows) / len(kinds),
-        draft_kv_row=_kv_row(head.config, width) * (len(head.layers) if isinstance(head, BlockHead) else 1),
+        draft_kv_row=(_kv_row(head.config, width) * (len(head.layers) if isinstance(head, BlockHead) else 1)
+                      if head else 0),
         kv_cache=kv_cache,
-        from_weights=from_weights, draft_estimated=draft is None, own_mtp=isinstance(head, MtpHead),
+        from_weights=from_weights, planned=planned,
         layer_launches=LAYER_LAUNCHES.get(config.model_type, OTHER_LAYER_LAUNCHES),
         experts=len(sparse), expert=module_bytes(sparse[0], width, packed) if sparse else 0,
         chosen=int(config.num_experts_per_tok) if sparse else 0,
@@ -211,24 +224,24 @@ def target_config(name_or_path: str) -> Any:
     return _locate(name_or_path)[3]
 
 
-def _locate(name_or_path: str) -> tuple[str, Path | None, Path | None, Any]:
-    """(name, directory of the target, of its draft head, the target's configuration); None: not here."""
+def _locate(name_or_path: str) -> tuple[str, Path | None, Mapping[str, Path], Any]:
+    """(name, directory of the target or None, its draft models here by kind, the target's configuration)."""
     path = model_path(name_or_path)
     given = Path(name_or_path)
     if path is None and given.name == "config.json" and given.is_file():
         path = given.parent
     if path is None and (known := find_known(name_or_path)):
         name, entry = known
-        return name, None, None, parse_config(entry.config, f"the catalogue's {name}")
+        return name, None, {}, parse_config(entry.config, f"the catalogue's {name}")
     if path is None and is_repository_name(name_or_path):
-        return given.name, None, None, load_config(download_config(name_or_path), quantised=True)
+        return given.name, None, {}, load_config(download_config(name_or_path), quantised=True)
     model = ModelDir(path) if path else resolve_model(name_or_path)  # an error that says what there is
     refuse_two_targets(model)
     if model.sharded:
         raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
-    draft = next(filter(None, map(model.draft, ("eagle2", "eagle3", *BLOCKS, "mtp"))), None)
-    return model.name, model.target, draft, load_config(model.target, quantised=True)
+    here = {kind: path for kind in (*HEADS, "mtp") if (path := model.draft(kind))}
+    return model.name, model.target, here, load_config(model.target, quantised=True)
 
 
 def _check(target: Path, config: Any, core: Any) -> None:
@@ -252,29 +265,32 @@ def _ranking(head: nn.Module, matrix: int, width: int, how: Scheme | None) -> tu
     return (drafted * config.hidden_size * width, 0) if copied else (0, matrix)
 
 
-def _head(draft: Path | None, config: Any, published: list[str]
-          ) -> EagleHead | Eagle3Head | BlockHead | MtpHead:
+Head = EagleHead | Eagle3Head | BlockHead | MtpHead
+
+
+def _head(draft: Path | None, kind: str, config: Any) -> Head:
     """The head in ``draft``, or :func:`assumed_head`; on the meta device."""
     if draft is None:
-        return assumed_head(config, published)
-    if draft.name in map(DRAFT_PARTS.get, BLOCKS):
+        return assumed_head(config, kind)
+    if kind in BLOCKS:
         block = block_config(draft)
         block.own_lm_head = block.draft_vocab_size != block.vocab_size
         return on_meta(BlockHead, block)
-    if draft.name == DRAFT_PARTS["eagle3"]:
+    if kind == "eagle3":
         return on_meta(Eagle3Head, head3_config(draft))
-    if draft.name == DRAFT_PARTS["eagle2"]:
+    if kind == "eagle2":
         return on_meta(EagleHead, head_config(draft))
     return on_meta(MtpHead, mtp_config(draft))  # in the target's own checkpoint
 
 
-def assumed_head(config: Any, published: Sequence[str]) -> EagleHead | Eagle3Head | MtpHead:
-    """A head for a target of ``config``, on the meta device: of the first kind in ``published``, else of the
-    one that would be trained."""
-    if published[:1] == ["mtp"]:
+def assumed_head(config: Any, kind: str) -> Head:
+    """A usual head of ``kind`` for a target of ``config``, on the meta device."""
+    if kind == "mtp":
         return on_meta(MtpHead, mtp_shape(config))
+    if kind in BLOCKS:
+        return _assumed_block(config, _RANK if kind == "dspark" else 0)
     shape = _assumed_shape(config)
-    if published[:1] != ["eagle3"]:
+    if kind == "eagle2":
         return on_meta(EagleHead, shape)
     shape.target_hidden_size, shape.attention_bias = config.hidden_size, False
     shape.draft_vocab_size = min(EAGLE3_VOCABULARY, config.vocab_size)
@@ -291,6 +307,23 @@ def _assumed_shape(config: Any) -> LlamaConfig:
         num_attention_heads=heads,
         num_key_value_heads=gcd(heads, config.num_key_value_heads or heads),
         head_dim=getattr(config, "head_dim", None), bias=True)
+
+
+def _assumed_block(config: Any, rank: int) -> BlockHead:
+    heads = config.num_attention_heads
+    return on_meta(BlockHead, BlockConfig(
+        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=_LAYERS,
+        intermediate_size=getattr(config, "intermediate_size", 4 * config.hidden_size),
+        num_attention_heads=heads, num_key_value_heads=config.num_key_value_heads or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        captured=(1,) * _STATES, block_size=_BLOCK, mask_token_id=0, causal=(False,) * _LAYERS,
+        windows=(None,) * _LAYERS, markov_rank=rank, draft_vocab_size=config.vocab_size))
+
+
+def head_bytes(head: Head, width: int, how: Scheme | None) -> int:
+    """Bytes in memory of a head, whose embeddings stay in their file."""
+    embeddings: Any = head.embed_tokens
+    return module_bytes(head, width, how) - int(embeddings.weight.numel()) * width
 
 
 def module_bytes(module: nn.Module, width: int, how: Scheme | None) -> int:

@@ -53,11 +53,12 @@ class SmallestBoard:
     plain_tokens_per_second: float
 
 
-def smallest_board(problem: SplitProblem) -> SmallestBoard | None:
-    """Among the profiles of single boards that come with the package."""
-    boards = [CandidateBoard(profile.name, scaled(profile, problem.size)[0]) for name in profile_names()
-              if (profile := load_profile(name)).kind == "device" and profile.memory
-              and profile.conditions and profile.conditions.device == "cuda"]
+def smallest_board(problem: SplitProblem, own: Sequence[CandidateBoard] = ()) -> SmallestBoard | None:
+    """Among the profiles of single boards that come with the package, and those of the boards ``own``."""
+    boards = [CandidateBoard(board.profile.name, board.profile) for board in own]
+    boards += [CandidateBoard(profile.name, scaled(profile, problem.size)[0]) for name in profile_names()
+               if (profile := load_profile(name)).kind == "device" and profile.memory
+               and profile.conditions and profile.conditions.device == "cuda"]
     able = [board for board in boards if single_board_headroom(board, problem) >= 0]
     rates = {board.name: plain_tokens_per_second(board, problem) for board in able}
     best = min(able, key=lambda board: (board.memory.usable_mb, -rates[board.name]), default=None)
@@ -96,7 +97,9 @@ def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> O
     what = (f"{needs:,.0f} MB: {BITS} bits a weight, the cache of {problem.context} tokens, one process, "
             "no draft head")
     if able:
-        named = {board.profile.name: board.name for board in reversed(able)}  # one of each kind
+        named: dict[str, str] = {}  # one of each kind
+        for board in able:
+            named.setdefault(board.profile.name, board.name)
         text = (f"other engines hold {size.name} in 4 bits on one board, {' or '.join(named.values())} "
                 f"({what})")
         if most is not None:

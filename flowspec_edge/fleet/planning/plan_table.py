@@ -20,6 +20,7 @@ class BoardRow:
     stage_ms     time of a segment in its layers; None for D0
     scaled       how its profile was scaled to the model; "" if it was measured with that model
     basis        what stage_ms rests on; "bandwidth": the memory bandwidth that other engines reach
+    assumed  from what its profile was estimated; "" if the file names one
     stage_ms_range  from the fastest to the slowest by such a bandwidth; None if it is not known
     """
 
@@ -38,6 +39,7 @@ class BoardRow:
     scaled: str
     basis: Basis
     stage_ms_range: tuple[float, float] | None = None
+    assumed: str = ""
 
     @property
     def used_mb(self) -> float:

@@ -9,13 +9,15 @@ logarithms are interpolated.  They only rank: the best few splits are then run i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
-from flowspec_edge.fleet.planning.draft_turn import Drafter, draft_turn
+from flowspec_edge.fleet.planning.draft_turn import draft_turn
 from flowspec_edge.fleet.planning.planner import CandidateBoard, SplitProblem
 from flowspec_edge.fleet.planning.scaling import at_context
 
+Drafter = Literal["head", "ngram"]  # by passes of a draft head, or by look-up, which takes no time
 DEPTHS = (1.0, 2.0, 4.0, 8.0)
 PASSES = (2.0, 4.0, 8.0, 16.0, 32.0)  # draft passes a round trip
 # Tokens a round trip, by passes and depth.  A pipeline cannot be deeper than it has passes: there the value
@@ -30,9 +32,12 @@ class Throughput:
     """A rate for ``planner.search``: tokens/s of ``at_once`` requests together."""
 
     problem: SplitProblem
-    draft: Drafter = "head"
     at_once: int = 1
     _turns: dict[str, tuple[float, float]] = field(default_factory=dict)  # (a turn, a pass) by D0
+
+    @property
+    def draft(self) -> Drafter:
+        return "ngram" if self.problem.size.planned.by_ngrams else "head"
 
     def __call__(self, d0: CandidateBoard, slowest: float, latency: float) -> float:
         own, one_pass = self._of(d0)
@@ -46,7 +51,7 @@ class Throughput:
         if d0.name not in self._turns:
             problem = self.problem
             turn = draft_turn(at_context(d0.profile, problem.size, problem.context), 1.0, problem.rows,
-                              self.draft)
+                              self.problem.size.planned.kind)
             self._turns[d0.name] = turn.seconds, turn.draft
         return self._turns[d0.name]
 

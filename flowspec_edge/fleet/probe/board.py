@@ -31,6 +31,7 @@ class BoardInfo:
     power_mode     by name, such as "MAXN_SUPER": ids mean other modes on other boards
     temperature_c  of the hottest thermal zone
     clocks_mhz     "cpu": the fastest core's current clock; others: devfreq devices
+    cores          of the CPU
     available_mb   what a new process could take without swapping
     """
 
@@ -41,6 +42,7 @@ class BoardInfo:
     clocks_mhz: dict[str, float] = field(default_factory=dict)
     total_mb: float | None = None
     available_mb: float | None = None
+    cores: int | None = None
 
     @property
     def title(self) -> str:
@@ -56,6 +58,7 @@ def read_board(root: Path = _ROOT, nvpmodel: str | None = None) -> BoardInfo:
         machine=_machine(root), l4t=l4t_release(procfs.text(root / "etc/nv_tegra_release")),
         power_mode=_power_mode(root, nvpmodel), temperature_c=hottest(root), clocks_mhz=_clocks(root),
         total_mb=_megabytes(memory.get("MemTotal")), available_mb=_megabytes(memory.get("MemAvailable")),
+        cores=_cores(root) or None,
     )
 
 
@@ -104,8 +107,12 @@ def _machine(root: Path) -> str:
     if named:
         return named
     name = processor(root)
-    cores = len(re.findall(r"^processor\s*:", procfs.text(root / "proc/cpuinfo"), re.MULTILINE))
+    cores = _cores(root)
     return f"{name}, {cores} core{'s' if cores > 1 else ''}" if name and cores else name
+
+
+def _cores(root: Path) -> int:
+    return len(re.findall(r"^processor\s*:", procfs.text(root / "proc/cpuinfo"), re.MULTILINE))
 
 
 def _power_mode(root: Path, nvpmodel: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,16 @@ from plankit import profile
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.boards import plan
+from flowspec_edge.cli.boards.plan_cases import Cases
 from flowspec_edge.cli.main import main
-from flowspec_edge.device_profile import render
+from flowspec_edge.device_profile import load_profile, render
 from flowspec_edge.fleet.deploy.resolve import resolve_deployment
 from flowspec_edge.fleet.inventory import load_inventory
-from flowspec_edge.fleet.planning.model_size import model_bytes
+from flowspec_edge.fleet.planning.draft_heads import head_costs
+from flowspec_edge.fleet.planning.model_size import assumed_head, head_bytes, model_bytes, target_config
+from flowspec_edge.fleet.planning.planned_draft import PlannedDraft, charged_as, level_seconds
+from flowspec_edge.fleet.planning.planner import DoesNotFit
+from flowspec_edge.fleet.planning.scaling import scaled
 from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.strategies.params import Params
 
@@ -72,8 +79,10 @@ def test_demo_speeds_also_at_the_papers_acceptance(home: Path, capsys: pytest.Ca
 
 def test_a_plan_with_predictions(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--model", str(home / "model"), "--devices", f"{home}/nano.toml:3",
-                    "--context", "500", "--at-once", "2", "--strategies", "flowspec,chunk_pp")
+                    "--context", "500", "--at-once", "2", "--strategies", "flowspec,chunk_pp", "--dtype",
+                    "fp16")
     assert (found["model"], found["dtype"], found["context"]) == ("model", "fp16", 500)
+    assert [p["draft"] for p in found["predictions"]] == ["eagle2", "eagle2"]
     boards = found["boards"]
     assert [(b["name"], b["role"], b["layers"], b["stage_ms"]) for b in boards] == [
         ("nano-1", "D0", None, None), ("nano-2", "V1", [0, 2], 12.0), ("nano-3", "V2", [2, 4], 12.0)]
@@ -102,17 +111,18 @@ def test_a_plan_with_predictions(home: Path, capsys: pytest.CaptureFixture[str])
 def test_a_mixed_cluster_names_the_subset_that_it_chose(capsys: pytest.CaptureFixture[str]) -> None:
     """The case of an AGX Orin and four Nanos: the AGX with a Nano that drafts, and what else was compared."""
     mixed = ("--model", "llama-2-7b", "--devices", "agx-orin-64gb", "--devices", "orin-nano-8gb:4")
-    found = planned(capsys, *mixed, "--no-predict")
+    found = planned(capsys, *mixed, "--no-predict", "--dtype", "fp16")
     assert [(b["name"], b["role"]) for b in found["boards"] if b["role"]] == [
         ("orin-nano-8gb-1", "D0"), ("agx-orin-64gb", "V1")]
     assert all(b["why"] for b in found["boards"] if not b["role"])
     compared = {(tuple(sorted(a["boards"])), a["dtype"]) for a in found["alternatives"]}
     everything = ("agx-orin-64gb", *(f"orin-nano-8gb-{i}" for i in range(1, 5)))
     assert {(("agx-orin-64gb",), "fp16"), (everything, "fp16"), (("agx-orin-64gb",), "int4")} <= compared
-    many = planned(capsys, *mixed, "--no-predict", "--at-once", "8")
+    many = planned(capsys, *mixed, "--no-predict", "--dtype", "fp16", "--at-once", "8")
     assert sum(b["role"] is not None for b in many["boards"]) == 5
-    other = planned(capsys, *mixed, "--no-predict", "--dtype", "auto")
-    assert other["dtype"] == "int4"
+    other = planned(capsys, *mixed, "--no-predict")
+    assert other["dtype"] == other["recommended"]["dtype"] == "int4"
+    assert "int4 is ranked" in other["recommended"]["dtype_why"]
 
 
 def test_a_profile_that_fits_one_element_type_only_is_planned(home: Path, capsys: pytest.CaptureFixture[str]
@@ -127,7 +137,8 @@ def test_a_profile_that_fits_one_element_type_only_is_planned(home: Path, capsys
 
 def test_contexts_are_charged(capsys: pytest.CaptureFixture[str]) -> None:
     """Llama-3.1-8B has 4,096 bytes of cache a row and layer, an Orin NX reads 84 GB a second."""
-    given = ("--model", "llama-3.1-8b", "--devices", "orin-nx-16gb:4", "--no-predict", "--context")
+    given = ("--model", "llama-3.1-8b", "--devices", "orin-nx-16gb:4", "--no-predict", "--dtype", "fp16",
+             "--context")
     short, long = planned(capsys, *given, "2048"), planned(capsys, *given, "100000")
     layer = 4096 / 84e9 * 1e3
     for found, context in ((short, 2048), (long, 100_000)):
@@ -140,8 +151,8 @@ def test_contexts_are_charged(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_n_grams_need_no_room_on_d0_but_lm_head(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--model", str(home / "bare" / "config.json"), "--devices", f"{home}/nano.toml:3",
-             "--context", "256", "--no-predict")
-    head, ngram = planned(capsys, *given), planned(capsys, *given, "--draft", "ngram")
+             "--context", "256", "--dtype", "fp16", "--no-predict")
+    head, ngram = (planned(capsys, *given, "--draft", draft) for draft in ("head", "ngram"))
     size = model_bytes(str(home / "bare" / "config.json"), "fp16")
     for found, weights in ((head, size.d0_weights), (ngram, size.lm_head)):
         assert found["boards"][0]["weights_mb"] == pytest.approx(weights / 1e6, abs=1e-3)
@@ -151,7 +162,7 @@ def test_n_grams_need_no_room_on_d0_but_lm_head(home: Path, capsys: pytest.Captu
 
 
 def test_what_other_programs_need_is_said_with_one_board(capsys: pytest.CaptureFixture[str]) -> None:
-    seven = ("--model", "llama-2-7b", "--no-predict", "--devices")
+    seven = ("--model", "llama-2-7b", "--dtype", "fp16", "--no-predict", "--devices")
     found = planned(capsys, *seven, "orin-nano-8gb:5")
     others = found["other_programs"]
     assert found["one_board"] is None  # not in fp16
@@ -180,7 +191,7 @@ def test_several_requests_at_once_take_room_for_their_drafts(home: Path, capsys:
                                                              ) -> None:
     """What a cluster that serves so many may hold (``draft_session.cache_rows``), in every layer."""
     given = ("--model", str(home / "model"), "--devices", f"{home}/nano.toml:3", "--context", "500",
-             "--no-predict")
+             "--no-predict", "--dtype", "fp16")
     one, three = planned(capsys, *given), planned(capsys, *given, "--at-once", "3")
     assert (one["at_once"], three["at_once"]) == (1, 3)
     row = 2 * model_bytes(str(home / "model"), "fp16").kv_row
@@ -194,8 +205,10 @@ def test_several_requests_at_once_take_room_for_their_drafts(home: Path, capsys:
 def test_a_config_alone_takes_the_demonstration_models_tokens(home: Path,
                                                               capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--model", str(home / "bare" / "config.json"), "--devices", f"{home}/nano.toml:3",
-                    "--context", "256", "--strategies", "autoregressive")
+                    "--context", "256", "--strategies", "autoregressive", "--dtype", "fp16", "--draft",
+                    "head")
     assert found["predictions"][0]["label"].endswith("acceptance of the demonstration model")
+    assert found["predictions"][0]["draft"] == "none"
     assert found["estimated"]
     [note] = found["notes"]
     assert note.startswith("bare has no EAGLE head: its size is taken to be one layer and fc; ")
@@ -205,9 +218,128 @@ def test_a_models_own_mtp_layer_has_to_be_named(home: Path, tmp_path: Path,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     with_mtp(family_model("qwen3.5", tmp_path / "target"))
     given = ("--model", str(tmp_path), "--devices", "orin-nano-8gb:3", "--context", "64", "--no-predict")
-    [note] = [note for note in planned(capsys, *given)["notes"] if "MTP" in note]
+    found = planned(capsys, *given)
+    [note] = [note for note in found["notes"] if "MTP" in note]
     assert "used only if named: --draft mtp" in note
     assert not any("MTP" in note for note in planned(capsys, *given, "--draft", "ngram")["notes"])
+    assert (found["draft"]["kind"], found["draft"]["origin"]) == ("mtp", "here")
+    assert any('draft = "mtp"' in command for command in found["recommended"]["next"])
+    assert planned(capsys, *given, "--draft", "mtp")["draft_device"] == found["draft_device"]
+
+
+def test_every_line_of_a_plan_names_one_draft(capsys: pytest.CaptureFixture[str]) -> None:
+    """qwen3.6-27b, whose only draft model is its MTP layer: no EAGLE head, and the layer's bytes on D0."""
+    given = ("--model", "qwen3.6-27b", "--devices", "orin-nano-8gb-super:5", "--no-predict")
+    size = model_bytes("qwen3.6-27b", "int4", draft="mtp")
+    d0 = planned(capsys, *given)["boards"][0]
+    assert d0["weights_mb"] == pytest.approx(size.d0_weights / 1e6, abs=1e-3)
+    assert main(["plan", *given]) == 0
+    out = capsys.readouterr().out
+    assert "EAGLE" not in out
+    assert "Drafts with its own MTP layer (not here yet)." in out
+    assert main(["plan", *given, "--draft", "ngram"]) == 0
+    out = capsys.readouterr().out
+    assert "MTP" not in out
+    assert 'draft = "ngram"' in out
+
+
+def test_a_block_drafter_is_charged_one_pass_for_all_depths() -> None:
+    """Its level of a tree is an eighth of the pass that --heads lists; an EAGLE head's is a whole pass."""
+    size = model_bytes("qwen3-8b", "fp16")
+    nano = load_profile("orin-nano-8gb")
+    costs = head_costs(target_config("qwen3-8b"), nano)
+    for kind in ("eagle2", "dflash", "dspark"):
+        head = assumed_head(target_config("qwen3-8b"), kind)
+        own = replace(size, planned=PlannedDraft(kind, "here"), draft=head_bytes(head, 2, None),
+                      draft_unread=0, draft_lm_head=size.lm_head)
+        [cost] = [c for c in costs if (c.kind, c.bits) == (kind, "16bit")]
+        d0 = scaled(nano, own)[0]
+        level = level_seconds(d0, kind, 0) * 1e3
+        assert level == pytest.approx(cost.tree_ms / 8, rel=0.07), kind  # looked-up rows are not read
+        assert charged_as(d0, kind, "eagle2").draft_seconds("eagle2") * 1e3 == pytest.approx(level)
+
+
+def test_a_model_without_a_head_drafts_by_ngrams(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = ("--model", str(home / "bare" / "config.json"), "--devices", f"{home}/nano.toml:3", "--context",
+            "256", "--no-predict")
+    found = planned(capsys, *bare)
+    assert (found["draft"]["kind"], found["draft"]["why"]) == ("ngram", "no draft head is known for it")
+    assert found["boards"][0]["kv_mb"] == 0
+    assert any('draft = "ngram"' in command for command in found["recommended"]["next"])
+    assert main(["plan", *bare, "--draft", "mtp"]) == 2
+    assert "draft mtp: " in capsys.readouterr().err
+
+
+def test_the_first_lines_answer_what_to_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--model", str(home / "model"), "--devices", f"{home}/agx.toml:2", "--devices",
+             f"{home}/full.toml", "--context", "500", "--strategies", "flowspec_plus")
+    found = planned(capsys, *given)
+    best = found["recommended"]
+    assert best["tokens_per_second"] == max(a["tokens_per_second"] for a in found["alternatives"]
+                                            if a["dtype"] == best["dtype"])
+    [marked] = [a for a in found["alternatives"] if a["recommended"]]
+    assert (marked["boards"], marked["dtype"]) == (best["boards"], best["dtype"])
+    assert {*best["boards"], *(left["name"] for left in best["left_out"])} == {"agx-1", "agx-2", "full"}
+    assert best["first_token_s"] > 0
+    assert best["next"]
+    assert main(["plan", *given]) == 0
+    first, why, boards, *rest = capsys.readouterr().out.splitlines()[:10]
+    assert first.startswith(f"Run model in {best['dtype']} on {len(best['boards'])} of your 3 boards, with ")
+    assert f"PREDICTED {best['tokens_per_second']:.1f} tokens/s" in first
+    assert why.startswith(f"{best['dtype']}: ")
+    assert boards.startswith(f"Boards: {best['boards'][0]} ")
+    assert any(line.startswith("Left out: ") and "full" in line for line in rest)
+    assert any(line.startswith("Next: flowspec ") for line in rest)
+
+
+def test_16_bits_are_taken_unless_int4_is_faster() -> None:
+    """Quality first, within 5 %; what does not fit is not taken."""
+    fp16, int4 = (SimpleNamespace(problem=SimpleNamespace(size=SimpleNamespace(dtype=name)))
+                  for name in ("fp16", "int4"))
+    for full, packed, wanted in ((10.0, 10.4, "fp16"), (10.0, 11.0, "int4"), (12.0, 10.0, "fp16")):
+        rates = {"fp16": full, "int4": packed}
+        chosen, why = Cases(int4, [fp16], True).choose(  # type: ignore[arg-type, list-item]
+            lambda case, rates=rates: rates[case.problem.size.dtype])
+        assert chosen.problem.size.dtype == wanted
+        assert f"{full:.1f} tokens/s, int4 {packed:.1f}" in why
+    alone = Cases(int4, [], True, {"fp16": DoesNotFit("too large")})  # type: ignore[arg-type]
+    assert alone.choose(lambda case: 1.0) == (int4, "fp16 does not fit on these boards")
+
+
+def test_the_smallest_board_is_not_beside_one_that_is_enough(home: Path, capsys: pytest.CaptureFixture[str]
+                                                            ) -> None:
+    given = ("--model", "llama-2-7b", "--dtype", "int4", "--no-predict", "--devices")
+    assert main(["plan", *given, "thor-t5000"]) == 0
+    out = capsys.readouterr().out
+    assert "thor-t5000 alone holds everything" in out
+    assert "smallest" not in out.lower()
+    small = planned(capsys, "--model", str(home / "model"), "--devices", f"{home}/agx.toml", "--no-predict",
+                    "--dtype", "fp16")
+    assert small["smallest_single_board"]["profile"] in ("agx", "orin-nano-8gb", "orin-nano-8gb-super")
+
+
+def test_boards_without_a_profile_are_estimated(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (home / "cluster.toml").read_text()
+    text = "".join(line for line in text.splitlines(keepends=True) if "role" not in line)
+    file = home / "laptops.toml"
+    file.write_text(text.replace('profile = "nano.toml"\n', "").replace(
+        'address = "10.0.0.3"', 'address = "10.0.0.3"\nmemory_mb = 32000\ncores = 8'))
+    given = ("--model", "llama-2-7b", "--devices", str(file), "--no-predict")
+    agx = home / "agx.toml"
+    measured = agx.read_text()
+    agx.write_text(render(load_profile("agx-orin-64gb")))
+    try:
+        found = planned(capsys, *given)
+        layers = {b["name"]: b["layers"][1] - b["layers"][0] for b in found["boards"] if b["layers"]}
+        assert layers["two"] == max(layers.values())  # the AGX
+        assert {b["name"] for b in found["boards"] if b["assumed"]} == {"one", "three"}
+        assert main(["plan", *given]) == 0
+        assert "ESTIMATED, not measured: " in capsys.readouterr().out
+    finally:
+        agx.write_text(measured)
+    file.write_text("".join(line for line in text.splitlines(keepends=True) if "profile" not in line))
+    assert main(["plan", *given]) == 2
+    assert "flowspec device profile --cluster" in capsys.readouterr().err
 
 
 def test_one_board_by_itself(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,7 +363,7 @@ def test_one_board_where_no_pipeline_fits(home: Path, capsys: pytest.CaptureFixt
 
 def test_a_cluster_keeps_its_draft_device(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--model", str(home / "model"), "--devices", f"{home}/cluster.toml",
-                    "--no-predict")
+                    "--no-predict", "--dtype", "fp16")
     assert [(b["name"], b["role"], b["profile"]) for b in found["boards"]] == [
         ("two", "D0", "agx"), ("one", "V1", "nano"), ("three", "V2", "nano")]
 
@@ -255,7 +387,7 @@ def test_a_plan_is_what_a_deployment_would_be(home: Path, capsys: pytest.Capture
     file = home / "changed.toml"
     file.write_text(text)
     found = planned(capsys, "--model", str(home / "model"), "--devices", str(file), "--no-predict",
-                    "--context", "2000", "--at-once", "2")
+                    "--context", "2000", "--at-once", "2", "--dtype", "fp16")
     assert [(b["name"], b["role"], b["layers"]) for b in found["boards"]] == boards
     decided = resolve_deployment(load_inventory(file), file)
     assert [device.name for device in decided.boards] == [name for name, _, _ in boards]
@@ -269,7 +401,7 @@ def test_a_plan_is_what_a_deployment_would_be(home: Path, capsys: pytest.Capture
     (("--devices", "HOME/nano.toml:2", "--strategies", "megatron"), "megatron is tensor parallel"),
     (("--devices", "HOME/nano.toml:2", "--strategies", "magic"), "no strategy 'magic'"),
     (("--devices", "HOME/full.toml"), "full alone lacks"),
-    (("--devices", "HOME/full.toml:3"), "model in fp16 with 2048 tokens of context needs"),
+    (("--devices", "HOME/full.toml:3", "--dtype", "fp16"), "model in fp16 with 2048 tokens of context needs"),
 ])
 def test_errors_are_one_line(home: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...],
                                    message: str) -> None:

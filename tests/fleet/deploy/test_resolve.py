@@ -37,6 +37,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made = profile(name=name, **{**shape, **figures})
         (path / f"{name}.toml").write_text(render(
             made.model_copy(update={"memory": None} if name == "mute" else {})))
+    (path / "agx.toml").write_text(render(load_profile("agx-orin-64gb")))
     return path
 
 
@@ -95,7 +96,23 @@ def test_nothing_said_and_nothing_known(home: Path) -> None:
     assert found.notes[0].startswith("no profile with [memory] for a, b, c: whether the model fits there is")
     assert "boards count as alike" in found.notes[0]
     assert not any("no profile" in note for note in decide(home, MODEL, "a fast", "b fast", "c slow").notes)
-    assert "for b, c:" in decide(home, MODEL, "a fast", "b", "c mute").notes[0]
+    assert "for b, c: ESTIMATED" in decide(home, MODEL, "a fast", "b", "c mute").notes[0]
+
+
+def test_one_known_board_is_not_made_equal_to_unknown_ones(home: Path) -> None:
+    """Three laptops beside an AGX Orin: it gets the layers, and which boards are estimated is told."""
+    for boards in (("a agx", "b", "c", "d"), ("a verify agx", "b verify", "c verify", "d draft")):
+        found = decide(home, MODEL, *boards)
+        layers = {device.name: hi - lo for device, (lo, hi) in found.stages}
+        assert layers["a"] == max(layers.values())
+        assert layers["a"] > sum(layers.values()) / len(boards)
+        assert found.notes[0].startswith("no profile with [memory] for b, c, d: ESTIMATED, b from unk")
+        assert "flowspec device profile --cluster" in found.notes[0]
+
+
+def test_an_unknown_memory_refuses_nothing_that_the_file_decides(home: Path) -> None:
+    found = decide(home, f"{MODEL}\ncontext = 100000000", "a draft agx", "b verify", "c verify")
+    assert [hi - lo for _, (lo, hi) in found.stages] == [3, 3]
 
 
 def test_more_boards_than_layers(home: Path) -> None:

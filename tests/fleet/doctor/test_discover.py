@@ -220,9 +220,9 @@ def of_memory(total_mb: float, name: str, profile: str = "") -> DiscoveredBoard:
 
 
 @pytest.mark.parametrize(("found", "roles", "says"), [
-    ([of_memory(8000, "a"), of_memory(8000, "b"), of_memory(16_000, "c")], ["verify", "verify", "draft"],
-     "c has by far the most memory: it drafts"),
-    ([of_memory(8000, "a"), of_memory(9000, "b")], ["auto", "auto"], "the first one drafts"),
+    ([of_memory(8000, "a"), of_memory(65_000, "b", "agx-orin-64gb")], ["auto", "auto"],
+     "For a flowspec has no profile: what they can do is ESTIMATED"),
+    ([of_memory(8000, "a"), of_memory(9000, "b")], ["auto", "auto"], "For a, b flowspec has no profile"),
     ([of_memory(8000, "a", "orin-nano-8gb"), of_memory(65_000, "b", "agx-orin-64gb")], ["auto", "auto"],
      "the planner decides")])
 def test_roles_and_why(found: list[DiscoveredBoard], roles: list[str], says: str, tmp_path: Path) -> None:
@@ -231,6 +231,9 @@ def test_roles_and_why(found: list[DiscoveredBoard], roles: list[str], says: str
     read = load_inventory(file)
     assert [device.role for device in read.device] == roles
     assert says in " ".join(file.read_text().replace("\n#", "").split())
+    for board, device in zip(found, read.device, strict=True):
+        assert device.memory_mb == (None if board.profile else board.board.total_mb)
+        assert device.cores == (None if board.profile else board.board.cores)
 
 
 def test_what_needs_a_decision_is_in_the_comments() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
 import pytest
@@ -12,7 +13,6 @@ from plankit import MB, board, problem, size
 from propertykit import examples
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.planning.draft_turn import Drafter
 from flowspec_edge.fleet.planning.layer_split import plan_as_listed
 from flowspec_edge.fleet.planning.one_board import single_board_headroom
 from flowspec_edge.fleet.planning.planner import (
@@ -129,11 +129,12 @@ def profiles(split: PipelinePlan) -> list[str]:
 
 
 @examples(120, quick=40)
-@given(instances(), st.sampled_from(["head", "ngram"]), st.integers(1, 3))
+@given(instances(), st.booleans(), st.integers(1, 3))
 def test_no_subset_of_the_boards_has_a_higher_rate(instance: tuple[list[CandidateBoard], SplitProblem],
-                                                   draft: Drafter, at_once: int) -> None:
+                                                   by_ngrams: bool, at_once: int) -> None:
     boards, p = instance
-    rate = Throughput(p, draft, at_once)
+    p = replace(p, size=p.size.without_head()) if by_ngrams else p
+    rate = Throughput(p, at_once)
     rates = [rate(d0, slowest, latency) for d0, (slowest, latency, _) in every_split(boards, p)]
     if not rates:
         with pytest.raises(DoesNotFit):

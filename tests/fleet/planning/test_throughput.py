@@ -10,19 +10,19 @@ from hypothesis import strategies as st
 from plankit import board, problem, size
 from propertykit import examples
 
-from flowspec_edge.fleet.planning.draft_turn import Drafter
+from flowspec_edge.fleet.planning.model_size import ModelBytes
 from flowspec_edge.fleet.planning.throughput import Throughput, tokens
 
-DRAFTERS: tuple[Drafter, ...] = ("head", "ngram")
 times = st.floats(1e-4, 10.0)
 
 
 @examples(200, quick=60)
-@given(st.sampled_from(DRAFTERS), st.integers(1, 8), times, times, st.floats(1.0, 50.0))
-def test_a_slower_split_has_no_higher_rate(draft: Drafter, at_once: int, slowest: float, more: float,
+@given(st.sampled_from([size(), size().without_head()]), st.integers(1, 8), times, times,
+       st.floats(1.0, 50.0))
+def test_a_slower_split_has_no_higher_rate(of: ModelBytes, at_once: int, slowest: float, more: float,
                                            longer: float) -> None:
     """Neither a slower stage nor a longer way raises it, which makes the search exact."""
-    rate, d0 = Throughput(problem(), draft, at_once), board()
+    rate, d0 = Throughput(problem(of), at_once), board()
     latency = slowest * longer
     own = rate(d0, slowest, latency)
     assert own > 0
@@ -32,8 +32,9 @@ def test_a_slower_split_has_no_higher_rate(draft: Drafter, at_once: int, slowest
 
 def test_requests_at_once_fill_the_pipeline() -> None:
     """Four requests over four even stages: as one request on a pipeline of one stage with that slot."""
-    d0, full = board(), Throughput(problem(), "ngram", 4)
-    one = Throughput(problem(), "ngram")
+    looking_up = problem(size().without_head())
+    d0, full = board(), Throughput(looking_up, 4)
+    one = Throughput(looking_up)
     assert full(d0, 0.05, 0.2) == pytest.approx(one(d0, 0.05, 0.05))
     assert one(d0, 0.05, 0.2) < full(d0, 0.05, 0.2) < 4 * one(d0, 0.05, 0.2)
 

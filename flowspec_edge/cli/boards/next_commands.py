@@ -1,0 +1,82 @@
+"""What a user runs after ``flowspec plan`` to get what it recommends."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from flowspec_edge.cli.boards.plan_output import PlanReport
+from flowspec_edge.fleet.inventory import ClusterSettings, load_inventory
+from flowspec_edge.fleet.planning.board_spec import is_cluster
+from flowspec_edge.fleet.planning.planned_draft import HEADS
+from flowspec_edge.model.catalogue import find_known, is_repository_name
+from flowspec_edge.model.modeldir import is_here, shipped_models
+from flowspec_edge.stage.quant.schemes import default_head_bits
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY
+
+
+def next_commands(report: PlanReport, model: str, devices: Sequence[str]) -> list[str]:
+    """In their order; a text in parentheses is for the user to do."""
+    found = report.recommended
+    assert found
+    commands, source = _at_hand(report, model)
+    if len(found.boards) == 1:
+        return [*commands, *_alone(report, source)]
+    strategy = found.best.strategy if found.best else DEFAULT_STRATEGY
+    wanted = {"model": source, "dtype": report.size.dtype, "draft": report.size.planned.setting(),
+              "kv_cache": report.size.kv_cache, "context": report.context,
+              "at_once": report.at_once, "strategy": strategy}
+    if report.size.head_bits != default_head_bits(report.size.dtype):
+        wanted["lm_head"] = report.size.head_bits
+    clusters = [path for text in devices if is_cluster(path := Path(text))]
+    if len(clusters) == len(devices) == 1:
+        [file] = clusters
+        has = load_inventory(file).cluster
+    else:
+        file, has = Path("cluster.toml"), ClusterSettings(name="new")
+        commands.append(f"flowspec deploy init {' '.join(_hosts(len(found.boards)))}")
+    changes = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in wanted.items()
+               if getattr(has, key) != value and (value or key != "draft" or has.draft_kind != "own")]
+    if changes:
+        commands.append(f"(in {file}, below [cluster]: {', '.join(changes)})")
+    return [*commands, f"flowspec deploy up --cluster {shlex.quote(str(file))}"]
+
+
+def _hosts(count: int) -> list[str]:
+    """Places for the addresses of the boards that are used."""
+    return [f"BOARD-{i}" for i in range(1, count + 1)] if count <= 3 else ["BOARD-1", "…", f"BOARD-{count}"]
+
+
+def _at_hand(report: PlanReport, model: str) -> tuple[list[str], str]:
+    """The commands that bring the model here, and its name or directory afterwards."""
+    known, planned = find_known(model), report.size.planned
+    if model in shipped_models():
+        return [], model
+    if known and not is_here(model):
+        comes = planned.kind == "mtp" or (planned.kind in HEADS and planned.origin == "published")
+        return [f"flowspec models fetch {known[0]}{'' if comes else ' --head none'}"], known[0]
+    if is_repository_name(model) and not Path(model).exists():
+        directory = Path(model).name
+        return [f"hf download {model} --local-dir {directory}"], directory
+    if not report.size.from_weights:
+        return ["(put the checkpoint's weights beside its config.json)"], model
+    return [], known[0] if known else model
+
+
+def _alone(report: PlanReport, source: str) -> list[str]:
+    """On the board itself."""
+    size, found = report.size, report.recommended
+    assert found
+    draft = f" --draft {setting}" if (setting := size.planned.setting()) else ""
+    best = found.best.strategy if found.best else DEFAULT_STRATEGY
+    how = draft + (f" --strategy {best}" if best != DEFAULT_STRATEGY else "")
+    if size.dtype != "int4":
+        return [f"flowspec serve --model {shlex.quote(source)} --stages 1 --dtype {size.dtype}{how}   "
+                f"(on {found.boards[0]})"]
+    out = f"{Path(source).name}-int4"
+    cache = " --kv-cache int8" if size.kv_cache == "int8" else ""
+    return [f"flowspec models shard --model {shlex.quote(source)} --stages 1 --dtype int4{cache} "
+            f"--out {shlex.quote(out)}",
+            f"flowspec serve --model {shlex.quote(out)}{how}   (on {found.boards[0]})"]
