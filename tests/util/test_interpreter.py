@@ -19,9 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 # Of the standard library, what interpreters import first and late; of libraries, what processes import.
 HOSTILE = ("random", "json", "typing", "types", "enum", "signal", "collections", "contextlib", "selectors",
            "socket", "pickle", "runpy", "multiprocessing", "re", "sitecustomize", "usercustomize", "jinja2",
-           "torch", "numpy", "zmq", "transformers", "safetensors", "llguidance", "joblib", "msgpack", "pip", "venv")
+           "torch", "numpy", "zmq", "transformers", "safetensors", "llguidance", "joblib", "msgpack", "pip",
+           "venv")
 # Programs that are not Python take such options, too.
-NOT_PYTHON = {"sh", "nvpmodel", "-d", "-I"}  # install -d -m; python -I leaves the directory out
+NOT_PYTHON = {"sh", "nvpmodel", "install", "-d", "-I"}  # install -d -m; python -I is isolated itself
 MAY_START = {"util.interpreter", "fleet.probe.onboard.system"}  # the latter asks for -I, on a board
 
 
@@ -146,12 +147,14 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
 
 
 def words_before_options(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """For each "-c", "-m" or "-" in a list or among arguments: the line, and the word before it."""
+    """For each "-c" or "-m" in a list or among arguments, and each "-" in a list: the line, and the word
+    before it."""
     for node in ast.walk(tree):
         given = (node.elts if isinstance(node, (ast.List, ast.Tuple)) else
                  node.args if isinstance(node, ast.Call) else [])
+        options = ("-c", "-m") if isinstance(node, ast.Call) else ("-c", "-m", "-")
         for before, option in pairwise(given):
-            if isinstance(option, ast.Constant) and option.value in ("-c", "-m", "-"):
+            if isinstance(option, ast.Constant) and option.value in options:
                 word = before.value if isinstance(before, ast.Constant) else ast.unparse(before)
                 yield option.lineno, str(word)
 
