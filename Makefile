@@ -10,10 +10,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 setup: $(READY)
 
+# What an interrupted or failed venv leaves behind is completed if its Python runs, else made again; also after
+# the Python that it was made from has gone, although the environment is marked as ready.
+RUNS := $(shell $(BIN)/python -c 'print(1)' 2> /dev/null)
+ifeq ($(RUNS),)
+.PHONY: $(READY)
+endif
+
 # torch is installed first and alone, so that the build which pip is configured for is kept.
 $(READY): pyproject.toml deploy/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) --version > /dev/null 2>&1 || $(PYTHON) -m venv $(if $(RUNS),,--clear) $(VENV) \
+		|| { echo 'make: $(PYTHON) cannot make $(VENV). On Ubuntu and Debian: sudo apt install python3-venv, then make setup' >&2; exit 1; }
 	$(PIP) install --quiet --constraint deploy/constraints.txt torch==2.13.0
 	PIP_CONSTRAINT=$(CURDIR)/deploy/constraints.txt $(PIP) install --quiet --editable '.[dev]'
 	touch $(READY)

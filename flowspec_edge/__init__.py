@@ -6,9 +6,11 @@ Begin with :class:`Cluster`. The names are imported when first used: torch and t
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # typing's, which is not imported: an interpreter of ours begins with this module alone
 if TYPE_CHECKING:
+    from typing import Any
+
     from flowspec_edge.api import *  # noqa: F403
 
     __version__: str

@@ -38,6 +38,9 @@ class _Interrupt:
 
 def main() -> int:
     interrupt = _Interrupt()
+    from flowspec_edge.util.interpreter import leave_out_current_directory
+
+    leave_out_current_directory()
     from flowspec_edge.cli.main import main as command
 
     interrupt.running = True

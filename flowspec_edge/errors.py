@@ -5,6 +5,9 @@ The command line prints it and exits with ``exit_code``; any other exception tha
 
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
+
 
 class FlowspecError(Exception):
     """The text says what failed, where, and what to do."""
@@ -54,6 +57,15 @@ class OtherRelease(FlowspecError):
 
 class PeerLost(FlowspecError):
     """A device stopped answering, or reported that it failed."""
+
+
+def ended(code: int) -> str:
+    """How a process ended, by ``subprocess``' return code: "exit code 3" or "killed by SIGKILL"."""
+    if code >= 0:
+        return f"exit code {code}"
+    with suppress(ValueError):  # a real-time signal has no name
+        return f"killed by {signal.Signals(-code).name}"
+    return f"killed by signal {-code}"
 
 
 def first_line(error: Exception) -> str:

@@ -6,7 +6,6 @@ measurement asks for; processes compute that ahead, and the measurement itself t
 
 from __future__ import annotations
 
-import os
 import threading
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from flowspec_edge.device_profile import Profile, read_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.runtime.request import OnTokens, Request, Result, Stats
+from flowspec_edge.util.interpreter import guarded_starts
 
 if TYPE_CHECKING:
     from flowspec_edge.runtime.plain import PlainDecoder
@@ -30,7 +30,7 @@ class Workplace:
     """What every process loads once.
 
     plugins  strategies from outside, as "package.module:Class"
-    threads  of torch; None: those of the Dask worker that computes
+    threads  of torch; 0: those of the Dask worker that computes; None: those that the user has chosen
     """
 
     model: Path
@@ -73,7 +73,9 @@ class ParallelRun:
 
     def __enter__(self) -> ParallelRun:
         import joblib
+        from joblib.externals.loky.backend import fork_exec
 
+        self._undo.enter_context(guarded_starts((fork_exec, "fork_exec")))
         if self._dask:
             self._undo.enter_context(_connected(self._dask))
             self._undo.enter_context(joblib.parallel_config("dask"))
@@ -136,10 +138,6 @@ class ParallelCluster:
         """The processes belong to the run."""
 
 
-def threads_of(jobs: int) -> int:
-    return max(1, (os.cpu_count() or 1) // jobs)
-
-
 # ---- in the processes ------------------------------------------------------------------------------------
 
 _computing = threading.Lock()  # a Dask worker computes in several threads, a process has one set of models
@@ -161,7 +159,8 @@ class _Loaded:
 
         from flowspec_edge.strategies.registry import strategy_class
 
-        torch.set_num_threads(workplace.threads or _dask_threads())
+        if workplace.threads is not None:
+            torch.set_num_threads(workplace.threads or _dask_threads())
         for name in workplace.plugins:
             strategy_class(name)
         self._workplace = workplace

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.runtime.virtual.clock import Span
+from flowspec_edge.util.interpreter import module_command
 
 WIDTH = 100  # characters of the longest line
 _LABEL = 10
@@ -146,7 +147,7 @@ def update_timelines(text: str, draw: Draw) -> str:
 
 
 def _run(given: list[str]) -> str:
-    command = [sys.executable, "-m", "flowspec_edge.cli.main", "bench", "timeline", *given]
+    command = module_command("flowspec_edge", "bench", "timeline", *given)
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_RUN_S).stdout
 
 

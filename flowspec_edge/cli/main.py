@@ -11,6 +11,7 @@ import typer
 
 import flowspec_edge
 from flowspec_edge.cli.common.lazy_group import LazyCommand, LazyGroup
+from flowspec_edge.cli.common.streams import end_output, prepare_streams, raise_unsaved, unwritable
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.terminal import printable
 
@@ -104,8 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # this process and the devices it starts
     os.environ.setdefault("TQDM_DISABLE", "1")
     try:
+        prepare_streams()
         code = app(args=None if arguments is None else list(arguments), standalone_mode=False)
         sys.stdout.flush()
+        raise_unsaved()
         return code if isinstance(code, int) else 0
     except FlowspecError as error:
         return _fail(str(error), error.exit_code)
@@ -113,15 +116,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A group without a command has already printed its help; its message is empty.
         text = error.format_message()
         return _fail(text, error.exit_code) if text else error.exit_code
-    except BrokenPipeError:
-        # The reader has closed the pipe; the interpreter's flush at exit must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has closed the pipe
+        end_output()
         return 1
+    except OSError as error:
+        if (reason := unwritable(error)) is None:
+            raise
+        return _fail(str(reason), reason.exit_code)
     except (KeyboardInterrupt, typer.Abort):
         return _INTERRUPTED
 
 
 def _fail(text: str, code: int) -> int:
+    end_output()
     line = " ".join(text.split())
     print(f"flowspec: error: {printable(line)}", file=sys.stderr)
     return code

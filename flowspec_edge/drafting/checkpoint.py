@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -235,7 +236,11 @@ def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor], d
     directory.mkdir(parents=True, exist_ok=True)
     stored = {name: w.detach().to("cpu", dtype if w.is_floating_point() else w.dtype).contiguous()
               for name, w in weights.items()}
-    safetensors.torch.save_file(stored, directory / SAFE, metadata={"format": "pt"})
+    try:
+        safetensors.torch.save_file(stored, directory / SAFE, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise FlowspecError(f"cannot write {directory / SAFE}: {first_line(error)}; free some space and run "
+                            "this again") from error
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 

@@ -171,7 +171,7 @@ def _read(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
             if (model := _read_in_pieces(path, dtype, device)) is not None:
                 return model
             model, report = AutoModelForCausalLM.from_pretrained(
-                path, dtype=dtype, local_files_only=True, output_loading_info=True)
+                path, dtype=dtype, local_files_only=True, trust_remote_code=False, output_loading_info=True)
     except FlowspecError:
         raise
     except Exception as error:  # transformers and safetensors raise many kinds of errors
@@ -187,7 +187,7 @@ def _read(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
 def _read_in_pieces(path: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """A Llama-like model, tensor by tensor: transformers holds it twice, on the CPU and on the device, which
     share their memory on a board.  None if the files' tensors are not those of the model."""
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     if (config.model_type not in LLAMA_LIKE or getattr(config, "quantization_config", None)
             or not any(path.glob(f"*{SAFETENSORS}"))):
         return None
@@ -229,7 +229,7 @@ def require_padding(path: Path, target: Path, own: int, vocabulary: int) -> None
 def _tokens(directory: Path) -> dict[int, str]:
     """Id to token; empty without a tokenizer."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception:  # as above
         return {}
     return {number: token for token, number in tokenizer.get_vocab().items()}

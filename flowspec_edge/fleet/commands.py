@@ -28,7 +28,7 @@ from ipaddress import IPv4Address
 from tempfile import TemporaryFile
 from typing import IO, Any, TypeVar
 
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, ended
 from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, addresses_of
 
@@ -182,14 +182,19 @@ def waited_for() -> list[tuple[str, float]]:
 
 def failure(name: str, argv: Sequence[str], code: int, stderr: str) -> str:
     """How the command ``name``, run as the local ``argv``, failed: the end of a sentence."""
+    if argv[0] == "ssh" and code < 0:
+        return f"ssh: the connection is lost: its client on this machine was {ended(code)}"
     if _by_ssh(argv, code):
+        if not last_line(stderr):  # so ssh ends after lost keep-alives, and if the program was killed
+            return (f"ssh: the connection was lost, or {name} was killed on the board: see the board's "
+                    "kernel log (dmesg)")
         name = "ssh"
     prefix = "" if name == "sh" else f"{name}: "  # a script's commands name themselves
-    return prefix + (last_line(stderr).removeprefix(prefix) or f"exit code {code}")
+    return prefix + (last_line(stderr).removeprefix(prefix) or ended(code))
 
 
 def _by_ssh(argv: Sequence[str], code: int) -> bool:
-    return code == 255 and argv[0] == "ssh"
+    return argv[0] == "ssh" and (code == 255 or code < 0)
 
 
 def last_line(text: str) -> str:

@@ -28,16 +28,17 @@ from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.transport import keys
 from flowspec_edge.util import torchdevice
+from flowspec_edge.util.interpreter import module_command
 
-# A shell on the board runs this with Python and a line count as arguments.  Stdin has one line with the key,
-# then that many lines of configuration without ``parent``.  The shell execs the worker, which reads both from
-# file descriptors; $PPID is the connection's sshd.
+# A shell on the board runs this with a line count and the worker's command as arguments.  Stdin has one line
+# with the key, then that many lines of configuration without ``parent``.  The shell execs the worker, which
+# reads both from file descriptors; $PPID is the connection's sshd.
 _START = """
 IFS= read -r key
-config=$(head -n "$1")
+config=$(head -n "$0")
 exec 5<&0
 (cat <&5; kill $$) >/dev/null 2>&1 &
-exec "$0" -m flowspec_edge.runtime.worker --config /dev/fd/3 5<&- 3<<CONFIG 4<<KEY
+exec "$@" 5<&- 3<<CONFIG 4<<KEY
 parent = $PPID
 $config
 CONFIG
@@ -91,9 +92,11 @@ class SshBoards:
                 key = (directory / f"key{config.stage}").read_text(encoding="ascii")
                 runner = SshRunner(inventory, device, own_connection=True)
                 lines = _without_parent(config)
-                self._start(device.name, runner, runner.announced(
-                    ["sh", "-c", _START, inventory.python(device), str(len(lines))]),
-                    "".join([key, *lines]))
+                worker = module_command("flowspec_edge.runtime.worker", "--config", "/dev/fd/3",
+                                        python=inventory.python(device))
+                self._start(device.name, runner,
+                            runner.announced(["sh", "-c", _START, str(len(lines)), *worker]),
+                            "".join([key, *lines]))
         except BaseException:
             self.disconnect()
             raise

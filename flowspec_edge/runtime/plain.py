@@ -36,6 +36,7 @@ from flowspec_edge.stage.weights.load import (
 )
 from flowspec_edge.util.experts import separate_experts
 from flowspec_edge.util.tensors import no_loading_bars, parse_dtype
+from flowspec_edge.util.threads import threads_worth
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
 
@@ -43,11 +44,13 @@ class PlainDecoder:
     def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu") -> None:
         use_exact_kernels()
         found = ModelDir(model_dir)
+        self._size = found.size
         if found.sharded:
             self.model = load_reference_model(found.stages, dtype, device)
         else:
             with no_loading_bars():
-                read = AutoModelForCausalLM.from_pretrained(found.target, dtype=parse_dtype(dtype))
+                read = AutoModelForCausalLM.from_pretrained(found.target, dtype=parse_dtype(dtype),
+                                                            trust_remote_code=False)
             self.model = read.eval().to(device)
 
     @torch.inference_mode()
@@ -55,6 +58,11 @@ class PlainDecoder:
                  stop_ids: frozenset[int] = frozenset(), penalties: Penalties | None = None,
                  restrictions: Restrictions | None = None) -> tuple[list[int], FinishReason]:
         """Return the continuation of ``prompt``, without the end-of-sequence id, and why it ended."""
+        with threads_worth(self._size):
+            return self._generate(prompt, max_new_tokens, sampling, stop_ids, penalties)
+
+    def _generate(self, prompt: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: frozenset[int],
+                  penalties: Penalties | None) -> tuple[list[int], FinishReason]:
         cache = DynamicCache(config=self.model.config)
         tokens: list[int] = []
         penalised = AnswerPenalties(penalties, prompt) if penalties else None

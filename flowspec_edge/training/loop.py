@@ -21,7 +21,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, first_line
 from flowspec_edge.util.files import replacing
 
 _TABLES = ("embed", "lm_head", "markov_w")  # matrices with a row for each token
@@ -198,8 +198,12 @@ def _resume(run: Run) -> int:
 def _save(run: Run, step: int) -> None:
     run.keep()
     state = {"model": _trained(run.model), "optimiser": run.optimiser.state_dict(), "step": step}
-    with replacing(run.checkpoint) as file:
-        torch.save(state, file)
+    try:
+        with replacing(run.checkpoint) as file:
+            torch.save(state, file)
+    except (OSError, RuntimeError) as error:  # torch makes a RuntimeError of what its file raises
+        raise FlowspecError(f"cannot write {run.checkpoint}: {first_line(error)}; free some space and run "
+                            "this again: it goes on from the checkpoint before") from error
 
 
 def device() -> torch.device:

@@ -39,7 +39,8 @@ def load_target(model: ModelDir) -> Any:
     dtype: Any = "auto" if dev.type == "cuda" else torch.float32
     try:
         with no_loading_bars():
-            target = AutoModelForCausalLM.from_pretrained(model.target, dtype=dtype, local_files_only=True)
+            target = AutoModelForCausalLM.from_pretrained(
+                model.target, dtype=dtype, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and safetensors raise many types
         raise FlowspecError(f"{model.target}: the model cannot be loaded: {first_line(error)}") from error
     return target.to(dev).eval().requires_grad_(False)
@@ -47,7 +48,7 @@ def load_target(model: ModelDir) -> Any:
 
 def load_tokenizer(model: ModelDir) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(model.target, local_files_only=True)
+        return AutoTokenizer.from_pretrained(model.target, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises a bare Exception
         raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {first_line(error)}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import fleetkit
 import pytest
 import sshkit
-from clusterkit import PROMPT
+from clusterkit import PROMPT, until
 
 from flowspec_edge.fleet.ssh_stages import SshBoards
 from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
@@ -21,8 +22,10 @@ from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.util.interpreter import module_command
 
-WORKER = f"{sys.executable} -m flowspec_edge.runtime.worker"
+COMMAND = module_command("flowspec_edge.runtime.worker", "--config", "/dev/fd/3", python=sys.executable)
+WORKER = " ".join(COMMAND)
 pytestmark = sshkit.needs_boards
 PATIENCE_S = 60.0  # only a failing test waits so long
 
@@ -51,7 +54,7 @@ def test_a_request_over_boards(boards: sshkit.Boards, model: Path, strategy: str
         assert len(workers) == 2
         for pid in workers:  # no secret can be read from the process list, and there is no file
             line = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-            assert line.split("\0")[1:5] == ["-m", "flowspec_edge.runtime.worker", "--config", "/dev/fd/3"]
+            assert line.rstrip("\0").split("\0") == COMMAND
     assert all(fleetkit.ended(pid, PATIENCE_S) for pid in workers)
     stages.disconnect()
 
@@ -96,3 +99,24 @@ def test_a_stage_that_cannot_start_says_why(boards: sshkit.Boards) -> None:
     assert cause is not None
     assert cause.startswith("board-1: ")
     assert "/nowhere/python" in cause
+
+
+@pytest.mark.parametrize("killed", ["client", "worker"])
+def test_a_lost_connection_is_not_called_the_workers_exit(boards: sshkit.Boards, model: Path, killed: str
+                                                          ) -> None:
+    stages = SshBoards(boards.inventory, str(model))
+    with ExitStack() as cleanup:
+        cleanup.callback(stages.disconnect)
+        place = stages.connect("pipeline")
+        first = stages._stages[0]
+        until(lambda: bool(boards.running(1, WORKER)))
+        if killed == "client":
+            first.client.kill()
+        else:
+            os.kill(boards.running(1, WORKER)[0], signal.SIGKILL)
+        first.client.wait(PATIENCE_S)
+        cause = place.watch()
+    assert cause == "board-1: ssh: " + {
+        "client": "the connection is lost: its client on this machine was killed by SIGKILL",
+        "worker": "the connection was lost, or flowspec worker was killed on the board: see the board's "
+                  "kernel log (dmesg)"}[killed]

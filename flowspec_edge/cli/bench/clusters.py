@@ -18,6 +18,7 @@ from flowspec_edge.cli.common.options import dtype_of
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Virtual
+from flowspec_edge.util.threads import share_of_cores
 
 if TYPE_CHECKING:
     from flowspec_edge.bench.parallel import ParallelRun
@@ -153,10 +154,10 @@ def _cluster(setup: ClusterSetup) -> Iterator[OpenPoint]:
 
 def parallel_points(setup: ClusterSetup, names: Sequence[str]) -> tuple[ParallelRun, OpenPoint]:
     """Processes of --jobs, or Dask's, and points in virtual time whose requests they compute."""
-    from flowspec_edge.bench.parallel import ParallelRun, Workplace, plugins_of, threads_of
+    from flowspec_edge.bench.parallel import ParallelRun, Workplace, plugins_of
 
     o = setup.options
-    threads = None if o.dask else threads_of(o.jobs)
+    threads = 0 if o.dask else share_of_cores(o.jobs)
     run = ParallelRun(Workplace(setup.model.path.resolve(), dtype_of(setup.model, o.dtype), o.device,
                                 plugins_of(names), threads), o.jobs, o.dask)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +32,7 @@ from flowspec_edge.cli.common.options import (
     StagesOption,
     StrategyOption,
 )
+from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO
 from flowspec_edge.sampling.settings import Sampling
@@ -123,9 +125,7 @@ def tables(
         assert isinstance(report, BenchReport)
         reports = [report]
     text = paper_tables(reports, only, load_paper_results() if published else None)
-    if markdown is not None:
-        write_output(markdown, text)
-    else:
+    if markdown is None or not saved(markdown, partial(write_output, markdown, text)):
         print(text, end="")
     if not files:
         fail_if_different(reports[0].different_texts())

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from flowspec_edge.cli.bench.clusters import ClusterSetup, open_points, parallel
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies, parse_temperatures
 from flowspec_edge.cli.common.clusters import ClockSettings, choose_clock
 from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of
+from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.cli.common.workload import (
     demo_prompts,
     near_tie_judge,
@@ -121,7 +123,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
 
     def save() -> None:
         if options.out is not None:
-            results.save(options.out)
+            saved(options.out, partial(results.save, options.out))
 
     total = steps(results, plans)
     results.complete = results.complete or not total

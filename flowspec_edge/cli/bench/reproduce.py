@@ -19,6 +19,7 @@ from flowspec_edge.cli.common.options import (
     MaxNewTokensOption,
     ModelOption,
 )
+from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.cli.common.workload import fail_if_different, require_runnable
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO, resolve_model
@@ -116,7 +117,8 @@ def reproduce(
                 done[measurement.name] = _measured(measurement, kept, Sampling(seed=seed))
         found = [done[measurement.name] for measurement in artefact.measurements]
         document = document_of(artefact, found, _command(artefact, options, seed))
-        paths = write_all(artefact, found, document, out)
+        paths: list[Path] = []
+        saved(out, lambda: paths.extend(write_all(artefact, found, document, out)))  # noqa: B023 - called here
         if as_json:
             objects.append(_as_json(artefact, document, paths))
         else:
@@ -159,7 +161,8 @@ def _show(document: PaperDocument, paths: list[Path]) -> None:
         show(console, terminal(panel))
     for line in document.notes:
         print(printable(line))
-    print(f"wrote {', '.join(str(path) for path in paths)}", file=sys.stderr)
+    if paths:
+        print(f"wrote {', '.join(str(path) for path in paths)}", file=sys.stderr)
 
 
 def _measured(wanted: Measurement, options: BenchOptions, sampling: Sampling) -> Measured:

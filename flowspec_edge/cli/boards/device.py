@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -22,6 +23,7 @@ from flowspec_edge.cli.common.options import (
     parse_counts,
 )
 from flowspec_edge.cli.common.progress import done_of, plain_lines
+from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import DEMO
 from flowspec_edge.util.terminal import plain, printable
@@ -113,8 +115,7 @@ def profile(
                           str(date.today()))
     with _bar() as report:
         measured = measure_profile(wish, QUICK if quick else Effort(), report)
-    if out is not None:
-        write_output(out, render(measured.profile))
+    written = out is not None and saved(out, partial(write_output, out, render(measured.profile)))
     if as_json:
         print(measured.profile.model_dump_json(indent=2))
         return
@@ -123,7 +124,7 @@ def profile(
     middle = sorted(map(abs, measured.relative_errors))[len(measured.relative_errors) // 2]
     print(f"\nThe stage's curve is off by {middle:.0%} in the middle of the cases measured, "
           f"by {worst:.0%} in the worst.")
-    if out is not None:
+    if written:
         print(f"Written to {out}; use it with --profile {out}")
 
 
@@ -251,13 +252,12 @@ def kernels(
         torch.set_num_threads(threads)
     report = measure_kernels(_torch_device(device), (sides[0], sides[1]), counts, dtype)
     text = json.dumps(report.as_json(), indent=2) + "\n"
-    if out is not None:
-        write_output(out, text)
+    written = out is not None and saved(out, partial(write_output, out, text))
     if as_json:
         print(text, end="")
         return
     _show_kernels(report)
-    if out is not None:
+    if written:
         print(f"Written to {out}")
 
 

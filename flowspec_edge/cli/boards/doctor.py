@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.errors import FlowspecError, UsageError
 
 if TYPE_CHECKING:
@@ -144,8 +146,8 @@ def _write_report(out: Path, gpu: dict[str, Any], device: str, doing: Callable[[
     from flowspec_edge.util.files import write_output
 
     found = board_report(gpu, device, str(date.today()), report=doing)
-    write_output(out, json.dumps(found, indent=2) + "\n")
-    print(f"Written to {out}: look through it before you send it", file=sys.stderr)
+    if saved(out, partial(write_output, out, json.dumps(found, indent=2) + "\n")):
+        print(f"Written to {out}: look through it before you send it", file=sys.stderr)
 
 
 def _show_gpu(report: GpuReport) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from flowspec_edge.cli.common.clusters import ClockSettings
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.runtime.request import ClusterBackend, Request, Result
 from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.util.threads import cores
 
 PLAIN = "autoregressive"
 _SECONDS = 0.5  # of plain decoding, at the answer's speed
@@ -22,10 +22,9 @@ def shared_processors(clock: ClockSettings, strategy: str, stages: int, device: 
     chosen = strategy_class(strategy)
     if clock.clock != "wall" or clock.emulated or not chosen.drafter or chosen.parallelism != "pipeline":
         return None
-    cores = os.cpu_count() or 1
     if device != "cpu":
         return f"D0 and {stages} stages share one GPU"
-    return f"D0 and {stages} stages share {cores} processors" if stages + 1 > cores else None
+    return f"D0 and {stages} stages share {cores()} processors" if stages + 1 > cores() else None
 
 
 def sharing_note(shared: str) -> str:

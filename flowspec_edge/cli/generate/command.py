@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +34,7 @@ from flowspec_edge.cli.common.options import (
     dtype_of,
     stages_of,
 )
+from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.cli.common.workload import require_fitting, require_runnable, with_a_draft
 from flowspec_edge.cli.generate.remote import RemoteRequest, figures_line, generate_remotely, refuse_local
 from flowspec_edge.errors import UsageError
@@ -269,14 +271,15 @@ def write_trace(path: Path | None, request: Request, stages: int, about: dict[st
     from flowspec_edge.runtime.observe.chrome_trace import chrome_trace
     from flowspec_edge.runtime.observe.timeline import RequestTimeline
 
-    trace = RequestTimeline(request)
+    trace, written = RequestTimeline(request), False
     try:
         yield trace
     finally:
         if trace.events:
             document = chrome_trace(trace, stages, about, decode, before)
-            write_output(path, json.dumps(document, ensure_ascii=False))
+            written = saved(path, partial(write_output, path, json.dumps(document, ensure_ascii=False)))
         note = ("the request had not begun, so there is no trace" if not trace.events else
+                f"there is no trace in {path}" if not written else
                 f"its trace is in {path}" if trace.result else
                 f"the trace up to here is in {path}")
         print(f"flowspec: {note}", file=sys.stderr)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 _STRATEGIES = ("flowspec_plus", "chunk_pp", "flowspec", "autoregressive")  # the first two are never left out
 _PROFILE = "paper-7b"
-_SMALL = 10**8  # bytes
 _LOCAL_SHARE = 0.5  # of the time, at most, for the processes
 # The model is small: of its 64 greedy answers of 96 tokens 5 fall into loops, which flatter every strategy,
 # and many others go round in circles. These question ids were picked by reading the answers; the others
@@ -62,8 +60,6 @@ def demo(
 
       flowspec demo
     """
-    # Before torch is imported. Its threads spin while they wait, which takes the cores from other processes.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     end = time.monotonic() + seconds
 
     from rich.console import Console
@@ -94,11 +90,6 @@ def demo(
 
     tokenizer = Tokenizer(found)
     requests = requests_for(tokenizer, found, texts, max_new_tokens, Sampling(), Params())
-    if device == "cpu" and found.size < _SMALL:
-        import torch
-
-        # Its matrices are not worth more, and on a busy machine threads wait for one another.
-        torch.set_num_threads(1)
     decode, explains = plain_decoding(found, "auto", reference)
 
     @cache

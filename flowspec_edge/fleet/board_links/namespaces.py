@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError, UsageError, ended
 from flowspec_edge.fleet.board_links import tc
 from flowspec_edge.fleet.board_links.linktest import LinkMeasure, measure_link, serve_link
 from flowspec_edge.fleet.commands import LocalRunner, end_process, missing_tools, search_path
@@ -182,7 +182,7 @@ def _held_namespace() -> subprocess.Popen[bytes]:
     # No deadline: unshare is one call to the kernel, which the shell's line or the end of its stdout follows.
     if not holder.stdout.read(1):  # it writes once it is inside
         holder.communicate()  # its stdout has ended, and it ends at the end of its stdin
-        raise FlowspecError(f"unshare could not create a network namespace (exit code {holder.returncode})")
+        raise FlowspecError(f"unshare could not create a network namespace ({ended(holder.returncode)})")
     return holder
 
 

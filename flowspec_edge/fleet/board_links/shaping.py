@@ -25,6 +25,7 @@ from flowspec_edge.fleet.board_links.addresses import network_address
 from flowspec_edge.fleet.board_links.linktest import LinkMeasure
 from flowspec_edge.fleet.commands import Runner, failure, protected_ports, python_for, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
+from flowspec_edge.util.interpreter import module_command
 
 STATE = "/run/flowspec-shaping"
 _UNIT = "flowspec-shaping-restore"
@@ -299,8 +300,9 @@ def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, se
     program = inspect.getsource(tcp_linktest) if plain else ""
 
     def end(device: DeviceEntry, what: str, wait_s: float) -> list[str]:
-        own = ([inventory.cluster.board_python, "-s", "-"] if plain else
-               [python_for(inventory, device), "-m", "flowspec_edge.fleet.board_links.linktest"])
+        own = ([inventory.cluster.board_python, "-I", "-"] if plain else
+               module_command("flowspec_edge.fleet.board_links.linktest",
+                                   python=python_for(inventory, device)))
         return [*own, what, address, port, "--seconds", str(wait_s)]
 
     serve = far.announced([*end(target, "serve", _PLAIN_PEER_S if plain else _PEER_S),

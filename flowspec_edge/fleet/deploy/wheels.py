@@ -12,7 +12,6 @@ import hashlib
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -29,11 +28,12 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 from packaging.version import Version
 
 import flowspec_edge
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError, UsageError, ended
 from flowspec_edge.fleet.commands import last_line
 from flowspec_edge.fleet.deploy.actions import Environment
 from flowspec_edge.fleet.probe.board import l4t_of
 from flowspec_edge.fleet.probe.facts import SystemFacts
+from flowspec_edge.util.interpreter import module_command
 from flowspec_edge.util.resources import resource_dir
 
 _OWN = "flowspec-edge"
@@ -206,17 +206,18 @@ def _constraints(target: WheelTarget) -> Iterator[Requirement]:
 
 def _download(wheelhouse: Path, target: WheelTarget, needs: Iterable[Requirement]) -> None:
     wheelhouse.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-               "--only-binary=:all:", "--implementation", "cp", "--python-version", target.python,
-               *(part for tag in target.platforms() for part in ("--platform", tag)),
-               "--dest", str(wheelhouse), *(str(need) for need in needs)]
+    command = module_command(
+        "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+        "--only-binary=:all:", "--implementation", "cp", "--python-version", target.python,
+        *(part for tag in target.platforms() for part in ("--platform", tag)),
+        "--dest", str(wheelhouse), *(str(need) for need in needs))
     # No deadline: a slow connection may need any time, and pip itself gives up on a silent one.
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         message = (lines[-1] if lines else last_line(done.stderr)).removeprefix("ERROR: ")
         raise FlowspecError(f"pip cannot download the wheels for {target}: "
-                            + (message or f"exit code {done.returncode}"))
+                            + (message or ended(done.returncode)))
 
 
 def _sha256(path: Path) -> str:
@@ -253,13 +254,13 @@ def _from_tree(tree: Path, out: Path) -> Path:
     # With the build tools that are installed here, pip needs no network.
     offline = ["--no-build-isolation"] if find_spec("hatchling") else []
     # No deadline: pip gives up on a silent connection, and it builds this package alone.
-    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check",
-                           "--no-deps", *offline, "--wheel-dir", str(out), str(tree)],
-                          env={**os.environ, "SOURCE_DATE_EPOCH": "1580601600"}, stdin=subprocess.DEVNULL,
-                          capture_output=True, text=True, check=False)
+    command = module_command("pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps",
+                                  *offline, "--wheel-dir", str(out), str(tree))
+    done = subprocess.run(command, env={**os.environ, "SOURCE_DATE_EPOCH": "1580601600"},
+                          stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise FlowspecError(f"the wheel of {tree} cannot be built: "
-                            + (last_line(done.stderr) or f"exit code {done.returncode}"))
+                            + (last_line(done.stderr) or ended(done.returncode)))
     return next(out.glob("*.whl"))
 
 

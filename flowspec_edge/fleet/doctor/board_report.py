@@ -11,7 +11,6 @@ import json
 import platform
 import re
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -20,11 +19,12 @@ from typing import Any
 
 import torch
 
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, ended
 from flowspec_edge.fleet.doctor.run import check_machine
 from flowspec_edge.fleet.probe.board import read_board
 from flowspec_edge.fleet.probe.onboard.tools import last_line, output
 from flowspec_edge.util import procfs
+from flowspec_edge.util.interpreter import module_command
 from flowspec_edge.util.jetson import jetpack_of
 
 FORMAT = 1
@@ -93,11 +93,11 @@ def _memory() -> dict[str, int | None]:
 
 def _profile(device: str, options: Sequence[str]) -> Any:
     """In a process of its own, which a faulty kernel may end; FlowspecError with its last line."""
-    done = subprocess.run([sys.executable, "-m", "flowspec_edge", *_PROFILE, device, *options],
+    done = subprocess.run(module_command("flowspec_edge", *_PROFILE, device, *options),
                           stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PROFILE_S,
                           check=False)
     if done.returncode:
-        raise FlowspecError(last_line(done.stderr) or f"it ends with code {done.returncode}")
+        raise FlowspecError(last_line(done.stderr) or f"its process ended: {ended(done.returncode)}")
     return json.loads(done.stdout)
 
 

@@ -21,6 +21,7 @@ from flowspec_edge.fleet.paths import HOME, PYTHON, STATE
 from flowspec_edge.fleet.probe.checks import Place, Subject, judge, judge_together
 from flowspec_edge.fleet.probe.facts import BoardFacts, NoAnswer, ask_system
 from flowspec_edge.fleet.probe.findings import Finding, merged, no_facts, unreachable, wrong_address
+from flowspec_edge.util.interpreter import module_command
 
 _TIMEOUT_S = 600.0  # a board reads torch from its SD card several times
 _SLOW_MBPS = 100.0  # Fast Ethernet; what the FlowSpec paper calls a slow network
@@ -141,7 +142,7 @@ def _check_board(inventory: Inventory, device: DeviceEntry, storage: str | None,
 def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> list[Finding]:
     """Without an answer, a single finding about the release."""
     python = python_for(inventory, device)
-    command = [python, "-m", "flowspec_edge.fleet.doctor.run"]
+    command = module_command("flowspec_edge.fleet.doctor.run", python=python)
     try:
         told = runner.run(["sh", "-c", _RUN_IF_INSTALLED, *command])
         if not told and python == PYTHON:

@@ -253,7 +253,8 @@ def render_cluster_toml(boards: Sequence[DiscoveredBoard], name: str, file: str,
             + _lines(shared) + _RUN + _lines(_SETTINGS))
     without = [board.device.name for board in boards if not board.profile]
     roles = "all" if all_boards else "estimated" if without else "planner"
-    drafts = (_largest(boards) or boards[0]) if all_boards else None
+    # max takes the first of boards with equal memory, which is the one that the user named first.
+    drafts = max(boards, key=lambda board: board.board.total_mb or 0.0) if all_boards else None
     text += _ROLES[roles].format(largest=drafts.device.name if drafts else "", without=", ".join(without),
                                  file=_printable(shlex.quote(file)))
     for board in boards:
@@ -270,7 +271,7 @@ def _lines(settings: Sequence[tuple[str, str]]) -> str:
     return "".join(f"{setting:<30} # {why}\n" if why else f"{setting}\n" for setting, why in settings)
 
 
-def _device(board: DiscoveredBoard, own: dict[str, str]) -> str:
+def _device(board: DiscoveredBoard, role: str, own: dict[str, str]) -> str:
     device = board.device
     lines = [f"# {_printable(line)}" for line in _about(board)]
     lines += ["[[device]]", f"name = {_quoted(device.name)}", f"address = {_quoted(device.address)}",

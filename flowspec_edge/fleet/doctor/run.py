@@ -28,6 +28,7 @@ from flowspec_edge.fleet.probe.facts import (
 from flowspec_edge.fleet.probe.findings import Finding, merged
 from flowspec_edge.fleet.probe.onboard.system import machine_facts, run_torch_check
 from flowspec_edge.fleet.probe.software import judge_torch
+from flowspec_edge.util.interpreter import code_command
 
 _SHAPE = (1024, 1024)
 _ROWS = (1, 16)
@@ -94,7 +95,7 @@ def _installed() -> Finding:
 
 def check_compute(l4t: str) -> list[Finding]:
     """Takes as long as several imports of torch; ``l4t`` is "" for a machine that may lack a GPU."""
-    told = run_torch_check([sys.executable, "-c", torch_check_program("cuda")["program"]])
+    told = run_torch_check(code_command(torch_check_program("cuda")["program"]))
     torch = system_facts({"torch": told}).torch
     findings = judge_libraries(torch, l4t)
     if not torch.why:

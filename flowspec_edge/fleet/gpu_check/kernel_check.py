@@ -26,11 +26,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flowspec_edge.errors import FlowspecError, first_line
+from flowspec_edge.errors import FlowspecError, ended, first_line
 from flowspec_edge.fleet.probe.findings import Finding
 from flowspec_edge.stage.quant.base import KINDS as QUANTISED
 from flowspec_edge.stage.quant.grouped import kernel as int4_kernel
 from flowspec_edge.stage.quant.schemes import EXPANDING, scheme
+from flowspec_edge.util.interpreter import module_command
 from flowspec_edge.util.tensors import DTYPES, parse_dtype
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
@@ -63,11 +64,11 @@ def run_in_children(module: str, kinds: Sequence[str], *, timeout_s: float | Non
 
 def _child(module: str, kinds: Sequence[str], arguments: dict[str, Any], timeout_s: float) -> list[Finding]:
     """If the process died, the last result is the kind that killed it."""
-    command = [sys.executable, "-m", __name__, module, json.dumps({"kinds": kinds, **arguments})]
+    command = module_command(__name__, module, json.dumps({"kinds": kinds, **arguments}))
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
         code, out = run.returncode, run.stdout
-        end = f"its kernel ended the process with code {code}"
+        end = f"its kernel ended the process: {ended(code)}"
         said = [line for line in run.stderr.splitlines() if line.strip()]
         if code and said:
             end += f": {said[-1].strip()}"

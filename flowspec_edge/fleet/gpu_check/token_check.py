@@ -100,7 +100,8 @@ def _cluster(model: Path, device: str, dtype: str) -> VirtualCluster:
 @cache
 def _reference(model: Path, dtype: str) -> Any:
     with no_loading_bars():
-        found = AutoModelForCausalLM.from_pretrained(ModelDir(model).target, dtype=parse_dtype(dtype))
+        found = AutoModelForCausalLM.from_pretrained(ModelDir(model).target, dtype=parse_dtype(dtype),
+                                                     trust_remote_code=False)
     return found.eval().float()
 
 

@@ -14,6 +14,7 @@ from flowspec_edge.fleet.measurement.fit import trimmed_mean
 from flowspec_edge.messages import Payload, Segment, pack_bits
 from flowspec_edge.transport.codec import decode, encode
 from flowspec_edge.transport.zmq_links import ZmqLink, ZmqTransport
+from flowspec_edge.util.interpreter import guarded_starts
 from flowspec_edge.util.tensors import parse_dtype, wire_name
 
 _LOOPBACK = "tcp://127.0.0.1:*"
@@ -68,7 +69,8 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> LoopbackHop:
     transport = ZmqTransport()
     try:
         back = transport.pull(_LOOPBACK, "echo in")
-        child.start()
+        with guarded_starts():
+            child.start()
         theirs.close()  # so that the pipe reports the end of the child
         ours.send(back.endpoint)
         if not ours.poll(_BEGIN_S):

@@ -25,7 +25,7 @@ from flowspec_edge.fleet.paths import HOME, STATE, VERIFY_UNIT
 from flowspec_edge.fleet.probe.onboard import deployment, service, system, tools, torch_check
 from flowspec_edge.fleet.transfer import store
 from flowspec_edge.runtime.observe import power_rails as rails
-from flowspec_edge.util import files, procfs
+from flowspec_edge.util import files, interpreter, procfs
 from flowspec_edge.util.jetson import power_rails
 from flowspec_edge.util.resources import resource_dir
 
@@ -34,7 +34,7 @@ User = Literal["any", "root if possible", "root"]
 # What is sent for each section, in the order of their imports; time limits in seconds, and who runs it.
 _SENT: Mapping[str, tuple[ModuleType, ...]] = {
     "service": (paths, rails, tools, service),
-    "system": (paths, interfaces, procfs, tools, system),
+    "system": (errors, paths, interfaces, procfs, interpreter, tools, system),
     "deployment": (errors, files, paths, store, tools, deployment)}
 _TIMEOUT_S = {"service": 60.0, "system": 120.0, "deployment": 300.0}  # system: without torch
 _USERS: Mapping[str, User] = {"service": "any", "system": "root if possible", "deployment": "root"}
@@ -54,7 +54,7 @@ root) if [ "$(id -u)" = 0 ]; then set -- "$2"; else set -- sudo -n -- "$2"; fi ;
 *) if [ "$(id -u)" != 0 ] && sudo -n true 2>/dev/null; then set -- sudo -n -- "$2"; else set -- "$2"; fi ;;
 esac
 printf '\036%s start %s\n' "$limit" "$*" >&2
-exec "$@" -s - "$now"
+exec "$@" -I - "$now"
 """
 # Prefixes of the unit settings that sandbox a service.
 _PROTECTIONS = ("AmbientCapabilities", "CapabilityBoundingSet", "Device", "Limit", "LockPersonality",

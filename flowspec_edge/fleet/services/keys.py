@@ -17,6 +17,7 @@ from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 from flowspec_edge.fleet.paths import KEY
 from flowspec_edge.transport.keys import parse_public
 from flowspec_edge.util.files import write_atomically
+from flowspec_edge.util.interpreter import module_command
 
 KeyAction = Literal["make", "show", "rotate", "undo", "settle"]
 _SHOWN = 10  # of 40 characters: enough to tell keys apart
@@ -162,7 +163,8 @@ def _ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[
          actions: Mapping[str, KeyAction] | KeyAction, path: str) -> list[BoardKey]:
     def one(device: DeviceEntry) -> BoardKey:
         action = actions if isinstance(actions, str) else actions[device.name]
-        command = [pythons[device.name], "-m", "flowspec_edge.fleet.services.board_key", action, path]
+        command = module_command("flowspec_edge.fleet.services.board_key", action, path,
+                                      python=pythons[device.name])
         try:
             runner = runner_for(inventory, device)
             told = json.loads(runner.run(as_root(command)))

@@ -25,6 +25,7 @@ from flowspec_edge.fleet.paths import MODELS, model_dir
 from flowspec_edge.model.manifest import Manifest, PartFile
 from flowspec_edge.model.weights.located import MANIFEST
 from flowspec_edge.util.bounded_read import sha256_of
+from flowspec_edge.util.interpreter import module_command
 
 OnBytes = Callable[[str, int, int], None]
 """Called with a board's name, how many bytes it has got in this call, and how many it is to get in all;
@@ -126,7 +127,8 @@ class _Connection:
         # Own connection: no other traffic delays it, and the board notices when it ends.
         self._runner = runner = runner_for(inventory, device, own_connection=True)
         self.where = runner.where
-        self._command = runner.announced(as_root([python, "-m", "flowspec_edge.fleet.transfer.receive"]))
+        receive = module_command("flowspec_edge.fleet.transfer.receive", python=python)
+        self._command = runner.announced(as_root(receive))
         self._stderr = TemporaryFile()  # noqa: SIM115 - closed with the rest
         self._client = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, bufsize=0,

@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.util.interpreter import module_command
 
 _PATIENCE_S = 0.5  # after which a job gives way to the pipeline
 _NICE = 10
@@ -167,7 +167,7 @@ class _Process:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", __package__, kind, json.dumps(asdict(limits))],
+                    module_command(__package__, kind, json.dumps(asdict(limits))),
                     stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                     start_new_session=True)  # Ctrl-C is for the program, which ends its processes
             except BaseException:

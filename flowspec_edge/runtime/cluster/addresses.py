@@ -71,12 +71,6 @@ class Loopback:
         return list(command)
 
 
-def threads_per_process(stages: int) -> int:
-    """Torch threads per process, D0 included. These threads wait actively, so twice as many threads as cores
-    run at half the speed."""
-    return max(1, (os.cpu_count() or 1) // (stages + 1))
-
-
 class LocalPlan:
     """Addresses and configurations of stages on this machine.
 

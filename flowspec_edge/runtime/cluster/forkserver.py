@@ -25,6 +25,7 @@ from pathlib import Path
 from types import ModuleType
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.util.interpreter import guarded_starts
 
 STOPPED, ENDED = "T", "Z"
 _PRELOAD = ["flowspec_edge.runtime.worker.load", "flowspec_edge.runtime.worker.process", __name__]
@@ -48,10 +49,12 @@ def preload() -> None:
     global _preloaded_at
     before = server_pid()
     _context.set_forkserver_preload(_PRELOAD)
-    resource_tracker.ensure_running()  # first: it changes the signal mask
+    with guarded_starts():
+        resource_tracker.ensure_running()  # first: it changes the signal mask
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Ctrl-C is for this process
     try:
-        forkserver.ensure_running()
+        with guarded_starts():
+            forkserver.ensure_running()
     except OSError as error:  # such as a TMPDIR whose name is too long for a socket's path
         raise FlowspecError(f"cannot start the fork server for workers in {tempfile.gettempdir()}: {error}; "
                             "choose another directory with TMPDIR") from error
@@ -192,7 +195,7 @@ def _start(within: float, *args: object) -> tuple[ForkServerProcess, int]:
             guard = threading.Timer(patience, _kill, [server])
             guard.start()
             try:
-                with _no_main_module():
+                with _no_main_module(), guarded_starts():  # it may have to start another fork server
                     process.start()
                 return process, server
             except (EOFError, OSError) as error:

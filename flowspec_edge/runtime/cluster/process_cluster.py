@@ -23,7 +23,6 @@ from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.cluster.addresses import (
     LocalPlan,
     Loopback,
-    threads_per_process,
 )
 from flowspec_edge.runtime.cluster.event_loop import EventLoop
 from flowspec_edge.runtime.cluster.membership import Membership
@@ -54,6 +53,7 @@ from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqTransport
 from flowspec_edge.util.tensors import parse_dtype
+from flowspec_edge.util.threads import share_of_cores
 from flowspec_edge.util.torchdevice import make_current
 
 _CHECK_S = 0.1  # poll interval of a thread that waits while another one drives
@@ -125,14 +125,15 @@ class ProcessCluster:
                 emulate = self._workers.directory / "emulation.json" if emulation else None
                 if emulation and emulate:
                     emulation.save(emulate)
-                fair = spec.threads or threads_per_process(stages)
+                fair = spec.threads or share_of_cores(stages + 1, ModelDir(model_dir).size)  # D0 is one, too
                 self._workers.start(plan.configs(self._links.control_endpoint, self._links.output_endpoint,
-                                                 model_dir, cast(ComputeDtype, spec.dtype), fair,
+                                                 model_dir, cast(ComputeDtype, spec.dtype), fair or 0,
                                                  parallelism, emulate, spec.device,
                                                  (spec.cache_rows or 0) if spec.reserve else 0, spec.at_once),
                                     wrap=network.command if here.network else None)
                 undo.callback(torch.set_num_threads, self._threads)
-                torch.set_num_threads(fair)
+                if fair:
+                    torch.set_num_threads(fair)
                 if not spec.rejoin_within:
                     plan.close()
             with slow():

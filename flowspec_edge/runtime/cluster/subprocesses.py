@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -13,7 +10,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, ended
 from flowspec_edge.runtime.cluster.forkserver import (
     FIRST_START_S,
     STOPPED,
@@ -23,6 +20,7 @@ from flowspec_edge.runtime.cluster.forkserver import (
 )
 from flowspec_edge.runtime.cluster.stage_thread import StageThread, shares_a_process
 from flowspec_edge.runtime.worker.config import WorkerConfig
+from flowspec_edge.util.interpreter import module_command
 
 Wrap = Callable[[int, Sequence[str]], list[str]]
 AnyWorker = subprocess.Popen[bytes] | WorkerProcess | StageThread
@@ -95,17 +93,14 @@ class WorkerProcesses:
     def _spawn(self, config: WorkerConfig, file: Path, wrap: Wrap | None, within: float
                ) -> subprocess.Popen[bytes]:
         """``within`` is not used, because the start of a program waits for nothing."""
-        package = str(Path(__file__).parents[3])  # where flowspec_edge is
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        command = [sys.executable, "-m", "flowspec_edge.runtime.worker", "--config", str(file),
-                   "--remove", str(self.directory)]
+        command = module_command("flowspec_edge.runtime.worker", "--config", str(file),
+                                      "--remove", str(self.directory))
         with self._output(config.stage).open("wb") as output:
             return subprocess.Popen(
                 wrap(config.stage, command) if wrap else command, stdin=subprocess.DEVNULL,
                 stdout=output, stderr=output,  # this process' stdout is for the answer only
                 pass_fds=[config.listen_fd] if config.listen_fd >= 0 else [],
-                start_new_session=True,  # Ctrl-C is for D0, which then ends its workers in order
-                env={**os.environ, "PYTHONPATH": path})
+                start_new_session=True)  # Ctrl-C is for D0, which then ends its workers in order
 
     def ended(self) -> dict[int, str]:
         """Return why workers have ended, by stage: "V2 was killed by SIGKILL". A worker that has been stopped
@@ -168,7 +163,7 @@ class WorkerProcesses:
         if stage in self._stopped_at:
             return "was stopped, and did not go on before it was killed"
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            return f"was {ended(code)}"
         worker = self._workers[stage - 1]
         if isinstance(worker, WorkerProcess) and worker.unreported:
             return "has ended; the fork server, which knows how, had ended or hung"
@@ -176,7 +171,7 @@ class WorkerProcesses:
         lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.exists() else []
         messages = [line.strip() for line in lines if line.strip()]
         last = messages[-1].removeprefix("flowspec worker: ") if messages else "no error message"
-        return f"ended with exit code {code}: {last}"
+        return f"ended with {ended(code)}: {last}"
 
     def _output(self, stage: int) -> Path:
         return self.directory / f"v{stage}.stderr"

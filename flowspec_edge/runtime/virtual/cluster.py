@@ -30,6 +30,7 @@ from flowspec_edge.stage.shard import Shard, load_shard, stage_ranges
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import one_parallelism, strategy_class
+from flowspec_edge.util.threads import threads_worth
 
 
 class StageWeights:
@@ -67,6 +68,7 @@ class VirtualCluster:
         right_children  the share of right children that drafts have (``CalibratedDrafter``): 1, the head's
         """
         self.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
+        self._size = ModelDir(model_dir).size
         self._draft_models = DraftModels(model_dir, dtype, device)
         self._stages = stages
         self._observer = observer or Observer()
@@ -78,7 +80,8 @@ class VirtualCluster:
         self._right_children = right_children
         self._texts: dict[tuple[object, ...], list[int]] = {}  # plain decoding's, by request
         self.spans = []
-        self._engines_of(stages)
+        with threads_worth(self._size):
+            self._engines_of(stages)
 
     def under(self, profile: Profile | Devices, stages: int, right_children: float = 1.0) -> VirtualCluster:
         """Return a cluster of other devices, or another acceptance, that takes over these weights; do not use
@@ -153,7 +156,8 @@ class VirtualCluster:
         order = sorted((place for place in range(len(requests)) if not follows or follows[place] is None),
                        key=lambda place: arrivals[place] if arrivals else 0.0)
         run.expect([(arrivals[place] if arrivals else 0.0, partial(start, place)) for place in order])
-        run.run()
+        with threads_worth(self._size):
+            run.run()
         failed = (handle.exception() for handle in handles if handle.done())
         for error in [*filter(None, failed), *errors]:
             raise error

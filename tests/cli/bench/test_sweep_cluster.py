@@ -11,6 +11,7 @@ import pytest
 import sshkit
 
 from flowspec_edge.cli.main import main
+from flowspec_edge.util.interpreter import module_command
 
 SWEEP = ["sweep", "bandwidth", "--strategies", "autoregressive,chunk_pp", "--limit", "1",
          "--max-new-tokens", "6"]
@@ -52,7 +53,8 @@ def test_real_boards_are_shaped_measured_and_put_back(
         assert [row["identical"] for row in point["rows"]] == [True, True]
     assert "wall clock, a cluster's shaped links, 1 stages" in capsys.readouterr().out
     assert [boards.shown(place) for place in (0, 1)] == before
-    assert boards.left(1, f"{sys.executable} -m flowspec_edge.runtime.worker") == 0
+    worker = " ".join(module_command("flowspec_edge.runtime.worker", python=sys.executable))
+    assert boards.left(1, worker) == 0
 
 
 @sshkit.needs_boards

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.util.interpreter import module_command
 
 PROMPT = "def f(x): return"
 
@@ -43,8 +44,9 @@ def test_boards_answer_clients_and_nothing_stays_on_them(tmp_path: Path) -> None
             finally:
                 process.kill()
         assert process.returncode == 0, said
+        worker = " ".join(module_command("flowspec_edge.runtime.worker", python=sys.executable))
         for place in (1, 2):
-            assert boards.left(place, f"{sys.executable} -m flowspec_edge.runtime.worker") == 0
+            assert boards.left(place, worker) == 0
     tokenizer = AutoTokenizer.from_pretrained(model / "target")
     new, _ = PlainDecoder(model).generate(tokenizer(PROMPT)["input_ids"], 12, Sampling(),
                                           ModelDir(model).stop_ids)

@@ -29,9 +29,11 @@ from flowspec_edge.fleet.probe.facts import BoardFacts
 from flowspec_edge.fleet.transfer.push import TransferResult, push
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.util.bounded_read import sha256_of
+from flowspec_edge.util.interpreter import module_command
 
 pytestmark = sshkit.needs_boards
-BOARD = f"{sys.executable} -m flowspec_edge.fleet.transfer.receive"
+RECEIVE = module_command("flowspec_edge.fleet.transfer.receive", python=sys.executable)
+BOARD = " ".join(RECEIVE)
 HOME = f"{MODELS}/{'a' * 16}"
 PARTS = ["draft", "stage-1", "stage-2"]
 
@@ -332,7 +334,7 @@ def test_what_is_wrong_here_is_said(boards: sshkit.Boards, model: Manifest, tmp_
 def test_the_newest_transfer_takes_over(boards: sshkit.Boards, model: Manifest) -> None:
     """The control host of an older one may have gone without a word."""
     runner = SshRunner(boards.inventory, boards.inventory.device[1], own_connection=True)
-    with subprocess.Popen(runner.command(as_root([*BOARD.split()])), stdin=subprocess.PIPE, text=True,
+    with subprocess.Popen(runner.command(as_root(RECEIVE)), stdin=subprocess.PIPE, text=True,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as older:
         assert older.stdin is not None
         assert older.stdout is not None

@@ -35,6 +35,7 @@ from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.registry import STRATEGIES
+from flowspec_edge.util import threads
 
 PIPELINED = [name for name, cls in STRATEGIES.items() if cls.parallelism == "pipeline"]
 
@@ -123,12 +124,19 @@ def test_no_model_is_an_error_before_anything_starts(tmp_path: Path) -> None:
         ProcessCluster(ClusterSpec(tmp_path, 1))
 
 
-def test_d0_takes_its_share_of_threads(model: Path) -> None:
+@pytest.mark.parametrize(("named", "large", "expected"), [
+    ("", False, 1), ("", True, max(1, len(os.sched_getaffinity(0)) // 2)), ("5", True, 7)])
+def test_d0_takes_its_share_of_threads(model: Path, monkeypatch: pytest.MonkeyPatch, named: str, large: bool,
+                                       expected: int) -> None:
+    """Of a small model it is one; torch's own number stays if the user has chosen."""
+    monkeypatch.setenv("OMP_NUM_THREADS", named)
+    if large:
+        monkeypatch.setattr(threads, "_SMALL", 1)
     before = torch.get_num_threads()
     torch.set_num_threads(7)
     try:
         with ProcessCluster(ClusterSpec(model, 1)):
-            assert torch.get_num_threads() == max(1, (os.cpu_count() or 1) // 2)
+            assert torch.get_num_threads() == expected
         assert torch.get_num_threads() == 7
     finally:
         torch.set_num_threads(before)

@@ -17,6 +17,7 @@ from flowspec_edge.fleet.deploy.steps.power import power
 from flowspec_edge.fleet.probe.checks import MAX_CLOCK_SKEW_S
 from flowspec_edge.fleet.probe.facts import BoardFacts
 from flowspec_edge.fleet.probe.onboard.system import GPU_GROUPS
+from flowspec_edge.util.interpreter import code_command, module_command
 
 _SHELL = "/usr/sbin/nologin"
 _CHECK = Path(__file__).with_name("environment_check.py")
@@ -94,9 +95,10 @@ def environment(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     # The check imports what the services import, and so compiles just what they need.
     yield Action("environment", (
         quote("rm", "-rf", venv),
-        quote(wanted.python, "-m", "venv", "--system-site-packages", "--without-pip", venv),
+        quote(*module_command("venv", "--system-site-packages", "--without-pip", venv,
+                                   python=wanted.python)),
         install,
-        quote(f"{venv}/bin/python", "-c", _CHECK.read_text()),
+        quote(*code_command(_CHECK.read_text(), python=f"{venv}/bin/python")),
         # A sync first, because the mark must not survive a power failure without the files.  Most of the some
         # 300 MB are on the disk by now; the rest takes seconds on an SD card.
         quote("sync", "-f", venv),

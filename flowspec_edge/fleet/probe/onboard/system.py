@@ -17,9 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from flowspec_edge.errors import ended
 from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
 from flowspec_edge.fleet.paths import USER
 from flowspec_edge.fleet.probe.onboard.tools import doing, last_line, ntp, output, run, text
+from flowspec_edge.util.interpreter import code_command
 from flowspec_edge.util.procfs import sizes
 
 GPU_GROUPS = ("video", "render")  # whose members may use a Tegra's GPU; not every release has both
@@ -196,7 +198,7 @@ def why_not_root() -> str:
 
 
 def torch(wanted: dict[str, Any]) -> dict[str, Any]:
-    """The facts of ``torch_check``, for the torch that this Python imports for every user (-s).
+    """The facts of ``torch_check``, for the torch that this Python imports for every user (-I).
 
     Runs in a transient unit with the service's groups and sandboxing, if root and systemd are available.
     ``wanted``: program (``torch_check`` with a call of its main), device, protections (lines of the unit).
@@ -206,7 +208,7 @@ def torch(wanted: dict[str, Any]) -> dict[str, Any]:
     outside  the same facts without the unit, if the check fails inside it; else None
     own      {"torch": its file} for packages of the ssh user alone, if the import fails
     """
-    python = [sys.executable, "-s", "-c", wanted["program"]]
+    python = [sys.executable, "-I", "-c", wanted["program"]]
     doing("import torch as a service would", 2 * _IMPORT_S + _OTHERS_S)
     unit, described = transient_unit(wanted["protections"])
     found = run_torch_check([*unit, *python])
@@ -227,7 +229,7 @@ def run_torch_check(command: list[str]) -> dict[str, Any]:
             why = "MemoryError: the kernel killed the process, as it does when memory runs out"
         else:
             why = f"importing it took more than {_IMPORT_S} s" if done is None else (
-                last_line(done.stderr) or f"importing it ends with {done.returncode}")
+                last_line(done.stderr) or f"importing it ends its process: {ended(done.returncode)}")
         return {"version": "", "file": "", "build": "", "numpy": "", "cuda": None, "built_for": None,
                 "gpu": "", "why": why, "numpy_fault": "", "gpu_fault": ""}
 
@@ -254,7 +256,7 @@ def user_packages() -> dict[str, str]:
             "if spec and str(spec.origin).startswith(own)}))")
     user = os.environ.get("SUDO_USER", "") if os.geteuid() == 0 else ""
     become = ["sudo", "-n", "-H", "-u", user, "--"] if user else []
-    done = run([*become, sys.executable, "-c", code])
+    done = run([*become, *code_command(code, python=sys.executable)])
     try:
         found: dict[str, str] = json.loads(done.stdout)
         return found

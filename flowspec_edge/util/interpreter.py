@@ -1,0 +1,102 @@
+"""How this package starts Python: without the current directory among the places that imports search.
+
+``python -c``, ``python -m`` and ``python -`` search the current directory before the standard library. It may
+be the directory of a downloaded model, or a home directory with a ``random.py``. ``-P`` and PYTHONSAFEPATH
+need Python 3.11, and boards have 3.10. ``-I`` also leaves out PYTHONPATH and the user's site-packages, which
+may hold torch. So an interpreter runs ``-c`` with a text that first removes the current directory from
+``sys.path``.
+
+This module needs no more than Python 3.8 and its standard library, because a board's own Python runs it, too.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+_SAFE = "import sys; sys.path[:] = filter(None, sys.path); "  # the current directory is ""
+_RUN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+_guarding = threading.RLock()
+
+
+def module_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
+    """Return the command that runs ``module`` as ``python -m`` does.
+
+    ``python``: an interpreter other than this one, such as a board's; ``module`` must be installed for it.
+    """
+    return code_command(_RUN, module, *arguments, python=python)
+
+
+def code_command(text: str, *arguments: str, python: str | None = None) -> list[str]:
+    """Return the command that runs ``text`` as ``python -c`` does; ``python`` is :func:`module_command`'s."""
+    return [python or sys.executable, "-c", (_SAFE if python else _safe_here()) + text, *arguments]
+
+
+@contextmanager
+def guarded_starts(*functions: tuple[ModuleType, str]) -> Iterator[None]:
+    """Do the same for the interpreters that ``multiprocessing`` starts meanwhile: for its fork server, its
+    resource tracker and spawned processes.
+
+    ``functions``: the functions, by module and name, with which another library starts its processes.
+    """
+    from multiprocessing import util  # imported here: a command's help needs none of it
+
+    with _guarding:
+        before = [(module, name, getattr(module, name))
+                  for module, name in ((util, "spawnv_passfds"), *functions)]
+        for module, name, start in before:
+            setattr(module, name, _guarded(start))
+        try:
+            yield
+        finally:
+            for module, name, start in before:
+                setattr(module, name, start)
+
+
+def leave_out_current_directory() -> None:
+    """Remove the current directory from this process' ``sys.path``, where ``python -m`` and an empty entry of
+    PYTHONPATH put it. A directory that PYTHONPATH names stays. For the start of a program of ours."""
+    named = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if "PYTHONPATH" in os.environ:
+        os.environ["PYTHONPATH"] = os.pathsep.join(named)
+    # Libraries start interpreters, too, such as torch.compile; Python 3.11 and newer reads this variable.
+    os.environ.setdefault("PYTHONSAFEPATH", "1")
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # it has been removed, and nothing can be imported from it
+        return
+    if here in map(os.path.abspath, named):
+        return
+    library = os.path.dirname(os.__file__)
+    end = sys.path.index(library) if library in sys.path else 0  # what follows are installed packages
+    sys.path[:end] = [entry for entry in sys.path[:end] if entry not in ("", here)]
+
+
+def _safe_here() -> str:
+    """Import this process' package, wherever it is; what lies beside the package comes after all else."""
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    return (f"import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; import flowspec_edge; "
+            "sys.path.append(sys.path.pop(0)); ")
+
+
+def _guarded(start: Any) -> Any:
+    def guarded(*arguments: Any, **options: Any) -> Any:
+        return start(*(_without_current_directory(given) if isinstance(given, list) else given
+                       for given in arguments), **options)
+
+    return guarded
+
+
+def _without_current_directory(command: Sequence[Any]) -> list[Any]:
+    """``command`` with the same program, if it is an interpreter's with -c or -m."""
+    for place, given in enumerate(command):
+        if given == "-c":
+            return [*command[:place + 1], _safe_here() + command[place + 1], *command[place + 2:]]
+        if given == "-m":
+            return [*command[:place], "-c", _safe_here() + _RUN, *command[place + 1:]]
+    return [*command]

@@ -1,0 +1,183 @@
+"""No interpreter that the product starts imports from the current directory, whatever lies there."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from tiny_dir import tiny_model_dir
+
+from flowspec_edge.util.interpreter import code_command, module_command
+
+ROOT = Path(__file__).resolve().parents[2]
+# Of the standard library, what interpreters import first and late; of libraries, what processes import.
+HOSTILE = ("random", "json", "typing", "types", "enum", "signal", "collections", "contextlib", "selectors",
+           "socket", "pickle", "runpy", "multiprocessing", "re", "sitecustomize", "usercustomize", "jinja2",
+           "torch", "numpy", "zmq", "transformers", "safetensors", "llguidance", "joblib", "msgpack", "pip",
+           "venv")
+# Programs that are not Python take such options, too.
+NOT_PYTHON = {"sh", "nvpmodel", "install", "-d", "-I"}  # install -d -m; python -I is isolated itself
+MAY_START = {"util.interpreter", "fleet.probe.onboard.system"}  # the latter asks for -I, on a board
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Path:
+    """A directory like a downloaded model's whose modules leave a trace and fail."""
+    directory = tmp_path / "hostile"
+    directory.mkdir()
+    trace = f"open({str(tmp_path / 'ran')!r}, 'a').write(__name__ + ' ')\nraise ImportError(__name__)\n"
+    for name in HOSTILE:
+        (directory / f"{name}.py").write_text(trace)
+    (directory / "flowspec_edge").mkdir()
+    (directory / "flowspec_edge" / "__init__.py").write_text(trace)
+    return directory
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """Without what only Python 3.11 and newer obey."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+
+
+def ran(directory: Path) -> str:
+    trace = directory.parent / "ran"
+    return trace.read_text() if trace.exists() else ""
+
+
+def test_commands_import_from_elsewhere(hostile: Path, environment: dict[str, str]) -> None:
+    program = "import random, json, typing; print(json.dumps([random.__file__, __name__]))"
+    for command in (code_command(program), code_command(program, python=sys.executable),
+                    module_command("flowspec_edge", "--version"), module_command("json.tool", "--help"),
+                    module_command("json.tool", "--help", python=sys.executable)):
+        done = subprocess.run(command, cwd=hostile, env=environment, capture_output=True, check=True)
+        assert done.stdout
+    assert ran(hostile) == ""
+
+
+def test_arguments_and_name_are_those_of_m(tmp_path: Path, environment: dict[str, str]) -> None:
+    (tmp_path / "shown.py").write_text("import sys; print(sys.argv[1:], __name__, sys.path.count(''))\n")
+    environment["PYTHONPATH"] = str(tmp_path)
+    for python in (None, sys.executable):
+        done = subprocess.run(module_command("shown", "a b", "-c", python=python), env=environment,
+                              capture_output=True, text=True, check=True)
+        assert done.stdout == "['a b', '-c'] __main__ 0\n"
+
+
+@pytest.mark.parametrize("named", [":/nowhere", "/nowhere:"])
+def test_an_empty_entry_of_pythonpath_is_not_the_current_directory(tmp_path: Path, named: str) -> None:
+    (tmp_path / "plugin_of_this_directory.py").write_text("")
+    program = ("import sys\nfrom flowspec_edge.util.interpreter import leave_out_current_directory\n"
+               "import os\nleave_out_current_directory()\n"
+               "print(os.environ['PYTHONPATH'])\nimport plugin_of_this_directory\n")
+    script = tmp_path / "elsewhere" / "script.py"
+    script.parent.mkdir()
+    script.write_text(program)
+    kept = f"{named}:{ROOT}" if named.startswith(":") else f"{ROOT}:{named}"
+    done = subprocess.run([sys.executable, str(script)], cwd=tmp_path, capture_output=True, text=True,
+                          check=False, env={**os.environ, "PYTHONPATH": kept})
+    assert "No module named 'plugin_of_this_directory'" in done.stderr
+    assert "" not in done.stdout.strip().split(":")
+    named_here = subprocess.run([sys.executable, str(script)], cwd=tmp_path, check=False,
+                                env={**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}"})
+    assert named_here.returncode == 0  # the user's own choice stays
+
+
+PROCESSES = """
+import sys
+from pathlib import Path
+from flowspec_edge.fleet.measurement.link import measure_hop
+from flowspec_edge.model.untrusted.processes import TemplateRenderer
+from flowspec_edge.runtime.cluster.forkserver import preload
+from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
+from flowspec_edge.runtime.cluster.spec import ClusterSpec
+from flowspec_edge.runtime.request import Request
+
+if __name__ == "__main__":
+    preload()
+    renderer = TemplateRenderer()
+    assert renderer.render("{{ messages[0].content }}", {}, [{"content": "a"}]) == "a"
+    renderer.close()
+    with ProcessCluster(ClusterSpec(Path(sys.argv[1]), 1)) as cluster:
+        assert len(cluster.generate(Request([1, 2, 3], max_new_tokens=3)).tokens) == 3
+    assert measure_hop(8, "fp32", exchanges=20).mbps > 0
+    print("done")
+"""
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_program_import_from_elsewhere(hostile: Path, tmp_path: Path,
+                                                          environment: dict[str, str]) -> None:
+    """The fork server, its resource tracker, a worker, the process for templates, a spawned one."""
+    script = tmp_path / "script" / "program.py"
+    script.parent.mkdir()
+    script.write_text(PROCESSES)
+    model = tiny_model_dir(tmp_path / "model")
+    done = subprocess.run([sys.executable, str(script), str(model)], cwd=hostile, env=environment,
+                          capture_output=True, text=True, check=False)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
+    assert ran(hostile) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [
+    ["generate", "--clock", "wall", "--stages", "1", "--max-new-tokens", "3", "x"],
+    ["bench", "run", "--strategies", "chunk_pp", "--limit", "1", "--max-new-tokens", "3", "--stages", "2",
+     "--jobs", "2"]], ids=lambda command: command[0])
+def test_commands_run_in_a_models_directory(hostile: Path, tmp_path: Path, environment: dict[str, str],
+                                            command: list[str]) -> None:
+    tiny_model_dir(hostile)
+    script = Path(sys.executable).with_name("flowspec")
+    done = subprocess.run([str(script), *command, "--model", "."], cwd=hostile, env=environment,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert ran(hostile) == ""
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    package = ROOT / "flowspec_edge"
+    for path in sorted(package.rglob("*.py")):
+        name = ".".join(path.relative_to(package).with_suffix("").parts)
+        yield name, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def words_before_options(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """For each "-c" or "-m" in a list or among arguments, and each "-" in a list: the line, and the word
+    before it."""
+    for node in ast.walk(tree):
+        given = (node.elts if isinstance(node, (ast.List, ast.Tuple)) else
+                 node.args if isinstance(node, ast.Call) else [])
+        options = ("-c", "-m") if isinstance(node, ast.Call) else ("-c", "-m", "-")
+        for before, option in pairwise(given):
+            if isinstance(option, ast.Constant) and option.value in options:
+                word = before.value if isinstance(before, ast.Constant) else ast.unparse(before)
+                yield option.lineno, str(word)
+
+
+def test_one_module_knows_how_an_interpreter_is_started() -> None:
+    wrong = [f"{name}:{line} after {word}" for name, tree in modules() if name not in MAY_START
+             for line, word in words_before_options(tree) if word not in NOT_PYTHON]
+    assert wrong == []
+
+
+def test_what_starts_processes_for_us_is_guarded() -> None:
+    for name, tree in modules():
+        text = ast.unparse(tree)
+        starts = ("get_context(" in text or "joblib.Parallel(" in text or "ProcessPoolExecutor" in text
+                  or "set_start_method" in text)
+        assert not starts or "guarded_starts(" in text, name
+
+
+def test_no_loader_runs_a_models_code() -> None:
+    """transformers asks the user, who may say yes, unless it is told."""
+    for name, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained") \
+                    and ast.unparse(node.func).startswith("Auto"):
+                told = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert told.get("trust_remote_code") == "False", f"{name}:{node.lineno}"
