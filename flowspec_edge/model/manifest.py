@@ -161,6 +161,14 @@ class Manifest(StrictModel):
     def stages(self) -> int:
         return len(self.ranges)
 
+    @property
+    def stored(self) -> str:
+        """What is stored in which type, such as "int4, lm_head int8, KV cache int8"; what is not named is in
+        the compute dtype."""
+        return ", ".join([self.quantisation.kind if self.quantisation else self.compute_dtype,
+                          *([f"lm_head {self.lm_head.kind}"] if self.lm_head else []),
+                          *([f"KV cache {self.kv_cache}"] if self.kv_cache != "16bit" else [])])
+
     def part(self, name: str) -> ShardPart:
         if name not in self.parts:
             raise UsageError(f"{self._directory} has no part {name!r}, only {', '.join(self.parts)}")

@@ -62,6 +62,7 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     """
     from rich.console import Console
 
+    from flowspec_edge.bench.exactness import types_text
     from flowspec_edge.bench.results import BenchReport
     from flowspec_edge.bench.tables import rows_to_show, show, table, title
     from flowspec_edge.cli.bench.measure import MeasureRequest, measure
@@ -72,6 +73,7 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     console = Console()
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
         how = title(report.clock, report.profile, report.settings["stages"], temperature)
+        how = f"{how}, {types_text(report.settings)}"
         show(console, table(rows_to_show(report, temperature), how))
     fail_if_different(report.different_texts())
 
