@@ -88,9 +88,13 @@ def speed(samples: Sequence[Sample]) -> Estimate | None:
 def speedup(samples: Sequence[Sample], base: Sequence[Sample]) -> Estimate | None:
     """The ratio of the means, on the same prompts; without an error to itself."""
     ours, theirs = speeds(samples), speeds(base)
-    pairs = [(ours[place], theirs[place]) for place in ours if place in theirs]
-    if pairs and samples[0].cell == base[0].cell:
+    if ours and theirs and samples[0].cell == base[0].cell:
         return Estimate(1.0)
+    return paired_ratio([(ours[place], theirs[place]) for place in ours if place in theirs])
+
+
+def paired_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate | None:
+    """The ratio of the means of pairs, one a prompt, and the median of their own ratios."""
     return _with_median(ratio([a for a, _ in pairs], [b for _, b in pairs]), [a / b for a, b in pairs if b])
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flowspec_edge.bench.samples import Sample
+from flowspec_edge.model.manifest import types_text
 
 MARKS = ("answers ≠, tokens ≠: those that are not plain decoding's with the unsharded model; ≈: near ties of "
          "16 bits explain it, ≠: nothing does")
@@ -53,21 +54,17 @@ def exactness(samples: Iterable[Sample]) -> Exactness:
                      sum(known) if len(known) == len(differing) else None, sum(s.near_ties for s in found))
 
 
-def types_text(settings: Mapping[str, Any]) -> str:
-    """In which types a measurement ran: of the weights, and of the arithmetic."""
-    dtype, weights = settings.get("dtype"), settings.get("weights")
-    if weights is None:  # in older files
-        return f"computed in {dtype}"
-    if weights == dtype:
-        return f"weights and arithmetic in {dtype}"
-    return f"weights {weights}, computed in {dtype}"
+def types_of(settings: Mapping[str, Any]) -> str:
+    """In which types a measurement ran: of the weights, which older files do not name, and of the
+    arithmetic."""
+    return types_text(str(settings.get("dtype")), settings.get("weights"))
 
 
 def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> str:
     """A sentence over all methods; methods with differences are named."""
     whole = exactness(samples)
     said = (f"{whole.different_answers} of {whole.answers} answers and {_count(whole.different_tokens)} of "
-            f"{whole.tokens} tokens are not those of plain decoding ({types_text(settings)})")
+            f"{whole.tokens} tokens are not those of plain decoding ({types_of(settings)})")
     if not whole.different_answers:
         return f"{said}."
     methods = {name: exactness(s for s in samples if s.strategy == name)

@@ -16,11 +16,10 @@ from flowspec_edge.bench.samples import (
     ConcurrentTiming,
     Sample,
     answer_digest,
-    different_tokens,
     repeats_itself,
     speed,
 )
-from flowspec_edge.runtime.request import ClusterBackend, Request, Result
+from flowspec_edge.runtime.request import ClusterBackend, Request, Result, different_tokens
 from flowspec_edge.sampling.settings import Sampling
 
 PlainDecoding = Callable[[Request], tuple[list[int], str]]  # plain decoding: (tokens, finish reason)

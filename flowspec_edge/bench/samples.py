@@ -162,12 +162,6 @@ def answer_digest(tokens: Sequence[int], finish_reason: str) -> str:
     return sha256(f"{text};{finish_reason}".encode()).hexdigest()[:16]
 
 
-def different_tokens(tokens: Sequence[int], expected: Sequence[int]) -> int:
-    """Places at which the tokens are not the same; those after the end of the shorter text count, too."""
-    same = sum(a == b for a, b in zip(tokens, expected, strict=False))
-    return max(len(tokens), len(expected)) - same
-
-
 PERIOD, TIMES, SHORTEST = 32, 3, 32
 LOOP = (f"at least {SHORTEST} tokens in a row that repeat with a period of at most {PERIOD} tokens, at "
               f"least {TIMES} times over")

@@ -103,6 +103,15 @@ class HeadQuantisation(StrictModel):
     group: Count
 
 
+def types_text(dtype: str, weights: str | None) -> str:
+    """In which types a model is and computes; ``weights``: as :attr:`Manifest.stored`, None: not known."""
+    if weights is None:
+        return f"computed in {dtype}"
+    if weights == dtype:
+        return f"weights and arithmetic in {dtype}"
+    return f"weights {weights}, computed in {dtype}"
+
+
 class Manifest(StrictModel):
     """dtype          as requested
     compute_dtype  of activations, caches and 16-bit weights

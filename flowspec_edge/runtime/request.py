@@ -93,6 +93,12 @@ class Result:
         return {"tokens": self.tokens, "text": text, "finish_reason": self.finish_reason, "stats": stats}
 
 
+def different_tokens(tokens: Sequence[int], expected: Sequence[int]) -> int:
+    """Places at which the tokens are not the same; those after the end of the shorter text count, too."""
+    same = sum(a == b for a, b in zip(tokens, expected, strict=False))
+    return max(len(tokens), len(expected)) - same
+
+
 class RequestHandle(Future[Result]):
     """Handle of a submitted request; thread-safe.
 

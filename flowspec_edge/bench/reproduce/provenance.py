@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from flowspec_edge.bench.estimates import MEDIAN, METHOD
-from flowspec_edge.bench.exactness import exactness_text, types_text
+from flowspec_edge.bench.exactness import exactness_text, types_of
 from flowspec_edge.bench.host_info import commit, versions
 from flowspec_edge.bench.paper_results import PaperResults
 from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind
@@ -28,7 +28,7 @@ def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[s
         tasks = "; ".join(f"{t['name']}: {t['prompts']} prompts, SHA-256 {t['sha256'][:12]}"
                           for t in s["tasks"])
         drafts = f"draft {s['draft']}, {DRAFTS[bool(s.get('ngram'))]}; {measured.acceptance}"
-        rest = (f"model {s['model']}; {tasks}; at most {s['max_new_tokens']} new tokens; {types_text(s)}; "
+        rest = (f"model {s['model']}; {tasks}; at most {s['max_new_tokens']} new tokens; {types_of(s)}; "
                 f"seed {s['seed']}; {drafts}; measured {measured.results.date} with "
                 f"{s['versions']['flowspec-edge']}")
         profile = f"{s['profile']['name']} ({s['profile']['provenance']})"

@@ -211,7 +211,8 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, 
     drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
     return {
         "model": model.name,
-        "tasks": [{"name": t.name, "prompts": len(t.prompts), "sha256": t.digest} for t in tasks],
+        "tasks": [{"name": t.name, "prompts": len(t.prompts), "sha256": t.digest, "each": t.digests}
+                  for t in tasks],
         "limit": options.limit, "truncate": options.truncate, "stages": options.stages,
         "dtype": options.dtype, "weights": weights_of(model, dtype_of(model, options.dtype)),
         "device": options.device, "max_new_tokens": options.max_new_tokens,
