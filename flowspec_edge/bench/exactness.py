@@ -64,7 +64,7 @@ def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> st
     """A sentence over all methods; methods with differences are named."""
     whole = exactness(samples)
     said = (f"{whole.different_answers} of {whole.answers} answers and {_count(whole.different_tokens)} of "
-            f"{whole.tokens} tokens are not those of plain decoding ({types_of(settings)})")
+            f"{whole.tokens} tokens differ from plain decoding's ({types_of(settings)})")
     if not whole.different_answers:
         return f"{said}."
     methods = {name: exactness(s for s in samples if s.strategy == name)
