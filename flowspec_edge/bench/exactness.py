@@ -13,6 +13,7 @@ from typing import Any
 from flowspec_edge.bench.samples import Sample
 from flowspec_edge.model.manifest import types_text
 
+PLAIN = "autoregressive"
 MARKS = ("answers ≠, tokens ≠: those that are not plain decoding's with the unsharded model; ≈: near ties of "
          "16 bits explain it, ≠: nothing does")
 
@@ -71,9 +72,28 @@ def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> st
                for name in dict.fromkeys(s.strategy for s in samples)}
     each = ", ".join(f"{name} {one.answers_text} answers, {one.tokens_text} tokens"
                      for name, one in methods.items() if one.different_answers)
+    each += _through_stages(samples)
     why = "near ties of 16 bits explain all of them (≈)" if whole.mark == "≈" else \
         f"near ties of 16 bits explain {whole.near_ties} of them (≈), nothing explains the others (≠)"
     return f"{said}: {each}; {why}."
+
+
+def _through_stages(samples: Sequence[Sample]) -> str:
+    """Answers that are not autoregressive decoding's through the same stages, if these can be told."""
+    plainly = [s for s in samples if s.strategy == PLAIN]
+    answers = {_place(s): s.answer for s in plainly}
+    others = [s for s in samples if s.strategy != PLAIN and _place(s) in answers]
+    if not others or len(answers) < len(plainly) or not all(s.answer for s in (*plainly, *others)):
+        return ""
+    counts = []
+    for name in dict.fromkeys(s.strategy for s in others):
+        mine = [s for s in others if s.strategy == name]
+        counts.append(f"{name} {sum(s.answer != answers[_place(s)] for s in mine)}/{len(mine)}")
+    return f"; answers that are not {PLAIN}'s through the same stages: {', '.join(counts)}"
+
+
+def _place(sample: Sample) -> tuple[str, float, int, int]:
+    return sample.task, sample.temperature, sample.repeat, sample.prompt
 
 
 def _count(number: int | None) -> str:

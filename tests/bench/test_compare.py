@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from reportkit import report
 
-from flowspec_edge.__main__ import main
 from flowspec_edge.bench.results import BenchReport
+from flowspec_edge.cli.main import main
 
 
 def saved(path: Path, made: BenchReport, texts: list[str] | None = None, **settings: object) -> Path:

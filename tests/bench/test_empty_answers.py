@@ -98,7 +98,8 @@ def test_a_papers_table_of_short_answers_has_no_figure(tmp_path: Path, name: str
         made.samples = emptied(made.samples)
         facts = [{"name": "demo", "prompts": 1, "sha256": "0" * 64}]
         made.settings |= {"tasks": facts, "versions": {"flowspec-edge": "0"},
-                          "ngram": measurement.params.ngram, "profile": {"name": "paper-7b", "provenance": "estimated"}}
+                          "ngram": measurement.params.ngram,
+                          "profile": {"name": "paper-7b", "provenance": "estimated"}}
         results: BenchReport | Sweep = made
         if measurement.axis is not None:
             results = Sweep("paper-7b", "virtual", made.settings | {"temperature": 0.0}, complete=True,
