@@ -21,13 +21,20 @@ from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
 from flowspec_edge.fleet.planning.testbed import profile_or_testbed
 from flowspec_edge.messages import Segment
-from flowspec_edge.model.manifest import ComputeDtype, Manifest
+from flowspec_edge.model.manifest import ComputeDtype, Manifest, types_text
 from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.model.text import TextStream, Tokenizer
 from flowspec_edge.runtime.cluster.clusters import open_cluster
 from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Virtual
 from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.request import FinishReason, Request, Result, SchedulingPolicy, Stats
+from flowspec_edge.runtime.request import (
+    FinishReason,
+    Request,
+    Result,
+    SchedulingPolicy,
+    Stats,
+    different_tokens,
+)
 from flowspec_edge.runtime.virtual.clock import Span
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
@@ -129,6 +136,14 @@ class Cluster:
         return self._backend.clock
 
     @property
+    def types(self) -> str:
+        """In which types weights and activations are, such as "weights int4, computed in bf16". In fp32 every
+        strategy gives the tokens of :meth:`plain`. In 16 bits sums are rounded, and near ties may be decided
+        differently: :meth:`different_tokens` counts."""
+        stored = Manifest.read(self.model.path).stored if self.model.sharded else self._dtype
+        return types_text(self._dtype, stored)
+
+    @property
     def spans(self) -> list[Span]:
         """What each device did, and when, in the last request: for timelines. UsageError unless virtual."""
         if not isinstance(self._backend, VirtualCluster):
@@ -181,12 +196,17 @@ class Cluster:
         return [self._completion(result) for result in self._backend.generate_many(requests)]
 
     def plain(self, request: Request) -> list[int]:
-        """Return the tokens of plain decoding, without a pipeline: what every strategy has to give. The first
-        call loads the model a second time."""
+        """Return the tokens of plain decoding, without a pipeline: what every strategy has to give, near ties
+        of 16 bits aside. The first call loads the model a second time."""
         if self._plain is None:
             self._plain = PlainDecoder(self.model.path, self._dtype, self._device)
         return self._plain.generate(list(request.prompt), request.max_new_tokens, request.sampling,
                                     request.stop_ids, request.penalties, request.restrictions)[0]
+
+    def different_tokens(self, request: Request, answer: Completion) -> int:
+        """Count the places at which ``answer``'s token is not that of :meth:`plain` for ``request``; tokens
+        after the end of the shorter text count, too."""
+        return different_tokens(answer.tokens, self.plain(request))
 
     def close(self) -> None:
         """End the processes; idempotent."""

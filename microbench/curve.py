@@ -51,8 +51,8 @@ def main() -> None:
 
 def _speed(cluster: VirtualCluster, requests: list[Request]) -> float:
     """Mean tokens/s of the requests with more than one token, as ``flowspec bench run`` counts."""
-    results = [cluster.generate(request).stats for request in requests]
-    return fmean(stats.tokens_per_second for stats in results if stats.decode_s > 0)
+    speeds = [cluster.generate(request).stats.tokens_per_second for request in requests]
+    return fmean(speed for speed in speeds if speed is not None)
 
 
 def _decision_us(stages: int, turns: int = 200) -> float:

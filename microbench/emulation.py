@@ -63,13 +63,14 @@ def main() -> None:
 def _speed(group: list[Result]) -> float:
     """Tokens/s: of one request while it decodes, of several together from their arrival on."""
     if len(group) == 1:
-        return group[0].stats.tokens_per_second
+        return group[0].stats.tokens_per_second or 0.0
     return sum(len(result.tokens) for result in group) / max(result.token_at[-1] for result in group)
 
 
 def _alt(stats: list[Stats]) -> float:
     """Tokens per turn over several requests: sums divided by sums."""
-    return sum(s.alt * s.turns for s in stats) / sum(s.turns for s in stats)
+    decoded = [(s.alt, s.turns) for s in stats if s.alt is not None]
+    return sum(alt * turns for alt, turns in decoded) / sum(turns for _, turns in decoded)
 
 
 if __name__ == "__main__":

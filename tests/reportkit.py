@@ -27,7 +27,8 @@ def report(strategies: list[str], tasks: list[str], temperatures: list[float], p
                             rounds=rng.randint(1, 9), tokens_per_second=(tokens - 1) / decode,
                             decode_s=decode, ttft_s=rng.random(), itl_p50_s=rng.random(),
                             itl_p95_s=rng.random(), drafted=9, verified=8, accepted=7, bytes=6,
-                            identical=True, draft="eagle2"))
+                            identical=True, draft="eagle2", different_tokens=0,
+                            answer=f"{task} {prompt}"))
     facts = [{"name": task, "prompts": prompts, "sha256": "0"} for task in tasks]
     settings = {**SETTINGS, "stages": stages, "tasks": facts}
     return BenchReport(profile, "virtual" if profile else "wall", settings, {"cpu": "none"}, "2026-01-02",

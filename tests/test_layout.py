@@ -53,9 +53,9 @@ ORDER: dict[str, list[str]] = {
                 "dashboard", "access_control", "intake", "app", "server"],
     "fleet": ["paths", "inventory", "commands", "board_links", "ssh_stages", "transfer", "probe", "gpu_check",
               "planning", "measurement", "services", "deploy", "doctor"],
-    "bench": ["samples", "estimates", "rows", "paper_results", "axes", "results", "host_info", "tasks",
-              "runner", "near_ties", "parallel", "weight_loss", "styles", "tables", "paper_tables",
-              "timeline", "plots", "reproduce"],
+    "bench": ["samples", "exactness", "estimates", "rows", "paper_results", "axes", "results", "host_info",
+              "tasks", "runner", "near_ties", "parallel", "weight_loss", "styles", "tables", "compare",
+              "paper_tables", "timeline", "plots", "reproduce"],
     "cli": ["common", "bench", "generate", "serve", "boards", "deploy", "models",
             "main"],
 }

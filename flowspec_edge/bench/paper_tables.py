@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from flowspec_edge.bench.estimates import METHOD, Estimate
+from flowspec_edge.bench.estimates import MEDIAN, METHOD
+from flowspec_edge.bench.exactness import exactness_text
 from flowspec_edge.bench.paper_results import PaperResults
 from flowspec_edge.bench.results import BenchReport
 from flowspec_edge.bench.rows import BASELINE, MEAN, ReportRow
-from flowspec_edge.bench.samples import LOOP
+from flowspec_edge.bench.samples import LOOP, SHORT
 from flowspec_edge.bench.styles import style_of
 from flowspec_edge.bench.tables import NOTHING, concurrency_markdown, markdown_table, number, timing
 
@@ -108,7 +109,7 @@ def _accepted_table(report: BenchReport, strategies: Sequence[str], published: P
         line = [style_of(name).label]
         for temperature in temperatures:
             row = rows.get((name, temperature))
-            line += [f"{row.alt:.2f}", f"{row.alr:.2f}"] if row else [NOTHING, NOTHING]
+            line += [number(row.alt), number(row.alr)] if row else [NOTHING, NOTHING]
         for accepted in theirs:
             line += [f"{kind[name]:.2f}" if name in kind else NOTHING
                      for kind in (accepted.alt, accepted.alr)]
@@ -119,8 +120,8 @@ def _accepted_table(report: BenchReport, strategies: Sequence[str], published: P
 def _speed(row: ReportRow | None) -> Cells:
     if row is None:
         return [NOTHING, NOTHING]
-    speed = Estimate(row.tokens_per_second, row.tokens_per_second_se)
-    return [f"{speed.text()}{'' if row.identical else ' **≠**'}", number(row.speedup)]
+    return [f"{row.speed.text()} {row.exactness.mark}".rstrip() if row.speed else NOTHING,
+            row.ratio.text() if row.ratio else NOTHING]
 
 
 def _published_speed(speed: float | None, base: float) -> Cells:
@@ -143,13 +144,14 @@ def _note(report: BenchReport, published: PaperResults | None) -> str:
                      + f" (`--draft {s['draft']}`).")
     parts.append(f"PipeDec's layers hold {s['pipedec_width']} nodes (`--pipedec-width`).")
     parts.append("; ".join(f"{task['name']}: {task['prompts']} prompts" for task in s["tasks"])
-                 + f"; at most {s['max_new_tokens']} new tokens, {s['dtype']}, seed {s['seed']}.")
+                 + f"; at most {s['max_new_tokens']} new tokens, seed {s['seed']}.")
     if any(row.tokens_per_second_se is not None for row in report.rows):
-        parts.append(f"{METHOD}.")
+        parts.append(f"{METHOD}; in brackets the {MEDIAN}.")
+    if short := sum(row.short for row in report.rows):
+        parts.append(f"{SHORT[0].upper()}{SHORT[1:]}: {short} of {sum(row.answers for row in report.rows)}.")
     parts += _loops(report)
-    wrong = list(dict.fromkeys(row.strategy for row in report.rows if not row.identical))
-    parts.append(f"**Not the text of plain decoding (≠): {', '.join(wrong)}.**" if wrong else
-                 "Every text is that of plain decoding, token for token.")
+    exact = exactness_text(report.samples, s)
+    parts.append(f"**{exact}**" if any(not row.identical for row in report.rows) else exact)
     if not report.complete:
         parts.append("**The run was interrupted: some of it is missing.**")
     if published and published.speeds(report.profile, s["stages"], 0):

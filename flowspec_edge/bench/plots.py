@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+NO_SPEED = "no answer has a second token, so none has a speed: nothing to plot; raise --limit"
 _SUFFIXES = (".svg", ".png")
 _RUNS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#222255")  # the last: of no run
 _CANCELLED = "#dddddd"
@@ -63,6 +64,8 @@ def plot(reports: Sequence[BenchReport], path: Path) -> None:
     check_figure(path)
     if not any(report.rows for report in reports):
         raise UsageError("the reports hold no rows yet: nothing to plot")
+    if all(row.tokens_per_second is None for report in reports for row in report.rows):
+        raise UsageError(NO_SPEED)
     if any(report.concurrent for report in reports):
         raise UsageError("figures are of requests that run one by one; for --clients and --arrival-rate "
                          "there is a table: flowspec bench tables --from OUT.json")
@@ -136,10 +139,12 @@ def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: boo
     names = list(dict.fromkeys(row.strategy for row in rows))
     width = 0.84 / len(names)
     for name in names:
-        mine = [row for row in rows if row.strategy == name]
+        mine = [row for row in rows if row.strategy == name and row.tokens_per_second is not None]
+        if not mine:
+            continue
         at = [groups.index(group(row)) + (names.index(name) - (len(names) - 1) / 2) * width for row in mine]
         spread: Any = [row.tokens_per_second_se or 0.0 for row in mine]
-        bars = axis.bar(at, [row.tokens_per_second for row in mine], width * 0.94,
+        bars = axis.bar(at, [_or_nan(row.tokens_per_second) for row in mine], width * 0.94,
                         color=style_of(name).colour, label=_named(mine[0]), capsize=2,
                         yerr=spread if any(spread) else None)
         axis.bar_label(bars, [_label(row) for row in mine], fontsize=6, padding=1)
@@ -149,7 +154,7 @@ def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: boo
 
 def _label(row: ReportRow) -> str:
     ratio = "" if row.speedup is None else f"{row.speedup:.2f}"
-    return ratio if row.identical else f"{ratio} ≠".lstrip()
+    return f"{ratio} {row.exactness.mark}".strip()
 
 
 def _named(row: ReportRow) -> str:
@@ -158,8 +163,10 @@ def _named(row: ReportRow) -> str:
 
 def _draw_lines(axis: Axes, caption: str, lines: dict[str, list[tuple[int, ReportRow]]]) -> None:
     for name, points in lines.items():
-        draw_curve(axis, name, [(stages, row.tokens_per_second, row.tokens_per_second_se)
-                                for stages, row in points], _named(points[0][1]))
+        shown = [(stages, row.tokens_per_second, row.tokens_per_second_se) for stages, row in points
+                 if row.tokens_per_second is not None]
+        if shown:
+            draw_curve(axis, name, shown, _named(points[0][1]))
     ticks(axis, sorted({stages for points in lines.values() for stages, _ in points}), "stages")
     finish(axis, caption)
 
@@ -231,6 +238,8 @@ def plot_sweep(sweep: Sweep, path: Path) -> None:
     speeds = sweep.speeds()
     if not speeds:
         raise UsageError("the sweep holds no rows yet: nothing to plot")
+    if all(row.tokens_per_second is None for rows in speeds.values() for row in rows.values()):
+        raise UsageError(NO_SPEED)
     save_figure(depth_figure(sweep) if sweep.axis.name == "depth" else _sweep_lines(sweep, speeds), path)
 
 
@@ -242,8 +251,11 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
     shown: set[float] = set()
     for name, rows in speeds.items():
         points = [(value, row.tokens_per_second, row.tokens_per_second_se) for value, row in rows.items()
-                  if not isinstance(value, tuple)]
-        wrong = " ≠" if not all(row.identical for row in rows.values()) else ""
+                  if not isinstance(value, tuple) and row.tokens_per_second is not None]
+        marks = {row.exactness.mark for row in rows.values()}
+        wrong = next((f" {mark}" for mark in "≠≈" if mark in marks), "")
+        if not points:
+            continue
         draw_curve(axis, name, points, f"{_named(next(iter(rows.values())))}{wrong}")
         shown |= {value for value, _, _ in points}
         if theirs and (curve := theirs.curve(name)):
@@ -277,22 +289,29 @@ def depth_figure(sweep: Sweep) -> Figure:
     return figure
 
 
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
 def _draw_grid(axis: Axes, rows: Mapping[Value, ReportRow], depths: list[int], expansions: list[int]) -> None:
     from matplotlib.patches import Rectangle
 
     cells = [[rows.get((depth, expansion)) for expansion in expansions] for depth in depths]
-    best, worst = best_and_worst(rows)
-    most, least = rows[best].tokens_per_second, rows[worst].tokens_per_second
-    axis.imshow([[row.tokens_per_second if row else float("nan") for row in line] for line in cells],
+    ends = best_and_worst(rows)
+    if ends is None:
+        raise UsageError(NO_SPEED)
+    best, worst = ends
+    most, least = (rows[value].tokens_per_second or 0.0 for value in ends)
+    axis.imshow([[_or_nan(row.tokens_per_second if row else None) for row in line] for line in cells],
                 cmap="YlGnBu", aspect="auto", vmin=least - 0.1 * (most - least), vmax=most)
     for y, depth in enumerate(depths):
         for x, expansion in enumerate(expansions):
             row, value = cells[y][x], (depth, expansion)
-            if row is None:
+            if row is None or row.tokens_per_second is None:
                 continue
             dark = most > least and (row.tokens_per_second - least) / (most - least) > 0.6
             word = {worst: "worst", best: "best"}.get(value, "") if best != worst else ""
-            text = f"{row.tokens_per_second:.2f}{'' if row.identical else ' ≠'}"
+            text = f"{row.tokens_per_second:.2f} {row.exactness.mark}".rstrip()
             axis.text(x, y, f"{text}\n{word}" if word else text, ha="center", va="center", fontsize=8,
                       color="white" if dark else "black")
             if word:

@@ -8,7 +8,16 @@ from statistics import fmean, stdev
 from typing import Any
 
 from flowspec_edge.bench import estimates
-from flowspec_edge.bench.samples import Cell, ConcurrencyFigures, Sample, figures_of, mean_figures
+from flowspec_edge.bench.estimates import Estimate
+from flowspec_edge.bench.exactness import Exactness, exactness
+from flowspec_edge.bench.samples import (
+    Cell,
+    ConcurrencyFigures,
+    Sample,
+    figures_of,
+    is_short,
+    mean_figures,
+)
 
 BASELINE = "chunk_pp"
 MEAN = "mean"
@@ -17,21 +26,31 @@ MEAN = "mean"
 class ReportRow:
     """One strategy on one task at one temperature: all prompts, all repeats.
 
+    A figure of no answer at all is None: answers of at most one token have no speed, and are in none of the
+    rates and latencies.
+
     draft                 what the strategy drafted with, such as "eagle2+ngram", or "none"
-    tokens_per_second     mean over prompts and repeats, without answers of at most one token
+    tokens_per_second     mean over prompts and repeats
     tokens_per_second_se  its standard error over the prompts; None for a single one
+    tokens_per_second_median  median over the prompts; None for a single one
     tokens_per_second_sd  standard deviation over repeats of the prompts' mean; None if run once
     speedup               ratio to chunk_pp's tokens_per_second; None if chunk_pp was not run
+    speedup_se            its standard error over the prompts
+    speedup_median        median of the prompts' own ratios; None for a single one
     alt, alr              sums divided by sums: tokens after the first over turns, and over rounds
     tokens                sum of all generated tokens
+    ttft_s                of the answers that have a token
     itl_mean_s            decode time over tokens after the first, sums divided by sums
     itl_p50_s, itl_p95_s  means of the requests' own percentiles
-    identical             whether all texts are plain decoding's, except for near ties in 16 bits
-    near_ties             texts in which near ties were decided differently
+    identical             whether all texts are plain decoding's, token for token
+    different_answers     texts that are not
+    different_tokens      places at which their tokens are not plain decoding's; None if it is not known
+    near_ties             of the different texts, those that near ties in 16 bits explain
     energy_j              sum over all boards; None unless measured for all requests
     energy_above_idle_j   without the boards' idle power
     joules_per_token      energy_j over tokens, the prefill included
     answers, repeating    texts, and those of them that repeat themselves; None if it is not known
+    short                 texts of at most one token
     tokens_per_second_repeating, tokens_per_second_other
                           of the texts that repeat themselves and of all others; None without such texts
     speedup_other         ratio to chunk_pp's tokens_per_second_other
@@ -41,18 +60,18 @@ class ReportRow:
     strategy: str
     task: str
     temperature: float
-    tokens_per_second: float
+    tokens_per_second: float | None
     tokens_per_second_sd: float | None
     speedup: float | None
-    alt: float
-    alr: float
+    alt: float | None
+    alr: float | None
     turns: float
     rounds: int
     tokens: int
-    ttft_s: float
-    itl_mean_s: float
-    itl_p50_s: float
-    itl_p95_s: float
+    ttft_s: float | None
+    itl_mean_s: float | None
+    itl_p50_s: float | None
+    itl_p95_s: float | None
     repeats: int
     identical: bool
     near_ties: int = 0
@@ -68,6 +87,27 @@ class ReportRow:
     concurrency: ConcurrencyFigures | None = None
     draft: str = ""
     tokens_per_second_se: float | None = None
+    tokens_per_second_median: float | None = None
+    speedup_se: float | None = None
+    speedup_median: float | None = None
+    short: int = 0
+    different_answers: int = 0
+    different_tokens: int | None = 0
+
+    @property
+    def speed(self) -> Estimate | None:
+        """Tokens/s."""
+        return _estimate(self.tokens_per_second, self.tokens_per_second_se, self.tokens_per_second_median)
+
+    @property
+    def ratio(self) -> Estimate | None:
+        """The speedup."""
+        return _estimate(self.speedup, self.speedup_se, self.speedup_median)
+
+    @property
+    def exactness(self) -> Exactness:
+        return Exactness(self.answers, self.different_answers, self.tokens, self.different_tokens,
+                         self.near_ties)
 
 
 def rows_of(samples: Iterable[Sample]) -> list[ReportRow]:
@@ -78,7 +118,8 @@ def rows_of(samples: Iterable[Sample]) -> list[ReportRow]:
     if not cells:
         return []
     strategies, tasks, temperatures = _axes(cells)
-    found = [_row(cells[cell]) for temperature in temperatures for task in tasks for name in strategies
+    found = [_row(cells[cell], cells.get((BASELINE, task, temperature), []))
+             for temperature in temperatures for task in tasks for name in strategies
              if (cell := (name, task, temperature)) in cells]
     return _with_speedup(found)
 
@@ -94,40 +135,53 @@ def task_means(samples: Sequence[Sample]) -> list[ReportRow]:
         for name in strategies:
             parts = [row for row in single if (row.strategy, row.temperature) == (name, temperature)]
             if len(parts) == len(tasks):
-                mine = [s for s in samples if (s.strategy, s.temperature) == (name, temperature)]
-                found.append(_mean(parts, _deviation([_repeat_speed(mine, r) for r in _repeats(mine)])))
+                mine, base = ([s for s in samples if (s.strategy, s.temperature) == (which, temperature)]
+                              for which in (name, BASELINE))
+                found.append(_mean(parts, mine, base))
     return _with_speedup(found)
 
 
-def _row(samples: Sequence[Sample]) -> ReportRow:
+def _row(samples: Sequence[Sample], base: Sequence[Sample]) -> ReportRow:
+    """``base``: Chunk-PP's samples of the same task and temperature."""
     first, repeats = samples[0], _repeats(samples)
-    turns, rounds = sum(s.turns for s in samples), sum(s.rounds for s in samples)
-    decoded = _decoded(samples)
-    after_first = sum(max(0, s.tokens - 1) for s in samples)
+    decoded = [s for s in samples if not is_short(s)]
+    turns, rounds = sum(s.turns for s in decoded), sum(s.rounds for s in decoded)
+    after_first = sum(s.tokens - 1 for s in decoded)
     timings = [s.concurrent for s in samples if s.concurrent]
-    tokens = sum(s.tokens for s in samples)
+    exact = exactness(samples)
     energy, above_idle = _sum(s.energy_j for s in samples), _sum(s.energy_above_idle_j for s in samples)
     return ReportRow(
         strategy=first.strategy, task=first.task, temperature=first.temperature,
-        tokens_per_second=fmean(s.tokens_per_second for s in decoded),
+        tokens_per_second=_mean_of(s.tokens_per_second for s in decoded),
         tokens_per_second_sd=_deviation([_repeat_speed(samples, r) for r in repeats]),
         speedup=None,
-        alt=after_first / turns if turns else 0.0,
-        alr=after_first / rounds if rounds else 0.0,
-        turns=turns, rounds=rounds, tokens=tokens,
-        ttft_s=fmean(s.ttft_s for s in samples),
-        itl_mean_s=sum(s.decode_s for s in decoded) / after_first if after_first else 0.0,
-        itl_p50_s=fmean(s.itl_p50_s for s in decoded),
-        itl_p95_s=fmean(s.itl_p95_s for s in decoded),
+        alt=after_first / turns if turns else None,
+        alr=after_first / rounds if rounds else None,
+        turns=sum(s.turns for s in samples), rounds=sum(s.rounds for s in samples),
+        tokens=exact.tokens,
+        ttft_s=_mean_of(s.ttft_s for s in samples if s.tokens),
+        itl_mean_s=sum(s.decode_s for s in decoded) / after_first if after_first else None,
+        itl_p50_s=_mean_of(s.itl_p50_s for s in decoded),
+        itl_p95_s=_mean_of(s.itl_p95_s for s in decoded),
         repeats=len(repeats),
-        identical=all(s.identical for s in samples), near_ties=sum(s.near_ties for s in samples),
+        identical=not exact.different_answers, near_ties=exact.near_ties,
+        different_answers=exact.different_answers, different_tokens=exact.different_tokens,
         energy_j=energy, energy_above_idle_j=above_idle,
-        joules_per_token=None if energy is None or not tokens else energy / tokens,
-        joules_per_token_above_idle=None if above_idle is None or not tokens else above_idle / tokens,
-        answers=len(samples), **_apart(samples, decoded), draft=first.draft,
-        tokens_per_second_se=estimates.speed(samples).error,
+        joules_per_token=_over(energy, exact.tokens),
+        joules_per_token_above_idle=_over(above_idle, exact.tokens),
+        answers=len(samples), short=len(samples) - len(decoded), draft=first.draft,
+        **_apart(samples, decoded),
+        **_over_prompts(samples, base),
         concurrency=figures_of(timings) if timings else None,
     )
+
+
+def _over_prompts(samples: Sequence[Sample], base: Sequence[Sample]) -> dict[str, Any]:
+    """Medians and the errors of the means."""
+    nothing = estimates.Estimate(0.0)
+    speed, speedup = estimates.speed(samples) or nothing, estimates.speedup(samples, base) or nothing
+    return {"tokens_per_second_se": speed.error, "tokens_per_second_median": speed.median,
+            "speedup_se": speedup.error, "speedup_median": speedup.median}
 
 
 def _apart(samples: Sequence[Sample], decoded: Sequence[Sample]) -> dict[str, Any]:
@@ -145,15 +199,11 @@ def _mean_of(values: Iterable[float | None]) -> float | None:
     return fmean(found) if found else None
 
 
-def _decoded(samples: Sequence[Sample]) -> Sequence[Sample]:
-    """The samples with a speed and inter-token latencies; one without if there are no others."""
-    return [s for s in samples if s.tokens > 1] or samples[:1]
-
-
-def _mean(parts: Sequence[ReportRow], deviation: float | None) -> ReportRow:
+def _mean(parts: Sequence[ReportRow], samples: Sequence[Sample], base: Sequence[Sample]) -> ReportRow:
+    """``samples``: of ``parts``; ``base``: Chunk-PP's on the same tasks."""
     averaged = ("tokens_per_second", "alt", "alr", "ttft_s", "itl_mean_s", "itl_p50_s", "itl_p95_s")
-    summed = ("turns", "rounds", "tokens", "near_ties", "answers")
-    figures: dict[str, Any] = {name: fmean(getattr(row, name) for row in parts) for name in averaged}
+    summed = ("turns", "rounds", "tokens", "near_ties", "answers", "short", "different_answers")
+    figures: dict[str, Any] = {name: _mean_of(getattr(row, name) for row in parts) for name in averaged}
     figures |= {name: sum(getattr(row, name) for row in parts) for name in summed}
     figures |= {name: _sum(getattr(row, name) for row in parts)
                 for name in ("energy_j", "energy_above_idle_j")}
@@ -162,12 +212,16 @@ def _mean(parts: Sequence[ReportRow], deviation: float | None) -> ReportRow:
         figures[name] = None if total is None else total / len(parts)
     for name in ("tokens_per_second_repeating", "tokens_per_second_other"):
         figures[name] = _mean_of(getattr(row, name) for row in parts)
-    figures["tokens_per_second_se"] = estimates.average(
-        [estimates.Estimate(row.tokens_per_second, row.tokens_per_second_se) for row in parts]).error
+    figures["different_tokens"] = _whole_sum(row.different_tokens for row in parts)
+    whole = estimates.average([None if row.tokens_per_second is None else estimates.Estimate(
+        row.tokens_per_second, row.tokens_per_second_se) for row in parts])
+    figures |= _over_prompts(samples, base) | {"tokens_per_second_se": whole.error if whole else None,
+                                               "speedup_se": None}  # a ratio of means over tasks
     loops = [row.repeating for row in parts if row.repeating is not None]
     figures["repeating"] = sum(loops) if len(loops) == len(parts) else None
     shared = [row.concurrency for row in parts if row.concurrency]
     figures["concurrency"] = mean_figures(shared) if shared else None
+    deviation = _deviation([_repeat_speed(samples, r) for r in _repeats(samples)])
     return replace(parts[0], task=MEAN, tokens_per_second_sd=deviation,
                    identical=all(row.identical for row in parts), **figures)
 
@@ -180,6 +234,19 @@ def _sum(measured: Iterable[float | None]) -> float | None:
             return None
         total += value
     return total
+
+
+def _estimate(value: float | None, error: float | None, median: float | None) -> Estimate | None:
+    return None if value is None else Estimate(value, error, median)
+
+
+def _over(total: float | None, count: int) -> float | None:
+    return None if total is None or not count else total / count
+
+
+def _whole_sum(counts: Iterable[int | None]) -> int | None:
+    found = _sum(counts)
+    return None if found is None else int(found)
 
 
 def _with_speedup(found: Sequence[ReportRow]) -> list[ReportRow]:
@@ -202,14 +269,15 @@ def _repeats(samples: Iterable[Sample]) -> list[int]:
     return sorted({sample.repeat for sample in samples})
 
 
-def _repeat_speed(samples: Iterable[Sample], repeat: int) -> float:
+def _repeat_speed(samples: Iterable[Sample], repeat: int) -> float | None:
     """The mean over tasks of the mean over prompts."""
     tasks: dict[str, list[Sample]] = {}
     for sample in samples:
         if sample.repeat == repeat:
             tasks.setdefault(sample.task, []).append(sample)
-    return fmean(fmean(s.tokens_per_second for s in _decoded(mine)) for mine in tasks.values())
+    return _mean_of(_mean_of(s.tokens_per_second for s in mine if not is_short(s)) for mine in tasks.values())
 
 
-def _deviation(speeds: Sequence[float]) -> float | None:
-    return stdev(speeds) if len(speeds) > 1 else None
+def _deviation(speeds: Iterable[float | None]) -> float | None:
+    found = [speed for speed in speeds if speed is not None]
+    return stdev(found) if len(found) > 1 else None

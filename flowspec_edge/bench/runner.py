@@ -12,8 +12,14 @@ from typing import NamedTuple
 
 from flowspec_edge.bench.axes import Axis, Value
 from flowspec_edge.bench.results import BenchReport, Difference, Results
-from flowspec_edge.bench.samples import ConcurrentTiming, Sample, repeats_itself, speed
-from flowspec_edge.runtime.request import ClusterBackend, Request, Result
+from flowspec_edge.bench.samples import (
+    ConcurrentTiming,
+    Sample,
+    answer_digest,
+    repeats_itself,
+    speed,
+)
+from flowspec_edge.runtime.request import ClusterBackend, Request, Result, different_tokens
 from flowspec_edge.sampling.settings import Sampling
 
 PlainDecoding = Callable[[Request], tuple[list[int], str]]  # plain decoding: (tokens, finish reason)
@@ -109,7 +115,7 @@ def measure(cluster: ClusterBackend, plain: PlainDecoding, plan: BenchPlan, repo
     """Add to ``report`` what it lacks of ``plan``.
 
     ``advance`` is called ``plan.steps(report)`` times, ``save`` after each task of a strategy and at the end.
-    A text that differs from plain decoding's counts as identical if ``explains`` returns True.
+    A text that differs from plain decoding's is an error unless ``explains`` returns True.
     """
     warm: set[str] = set()
     expected: dict[tuple[str, float, int, int], tuple[list[int], str]] = {}
@@ -131,10 +137,13 @@ def measure(cluster: ClusterBackend, plain: PlainDecoding, plan: BenchPlan, repo
         requests = [replace(request, strategy=name) for _, _, request in jobs]
         for answer in _answers(cluster, plan, work, requests, advance):
             repeat, index, request = jobs[answer.member]
-            difference, tied = _check(answer, expected[keys[answer.member]], request, explains, Difference(
+            plainly = expected[keys[answer.member]]
+            difference, tied = _check(answer, plainly, request, explains, Difference(
                 name, index, 0, None, None, work.task, temperature, repeat))
             differences += [difference] if difference else []
-            samples.append(_sample(name, work.task, temperature, repeat, index, answer, not difference, tied))
+            identical = difference is None and not tied
+            samples.append(_sample(name, work.task, temperature, repeat, index, answer, plainly[0], identical,
+                                   tied))
         report.samples += samples  # at the end, so that an interrupted task does not count as measured
         report.differences += differences
         save()
@@ -216,7 +225,7 @@ def _check(answer: MeasuredAnswer, expected: tuple[list[int], str], request: Req
 
 
 def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: int, answer: MeasuredAnswer,
-            identical: bool, tied: bool) -> Sample:
+            expected: Sequence[int], identical: bool, tied: bool) -> Sample:
     result, timing = answer.result, answer.timing
     s = result.stats
     return Sample(
@@ -227,7 +236,9 @@ def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: i
         accepted=s.accepted, bytes=s.bytes, identical=identical,
         near_ties=tied, energy_j=s.energy_j, energy_above_idle_j=s.energy_above_idle_j,
         repeating=repeats_itself(result.tokens), concurrent=timing,
-        draft=s.draft,
+        draft=s.draft, answer=answer_digest(result.tokens, result.finish_reason),
+        different_tokens=max(different_tokens(found.tokens, expected)
+                             for found in (answer.alone, result) if found),
     )
 
 

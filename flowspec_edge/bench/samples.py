@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
 from statistics import fmean, quantiles
 
@@ -15,9 +16,14 @@ class Sample:
     """One request; times in seconds.
 
     repeat     what was added to the seed
+    tokens_per_second, itl_p50_s, itl_p95_s  None for an answer that :func:`is_short`
     bytes      all that was sent
     draft     what it drafted with (``Stats.draft``); "" in files from before this field
-    near_ties  whether the text counts as identical in 16 bits although near ties were decided differently
+    identical  whether its tokens and its end are those of plain decoding
+    near_ties  whether they are not, and near ties of 16 bits explain why
+    different_tokens  places at which its token is not plain decoding's, the end of the shorter text included;
+               None if it is not known, in files from before this field
+    answer     a digest of its tokens and its end: equal for equal texts; "" in files from before this field
     repeating  whether the text repeats itself (``repeats_itself``); None in files from before this field
     energy_j, energy_above_idle_j  as in a request's ``Stats``
     concurrent  None if the request ran alone
@@ -31,11 +37,11 @@ class Sample:
     tokens: int
     turns: float
     rounds: int
-    tokens_per_second: float
+    tokens_per_second: float | None
     decode_s: float
     ttft_s: float
-    itl_p50_s: float
-    itl_p95_s: float
+    itl_p50_s: float | None
+    itl_p95_s: float | None
     drafted: int
     verified: int
     accepted: int
@@ -47,6 +53,8 @@ class Sample:
     repeating: bool | None = None
     concurrent: ConcurrentTiming | None = None
     draft: str = ""
+    different_tokens: int | None = None
+    answer: str = ""
 
     @property
     def cell(self) -> Cell:
@@ -139,6 +147,19 @@ def _seconds(group: Sequence[ConcurrentTiming]) -> float:
 def _fairness(group: Sequence[ConcurrentTiming]) -> float:
     speeds = [own for timing in group if (own := speed(timing.token_s))]
     return min(speeds) / max(speeds)
+
+
+SHORT = "answers of at most one token, which prefill yields: they have no speed and are in no rate"
+
+
+def is_short(sample: Sample) -> bool:
+    """Whether an answer has no token after the first, and so no speed."""
+    return sample.tokens <= 1 or sample.tokens_per_second is None
+
+
+def answer_digest(tokens: Sequence[int], finish_reason: str) -> str:
+    text = ",".join(map(str, tokens))
+    return sha256(f"{text};{finish_reason}".encode()).hexdigest()[:16]
 
 
 PERIOD, TIMES, SHORTEST = 32, 3, 32

@@ -11,11 +11,12 @@ from rich.segment import Segments
 from rich.table import Table
 
 from flowspec_edge.bench.axes import Value, label
-from flowspec_edge.bench.estimates import METHOD
+from flowspec_edge.bench.estimates import MEDIAN, METHOD
+from flowspec_edge.bench.exactness import MARKS, exactness_text
 from flowspec_edge.bench.paper_results import BandwidthCurves, DepthCells
 from flowspec_edge.bench.results import BenchReport, Sweep
 from flowspec_edge.bench.rows import ReportRow
-from flowspec_edge.bench.samples import LOOP
+from flowspec_edge.bench.samples import LOOP, SHORT
 from flowspec_edge.bench.styles import style_of
 from flowspec_edge.util.terminal import plain
 
@@ -87,7 +88,8 @@ def timing(clock: str, profile: str | None) -> str:
 def table(rows: Sequence[ReportRow], caption: str) -> Table:
     """The rows in their order; speedup is over Chunk-PP.
 
-    The columns of task, energy, errors and loops appear if they have values; concurrent requests have others.
+    The columns of task, energy, errors, medians and loops appear if they have values; concurrent requests
+    have others.  ``caption`` also says in which types all was computed.
     """
     several = len({row.task for row in rows}) > 1
     columns, notes = _concurrency_columns(rows), [CONCURRENCY]
@@ -95,12 +97,13 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
         columns, notes = _columns(rows)
     if "J/token" in columns:
         caption = f"{caption}; J/token: measured, without carrier boards"
+    columns |= {"answers ≠": lambda row: _alert(row, row.exactness.answers_text),
+                "tokens ≠": lambda row: row.exactness.tokens_text}
+    notes.append(MARKS)
     made = frame([*["task"] * several, "strategy", "draft"], list(columns), caption, wide=True)
-    made.add_column("tokens", no_wrap=True)
     previous = None
     for row in rows:
-        cells = [plain(row.strategy), plain(row.draft or NOTHING), *(cell(row) for cell in columns.values()),
-                 _texts(row)]
+        cells = [plain(row.strategy), plain(row.draft or NOTHING), *(cell(row) for cell in columns.values())]
         made.add_row(*["" if row.task == previous else plain(row.task)] * several, *cells)
         previous = row.task
     made.caption = "\n".join(notes) or None
@@ -110,14 +113,21 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
 def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
     """Of requests that ran one by one, and the notes that explain them."""
     errors = any(row.tokens_per_second_se is not None for row in rows)
+    paired = any(row.speedup_median is not None for row in rows)
     counted = any(row.repeating is not None for row in rows)
     looped = any(row.repeating for row in rows)
     columns: Columns = {"tokens/s": _figure_of("tokens_per_second")}
     if errors:
-        columns["±"] = _figure_of("tokens_per_second_se")
-    columns |= {"speedup": lambda row: number(row.speedup, unit="×"), "ALT": _figure_of("alt", 3),
+        columns |= {"±": _figure_of("tokens_per_second_se"), "median": _figure_of("tokens_per_second_median")}
+    columns["speedup"] = lambda row: number(row.speedup, unit="×")
+    if paired:
+        columns |= {"± ": _figure_of("speedup_se"),
+                    "median ": lambda row: number(row.speedup_median, unit="×")}
+    columns |= {"ALT": _figure_of("alt", 3),
                 "ALR": _figure_of("alr"), "TTFT s": _figure_of("ttft_s"),
                 "ITL s": _figure_of("itl_mean_s", 3)}
+    if any(row.short for row in rows):
+        columns["short"] = lambda row: f"{row.short}/{row.answers}"
     if counted:
         columns["loops"] = (
             lambda row: NOTHING if row.repeating is None else f"{row.repeating}/{row.answers}")
@@ -126,7 +136,9 @@ def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
                     "others": _figure_of("tokens_per_second_other")}
     energy = [name for name in _ENERGY if any(getattr(row, name) is not None for row in rows)]
     columns |= {_ENERGY[name]: _figure_of(name) for name in energy}
-    notes = [METHOD] if errors else []
+    notes = [METHOD, MEDIAN] if errors else []
+    if "short" in columns:
+        notes.append(f"short: {SHORT}")
     if counted:
         notes.append(f"loops: answers with {LOOP}" +
                      ("; looping, others: tokens/s of these answers and of all others" if looped else ""))
@@ -157,10 +169,8 @@ def _figure_of(name: str, digits: int = 2) -> Callable[[ReportRow], str]:
     return lambda row: number(getattr(row, name), digits)
 
 
-def _texts(row: ReportRow) -> str:
-    if not row.identical:
-        return "[red]DIFFERENT[/red]"
-    return f"{row.near_ties} near tie{'s'[:row.near_ties > 1]}" if row.near_ties else "identical"
+def _alert(row: ReportRow, cell: str) -> str:
+    return f"[red]{cell}[/red]" if row.exactness.mark == "≠" else cell
 
 
 def concurrency_markdown(report: BenchReport, only: Collection[str] | None = None) -> str:
@@ -173,11 +183,11 @@ def concurrency_markdown(report: BenchReport, only: Collection[str] | None = Non
         caption = title(report.clock, report.profile, report.settings["stages"], temperature)
         columns = _concurrency_columns(rows)
         body = [[style_of(row.strategy).label, row.draft or NOTHING, row.task,
-                 *(cell(row) for cell in columns.values()), "identical" if row.identical else "**≠**"]
-                for row in rows]
+                 *(cell(row) for cell in columns.values()), row.exactness.answers_text,
+                 row.exactness.tokens_text] for row in rows]
         parts += [f"## {report.settings['model']} model, {caption}",
-                  markdown_table(["method", "draft", "task", *columns, "texts"], body)]
-    return "\n\n".join([*parts, CONCURRENCY])
+                  markdown_table(["method", "draft", "task", *columns, "answers ≠", "tokens ≠"], body)]
+    return "\n\n".join([*parts, f"{CONCURRENCY} {MARKS[0].upper()}{MARKS[1:]}."])
 
 
 def rows_to_show(report: BenchReport, temperature: float) -> list[ReportRow]:
@@ -220,8 +230,11 @@ def sweep_notes(sweep: Sweep) -> list[str]:
     s, found = sweep.settings, []
     tasks = "; ".join(f"{t['name']}: {t['prompts']} prompt{'s' * (t['prompts'] > 1)}" for t in s["tasks"])
     found.append(f"{tasks}; at most {s['max_new_tokens']} new tokens; draft: {s['draft']}.")
+    samples = [sample for point in sweep.measured_points() for sample in point.report.samples]
+    found.append(exactness_text(samples, s))
     if any(row.tokens_per_second_se is not None for rows in sweep.speeds().values() for row in rows.values()):
-        found.append(f"{METHOD}.")
+        found += [f"{METHOD}.", f"In brackets: {MEDIAN}."]
+    found += _short(sweep)
     found += _loops(sweep)
     if sweep.axis.name == "depth":
         found += [_extremes(name, rows) for name, rows in sweep.speeds().items()]
@@ -238,6 +251,14 @@ def sweep_notes(sweep: Sweep) -> list[str]:
     if not sweep.complete:
         found.append("INCOMPLETE: some values have not been measured.")
     return found
+
+
+def _short(sweep: Sweep) -> list[str]:
+    rows = [row for speeds in sweep.speeds().values() for row in speeds.values()]
+    if not any(row.short for row in rows):
+        return []
+    counts = " or ".join(dict.fromkeys(f"{row.short} of {row.answers}" for row in rows))
+    return [f"{SHORT[0].upper()}{SHORT[1:]}: {counts} of a strategy."]
 
 
 def _loops(sweep: Sweep) -> list[str]:
@@ -257,9 +278,12 @@ def published_depths(theirs: DepthCells) -> str:
             f"{worst.tokens_per_second:.2f}, {share:.0%} of it.")
 
 
-def best_and_worst(rows: Mapping[Value, ReportRow]) -> tuple[Value, Value]:
-    return (max(rows, key=lambda value: rows[value].tokens_per_second),
-            min(rows, key=lambda value: rows[value].tokens_per_second))
+def best_and_worst(rows: Mapping[Value, ReportRow]) -> tuple[Value, Value] | None:
+    """None if no row has a speed."""
+    found = {value: speed for value, row in rows.items() if (speed := row.tokens_per_second) is not None}
+    if not found:
+        return None
+    return max(found, key=lambda value: found[value]), min(found, key=lambda value: found[value])
 
 
 def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Table:
@@ -285,8 +309,8 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Tab
 def _grid(rows: Mapping[Value, ReportRow]) -> Table:
     depths, expansions = grid_axes(rows)
     made = frame(["d0 \\ d_exp"], [str(expansion) for expansion in expansions])
-    best, worst = best_and_worst(rows)
-    marks = {worst: _WORST, best: _BEST} if best != worst else {}
+    ends = best_and_worst(rows)
+    marks = {ends[1]: _WORST, ends[0]: _BEST} if ends and ends[0] != ends[1] else {}
     for depth in depths:
         cells = [f"{_speed(rows.get((depth, e)))}{marks.get((depth, e), ' ')}" for e in expansions]
         made.add_row(str(depth), *cells)
@@ -299,17 +323,19 @@ def grid_axes(rows: Mapping[Value, ReportRow]) -> tuple[list[int], list[int]]:
 
 
 def _extremes(name: str, rows: Mapping[Value, ReportRow]) -> str:
-    best, worst = best_and_worst(rows)
-    most, least = rows[best].tokens_per_second, rows[worst].tokens_per_second
+    ends = best_and_worst(rows)
+    if ends is None:
+        return f"{name}: no answer has a speed."
+    best, worst = ends
+    most, least = (rows[value].tokens_per_second or 0.0 for value in ends)
     return (f"{name}: {_BEST} best (d0, d_exp) = {label(best)} {most:.2f}, {_WORST} worst {label(worst)} "
             f"{least:.2f}, {least / most:.0%} of it.")
 
 
 def _speed(row: ReportRow | None) -> str:
-    if row is None:
+    if row is None or row.speed is None:
         return NOTHING
-    spread = "" if row.tokens_per_second_se is None else f" ± {row.tokens_per_second_se:.2f}"
-    return f"{row.tokens_per_second:.2f}{spread}{'' if row.identical else ' [red]≠[/red]'}"
+    return _alert(row, f"{row.speed.text()} {row.exactness.mark}".rstrip())
 
 
 def _retained(speeds: Sequence[float | None]) -> str:

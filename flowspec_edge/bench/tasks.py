@@ -58,6 +58,11 @@ class Task:
         texts = json.dumps([prompt.text for prompt in self.prompts])
         return hashlib.sha256(texts.encode()).hexdigest()
 
+    @property
+    def digests(self) -> list[str]:
+        """Of each prompt's text, in order: what pairs the prompts of two files."""
+        return [hashlib.sha256(prompt.text.encode()).hexdigest()[:12] for prompt in self.prompts]
+
 
 def task_name(path: Path) -> str:
     """A file's stem; for a ``question.jsonl`` its directory's name, as in EAGLE's repository."""

@@ -103,6 +103,15 @@ class HeadQuantisation(StrictModel):
     group: Count
 
 
+def types_text(dtype: str, weights: str | None) -> str:
+    """In which types a model is and computes; ``weights``: as :attr:`Manifest.stored`, None: not known."""
+    if weights is None:
+        return f"computed in {dtype}"
+    if weights == dtype:
+        return f"weights and arithmetic in {dtype}"
+    return f"weights {weights}, computed in {dtype}"
+
+
 class Manifest(StrictModel):
     """dtype          as requested
     compute_dtype  of activations, caches and 16-bit weights
@@ -160,6 +169,14 @@ class Manifest(StrictModel):
     @property
     def stages(self) -> int:
         return len(self.ranges)
+
+    @property
+    def stored(self) -> str:
+        """What is stored in which type, such as "int4, lm_head int8, KV cache int8"; what is not named is in
+        the compute dtype."""
+        return ", ".join([self.quantisation.kind if self.quantisation else self.compute_dtype,
+                          *([f"lm_head {self.lm_head.kind}"] if self.lm_head else []),
+                          *([f"KV cache {self.kv_cache}"] if self.kv_cache != "16bit" else [])])
 
     def part(self, name: str) -> ShardPart:
         if name not in self.parts:

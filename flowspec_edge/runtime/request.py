@@ -50,16 +50,19 @@ class Request:
 
 @dataclass(frozen=True)
 class Stats:
-    """Measured alike for every strategy, after truncation (docs: turns and rounds)."""
+    """Measured alike for every strategy, after truncation (docs: turns and rounds).
+
+    An answer of at most one token, which prefill yields, has no speed: its rates and latencies are None.
+    """
 
     turns: float = 0.0  # decode time / one slot of the slowest stage
     rounds: int = 0
-    alt: float = 0.0  # tokens per turn
-    alr: float = 0.0  # tokens per round
-    tokens_per_second: float = 0.0  # generated tokens after the first / decode time
+    alt: float | None = None  # tokens per turn
+    alr: float | None = None  # tokens per round
+    tokens_per_second: float | None = None  # generated tokens after the first / decode time
     ttft_s: float = 0.0
-    itl_p50_s: float = 0.0  # inter-token latency, median and 95th percentile; 0 within one accepted run
-    itl_p95_s: float = 0.0
+    itl_p50_s: float | None = None  # inter-token latency, median and 95th percentile; 0 in an accepted run
+    itl_p95_s: float | None = None
     drafted: int = 0
     verified: int = 0
     accepted: int = 0
@@ -90,6 +93,12 @@ class Result:
         stats = asdict(self.stats)
         stats["stages"] = list(self.stats.stages)
         return {"tokens": self.tokens, "text": text, "finish_reason": self.finish_reason, "stats": stats}
+
+
+def different_tokens(tokens: Sequence[int], expected: Sequence[int]) -> int:
+    """Places at which the tokens are not the same; those after the end of the shorter text count, too."""
+    same = sum(a == b for a, b in zip(tokens, expected, strict=False))
+    return max(len(tokens), len(expected)) - same
 
 
 class RequestHandle(Future[Result]):

@@ -83,7 +83,12 @@ class Strategy(ABC):
     @classmethod
     def looks_up(cls, params: Parameters) -> bool:
         """Whether it also follows continuations from earlier in the text."""
-        return params.ngram and cls.drafter is not None
+        return bool(params.ngram) and cls.drafter is not None
+
+    @classmethod
+    def merges_look_up(cls, params: Parameters) -> bool:
+        """Whether D0 merges these continuations into the draft model's children for it."""
+        return cls.looks_up(params)
 
     @property
     def prompt_taps(self) -> tuple[int, ...]:

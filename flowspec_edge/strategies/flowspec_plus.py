@@ -74,6 +74,8 @@ class FlowSpecPlus(TreeStrategy):
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
         self._disabled = self.params.disabled_ideas()
+        if self.params.ngram is False:
+            self._disabled |= {"lookup"}
         self._sampling = Sampling()
         self._estimator = AcceptanceEstimator(greedy=True)
         self.tree = BestFirstTree(-1, -1, 0, self._estimator)  # until ``start``
@@ -97,8 +99,17 @@ class FlowSpecPlus(TreeStrategy):
 
     @classmethod
     def looks_up(cls, params: Parameters) -> bool:
-        disabled = params.of(FlowSpecPlusParameters).disabled_ideas()
-        return super().looks_up(params) or "lookup" not in disabled
+        return cls._looks_up_itself(params) or super().looks_up(params)
+
+    @classmethod
+    def merges_look_up(cls, params: Parameters) -> bool:
+        """Only if its own look-up is off: both would name the same continuations."""
+        return super().looks_up(params) and not cls._looks_up_itself(params)
+
+    @classmethod
+    def _looks_up_itself(cls, params: Parameters) -> bool:
+        own = params.of(FlowSpecPlusParameters)
+        return own.ngram is not False and "lookup" not in own.disabled_ideas()
 
     def begin(self, text: Sequence[int], sampling: Sampling) -> None:
         self._sampling = sampling

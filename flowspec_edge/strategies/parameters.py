@@ -26,6 +26,7 @@ _RANGES = {"tau": f"above 0, to {MOST}", "ngram_max": f"ngram_min to {LONGEST_LO
            "ngram_min": "1 to ngram_max"}
 _SWITCH = {"true": True, "yes": True, "on": True, "1": True,
            "false": False, "no": False, "off": False, "0": False}
+_OWN = "own"  # the text of None, for a switch that each strategy sets by itself
 
 
 def _number(value: float) -> str:
@@ -34,7 +35,12 @@ def _number(value: float) -> str:
 
 @dataclass(frozen=True)
 class Parameter:
-    """``kind``: its type; a Literal has its values as arguments.  ``least``, ``most``: of a number."""
+    """One parameter of a strategy.
+
+    kind         its type; a Literal has its values as arguments, and a ``bool | None`` leaves the choice to
+                 the strategy
+    least, most  bounds of a number
+    """
 
     name: str
     kind: Any
@@ -47,29 +53,34 @@ class Parameter:
     def range(self) -> str:
         if self.name in _RANGES:
             return _RANGES[self.name]
+        if self.is_switch:
+            return "true, false" if self.kind is bool else f"true, false, {_OWN}"
         if choices := get_args(self.kind):
             return ", ".join(choices)
-        if self.kind is bool:
-            return "true, false"
         return "text" if self.kind is str else f"{_number(self.least)} to {_number(self.most)}"
+
+    @property
+    def is_switch(self) -> bool:
+        return bool in (self.kind, *get_args(self.kind))
 
     def read(self, text: str) -> Any:
         """UsageError for a text that is not of the type; :meth:`check` is for the range."""
         try:
-            if self.kind is bool:
-                return _SWITCH[text.lower()]
+            if self.is_switch:
+                words = _SWITCH if self.kind is bool else {**_SWITCH, _OWN: None}
+                return words[text.lower()]
             return self.kind(text) if self.kind in (int, float) else text
         except (ValueError, KeyError):
-            what = {int: "a whole number", float: "a number", bool: "true or false"}[self.kind]
+            what = {int: "a whole number", float: "a number"}.get(self.kind, "true or false")
             shown = text if len(text) <= 40 else f"{text[:40]}…"
             raise UsageError(f"{self.name} must be {what} ({self.range}), not {shown!r}") from None
 
     def check(self, value: Any) -> None:
         name, choices = self.name.replace("_", "-"), get_args(self.kind)
-        if choices and value not in choices:
+        if self.is_switch and not (isinstance(value, bool) or (value is None and self.kind is not bool)):
+            raise UsageError(f"{name} must be one of {self.range}, not {value!r}")
+        if choices and not self.is_switch and value not in choices:
             raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}")
-        if self.kind is bool and not isinstance(value, bool):
-            raise UsageError(f"{name} must be true or false, not {value!r}")
         if self.kind not in (int, float):
             return
         allowed = (int, float) if self.kind is float else int
@@ -119,7 +130,8 @@ class Parameters:
     rank: Annotated[Rank, "how children are ranked when sampling: by the draft's confidence alone, or with "
                           "the noise that the target will be sampled with"] = "noise"
     tau: Annotated[float, "softness of the noise ranking"] = 0.6
-    ngram: Annotated[bool, "merge look-up in the text into the draft model's children"] = False
+    ngram: Annotated[bool | None, "whether continuations from earlier in the text are drafted beside the "
+                                  "draft model's; own: by FlowSpec+ alone, which looks up by itself"] = None
     ngram_max: Annotated[int, "the longest run of tokens that is looked up in the text"] = 4
     ngram_min: Annotated[int, "the shortest run of tokens that is looked up"] = 2
 

@@ -101,6 +101,7 @@ class Swapping:
 
     def __init__(self, cluster: VirtualCluster, decoder: PlainDecoder, near: bool) -> None:
         self.cluster, self.decoder, self.near = cluster, decoder, near
+        self.written: list[list[int]] = []
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         result, tokens = self.cluster.generate(request, on_tokens), list[int]()
@@ -111,6 +112,7 @@ class Swapping:
             best, second = rows[-1].topk(2).indices.tolist()
             near = bool(rows[-1, best] - rows[-1, second] < TOLERANCE * rows.std())
             tokens.append(second if near == self.near and not (tokens and not near) else best)
+        self.written.append(tokens)
         return replace(result, tokens=tokens)
 
     def close(self) -> None:
@@ -134,10 +136,14 @@ def test_a_bench_counts_near_ties_and_refuses_others(model: Path, near: bool) ->
     measure(swapping, plain, plan, report, explains=NearTies(decoder.model).explain)
     [row] = report.rows
     if near:
-        assert row.identical
-        assert row.near_ties == sum(s.near_ties for s in report.samples) > 0
+        expected = [plain(request)[0] for request in requests]
+        wrong = [sum(a != b for a, b in zip(tokens, right, strict=True))
+                 for tokens, right in zip(swapping.written, expected, strict=True)]
+        assert (row.identical, row.different_tokens) == (False, sum(wrong))
+        assert row.different_answers == row.near_ties == sum(map(bool, wrong)) > 0
         assert report.differences == []
-        assert f"{row.near_ties} near tie" in next(iter(table([row], "").columns[-1].cells))
+        answers, tokens = (next(iter(column.cells)) for column in table([row], "").columns[-2:])
+        assert (answers, tokens) == (f"{row.near_ties}/30 ≈", f"{sum(wrong)}/{row.tokens}")
     else:
         assert not row.identical
         assert len(report.differences) == len(requests) - sum(s.identical for s in report.samples) > 0

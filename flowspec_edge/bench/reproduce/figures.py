@@ -7,9 +7,18 @@ from collections.abc import Callable, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from flowspec_edge.bench.plots import ERRORS, HOLLOW, depth_figure, draw_curve, finish, new_figure, ticks
+from flowspec_edge.bench.plots import (
+    ERRORS,
+    HOLLOW,
+    NO_SPEED,
+    depth_figure,
+    draw_curve,
+    finish,
+    new_figure,
+    ticks,
+)
 from flowspec_edge.bench.reproduce.catalogue import Kind
-from flowspec_edge.bench.reproduce.records import MEASURED, Measured, Quantity, Record, law
+from flowspec_edge.bench.reproduce.records import DRAFTS, MEASURED, Measured, Quantity, Record, law
 from flowspec_edge.bench.results import Sweep
 from flowspec_edge.bench.rows import MEAN
 from flowspec_edge.bench.styles import style_of
@@ -27,7 +36,12 @@ _SOURCE_MARKERS = ("o", "s", "^")
 def figure_of(kind: Kind, records: Sequence[Record], found: Sequence[Measured], caption: Sequence[str]
               ) -> Figure:
     """``caption``: lines below the figure."""
-    if kind == "depth":
+    records = [r for r in records if r.figure is not None]
+    if not any(r.source == MEASURED for r in records):
+        figure, (axis,) = new_figure(1, _WIDTH, 1.0)
+        axis.axis("off")
+        axis.text(0, 0.5, NO_SPEED, fontsize=8)
+    elif kind == "depth":
         assert isinstance(found[0].results, Sweep)
         figure = depth_figure(found[0].results)
         _add_published_cells(figure.axes[0], records)
@@ -58,29 +72,32 @@ def _add_published_cells(axis: Axes, records: Sequence[Record]) -> None:
 def _bars(records: Sequence[Record]) -> Figure:
     """A panel for each profile, acceptance and temperature, a group of bars for each task; the paper's means
     beside."""
-    panels = list(dict.fromkeys((r.profile, r.acceptance, r.temperature) for r in records
-                                if r.source == MEASURED))
+    panels = list(dict.fromkeys(r.conditions for r in records if r.source == MEASURED))
+    both = len({r.looks_up for r in records}) > 1
     figure, axes = new_figure(len(panels), _WIDTH, 2.1)
     for axis, panel in zip(axes, panels, strict=True):
-        here = [r for r in records if r.quantity == "tokens_per_second"
-                and (r.profile, r.acceptance, r.temperature) == panel]
-        profile, acceptance, temperature = panel
-        _grouped(axis, here, "tokens/s", f"{profile}, T = {temperature:g}, {acceptance}")
+        here = [r for r in records if r.quantity == "tokens_per_second" and r.conditions == panel]
+        profile, acceptance, looks_up, temperature = panel
+        drafts = f", {DRAFTS[looks_up]}" if both else ""
+        _grouped(axis, here, "tokens/s", f"{profile}, T = {temperature:g}, {acceptance}{drafts}")
     return figure
 
 
 def _acceptance(records: Sequence[Record]) -> Figure:
-    kinds = list(dict.fromkeys((r.profile, r.acceptance) for r in records))
+    kinds = list(dict.fromkeys((r.profile, r.acceptance, r.looks_up) for r in records))
+    both = len({r.looks_up for r in records}) > 1
     names: dict[Quantity, str] = {"alt": "tokens per turn (ALT)", "alr": "tokens per round (ALR)"}
     figure, axes = new_figure(2 * len(kinds), _WIDTH, 1.9)
     panels = [(*kind, quantity) for kind in kinds for quantity in names]
-    for axis, (profile, acceptance, quantity) in zip(axes, panels, strict=True):
-        here = [r for r in records
-                if (r.profile, r.acceptance, r.quantity) == (profile, acceptance, quantity)]
+    for axis, (profile, acceptance, looks_up, quantity) in zip(axes, panels, strict=True):
+        here = [r for r in records if (r.profile, r.acceptance, r.looks_up, r.quantity) == (
+            profile, acceptance, looks_up, quantity)]
+        drafts = f", {DRAFTS[looks_up]}" if both else ""
         ours = {r.task for r in here if r.source == MEASURED}
         task = MEAN if MEAN in ours else min(ours)
         here = [r for r in here if r.source != MEASURED or r.task == task]
-        _grouped(axis, here, names[quantity], f"{profile}, {acceptance}", lambda r: f"T = {r.temperature:g}")
+        _grouped(axis, here, names[quantity], f"{profile}, {acceptance}{drafts}",
+                 lambda r: f"T = {r.temperature:g}")
     return figure
 
 
@@ -98,7 +115,7 @@ def _grouped(axis: Axes, records: Sequence[Record], unit: str, title: str,
         for record in (r for r in records if r.method == method):
             at = groups.index(group(record)) + (index - (len(methods) - 1) / 2) * width
             ours = record.source == MEASURED
-            axis.bar(at, record.figure, width * 0.9, color=style.colour if ours else "none",
+            axis.bar(at, _value(record), width * 0.9, color=style.colour if ours else "none",
                      edgecolor=style.colour, linewidth=1.0, yerr=record.standard_error, error_kw=ERRORS)
         axis.bar(0, 0, color=style.colour, label=style.label)
     axis.set_xticks(range(len(groups)), [_wrapped(name, _LABELS // len(groups)) for name in groups])
@@ -136,7 +153,7 @@ def _law(records: Sequence[Record]) -> Figure:
     figure, (axis,) = new_figure(1, _WIDTH, 3.2)
     _lines(axis, [r for r in records if r.quantity == "acceptance_length"])
     ours = _of_one_task([r for r in records if r.source == MEASURED])
-    rates = [(r.figure, r.stages) for r in ours if r.quantity == "acceptance"]
+    rates = [(_value(r), r.stages) for r in ours if r.quantity == "acceptance"]
     most = max(r.stages for r in records)
     for (rate, stages), line in ((max(rates), "--"), (min(rates), ":")):
         axis.plot(range(1, most + 1), [law(n, rate) for n in range(1, most + 1)], line, color="#777777",
@@ -149,7 +166,7 @@ def _law(records: Sequence[Record]) -> Figure:
 def _lines(axis: Axes, records: Sequence[Record]) -> None:
     ours = _of_one_task([r for r in records if r.source == MEASURED])
     for method in dict.fromkeys(r.method for r in ours):
-        points = [(float(r.at), r.figure, r.standard_error) for r in ours if r.method == method]
+        points = [(float(r.at), _value(r), r.standard_error) for r in ours if r.method == method]
         draw_curve(axis, method, points, style_of(method).label)
     _published_lines(axis, [r for r in records if r.source != MEASURED])
 
@@ -161,11 +178,16 @@ def _published_lines(axis: Axes, records: Sequence[Record]) -> None:
     for source, method in dict.fromkeys((r.source, r.method) for r in records):
         style, mine = style_of(method), [r for r in records if (r.source, r.method) == (source, method)]
         marker = style.marker if len(sources) == 1 else _SOURCE_MARKERS[sources.index(source)]
-        axis.plot([float(r.at) for r in mine], [r.figure for r in mine], color=style.colour, marker=marker,
+        axis.plot([float(r.at) for r in mine], [_value(r) for r in mine], color=style.colour, marker=marker,
                   **HOLLOW)
     for source, marker in zip(sources, _SOURCE_MARKERS, strict=False):
         colour = "#444444" if len(sources) == 1 else style_of(records[0].method).colour
         axis.plot([], [], color=colour, marker=marker, label=f"paper, {source}", **HOLLOW)
+
+
+def _value(record: Record) -> float:
+    assert record.figure is not None, "records without a figure are left out at the start"
+    return record.figure
 
 
 def _of_one_task(records: Sequence[Record]) -> list[Record]:

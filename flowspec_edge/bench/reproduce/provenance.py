@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
-from flowspec_edge.bench.estimates import METHOD
+from flowspec_edge.bench.estimates import MEDIAN, METHOD
+from flowspec_edge.bench.exactness import exactness_text, types_of
 from flowspec_edge.bench.host_info import commit, versions
 from flowspec_edge.bench.paper_results import PaperResults
 from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind
-from flowspec_edge.bench.reproduce.records import MEASURED, OF_THE_HEAD, Measured, Record
+from flowspec_edge.bench.reproduce.records import DRAFTS, MEASURED, OF_THE_HEAD, Measured, Record
 from flowspec_edge.bench.rows import MEAN
-from flowspec_edge.bench.samples import LOOP
+from flowspec_edge.bench.samples import LOOP, SHORT
 from flowspec_edge.bench.styles import style_of
 from flowspec_edge.bench.tables import published_depths
+from flowspec_edge.strategies.registry import STRATEGIES
 
 
 def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[str]:
@@ -24,9 +27,10 @@ def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[s
         s = measured.settings
         tasks = "; ".join(f"{t['name']}: {t['prompts']} prompts, SHA-256 {t['sha256'][:12]}"
                           for t in s["tasks"])
-        rest = (f"model {s['model']}; {tasks}; at most {s['max_new_tokens']} new tokens; {s['dtype']}; seed "
-                f"{s['seed']}; draft {s['draft']}; {measured.acceptance}; measured {measured.results.date} "
-                f"with {s['versions']['flowspec-edge']}")
+        drafts = f"draft {s['draft']}, {DRAFTS[bool(s.get('ngram'))]}; {measured.acceptance}"
+        rest = (f"model {s['model']}; {tasks}; at most {s['max_new_tokens']} new tokens; {types_of(s)}; "
+                f"seed {s['seed']}; {drafts}; measured {measured.results.date} with "
+                f"{s['versions']['flowspec-edge']}")
         profile = f"{s['profile']['name']} ({s['profile']['provenance']})"
         profiles.setdefault(rest, []).append(profile)
     for rest, names in profiles.items():
@@ -39,15 +43,18 @@ def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[s
 def notes(artefact: Artefact, found: Sequence[Measured], records: Sequence[Record], paper: PaperResults
           ) -> list[str]:
     """Footnotes of the tables, each once."""
-    lines = [f"{METHOD}."] if any(r.standard_error is not None for r in records) else []
+    lines = [f"{METHOD}; in brackets the {MEDIAN}."] if any(
+        r.standard_error is not None for r in records) else []
     if any(r.prompts == 1 for r in records):
         lines.append("One prompt a task: no standard error.")
     lines.append(_EXPLAINED[artefact.kind])
-    lines += _loops(records)
+    lines += _counted(records, "short", f"{SHORT[0].upper()}{SHORT[1:]}")
+    lines += _counted(records, "repeating", f"Answers of a method that repeat themselves ({LOOP})")
+    lines += _left_out(artefact, found)
     lines += _deviations(records)
-    wrong = list(dict.fromkeys(r.method for r in records if r.identical is False))
-    lines.append(f"≠: not the text of plain decoding ({', '.join(wrong)})." if wrong else
-                 "Every text is that of plain decoding, token for token.")
+    for measured in found:
+        lines.append(f"{measured.measurement.name}: " + exactness_text(
+            [s for _, _, report in measured.points() for s in report.samples], measured.settings))
     if any(not measured.results.complete for measured in found):
         lines.append("INCOMPLETE: the measurement was interrupted.")
     if artefact.kind == "speed" and any(len(m.settings["tasks"]) < 2 for m in found):
@@ -76,18 +83,31 @@ _EXPLAINED: dict[Kind, str] = {
 }
 
 
-def _loops(records: Sequence[Record]) -> list[str]:
-    """How many answers repeat themselves; at one temperature every method gives the same answers."""
+def _counted(records: Sequence[Record], field: Literal["short", "repeating"], what: str) -> list[str]:
+    """How many answers are ``what``; at one temperature every method gives the same answers, up to near
+    ties."""
     found = {}
     for r in records:
-        if r.source == MEASURED and r.repeating is not None:
-            found[r.task, r.temperature] = (r.repeating, r.answers)
-    if not found:
+        count = getattr(r, field)
+        if r.source == MEASURED and count is not None:
+            found[r.task, r.temperature] = (count, r.answers)
+    if not found or (field == "short" and not any(count for count, _ in found.values())):
         return []
     counts = "; ".join(f"T = {temperature:g}: " + ", ".join(
-        f"{task} {loops} of {answers}" for (task, t), (loops, answers) in found.items()
+        f"{task} {count} of {answers}" for (task, t), (count, answers) in found.items()
         if t == temperature and task != MEAN) for temperature in dict.fromkeys(t for _, t in found))
-    return [f"Answers of a method that repeat themselves ({LOOP}): {counts}."]
+    return [f"{what}: {counts}."]
+
+
+def _left_out(artefact: Artefact, found: Sequence[Measured]) -> list[str]:
+    """The package's methods that a table of all methods has not."""
+    if not artefact.every_method:
+        return []
+    missing = {DRAFTS[bool(measured.settings.get("ngram"))]:
+               [name for name in STRATEGIES if name not in measured.measurement.strategies]
+               for measured in found}
+    said = "; ".join(f"{way}: {', '.join(names)}" for way, names in missing.items() if names)
+    return [f"Left out: {said}." if said else f"All {len(STRATEGIES)} methods of the package are here."]
 
 
 def _deviations(records: Sequence[Record]) -> list[str]:
@@ -96,9 +116,11 @@ def _deviations(records: Sequence[Record]) -> list[str]:
     for theirs in (r for r in records if r.source != MEASURED and r.quantity in _BECAUSE):
         same = [r for r in records if r.source == MEASURED and all(
             getattr(r, name) == getattr(theirs, name)
-            for name in ("profile", "acceptance", "temperature", "method", "at", "quantity"))]
+            for name in ("conditions", "method", "at", "quantity"))]
         ours = next((r for r in same if r.task == MEAN), same[0] if same else None)
-        if ours and ours.standard_error and abs(ours.figure - theirs.figure) > 2 * ours.standard_error:
+        if ours is None or ours.estimate is None or theirs.figure is None or not ours.standard_error:
+            continue
+        if abs(ours.estimate.value - theirs.figure) > 2 * ours.standard_error:
             found.setdefault((ours.quantity, ours.acceptance), []).append(
                 f"{style_of(ours.method).label} {ours.estimate.text()} against {theirs.figure:.2f} "
                 f"({theirs.source}, T = {theirs.temperature:g})")

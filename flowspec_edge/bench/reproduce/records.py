@@ -17,14 +17,16 @@ from flowspec_edge.bench.estimates import (
     speed,
     speedup,
 )
+from flowspec_edge.bench.exactness import exactness
 from flowspec_edge.bench.paper_results import PaperResults
 from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind, Measurement
 from flowspec_edge.bench.results import BenchReport, Results
 from flowspec_edge.bench.rows import BASELINE, MEAN
-from flowspec_edge.bench.samples import Sample
+from flowspec_edge.bench.samples import Sample, is_short
 
 MEASURED = "measured"
 OF_THE_HEAD = "the head's acceptance"
+DRAFTS = {False: "all with the head alone", True: "all with the head and n-grams"}
 Quantity = Literal["tokens_per_second", "speedup", "tokens_per_second_other", "speedup_other", "alt", "alr",
                    "over_autoregressive", "over_stpp", "acceptance", "acceptance_length", "law"]
 
@@ -35,9 +37,14 @@ class Record:
     acceptance  "the head's", or how drafts were calibrated, of this figure or of those it stands beside
     draft      what the method drafted with (``registry.draft_label``); "" if published
     task       "mean" of all tasks
+    looks_up   whether every method that drafts also looks up n-grams in the text
     axis, at   what a sweep changes, and its value; for tree depths "d0,d_exp"
+    figure     None if no answer has one
+    median     over the prompts; None for a single one, and for a mean over tasks
+    short      of ``answers``, those of at most one token, which are in no figure
     repeating  of ``answers``, those that repeat themselves
-    identical  whether all texts are those of plain decoding
+    identical  whether all texts are those of plain decoding, token for token
+    different_answers, different_tokens, near_ties  as in ``exactness.Exactness``
     """
 
     source: str
@@ -49,18 +56,37 @@ class Record:
     axis: str
     at: str
     quantity: Quantity
-    figure: float
+    figure: float | None
     standard_error: float | None = None
+    median: float | None = None
     prompts: int | None = None
     answers: int | None = None
+    short: int | None = None
     repeating: int | None = None
     identical: bool | None = None
+    different_answers: int | None = None
+    tokens: int | None = None
+    different_tokens: int | None = None
+    near_ties: int | None = None
     acceptance: str = ""
     draft: str = ""
+    looks_up: bool = False
 
     @property
-    def estimate(self) -> Estimate:
-        return Estimate(self.figure, self.standard_error)
+    def estimate(self) -> Estimate | None:
+        return None if self.figure is None else Estimate(self.figure, self.standard_error, self.median)
+
+    @property
+    def mark(self) -> str:
+        """As :attr:`Exactness.mark`."""
+        if not self.different_answers:
+            return ""
+        return "≈" if self.different_answers == self.near_ties else "≠"
+
+    @property
+    def conditions(self) -> tuple[str, str, bool, float]:
+        """Figures of one panel share them: profile, acceptance, look-up, temperature."""
+        return self.profile, self.acceptance, self.looks_up, self.temperature
 
 
 @dataclass(frozen=True)
@@ -86,7 +112,8 @@ class Measured:
 
 
 Others = Callable[[str], Sequence[Sample]]  # another method's samples of the same task and temperature
-Figures = Callable[[Sequence[Sample], Others, int], "dict[Quantity, Estimate]"]  # the number of stages last
+Found = dict[Quantity, Estimate | None]  # None: no answer has one
+Figures = Callable[[Sequence[Sample], Others, int], Found]  # the number of stages last
 
 
 def records_of(artefact: Artefact, found: Sequence[Measured], paper: PaperResults) -> list[Record]:
@@ -118,7 +145,7 @@ class _Point:
         methods = [m for m in self.measured.measurement.strategies if any(s.strategy == m for s in samples)]
         for temperature in dict.fromkeys(s.temperature for s in samples):
             for method in methods:
-                parts: list[dict[Quantity, Estimate]] = []
+                parts: list[Found] = []
                 whole = [s for s in samples if (s.strategy, s.temperature) == (method, temperature)]
                 for task in tasks:
                     mine = [s for s in whole if s.task == task]
@@ -131,31 +158,36 @@ class _Point:
                     parts.append(figures(mine, others, self.stages))
                     yield from self._made(temperature, method, task, mine, parts[-1])
                 if len(tasks) > 1 and len(parts) == len(tasks):
-                    means = {name: average([part[name] for part in parts]) for name in parts[0]
-                             if all(name in part for part in parts)}
+                    means: Found = {name: average([part[name] for part in parts]) for name in parts[0]
+                                    if all(name in part for part in parts)}
                     yield from self._made(temperature, method, MEAN, whole, means)
 
     def _made(self, temperature: float, method: str, task: str, samples: Sequence[Sample],
-              figures: dict[Quantity, Estimate]) -> Iterator[Record]:
+              figures: Found) -> Iterator[Record]:
         known = all(s.repeating is not None for s in samples)
+        exact = exactness(samples)
         axis = self.measured.measurement.axis
         for quantity, estimate in figures.items():
             yield Record(
                 MEASURED, self.report.profile or "", self.stages, temperature, method, task, axis or "",
-                position(axis, self.value), quantity, estimate.value, estimate.error,
+                position(axis, self.value), quantity, estimate.value if estimate else None,
+                estimate.error if estimate else None, estimate.median if estimate else None,
                 prompts=len({(s.task, s.prompt) for s in samples}), answers=len(samples),
+                short=sum(map(is_short, samples)),
                 repeating=sum(bool(s.repeating) for s in samples) if known else None,
-                identical=all(s.identical for s in samples), acceptance=self.measured.acceptance,
-                draft=samples[0].draft)
+                identical=not exact.different_answers, different_answers=exact.different_answers,
+                tokens=exact.tokens, different_tokens=exact.different_tokens, near_ties=exact.near_ties,
+                acceptance=self.measured.acceptance, draft=samples[0].draft,
+                looks_up=bool(self.measured.settings.get("ngram")))
 
 
-def _speeds(mine: Sequence[Sample], others: Others, stages: int) -> dict[Quantity, Estimate]:
+def _speeds(mine: Sequence[Sample], others: Others, stages: int) -> Found:
     base = others(BASELINE)
-    found: dict[Quantity, Estimate] = {"tokens_per_second": speed(mine)}
+    found: Found = {"tokens_per_second": speed(mine)}
     if base:
         found["speedup"] = speedup(mine, base)
     ours, theirs = _not_repeating(mine), _not_repeating(base)
-    if ours and len(ours) < len(mine):
+    if ours and any(s.repeating for s in mine):
         found["tokens_per_second_other"] = speed(ours)
         if theirs:
             found["speedup_other"] = speedup(ours, theirs)
@@ -163,15 +195,15 @@ def _speeds(mine: Sequence[Sample], others: Others, stages: int) -> dict[Quantit
 
 
 def _not_repeating(samples: Sequence[Sample]) -> list[Sample]:
-    return [s for s in samples if s.repeating is False and s.tokens > 1]
+    return [s for s in samples if s.repeating is False and not is_short(s)]
 
 
-def _acceptance(mine: Sequence[Sample], others: Others, stages: int) -> dict[Quantity, Estimate]:
+def _acceptance(mine: Sequence[Sample], others: Others, stages: int) -> Found:
     return {"alt": per_turn(mine), "alr": per_round(mine)}
 
 
-def _ratios(mine: Sequence[Sample], others: Others, stages: int) -> dict[Quantity, Estimate]:
-    found: dict[Quantity, Estimate] = {"tokens_per_second": speed(mine)}
+def _ratios(mine: Sequence[Sample], others: Others, stages: int) -> Found:
+    found: Found = {"tokens_per_second": speed(mine)}
     if plain := others("autoregressive"):
         found["over_autoregressive"] = speedup(mine, plain)
     if static := others("stpp"):
@@ -179,20 +211,22 @@ def _ratios(mine: Sequence[Sample], others: Others, stages: int) -> dict[Quantit
     return found
 
 
-def _law(mine: Sequence[Sample], others: Others, stages: int) -> dict[Quantity, Estimate]:
+def _law(mine: Sequence[Sample], others: Others, stages: int) -> Found:
     """n N / K with K counted in time, and what the law says for the counted acceptance a."""
     if mine[0].strategy != "spd":
         return {}
 
     def cycles(sample: Sample) -> float:
         # A text that ends in a hit leaves a round unfinished, whose filling the law does not know.
-        misses = max(0, sample.tokens - 1) - sample.accepted
+        misses = sample.tokens - 1 - sample.accepted
         return sample.turns - (sample.rounds - misses) * (stages - 1)
 
-    tokens = list(by_prompt(mine, lambda s: max(0, s.tokens - 1)).values())
-    a = ratio(list(by_prompt(mine, lambda s: s.accepted).values()), tokens)
-    length = ratio([stages * n for n in tokens], list(by_prompt(mine, cycles).values()))
-    return {"acceptance": a, "acceptance_length": length, "law": Estimate(law(stages, a.value))}
+    decoded = [s for s in mine if not is_short(s)]
+    tokens = list(by_prompt(decoded, lambda s: s.tokens - 1).values())
+    a = ratio(list(by_prompt(decoded, lambda s: s.accepted).values()), tokens)
+    length = ratio([stages * n for n in tokens], list(by_prompt(decoded, cycles).values()))
+    return {"acceptance": a, "acceptance_length": length,
+            "law": Estimate(law(stages, a.value)) if a else None}
 
 
 def law(stages: int, acceptance: float) -> float:
@@ -207,8 +241,10 @@ _FIGURES: dict[Kind, Figures] = {
 
 
 def _published(kind: Kind, measured: Measured, paper: PaperResults) -> Iterator[Record]:
-    """The paper's figures for this testbed; none for other numbers of stages."""
+    """The paper's figures for this testbed; none for other numbers of stages, and none with look-up."""
     m, stages = measured.measurement, measured.settings.get("stages", 0)
+    if measured.settings.get("ngram"):
+        return  # the papers look up nothing
 
     def record(source: str, method: str, quantity: Quantity, figure: float, temperature: float = 0.0,
                at: str = "", stages: int = stages) -> Record:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from rich.table import Table
 
 from flowspec_edge.bench.reproduce.catalogue import Kind
-from flowspec_edge.bench.reproduce.records import MEASURED, Quantity, Record
+from flowspec_edge.bench.reproduce.records import DRAFTS, MEASURED, Quantity, Record
 from flowspec_edge.bench.rows import MEAN
 from flowspec_edge.bench.styles import style_of
-from flowspec_edge.bench.tables import NOTHING, frame
+from flowspec_edge.bench.tables import NOTHING, frame, number
 from flowspec_edge.util.terminal import plain
 
 
@@ -32,16 +32,18 @@ def _first(records: Sequence[Record], quantity: Quantity, **fields: object) -> s
     """The figure of the record with these fields."""
     for record in records:
         if record.quantity == quantity and all(getattr(record, k) == v for k, v in fields.items()):
-            text = record.estimate.text(3 if quantity == "acceptance" else 2)
-            return f"{text} ≠" if record.identical is False else text
+            if record.estimate is None:
+                return NOTHING
+            return f"{record.estimate.text(3 if quantity == 'acceptance' else 2)} {record.mark}".rstrip()
     return NOTHING
 
 
 def _beside(theirs: Sequence[Record], ours: Sequence[Record]) -> str:
     """The published figure, and in brackets ours over it."""
-    if not theirs:
+    if not theirs or theirs[0].figure is None:
         return NOTHING
-    over = f" [{ours[0].figure / theirs[0].figure:.2f}]" if ours else ""
+    mine = ours[0].figure if ours else None
+    over = "" if mine is None else f" [{mine / theirs[0].figure:.2f}]"
     return f"{theirs[0].figure:.2f}{over}"
 
 
@@ -53,18 +55,20 @@ def _distinct(records: Sequence[Record], field: str) -> list[object]:
     return list(dict.fromkeys(getattr(record, field) for record in records))
 
 
-def _where(profile: object, temperature: object = None, acceptance: object = "") -> str:
+def _where(profile: object, temperature: object = None, acceptance: object = "", looks_up: bool | None = None,
+           ) -> str:
     parts = [f"virtual time under {profile}", f"T = {temperature:g}" if temperature is not None else "",
-             str(acceptance)]
+             str(acceptance), "" if looks_up is None else DRAFTS[looks_up]]
     return ", ".join(filter(None, parts))
 
 
 def _speed_panels(records: Sequence[Record]) -> list[PaperPanel]:
     """Methods × tasks, tokens/s and SR; the paper's means in the last columns."""
     panels = []
-    for profile, acceptance, temperature in dict.fromkeys(
-            (r.profile, r.acceptance, r.temperature) for r in records):
-        here = _matching(records, profile=profile, acceptance=acceptance, temperature=temperature)
+    both = len(_distinct(records, "looks_up")) > 1
+    for conditions in dict.fromkeys(r.conditions for r in records):
+        profile, acceptance, looks_up, temperature = conditions
+        here = _matching(records, conditions=conditions)
         ours = _matching(here, source=MEASURED)
         tasks, papers = _distinct(ours, "task"), [s for s in _distinct(here, "source") if s != MEASURED]
         header = ["method", "draft", *(cell for title in (*map(str, tasks), *(f"paper, {p}" for p in papers))
@@ -77,7 +81,7 @@ def _speed_panels(records: Sequence[Record]) -> list[PaperPanel]:
                            _matching(ours, task=_whole(ours), quantity=quantity, method=method))
                    for source in papers for quantity in quantities)]
                 for method in _distinct(ours, "method")]
-        where = _where(profile, temperature, acceptance)
+        where = _where(profile, temperature, acceptance, looks_up if both else None)
         panels.append(PaperPanel(where, header, rows))
         others = [r for r in ours if r.quantity in ("tokens_per_second_other", "speedup_other")]
         if others:
@@ -94,8 +98,10 @@ def _speed_panels(records: Sequence[Record]) -> list[PaperPanel]:
 
 def _acceptance_panels(records: Sequence[Record]) -> list[PaperPanel]:
     panels = []
-    for profile, acceptance in dict.fromkeys((r.profile, r.acceptance) for r in records):
-        here = _matching(records, profile=profile, acceptance=acceptance)
+    both = len(_distinct(records, "looks_up")) > 1
+    for profile, acceptance, looks_up in dict.fromkeys(
+            (r.profile, r.acceptance, r.looks_up) for r in records):
+        here = _matching(records, profile=profile, acceptance=acceptance, looks_up=looks_up)
         ours = _matching(here, source=MEASURED)
         temperatures, task = _distinct(ours, "temperature"), _whole(ours)
         papers = [source for source in _distinct(here, "source") if source != MEASURED]
@@ -109,7 +115,8 @@ def _acceptance_panels(records: Sequence[Record]) -> list[PaperPanel]:
                            _matching(ours, task=task, quantity=quantity, method=method))
                    for source in papers for quantity in quantities)]
                 for method in _distinct(ours, "method")]
-        panels.append(PaperPanel(_where(profile, acceptance=acceptance), header, rows))
+        where = _where(profile, acceptance=acceptance, looks_up=looks_up if both else None)
+        panels.append(PaperPanel(where, header, rows))
     return panels
 
 
@@ -151,7 +158,7 @@ def _depth_panels(records: Sequence[Record]) -> list[PaperPanel]:
 
     def cell(depth: int, expansion: int) -> str:
         mine, published = cells.get((depth, expansion)), theirs.get((depth, expansion))
-        text = mine.estimate.text() if mine else NOTHING
+        text = mine.estimate.text() if mine and mine.estimate else NOTHING
         return f"{text}; {_beside([published], [mine] if mine else [])}" if published else text
 
     rows = [[f"d0 = {depth}", *(cell(depth, e) for e in expansions)] for depth in depths]
@@ -172,7 +179,7 @@ def _stages_panels(records: Sequence[Record]) -> list[PaperPanel]:
                  *(_first(ours, quantity, method=method, at=at, task=task) for at in values)]
                 for method in _distinct(ours, "method")]
         for source in (s for s in _distinct(records, "source") if s != MEASURED):
-            ranges = {at: [f"{r.figure:.2f}" for r in records if (r.source, r.at, r.quantity) == (
+            ranges = {at: [number(r.figure) for r in records if (r.source, r.at, r.quantity) == (
                 source, at, quantity)] for at in values}
             if any(ranges.values()):
                 rows.append([f"PipeDec, paper, {source}", "", *(" to ".join(ranges[at]) or NOTHING

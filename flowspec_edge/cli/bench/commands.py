@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +66,7 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     """
     from rich.console import Console
 
+    from flowspec_edge.bench.exactness import types_of
     from flowspec_edge.bench.results import BenchReport
     from flowspec_edge.bench.tables import rows_to_show, show, table, title
     from flowspec_edge.cli.bench.measure import MeasureRequest, measure
@@ -74,6 +77,7 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     console = Console()
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
         how = title(report.clock, report.profile, report.settings["stages"], temperature)
+        how = f"{how}, {types_of(report.settings)}"
         show(console, table(rows_to_show(report, temperature), how))
     fail_if_different(report.different_texts())
 
@@ -111,6 +115,7 @@ def tables(
     from flowspec_edge.cli.common.workload import fail_if_different
     from flowspec_edge.strategies.registry import STRATEGIES
     from flowspec_edge.util.files import check_writable, write_output
+    from flowspec_edge.util.terminal import printable
 
     if files and options.out:
         raise UsageError("--from only reads files; it cannot be combined with --json")
@@ -127,8 +132,53 @@ def tables(
     text = paper_tables(reports, only, load_paper_results() if published else None)
     if markdown is None or not saved(markdown, partial(write_output, markdown, text)):
         print(text, end="")
+    wrote = [path for path in (options.out, markdown) if path is not None]
+    for what, paths in (("read", files or []), ("wrote", wrote)):
+        if paths:
+            print(printable(f"{what} {', '.join(map(str, paths))}"), file=sys.stderr)
     if not files:
         fail_if_different(reports[0].different_texts())
+
+
+def compare(
+    files: Annotated[list[Path], typer.Argument(
+        metavar="A.json B.json", help="Two files that bench run or bench tables wrote with --json.",
+        show_default=False)],
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")] = False,
+) -> None:
+    """Compare two measurements, paired by prompt: B over A, with its spread.
+
+    Pairs are the same method, task, temperature and prompt.  The commits, dates, profiles and types of both
+    files are named; other settings that differ are warnings.
+
+    Examples:
+
+      flowspec bench compare before.json after.json
+      flowspec bench compare before.json after.json --json
+    """
+    from flowspec_edge.bench.compare import about_text, comparison_notes, comparison_table
+    from flowspec_edge.bench.compare import compare as compared
+    from flowspec_edge.bench.results import load_report
+    from flowspec_edge.util.terminal import printable
+
+    if len(files) != 2:
+        raise UsageError(f"give two files, A.json and B.json, not {len(files)}")
+    found = compared(files, [load_report(path) for path in files])
+    for difference in found.differences:
+        print(printable(f"flowspec: warning: the files differ in {difference}"), file=sys.stderr)
+    if as_json:
+        print(json.dumps(found.as_json(), indent=1))
+        return
+
+    from rich.console import Console
+
+    from flowspec_edge.bench.tables import show
+
+    for name, about in zip("AB", found.files, strict=True):
+        print(printable(f"{name}: {about_text(about)}"))
+    show(Console(highlight=False), comparison_table(found))
+    for line in comparison_notes(found):
+        print(printable(line))
 
 
 def plot(
@@ -219,5 +269,5 @@ def timeline(
     print(f"{caption}\n{drawn}", end="")
 
 
-for _command in (run, tables, plot, timeline):
+for _command in (run, tables, compare, plot, timeline):
     app.command(_command.__name__)(_command)

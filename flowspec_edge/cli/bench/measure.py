@@ -18,7 +18,7 @@ from flowspec_edge.bench.tasks import Task, load_tasks
 from flowspec_edge.cli.bench.clusters import ClusterSetup, open_points, parallel_points
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies, parse_temperatures
 from flowspec_edge.cli.common.clusters import ClockSettings, choose_clock
-from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of
+from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of, weights_of
 from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.cli.common.workload import (
     demo_prompts,
@@ -217,9 +217,11 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, 
     drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
     return {
         "model": model.name,
-        "tasks": [{"name": t.name, "prompts": len(t.prompts), "sha256": t.digest} for t in tasks],
+        "tasks": [{"name": t.name, "prompts": len(t.prompts), "sha256": t.digest, "each": t.digests}
+                  for t in tasks],
         "limit": options.limit, "truncate": options.truncate, "stages": options.stages,
-        "dtype": options.dtype, "device": options.device, "max_new_tokens": options.max_new_tokens,
+        "dtype": options.dtype, "weights": weights_of(model, dtype_of(model, options.dtype)),
+        "device": options.device, "max_new_tokens": options.max_new_tokens,
         "repeats": options.repeats, "warmup": options.warmup,
         **{key: value for key, value in shared.items() if value is not None},
         **drawn, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],

@@ -38,8 +38,10 @@ from flowspec_edge.strategies.params import Params
 if TYPE_CHECKING:
     from flowspec_edge.bench.runner import ArrivalPattern
 
-EQUAL = partial(Params, draft="eagle2")  # the same head for all, or what stands in for a missing one
-PAPER = partial(Params, draft="eagle2", pipedec_width=16)  # the FlowSpec paper's comparison, section V-A
+# The same head for all, or what stands in for a missing one, and no look-up in the text.
+EQUAL = partial(Params, draft="eagle2", ngram=False)
+# The FlowSpec paper's comparison, section V-A.
+PAPER = partial(Params, draft="eagle2", ngram=False, pipedec_width=16)
 # Of right children that are not ranked first. With it FlowSpec makes the paper's 8.7 tokens a round (Table
 # II) with the demonstration model: docs/benchmarks.md, "Acceptance".
 PUBLISHED_SHARE = 0.65

@@ -102,7 +102,7 @@ def _with_settings(args: list[str], command: Any) -> list[str]:
         from flowspec_edge.strategies.params import all_parameters  # imports numpy: only if need be
 
         name, every = option[2:].replace("-", "_"), all_parameters()
-        if name in every and every[name].kind is bool:
+        if name in every and every[name].is_switch:
             read += ["--set", f"{name}={value if equals else 'true'}"]
         elif name in every:
             read += ["--set", f"{name}={value if equals else next(left, '')}"]

@@ -65,6 +65,8 @@ def _describe(name: str, chosen: type[Strategy], as_json: bool) -> None:
 
 
 def _as_text(default: object) -> str:
+    if default is None:
+        return "own"
     return str(default).lower() if isinstance(default, bool) else str(default) or _EMPTY
 
 

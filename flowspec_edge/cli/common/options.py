@@ -245,6 +245,11 @@ def dtype_of(model: ModelDir, requested: DtypeChoice) -> Dtype:
     return _manifest(model).compute_dtype if model.sharded else "fp32"
 
 
+def weights_of(model: ModelDir, dtype: Dtype) -> str:
+    """In which types the weights are (``Manifest.stored``), those of a checkpoint in ``dtype``."""
+    return _manifest(model).stored if model.sharded else dtype
+
+
 def require_unsharded(model: ModelDir, strategy: str) -> None:
     """UsageError for a tensor-parallel ``strategy`` on a sharded model, or on one whose layers only
     transformers' own code computes."""

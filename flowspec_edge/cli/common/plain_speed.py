@@ -35,6 +35,8 @@ def sharing_note(shared: str) -> str:
 
 def plain_speed(cluster: ClusterBackend, request: Request, result: Result) -> float | None:
     """Generate the answer's last tokens once more by plain decoding: tokens/s; None for a short answer."""
+    if result.stats.tokens_per_second is None:
+        return None
     count = min(_MOST, max(_FEWEST, round(_SECONDS * result.stats.tokens_per_second)))
     if len(result.tokens) < 2 * count:
         return None

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from rich.console import Console
 from rich.table import Table
 
-from flowspec_edge.bench.tables import frame, show
+from flowspec_edge.bench.tables import frame, number, show
 from flowspec_edge.runtime.request import Result
 
 _LIVE = "flowspec_edge.runtime.observe.counters"
@@ -92,21 +92,22 @@ def _answers(results: Sequence[Result]) -> Table:
     for name, some in (("the last", results[-1:]), (f"all {len(results)}", results)):
         stats = [result.stats for result in some]
         decoded = sum(max(0, len(result.tokens) - 1) for result in some)
-        rates = [decoded / total if total else 0.0 for total in (
+        rates = [decoded / total if decoded and total else None for total in (
             sum(s.decode_s for s in stats), sum(s.turns for s in stats), sum(s.rounds for s in stats))]
         counts = [sum(s.drafted for s in stats), sum(s.verified for s in stats),
                   sum(s.accepted for s in stats), sum(s.reused for s in stats)]
-        rates.append(sum(s.ttft_s for s in stats) / len(stats))
+        firsts = [result.stats.ttft_s for result in some if result.tokens]
+        rates.append(sum(firsts) / len(firsts) if firsts else None)
         made.add_row(name, str(sum(len(result.tokens) for result in some)),
-                     *(f"{rate:.2f}" for rate in rates), *map(str, counts))
+                     *map(number, rates), *map(str, counts))
     return made
 
 
 def _stages(result: Result) -> Table:
     made = frame([""], ["compute s", "wait s", "rows", "pruned", "MB in", "MB out"],
                  "stages, for the last answer", wide=True)
-    for number, counters in enumerate(result.stats.stages, start=1):
-        made.add_row(f"V{number}", f"{counters.get('compute_s', 0.0):.2f}",
+    for place, counters in enumerate(result.stats.stages, start=1):
+        made.add_row(f"V{place}", f"{counters.get('compute_s', 0.0):.2f}",
                      f"{counters.get('wait_s', 0.0):.2f}", f"{counters.get('rows', 0):.0f}",
                      f"{counters.get('pruned_rows', 0):.0f}", f"{counters.get('bytes_in', 0) / 1e6:.2f}",
                      f"{counters.get('bytes_out', 0) / 1e6:.2f}")

@@ -193,7 +193,7 @@ def generate(
         where = "" if device == "cpu" else f"{device}, "
         how = f"{strategy}, {stages} stages, {where}{label}"
         print(summary(result, how, sampling_note(sampling, origins), plain), file=sys.stderr)
-        if plain is not None and plain > result.stats.tokens_per_second:
+        if plain is not None and plain > (result.stats.tokens_per_second or plain):
             print(f"flowspec: note: plain decoding was faster, {shared}: try --strategy {PLAIN}, or fewer "
                   "--stages", file=sys.stderr)
     if stopped:

@@ -64,10 +64,17 @@ def demo(
 
     from rich.console import Console
 
+    from flowspec_edge.bench.exactness import exactness_text, types_of
     from flowspec_edge.bench.results import BenchReport
     from flowspec_edge.bench.tables import show, table, title
     from flowspec_edge.bench.tasks import load_prompts
-    from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of
+    from flowspec_edge.cli.common.options import (
+        device_of,
+        dtype_of,
+        plain_device_of,
+        stages_of,
+        weights_of,
+    )
     from flowspec_edge.cli.common.progress import progress
     from flowspec_edge.cli.common.workload import (
         demo_prompts,
@@ -104,7 +111,9 @@ def demo(
 
     console.print(f"[bold]FlowSpec over {stages + 1} processes:[/bold] D0, V1…V{stages}, ZeroMQ on loopback")
     write(texts[0].text, "dim")
-    local, virtual = BenchReport(None, "wall"), BenchReport(None, "virtual")
+    dtype = dtype_of(found, "auto")
+    types = {"dtype": dtype, "weights": weights_of(found, dtype)}
+    local, virtual = BenchReport(None, "wall", types), BenchReport(None, "virtual", types)
     spec = ClusterSpec(found.path, stages, dtype_of(found, "auto"), device=device, at_once=1)
     with opened(spec, local_processes(stages, device)) as cluster:
         stream = TextStream(tokenizer.decode, write)
@@ -124,8 +133,8 @@ def demo(
 
     measured = len({sample.prompt for sample in virtual.samples})
     on_testbed, here = title("virtual", profile.name, stages, 0), title("wall", None, stages, 0)
-    show(console, table(virtual.rows, f"{on_testbed}, {measured} held-out prompts"))
-    show(console, table(local.rows, f"{here}, the text above"))
+    show(console, table(virtual.rows, f"{on_testbed}, {measured} held-out prompts, {types_of(types)}"))
+    show(console, table(local.rows, f"{here}, the text above, {types_of(types)}"))
     console.print(f"{virtual.rows[0].repeating or 0} of {measured} answers repeat themselves.")
     console.print("On one machine all devices share its cores: that table shows that it works, not how fast.")
     run_here = {row.strategy for row in local.rows}
@@ -135,10 +144,7 @@ def demo(
     if missing:
         console.print(f"Left out, since {seconds:g} s were over (--seconds): {', '.join(missing)}.")
     fail_if_different([*local.differences, *virtual.differences])
-    rows = [*local.rows, *virtual.rows]
-    total = sum(row.tokens for row in rows)
-    ties = ", near ties of 16 bits aside" if any(row.near_ties for row in rows) else ""
-    console.print(f"All {total} tokens are identical to plain decoding with the unsharded model{ties}.")
+    console.print(exactness_text([*local.samples, *virtual.samples], types))
 
 
 def choose_prompts(prompts: Sequence[Prompt], count: int) -> list[Prompt]:

@@ -117,12 +117,18 @@ def _said(pieces: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def figures_line(tokens: int, finish: str, per_second: float, alt: float, alr: float, ttft_s: float,
-                 joules: float | None, plain: float | None = None) -> str:
+def figures_line(tokens: int, finish: str, per_second: float | None, alt: float | None, alr: float | None,
+                 ttft_s: float, joules: float | None, plain: float | None = None) -> str:
+    """The rates are None for an answer of at most one token."""
     energy = "" if joules is None or not tokens else f", {joules / tokens:.2f} J a token"
     beside = "" if plain is None else f" (plain decoding: {plain:.2f})"
-    return (f"{tokens} token{'s' * (tokens != 1)} ({finish}), {per_second:.2f} tokens/s{beside}, "
-            f"{alt:.2f} a turn, {alr:.2f} a round, first token after {ttft_s:.2f} s{energy}")
+    first = f", first token after {ttft_s:.2f} s" if tokens else ""
+    rates = "no speed: it begins with the second token"
+    if per_second is not None:
+        rates = ", ".join([f"{per_second:.2f} tokens/s{beside}",
+                           *(f"{rate:.2f} a {unit}" for rate, unit in ((alt, "turn"), (alr, "round"))
+                             if rate is not None)])
+    return f"{tokens} token{'s' * (tokens != 1)} ({finish}), {rates}{first}{energy}"
 
 
 def _origin(name: str, request: RemoteRequest) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 
 from flowspec_edge.device_profile import LinkCost, Profile
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning.one_board import SingleBoardEstimate, plain_tokens_per_second
 from flowspec_edge.fleet.planning.planned_draft import charged_as
 from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
@@ -86,7 +86,12 @@ def _run(devices: Devices, strategies: Sequence[str], model_dir: Path, requests:
         for request in requests:
             advance(name)
             stats.append(cluster.generate(replace(request, strategy=name)).stats)
-        found.append(Prediction(name, fmean(s.tokens_per_second for s in stats), fmean(s.alt for s in stats),
+        speeds = [s.tokens_per_second for s in stats if s.tokens_per_second is not None]
+        turns = [s.alt for s in stats if s.alt is not None]
+        if not (speeds and turns):
+            raise FlowspecError(f"{name}: no answer to the plan's prompts has a second token, so none has a "
+                                "speed; predict with another model's text")
+        found.append(Prediction(name, fmean(speeds), fmean(turns),
                                 first_token_s=fmean(s.ttft_s for s in stats),
                                 prompt_tokens=fmean(len(request.prompt) for request in requests)))
     return with_speedup(found)

@@ -90,21 +90,23 @@ class Generation:
         rounds_before  its rounds before the last acceptance, which ends the running round
         slot_s         time of one segment in the slowest stage
 
-        Tokens/s, turns and rounds leave out the first token, which prefill yields, for every strategy.
+        Tokens/s, turns and rounds leave out the first token, which prefill yields, for every strategy; an
+        answer without a second one has no rate.
         """
         assert self.finish_reason is not None
         decode = self._ended_at - self._first_at
         generated = max(0, len(self.tokens) - 1) if decode > 0 else 0
         rounds = self._past.rounds + rounds_before + 1 if generated else 0
         turns = decode / slot_s if slot_s > 0 else 0.0
-        gaps = np.diff(self._token_at) if generated else np.zeros(1)
+        gaps = np.diff(self._token_at) if generated else None
         stats = Stats(
             turns=turns, rounds=rounds,
-            alt=generated / turns if turns else 0.0,
-            alr=generated / rounds if rounds else 0.0,
-            tokens_per_second=generated / decode if decode > 0 else 0.0,
+            alt=generated / turns if generated and turns else None,
+            alr=generated / rounds if generated else None,
+            tokens_per_second=generated / decode if generated else None,
             ttft_s=self._first_at - self._started_at,
-            itl_p50_s=float(np.percentile(gaps, 50)), itl_p95_s=float(np.percentile(gaps, 95)),
+            itl_p50_s=None if gaps is None else float(np.percentile(gaps, 50)),
+            itl_p95_s=None if gaps is None else float(np.percentile(gaps, 95)),
             drafted=self._past.drafted + counters.drafted, verified=self._past.verified + counters.verified,
             accepted=self._accepted,
             bytes=bytes_sent, decode_s=decode, slot_s=slot_s, stages=stages, reused=reused,

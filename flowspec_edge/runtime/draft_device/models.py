@@ -82,8 +82,9 @@ class DraftModels:
 
     def _drafter_key(self, request: Request) -> tuple[object, ...]:
         params = request.params
-        kind = draft_kind(strategy_class(request.strategy), params, self._model)
-        looks_up = kind == "ngram" or (kind is not None and params.ngram)
+        chosen = strategy_class(request.strategy)
+        kind = draft_kind(chosen, params, self._model)
+        looks_up = kind == "ngram" or (kind is not None and chosen.merges_look_up(params))
         return (kind, looks_up, *((params.ngram_max, params.ngram_min) if looks_up else ()))
 
     def draft_session(self, request: Request, stages: int, clock: Callable[[], float], session: int,
@@ -122,7 +123,7 @@ class DraftModels:
         if prefix and drafter and not drafter.rewind(prefix.rows + 1, *ranking):
             prefix = drafter = None
         if kind and drafter is None:
-            drafter = self._drafter(kind, request.params)
+            drafter = self._drafter(kind, request.params, chosen.merges_look_up(request.params))
             drafter = around(drafter) if around else drafter
         cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
         depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
@@ -153,7 +154,7 @@ class DraftModels:
                 request = DraftRequest(0, (DraftNode(child, child - 1, 0, child + 1),), 1)
             return min(seconds[1:])  # the first one reads the text
 
-    def _drafter(self, kind: str, params: Params) -> Drafter:
+    def _drafter(self, kind: str, params: Params, merged: bool = False) -> Drafter:
         looked_up = NgramDrafter(params.ngram_max, params.ngram_min)
         if kind == "ngram":
             return looked_up
@@ -172,7 +173,7 @@ class DraftModels:
                 self.graph_sizes[kind] = len(memory.choice.ms)
             self._loaded(self.graph_sizes.get(kind, 0))
         drafter = self._drafters[kind]()
-        return MergedDrafter(drafter, looked_up) if params.ngram else drafter
+        return MergedDrafter(drafter, looked_up) if merged else drafter
 
     def _shared_memory(self) -> SharedMemory | None:
         device = self._lm_head.head.device

@@ -84,7 +84,7 @@ class RequestStats:
         self._rounds: dict[str, deque[int]] = {}  # strategy -> draft tokens accepted in each round
         self._guessing: str | None = None  # the strategy whose rounds are shown
         self._slot_s = 0.0
-        self._shown: dict[str, float] = {}
+        self._shown: dict[str, float | None] = {}
         self._joules: float | None = None  # per token of the newest answer
         self._total = {"requests": 0, "tokens": 0, "drafted": 0, "accepted": 0}
         self._sent: deque[tuple[float, int, int]] = deque(maxlen=_SEGMENTS)  # when, session, rows
@@ -193,7 +193,8 @@ class RequestStats:
                     "running": len(self._running), "waiting": len(waiting), "total": dict(self._total),
                     "requests": self._requests(now),
                     "queue": [asdict(one) for one in waiting[:_MOST_WAITING]],
-                    "together": {"tokens_per_second": sum(speeds), "fairness": _fairness(speeds)}}
+                    "together": {"tokens_per_second": sum(speeds) if speeds else None,
+                                 "fairness": _fairness(speeds)}}
 
     def _speeds(self, now: float) -> list[float]:
         return [speed for progress in self._running.values() if (speed := progress.tokens_per_second(now))]
