@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -103,17 +104,17 @@ class Boards:
     @contextmanager
     def shell(self, place: int, script: str) -> Iterator[None]:
         """A board where root's login shell is ``script``, which gets "-c" and a command as arguments."""
-        own, passwd = self.root(place) / "run" / "shell", self.directory / f"passwd{place}"
+        own, users = self.root(place) / "run" / "shell", Path("/etc/passwd").read_text()
         own.write_text(f"#!/bin/sh\n{script}\n")
         own.chmod(0o755)
-        passwd.write_text("".join(
-            f"{row.rpartition(':')[0]}:/run/shell\n" if row.startswith("root:") else f"{row}\n"
-            for row in Path("/etc/passwd").read_text().splitlines()))
-        self.inside(place, "mount", "--bind", str(passwd), "/etc/passwd")
+        with_it, without = (self.directory / f"passwd{place}{name}" for name in ("", "-before"))
+        with_it.write_text(re.sub(r"^(root:.*:).*$", r"\1/run/shell", users, flags=re.MULTILINE))
+        without.write_text(users)
+        self.inside(place, "mount", "--bind", str(with_it), "/etc/passwd")
         try:
             yield
         finally:
-            self.inside(place, "umount", "/etc/passwd")
+            self.inside(place, "mount", "--bind", str(without), "/etc/passwd")
 
     def left(self, place: int, command: str, newest: int = 0) -> int:
         """How many of those there are, once all but so many of the ``newest`` have had time to end: what

@@ -114,9 +114,13 @@ class Runner(ABC):
                 said = stderr.read().decode(errors="replace")
         except OSError as error:
             raise FlowspecError(f"{self.where}: cannot run {local[0]}: {error.strerror}") from error
+        if code and _by_ssh(local, code):
+            raise Unreached(f"{self.where}: " + (
+                failure(name, local, code, said) if last_line(said) else
+                f"ssh: the connection broke in {name}: see whether the board is up, its power and its "
+                "cable, then run this again"))
         if code:
-            kind = Unreached if _by_ssh(local, code) else FlowspecError
-            raise kind(f"{self.where}: {failure(name, local, code, said)}")
+            raise FlowspecError(f"{self.where}: {failure(name, local, code, said)}")
         return stdout.decode(errors="replace")
 
     def _exchange(self, name: str, local: Sequence[str], stdin: str | IO[bytes] | None, stderr: IO[bytes]

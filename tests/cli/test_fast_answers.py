@@ -43,20 +43,20 @@ ERRORS = [  # and a part of the line
     (["serve", "--emulate", "magic"], "no profile 'magic'"),
     (["bench", "run", "--strategies", "chunk_pp,magic"], "no strategy 'magic'"),
     (["bench", "run", "--prompts", "nowhere.jsonl"], "nowhere.jsonl"),
-    (["sweep", "bandwidth", "--mbps", "0"], "--mbps must be positive numbers"),
-    (["plan", "--devices", "orin-nano"], "no profile 'orin-nano'"),
-    (["generate", "x", "--taau", "1"], "--tau"),
     (["models", "shard", "--model", "demoo", "--stages", "2", "--out", "nowhere"], "did you mean demo"),
     (["models", "shard", "--model", "demo", "--draft", "nowhere", "--stages", "2", "--out", "x"], "nowhere"),
     (["models", "head", "demoo"], "did you mean demo"),
     (["models", "loss", "nowhere", "--against", "demoo"], "did you mean demo"),
-    (["plan", "--model", "demoo", "--devices", "orin-nano-8gb:2"], "did you mean demo"),
     (["doctor", "--gpu", "--report", "/nowhere/report.json"], "/nowhere"),
     *((command, "flowspec deploy init HOST HOST… --out nowhere.toml") for command in (
         [*words.split(), "--cluster", "nowhere.toml"] for words in (
             "deploy plan", "deploy up", "deploy rollback", "deploy down", "deploy status", "deploy logs",
-            "deploy restart", "deploy set model=demo", "keys show", "keys rotate", "doctor", "serve",
-            "generate x", "sweep bandwidth"))),
+            "deploy restart", "deploy set model=demo", "keys show", "keys rotate", "doctor", "serve"))),
+    (["sweep", "bandwidth", "--mbps", "0"], "--mbps must be positive numbers"),
+    (["plan", "--devices", "orin-nano"], "no profile 'orin-nano'"),
+    (["generate", "x", "--taau", "1"], "--tau"),
+    (["plan", "--model", "demoo", "--devices", "orin-nano-8gb:2"], "did you mean demo"),
+    (["sweep", "bandwidth", "--cluster", "nowhere.toml"], "there is no cluster file nowhere.toml"),
 ]
 # What a cluster file names, found before anything is imported or asked.
 IN_FILES = [('model = "demoo"', "demoo"), ('model = "demo"\ndraft = "nowhere"', "nowhere"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import dockit
@@ -54,7 +55,8 @@ def test_the_document_shows_what_is_printed(tmp_path: Path, capsys: pytest.Captu
             done = subprocess.run(
                 ["bash", "-c", f"set -e; {step.script}"], cwd=tmp_path, text=True, check=False,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                env={**os.environ, "HOME": str(tmp_path)})
+                env={**os.environ, "HOME": str(tmp_path),
+                     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"})
             assert done.returncode == 0, (step.script, done.stdout)
             printed = done.stdout
         outputs.append(dockit.masked(printed, ()))

@@ -51,7 +51,7 @@ def test_one_board_that_hangs_at_login_is_named_and_the_others_are_shown(
     assert shown.startswith(f"{socket.gethostname()}: ")
     assert shown.count("; torch ") + shown.count("; no torch ") == 1
     (line,) = [line for line in said.splitlines() if line.startswith("flowspec: error: ")]
-    assert f"{hosts[1]}: ssh: {BEGAN_NOTHING} 15 s; see what stops its login, such as a home directory" in line
+    assert f"{hosts[1]}: ssh: {BEGAN_NOTHING} 15 s; see what stops its login, such as" in line
     assert line.endswith(f"; {out} is not written")
     assert not out.exists()
 
@@ -64,9 +64,9 @@ def test_what_a_start_up_file_prints_is_no_output(boards: sshkit.Boards) -> None
 def test_a_start_up_file_that_asks_gets_no_input(boards: sshkit.Boards) -> None:
     asks = runner(boards)
     asks.login_s = 3.0
-    with boards.shell(1, 'echo "noetic or humble?"; read answer; exec /bin/sh "$@"'):
-        with pytest.raises(Unreached) as raised:
-            asks.run(["cat"], stdin="given\n")
+    script = 'echo "noetic or humble?"; read answer; exec /bin/sh "$@"'
+    with boards.shell(1, script), pytest.raises(Unreached) as raised:
+        asks.run(["cat"], stdin="given\n")
     assert f"{BEGAN_NOTHING} 3 s; it printed 'noetic or humble?' last: see what" in str(raised.value)
 
 
@@ -85,7 +85,7 @@ def test_a_board_that_stops_in_a_command(boards: sshkit.Boards, tmp_path: Path) 
                       + "ServerAliveInterval 1\nServerAliveCountMax 1\n")
     inventory = with_config(boards.inventory, config)
     stops = SshRunner(inventory, inventory.device[1], PATIENCE_S, own_connection=True)
-    with pytest.raises(Unreached, match=r"^board-1 \(10\.77\.0\.2\): ssh: Timeout, server 10\.77\.0\.2 not "):
+    with pytest.raises(Unreached, match=r"^board-1 \(10\.77\.0\.2\): ssh: the connection broke in sh: see"):
         stops.run(["sh", "-c", "kill -STOP $PPID; exec sleep 1000"])
     for pid in boards.running(1, "sleep 1000"):
         subprocess.run(["kill", "-KILL", str(pid)], check=True)

@@ -35,12 +35,13 @@ def show(
 
       flowspec keys show --cluster cluster.toml
     """
-    from flowspec_edge.cli.common.progress import asking_boards
-    from flowspec_edge.fleet.commands import python_for
     from flowspec_edge.fleet.inventory import beside, load_inventory
-    from flowspec_edge.fleet.services.keys import recorded, shown
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.cli.common.progress import asking_boards
+    from flowspec_edge.fleet.commands import python_for
+    from flowspec_edge.fleet.services.keys import recorded, shown
+
     directory, devices = beside(cluster, inventory.cluster.keys), inventory.device
     known = recorded(devices, directory)
     with asking_boards():

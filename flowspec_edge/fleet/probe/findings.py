@@ -36,7 +36,7 @@ _SSH = (
      "ssh's own configuration are not for boards"),
 )
 _PORT = re.compile(r"\bport (\d+)\b")
-_HANGS = re.compile(r"no command began within|did not finish within")
+_HANGS = re.compile(r"no command began within|did not finish within|the connection broke in ")
 _IN_FILE = {"user": "ssh_user", "key": "ssh_key", "ssh_port": "ssh_port", "file": " in the cluster file"}
 _BY_OPTION = {"user": "--user", "key": "--key", "ssh_port": "--port", "file": ""}
 

@@ -90,7 +90,7 @@ def test_init_writes_the_address_on_the_network(tmp_path: Path, capsys: pytest.C
 def test_this_machine_where_sockets_may_be_bound_to_foreign_addresses() -> None:
     """The sysctl is the bed's own."""
     with NetnsTestbed(2) as bed, bed.entered(0):
-            subprocess.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind"], check=True)
+        subprocess.run(["sh", "-c", "echo 1 > /proc/sys/net/ipv4/ip_nonlocal_bind"], check=True)
         own, second = bed.address(0), "10.99.0.1"
         subprocess.run(["ip", "addr", "add", f"{second}/24", "dev", bed.interface(0)], check=True)
         inventory = cluster(own, bed.address(1), second)
@@ -130,12 +130,14 @@ for device in lab.device:
 def test_a_bridge_inside_the_machine_is_no_board_network() -> None:
     """Docker's has one address on all boards; a bridge with a network card leads to them."""
     make = ("mount -t sysfs sysfs /sys && ip link add docker0 type bridge && "
-            "ip addr add 172.17.0.1/16 dev docker0 && ip link set docker0 up && ip link add eth0 type dummy && ip addr add 10.0.0.1/24 dev eth0 && "
-            'ip link set eth0 up && exec "$@"')
+            "ip addr add 172.17.0.1/16 dev docker0 && ip link set docker0 up && "
+            "ip link add eth0 type veth peer name eth1 && ip addr add 10.0.0.1/24 dev eth0 && "
+            'ip link set eth0 up && ip link set eth1 up && exec "$@"')
     ask = [sys.executable, "-c", _BRIDGE, "172.17.0.1", "10.0.0.2", "10.0.0.1"]
     shown = subprocess.run(
-        ["unshare", "--net", "--mount", "sh", "-c", make, "sh", *ask], capture_output=True, text=True, check=True).stdout.splitlines()
-    assert "172.17.0.1, the address of docker0, a network inside this machine, which other boards " in shown[0]
+        ["unshare", "--net", "--mount", "sh", "-c", make, "sh", *ask],
+        capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "172.17.0.1, the address of docker0, a network inside this machine, which other " in shown[0]
     assert "(10.0.0.1 at eth0)" in shown[0]
     assert shown[1:] == ["None", "None"]
 

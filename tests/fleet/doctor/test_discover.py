@@ -249,7 +249,7 @@ def test_what_needs_a_decision_is_in_the_comments() -> None:
                  "→ no interface of it has", "# power mode 25W of MAXN, 25W", 'torch_device = "cuda"',
                  "→ torch: 2.9.0, built without CUDA, sees no CUDA GPU",
                  "→ torch: python3 has no torch that every user can import",
-                 "sudo pip3 install --index-url https://pypi.jetson-ai-lab.io/jp6/cu126/+simple/ 'torch==2.8.0'",
+                 "sudo pip3 install --index-url https://pypi.jetson-ai-lab.io/jp6/cu126/+simple/ 'torch==",
                  "→ sudo: me cannot become root without a password (sudo: a password is required)",
                  "deploy up --cluster x.toml"):
         assert line in text
