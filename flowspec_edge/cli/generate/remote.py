@@ -46,7 +46,8 @@ class RemoteRequest:
         values = asdict(self.sampling)
         body: dict[str, Any] = {"model": model, "max_tokens": self.max_new_tokens, "seed": values["seed"],
                                 "stream_options": {"include_usage": True}, "flowspec": {"tokens": True}}
-        body |= {name: values[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in self.explicit}
+        body |= {name: values[name] for name in ("temperature", "top_p", "top_k", "min_p")
+                 if name in self.explicit}
         if self.strategy is not None:
             body["flowspec"]["strategy"] = self.strategy
         if self.schema is not None:
@@ -89,8 +90,10 @@ def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> N
                     sys.stdout.flush()
     if as_json:
         print(json.dumps({
-            "tokens": figures["tokens"], "stats": figures["stats"], "text": "".join(pieces), "finish_reason": last["finish_reason"],
-            "strategy": figures["strategy"], "model": model, "cluster": inventory.cluster.name, "clock": "wall",
+            "tokens": figures["tokens"], "stats": figures["stats"], "text": "".join(pieces),
+            "finish_reason": last["finish_reason"],
+            "strategy": figures["strategy"], "model": model, "cluster": inventory.cluster.name,
+            "clock": "wall",
             "profile": None, "emulated": False,
             "sampling": {name: {"value": figures[name], "from": _origin(name, request)}
                          for name in asdict(request.sampling)}}))
