@@ -29,8 +29,8 @@ class Conversation:
 
     def __init__(self, tokenizer: Tokenizer, model: ModelDir, answer_tokens: int, system: str | None = None,
                  rendering: Rendering | None = None) -> None:
-        """``answer_tokens``: the longest answer; ``rendering``: how chats become prompts. UsageError if the model
-        has no chat template."""
+        """``answer_tokens``: the longest answer; ``rendering``: how chats become prompts. UsageError if
+        the model has no chat template."""
         self._tokenizer = tokenizer
         self._rendering = rendering
         self._room = model.max_positions
