@@ -49,7 +49,8 @@ from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 __all__ = ["Cluster", "Commit", "Completion", "DraftOutput", "DraftRequest", "DraftTree", "FlowspecError",
            "Node", "Parameters", "Params", "PeerLost", "Penalties", "Pipeline", "Profile", "Request",
-           "RequestFailed", "Restrictions", "Sampling", "Segment", "SegmentBuilder", "Span", "Stats", "Strategy",
+           "RequestFailed", "Restrictions", "Sampling", "Segment", "SegmentBuilder", "Span", "Stats",
+           "Strategy",
            "TreeParameters", "TreeStrategy", "UsageError", "load_profile", "strategy_class", "strategy_names"]
 
 _STAGES = 4  # the paper's

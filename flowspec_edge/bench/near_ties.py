@@ -65,7 +65,8 @@ def _nearly_best(logits: NDArray[np.float64], position: int, wanted: list[int], 
 
 def _kept(x: NDArray[np.float64], sampling: Sampling, off: float
           ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Tokens that top-k, top-p and min-p may keep, and must keep, if logits / T are off by ``off``; bool [V]."""
+    """Tokens that top-k, top-p and min-p may keep, and must keep, if logits / T are off by ``off``; bool
+    [V]."""
     ordered = np.sort(x)[::-1]
     k = min(sampling.top_k or len(x), len(x))
     may, must = np.ones(len(x), bool), np.ones(len(x), bool)

@@ -170,7 +170,8 @@ class Rendering:
 
 # What a prompt is made of whatever a client's values are.
 _FIXED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template",
-          "tokenize", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token",
+          "tokenize", "bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token",
+          "mask_token",
           "additional_special_tokens")
 
 
@@ -221,8 +222,8 @@ def bare(messages: Sequence[Message]) -> list[PromptPiece]:
 def continued(pieces: Sequence[PromptPiece], answer: str, joint: str) -> list[PromptPiece]:
     """A prompt in a built-in format whose answer has begun."""
     last = pieces[-1]
-    return [*pieces[:-1], PromptPiece(f"{last.text}{joint}{answer.lstrip() if joint == ' ' else answer}", last.add_bos,
-                                      add_eos=False)]
+    text = f"{last.text}{joint}{answer.lstrip() if joint == ' ' else answer}"
+    return [*pieces[:-1], PromptPiece(text, last.add_bos, add_eos=False)]
 
 
 BUILT_IN: dict[str, Callable[[Sequence[Message]], list[PromptPiece]]] = {

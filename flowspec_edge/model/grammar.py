@@ -160,8 +160,8 @@ class GrammarCompiler:
         return text
 
     def written(self, grammar: str) -> GrammarText:
-        """A grammar that the user wrote, in llama.cpp's syntax (GBNF) or in llguidance's (Lark). UsageError if
-        it is too long."""
+        """A grammar that the user wrote, in llama.cpp's syntax (GBNF) or in llguidance's (Lark). UsageError
+        if it is too long."""
         text = self.text(lambda _: grammar)
         return replace(text, gbnf="::=" in grammar)
 
@@ -236,7 +236,8 @@ def json_value(schema: dict[str, Any], strict: bool = True) -> str:
 
 
 def matching(regex: str) -> str:
-    """A text that matches all of ``regex``, in llguidance's Lark syntax: slashes end it, and it has one line."""
+    """A text that matches all of ``regex``, in llguidance's Lark syntax: slashes end it, and it has one
+    line."""
     body = re.sub(r"\\?[/\n]|\\.", lambda found: _WITHIN_SLASHES.get(found[0][-1], found[0]), regex)
     return f"/{body}/"
 

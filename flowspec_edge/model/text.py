@@ -162,7 +162,8 @@ class Tokenizer:
             chat[-1]["content"] += _HERE
         try:
             text = self._templates.render(template, self._tokenizer.special_tokens_map, chat,
-                                          [tool.definition for tool in tools], how.opens and not how.continues,
+                                          [tool.definition for tool in tools],
+                                          how.opens and not how.continues,
                                           how.values)
             text = _up_to_here(text, messages[-1].content) if how.continues else text
             ids = self._ids(text, how.special)

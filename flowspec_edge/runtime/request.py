@@ -21,7 +21,8 @@ OnTokens = Callable[[list[int]], None]
 
 @dataclass(frozen=True, slots=True)
 class Likelihood:
-    """A token's probability under the target model: before penalties, temperature, top-k, top-p, min-p, grammar.
+    """A token's probability under the target model: before penalties, temperature, top-k, top-p, min-p,
+    grammar.
 
     logprob  natural logarithm
     top      the ``Request.logprobs`` most likely tokens and their log probabilities, in descending order

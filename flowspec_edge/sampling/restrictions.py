@@ -22,7 +22,8 @@ class AnswerRestrictions:
         self._ends = sorted(ends)
         self._length = 0  # of the answer
         self._longest = max(map(len, restrictions.bad_words), default=1) - 1
-        self._tail = list(prompt[max(0, len(prompt) - self._longest):])  # of the text: what bad words may begin with
+        # of the text: what bad words may begin with
+        self._tail = list(prompt[max(0, len(prompt) - self._longest):])
         self._long = [word for word in restrictions.bad_words if len(word) > 1]
         self._single = [word[0] for word in restrictions.bad_words if len(word) == 1]
 

@@ -90,8 +90,9 @@ def mixed(x: Any) -> Any:
 
 
 def log_probs(logits: NDArray[np.floating], sampling: Sampling) -> NDArray[np.float64]:
-    """log p after temperature, top-k, top-p, then min-p (transformers' order): float64 [n, V]; excluded: -inf.
-    Top-p keeps the smallest set of likeliest tokens with mass top_p, at least one.  Undefined for greedy."""
+    """log p after temperature, top-k, top-p, then min-p (transformers' order): float64 [n, V]; excluded:
+    -inf.  Top-p keeps the smallest set of likeliest tokens with mass top_p, at least one.  Undefined for
+    greedy."""
     x = scaled = logits.astype(np.float64) / sampling.temperature
     if 0 < sampling.top_k < x.shape[-1]:
         kth = np.partition(x, -sampling.top_k, axis=-1)[..., -sampling.top_k, None]

@@ -198,7 +198,8 @@ class AnswerPenalties:
         factor = self._penalties.repetition
         if factor != 1.0:
             logits = logits + state.bias
-            logits = torch.where(state.seen, torch.where(logits < 0, logits * factor, logits / factor), logits)
+            logits = torch.where(state.seen, torch.where(logits < 0, logits * factor, logits / factor),
+                                 logits)
         return logits - state.cost
 
 

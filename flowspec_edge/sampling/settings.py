@@ -91,7 +91,7 @@ class Restrictions:
     """Which tokens may come next, whatever their logits, by the text before the row.
 
     allowed     the only tokens of the answer; None: all
-    bad_words   sequences of tokens that the text may not contain: the last of one is excluded after the others
+    bad_words   sequences of tokens that the text may not contain: the last is excluded after the others
     min_tokens  until the answer is so long, no token ends it
 
     UsageError for other values.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import Message
+from flowspec_edge.model.chat import Message, Rendering
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
 
@@ -28,16 +28,18 @@ class Conversation:
     """A chat; when the context is full, prompts leave out the oldest exchanges."""
 
     def __init__(self, tokenizer: Tokenizer, model: ModelDir, answer_tokens: int, system: str | None = None,
-                 ) -> None:
-        """``answer_tokens``: the longest answer. UsageError if the model has no chat template."""
+                 rendering: Rendering | None = None) -> None:
+        """``answer_tokens``: the longest answer; ``rendering``: how chats become prompts. UsageError if
+        the model has no chat template."""
         self._tokenizer = tokenizer
+        self._rendering = rendering
         self._room = model.max_positions
         self._answer_tokens = answer_tokens
         self._system = [Message("system", system)] if system is not None else []
         self._turns: list[Message] = []  # user and assistant, in turn
         self._dropped = 0  # how many of the oldest turns prompts leave out
         self.stop_ids = model.stop_ids | tokenizer.chat_stop_ids
-        tokenizer.chat([*self._system, Message("user", "?")])
+        tokenizer.chat([*self._system, Message("user", "?")], how=rendering)
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -49,7 +51,7 @@ class Conversation:
         message = Message("user", text)
         dropped = self._dropped
         while True:
-            ids = self._tokenizer.chat([*self._system, *self._turns[dropped:], message])
+            ids = self._tokenizer.chat([*self._system, *self._turns[dropped:], message], how=self._rendering)
             room = self._room - len(ids)
             if room >= min(_MIN_ANSWER, self._answer_tokens):
                 break

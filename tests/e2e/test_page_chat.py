@@ -220,7 +220,8 @@ def test_an_answer_in_markdown_is_shown_as_such_and_no_more(browser: Browser, cl
 
     def answer(route: Route) -> None:
         chunks = [{"choices": [{"delta": {"content": told[i:i + 7]}}]} for i in range(0, len(told), 7)]
-        chunks.append({"choices": [], "usage": {"completion_tokens": 9}, "flowspec": {"tokens_per_second": 2}})
+        chunks.append({"choices": [], "usage": {"completion_tokens": 9},
+                       "flowspec": {"tokens_per_second": 2}})
         body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
         route.fulfill(status=200, content_type="text/event-stream", body=body)
 

@@ -7,15 +7,17 @@ former spelling that keeps working.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.chat import check_values
 from flowspec_edge.model.families import SPARSE, UNSPLIT
 from flowspec_edge.model.modeldir import ModelDir, cache_values
 from flowspec_edge.util import procfs
@@ -82,6 +84,9 @@ ChatTemplateOption = Annotated[str | None, typer.Option(
     "--chat-template", metavar="NAME|FILE", show_default=False, hidden=True, rich_help_panel=MODEL,
     help="llama-2, vicuna, bare (no format), or a file with a Jinja template; by default the "
          "tokenizer's own.")]
+TemplateKwargsOption = Annotated[str | None, typer.Option(
+    "--chat-template-kwargs", metavar="JSON", show_default=False, hidden=True, rich_help_panel=MODEL,
+    help="Variables of the model's chat template; '{\"enable_thinking\": false}' tells Qwen3 not to think.")]
 MaxNewTokensOption = Annotated[int, typer.Option(
     "--max-new-tokens", min=1, max=MOST_TOKENS, metavar="N", help="Most tokens of an answer.")]
 FormerTokensOption = Annotated[int | None, typer.Option(
@@ -259,3 +264,19 @@ def require_unsharded(model: ModelDir, strategy: str) -> None:
     if model.sharded:
         raise UsageError(f"{strategy} gives every device a slice of all layers, but {model.path} is sharded "
                          "for a pipeline: use the original checkpoint, or leave this strategy out")
+
+
+def template_values(text: str | None) -> dict[str, Any]:
+    """The value of ``--chat-template-kwargs``; UsageError if it is no JSON object, or sets what is not the
+    user's."""
+    if text is None:
+        return {}
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--chat-template-kwargs: not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError("--chat-template-kwargs must be a JSON object, such as "
+                         '\'{"enable_thinking": false}\'')
+    check_values(values)
+    return values

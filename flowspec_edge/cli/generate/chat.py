@@ -27,14 +27,16 @@ from flowspec_edge.cli.common.options import (
     ModelOption,
     StagesOption,
     StrategyOption,
+    TemplateKwargsOption,
     device_of,
     dtype_of,
     stages_of,
+    template_values,
 )
 from flowspec_edge.cli.common.workload import require_runnable, with_a_draft
 from flowspec_edge.cli.generate.command import explicit_options
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import require_template
+from flowspec_edge.model.chat import Rendering, require_template
 from flowspec_edge.model.modeldir import DEMO, choose_sampling, resolve_model
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.sampling.settings import Sampling
@@ -68,6 +70,7 @@ def chat(
         "--system", help="The system's message.", metavar="TEXT", show_default=False,
         rich_help_panel=PROMPTS)] = None,
     chat_template: ChatTemplateOption = None,
+    chat_template_kwargs: TemplateKwargsOption = None,
     strategy: StrategyOption = DEFAULT_STRATEGY,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
@@ -100,6 +103,7 @@ def chat(
     if demonstration := chat_template is None and model == DEMO:
         chat_template = _DEMO_TEMPLATE
     require_template(found, chat_template)
+    rendering = Rendering(template_values(chat_template_kwargs))
     chosen = strategy_class(strategy)
     params = with_a_draft(chosen.name, found, params)
     require_runnable([chosen.name], found, params, "wall", stages)
@@ -114,7 +118,7 @@ def chat(
     from flowspec_edge.serving.conversation import Conversation
 
     tokenizer = Tokenizer(found, chat_template)
-    conversation = Conversation(tokenizer, found, answer_tokens or max_new_tokens, system)
+    conversation = Conversation(tokenizer, found, answer_tokens or max_new_tokens, system, rendering)
     spec = ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, at_once=1,
                        cache_rows=cache_rows(found.max_positions, 1, params, stages), rejoin_within=_REJOIN_S)
     with (ChatScreen() as screen,

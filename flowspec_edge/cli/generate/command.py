@@ -30,15 +30,17 @@ from flowspec_edge.cli.common.options import (
     ProfileOption,
     StagesOption,
     StrategyOption,
+    TemplateKwargsOption,
     device_of,
     dtype_of,
     stages_of,
+    template_values,
 )
 from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.cli.common.workload import require_fitting, require_runnable, with_a_draft
 from flowspec_edge.cli.generate.remote import RemoteRequest, figures_line, generate_remotely, refuse_local
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import Message, require_template
+from flowspec_edge.model.chat import Message, Rendering, require_template
 from flowspec_edge.model.modeldir import DEMO, Origin, choose_sampling, not_applied, resolve_model
 from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.sampling.settings import Sampling
@@ -78,6 +80,7 @@ def generate(
     max_new_tokens: MaxNewTokensOption = 128,
     model: ModelOption = DEMO,
     chat_template: ChatTemplateOption = None,
+    chat_template_kwargs: TemplateKwargsOption = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     strategy: StrategyOption = DEFAULT_STRATEGY,
@@ -120,8 +123,11 @@ def generate(
     text = _read_prompt(prompt, prompt_file)
     if cluster is not None:
         refuse_local(explicit_options(context, context.params))
-    if not chat and (system is not None or chat_template is not None):
-        raise UsageError(f"{'--chat-template' if system is None else '--system'} works with --chat only")
+    for option, value in (("system", system), ("chat-template", chat_template),
+                          ("chat-template-kwargs", chat_template_kwargs)):
+        if value is not None and not chat:
+            raise UsageError(f"--{option} works with --chat only")
+    values = template_values(chat_template_kwargs)
     require_strategy(strategy)
     schema = _schema(json_schema, json_object)
     if cluster is not None:
@@ -129,7 +135,7 @@ def generate(
         named = chosen.name if explicit_options(context, ["strategy"]) else None
         explicit = explicit_options(context, asdict(sampling))
         generate_remotely(cluster, RemoteRequest(text, chat, system, named, max_new_tokens, sampling,
-                                                 explicit, schema), as_json)
+                                                 explicit, schema, values), as_json)
         return
     found = resolve_model(model)
     clock_settings = choose_clock(clock, profile, emulate)
@@ -154,7 +160,10 @@ def generate(
     tokenizer = Tokenizer(found, chat_template)
     if chat:
         messages = [Message("system", system)] if system is not None else []
-        ids, before = tokenizer.chat([*messages, Message("user", text)]), []
+        ids, before = tokenizer.chat([*messages, Message("user", text)], how=Rendering(values)), []
+        if unread := [name for name in values if not tokenizer.reads(name)]:
+            print(f"flowspec: note: the chat template of {found.name} does not read {', '.join(unread)}",
+                  file=sys.stderr)
         stops = found.stop_ids | tokenizer.chat_stop_ids
     else:
         ids = before = tokenizer.encode(text)

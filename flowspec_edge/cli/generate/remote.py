@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
 
 _ACCEPTED = {"prompt", "prompt_file", "chat", "system", "strategy", "max_new_tokens", "as_json", "cluster",
-             "json_schema", "json_object", *asdict(Sampling())}
+             "json_schema", "json_object", "chat_template_kwargs", *asdict(Sampling())}
 
 
 @dataclass(frozen=True)
 class RemoteRequest:
     """explicit  names of the sampling values that override the model's generation_config.json
     schema    the JSON schema that the answer must match; None: any text
+    template_values  variables of the chat template
     """
 
     text: str
@@ -36,6 +37,7 @@ class RemoteRequest:
     sampling: Sampling
     explicit: Collection[str]
     schema: dict[str, Any] | None = None
+    template_values: dict[str, Any] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -46,7 +48,8 @@ class RemoteRequest:
         values = asdict(self.sampling)
         body: dict[str, Any] = {"model": model, "max_tokens": self.max_new_tokens, "seed": values["seed"],
                                 "stream_options": {"include_usage": True}, "flowspec": {"tokens": True}}
-        body |= {name: values[name] for name in ("temperature", "top_p", "top_k", "min_p") if name in self.explicit}
+        body |= {name: values[name] for name in ("temperature", "top_p", "top_k", "min_p")
+                 if name in self.explicit}
         if self.strategy is not None:
             body["flowspec"]["strategy"] = self.strategy
         if self.schema is not None:
@@ -55,6 +58,8 @@ class RemoteRequest:
         if not self.chat:
             return body | {"prompt": self.text}
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+        if self.template_values:
+            body["chat_template_kwargs"] = self.template_values
         return body | {"messages": [*messages, {"role": "user", "content": self.text}]}
 
 
@@ -89,8 +94,10 @@ def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> N
                     sys.stdout.flush()
     if as_json:
         print(json.dumps({
-            "tokens": figures["tokens"], "stats": figures["stats"], "text": "".join(pieces), "finish_reason": last["finish_reason"],
-            "strategy": figures["strategy"], "model": model, "cluster": inventory.cluster.name, "clock": "wall",
+            "tokens": figures["tokens"], "stats": figures["stats"], "text": "".join(pieces),
+            "finish_reason": last["finish_reason"],
+            "strategy": figures["strategy"], "model": model, "cluster": inventory.cluster.name,
+            "clock": "wall",
             "profile": None, "emulated": False,
             "sampling": {name: {"value": figures[name], "from": _origin(name, request)}
                          for name in asdict(request.sampling)}}))

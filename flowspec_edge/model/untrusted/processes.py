@@ -252,9 +252,10 @@ class TemplateRenderer(LimitedProcesses):
     def render(self, template: str, special_tokens: Mapping[str, Any], messages: Sequence[Mapping[str, Any]],
                tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False,
                values: Mapping[str, Any] | None = None) -> str:
-        """``special_tokens``: a tokenizer's ``special_tokens_map``; ``values``: further variables. UsageError if the template fails, rejects
-        the chat, or needs too much for it."""
-        context = {"documents": None, **(values or {}), **special_tokens, "messages": messages, "tools": tools or None,
+        """``special_tokens``: a tokenizer's ``special_tokens_map``; ``values``: further variables. UsageError
+        if the template fails, rejects the chat, or needs too much for it."""
+        context = {"documents": None, **(values or {}), **special_tokens, "messages": messages,
+                   "tools": tools or None,
                    "add_generation_prompt": add_generation_prompt}
         try:
             return self.run({"template": template, "context": context})

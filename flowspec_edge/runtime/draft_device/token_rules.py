@@ -20,8 +20,8 @@ from flowspec_edge.sampling.sampler import AnswerPenalties
 # Logits [n, V]; the tokens to choose from, as ``sampler.choose`` takes them, None: all.
 Choices = tuple[Tensor, "NDArray[np.uint8] | None"]
 
-_STUCK = ("no token may come next: the allowed tokens, the bad words, the least number of tokens and the grammar "
-          "of this request exclude all")
+_STUCK = ("no token may come next: this request's allowed tokens, bad words, least number of tokens and "
+          "grammar exclude all")
 
 
 class TokenRules:

@@ -37,12 +37,15 @@ def wanted_answer(body: Body) -> AnswerFormat | None:
             found.append(_regex(field, text))
     if body.guided_choice is not None:
         found.append(_choice("guided_choice", body.guided_choice))
-    for field, text in (("guided_grammar", body.guided_grammar), ("ebnf", body.ebnf), ("grammar", body.grammar)):
-        if text is not None and (text or field != "grammar"):  # llama.cpp's clients send an empty one for none
+    written = {"guided_grammar": body.guided_grammar, "ebnf": body.ebnf,
+               "grammar": body.grammar or None}  # llama.cpp's clients send an empty one for none
+    for field, text in written.items():
+        if text is not None:
             found.append(_grammar(field, text))
     if len(found) > 1:
-        raise ApiError(400, f"{found[1].field}: {found[0].field} says already what the answer must match: leave "
-                            "one out", found[1].field)
+        first, second = found[0].field, found[1].field
+        raise ApiError(400, f"{second}: {first} says already what the answer must match: leave one out",
+                       second)
     return found[0] if found else None
 
 

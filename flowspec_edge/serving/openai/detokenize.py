@@ -26,8 +26,8 @@ class StopMatcher:
         self.found = False
 
     def push(self, piece: str, may_stop: bool = True) -> str:
-        """Return the text that may be sent now; empty after a stop string. ``may_stop``: a stop string that is
-        complete now counts."""
+        """Return the text that may be sent now; empty after a stop string. ``may_stop``: a stop string that
+        is complete now counts."""
         if self.found:
             return ""
         text = self._held + piece

@@ -1,10 +1,10 @@
-"""What each field of a request gets: every field that OpenAI, vLLM, SGLang and llama.cpp's server document, and
+"""What each field of a request gets: all that OpenAI, vLLM, SGLang and llama.cpp's server document, and
 common ones of others.
 
 A field is implemented, refused because ignoring it would change the answer, or accepted without effect
-because the answer is the same without it. Values that ask for nothing are always accepted. A name that none of
-these servers documents is an error if it looks like a misspelt one; otherwise it has no effect, and the answer says
-so.
+because the answer is the same without it. Values that ask for nothing are always accepted. A name that none
+of these servers documents is an error if it looks like a misspelt one; otherwise it has no effect, and the
+answer says so.
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ _ALL: tuple[RequestField, ...] = (
     # ---- the request ----
     _does("model", "ovslx", "the served name", "llama"),
     _does("messages", "ovsl", "a chat's messages; completions take prompt, responses input", [], "c", []),
-    _does("prompt", "ovsl", "a completion's text or token ids; chats take messages, responses input", "a", "t"),
+    _does("prompt", "ovsl", "a completion's text or token ids; chats take messages, responses input", "a",
+          "t"),
     _does("input", "ovs", "a response's messages; chats take messages, completions prompt", "a", "r"),
     _does("instructions", "ovs", "the system's message; chats take it in messages", "Be brief.", "r"),
     _does("stream", "ovsl", "server-sent events", True),
@@ -123,7 +124,8 @@ _ALL: tuple[RequestField, ...] = (
     _does("include_stop_str_in_output", "v", "the answer has the stop string, or the text of the stop token",
           True),
     _does("no_stop_trim", "s", "as include_stop_str_in_output", True),
-    _refused("stop_regex", "s", "it would end the answer at a pattern; use stop, or regex for the whole answer",
+    _refused("stop_regex", "s",
+             "it would end the answer at a pattern; use stop, or regex for the whole answer",
              "a+", [], ""),
     # ---- sampling ----
     _does("temperature", "ovslx", "0 is greedy", 1.0),
@@ -149,19 +151,23 @@ _ALL: tuple[RequestField, ...] = (
     _does("guided_regex", "vx", "a regular expression of the whole answer", "[ab]+"),
     _does("guided_choice", "vx", "the answer is one of these texts", ["yes", "no"]),
     _does("guided_grammar", "vx", "a grammar in GBNF or in llguidance's Lark", 'root ::= "a"'),
-    _does("structured_outputs", "v", "one of json, regex, choice, grammar, json_object", {"choice": ["a", "b"]}),
+    _does("structured_outputs", "v", "one of json, regex, choice, grammar, json_object",
+          {"choice": ["a", "b"]}),
     _does("json_schema", "sl", "as guided_json", _SCHEMA),
     _does("regex", "s", "as guided_regex", "[ab]+"),
     _does("ebnf", "s", "as guided_grammar", 'root ::= "a"'),
     _does("grammar", "l", "as guided_grammar", 'root ::= "a"'),
     _harmless("guided_decoding_backend", "v", "llguidance enforces every grammar", "outlines"),
-    _refused("guided_whitespace_pattern", "v", "it would change the whitespace within JSON; use guided_regex or "
+    _refused("guided_whitespace_pattern", "v",
+             "it would change the whitespace within JSON; use guided_regex or "
              "guided_grammar", " ?"),
-    _refused("structural_tag", "vs", "it would hold parts of the answer to schemas; use guided_grammar, or tools",
+    _refused("structural_tag", "vs",
+             "it would hold parts of the answer to schemas; use guided_grammar, or tools",
              "{}"),
     # ---- chats ----
     _does("tools", "ovsl", "functions that the model may call; only chats have them", [], "c", []),
-    _field("tool_choice", "ovsl", "c", "refused", "auto, none, required, or a function; only chats have tools",
+    _field("tool_choice", "ovsl", "c", "refused",
+           "auto, none, required, or a function; only chats have tools",
            "none", "auto", "none"),
     _field("parallel_tool_calls", "ovsl", "c", "no effect", "several calls in an answer", False),
     _field("max_tool_calls", "ovs", "", "no effect", "the server calls no tools itself", 3),
@@ -177,15 +183,18 @@ _ALL: tuple[RequestField, ...] = (
     _does("add_generation_prompt", "v", "false: the prompt does not open an answer", False, "c", True),
     _does("continue_final_message", "vs", "the answer continues the last message", False, "c", False),
     _does("documents", "v", "the chat template's documents", [], "c", []),
-    _does("add_special_tokens", "v", "whether a prompt gets the tokenizer's own special tokens, by default in "
+    _does("add_special_tokens", "v",
+          "whether a prompt gets the tokenizer's own special tokens, by default in "
           "completions", False, "ct"),
     _does("skip_special_tokens", "vs", "false: the text has the special tokens", False),
     _harmless("spaces_between_special_tokens", "v", "tokenizers here put no spaces there", False),
-    _refused("chat_template", "v", "it would render the chat otherwise; start the server with --chat-template",
+    _refused("chat_template", "v",
+             "it would render the chat otherwise; start the server with --chat-template",
              "{{ messages }}"),
     _refused("thinking", "x", "it would limit or turn off reasoning; use chat_template_kwargs: "
              '{"enable_thinking": false} or reasoning_effort', {"type": "disabled"}),
-    _refused("thinking_token_budget", "v", "it would end the reasoning after so many tokens; use max_tokens, or "
+    _refused("thinking_token_budget", "v",
+             "it would end the reasoning after so many tokens; use max_tokens, or "
              'chat_template_kwargs: {"enable_thinking": false}', 100, -1),
     _refused("thinking_budget", "x", "as thinking_token_budget", 100, -1),
     _refused("thinking_budget_tokens", "l", "as thinking_token_budget", 100, -1),
@@ -193,12 +202,15 @@ _ALL: tuple[RequestField, ...] = (
     _refused("separate_reasoning", "s", _PLAIN_TEXT, True, False),
     _harmless("stream_reasoning", "s", _PLAIN_TEXT, False),
     _refused("reasoning_format", "l", _PLAIN_TEXT, "deepseek", "none", "auto"),
-    _refused("reasoning_control", "l", "it would end reasoning while it is written; use max_tokens", True, False),
-    _refused("verbosity", "o", "the model was not trained to it; say in the messages how long to answer", "low",
+    _refused("reasoning_control", "l", "it would end reasoning while it is written; use max_tokens", True,
+             False),
+    _refused("verbosity", "o", "the model was not trained to it; say in the messages how long to answer",
+             "low",
              "medium"),
     _refused("task", "s", "it would add a token to the prompt; use messages", "action"),
     _refused("input_ids", "s", "it would replace the prompt; use prompt of /v1/completions", [5]),
-    _refused("session_params", "s", "it would continue a stored prompt; send the whole prompt", {"id": "a"}, {}),
+    _refused("session_params", "s", "it would continue a stored prompt; send the whole prompt", {"id": "a"},
+             {}),
     _refused("echo", "ovs", "it returns no prompts and no log-probabilities of them", True, False),
     _refused("suffix", "ovs", "the model would have to write what comes before it; put both into the prompt",
              "a", ""),
@@ -206,7 +218,8 @@ _ALL: tuple[RequestField, ...] = (
     _refused("truncation_side", "v", "it goes with truncate_prompt_tokens", "left"),
     _refused("prompt_embeds", "v", "prompts are tokens here; use prompt", "a"),
     # ---- what is reported ----
-    _does("logprobs", "ovsl", "the target's own probabilities; in completions a count. Responses have none", 1,
+    _does("logprobs", "ovsl", "the target's own probabilities; in completions a count. Responses have none",
+          1,
           "ct", False),
     _does("top_logprobs", "ovs", "up to 20 others at each token; goes with logprobs", 2, "ct", 0),
     _refused("prompt_logprobs", "v", "no probabilities of the prompt are computed", 1),
@@ -230,7 +243,8 @@ _ALL: tuple[RequestField, ...] = (
     _harmless("timings_per_token", "l", _FIGURES, True),
     _refused("response_fields", "l", "answers have OpenAI's fields", ["content"], []),
     _refused("enable_response_messages", "v", "no rendered messages are reported", True, False),
-    _does("include", "ovs", "what a response has none of adds nothing; message.output_text.logprobs is refused: "
+    _does("include", "ovs",
+          "what a response has none of adds nothing; message.output_text.logprobs is refused: "
           "chat completions have logprobs", ["reasoning.encrypted_content"], "r", []),
     _harmless("stream_interval", "v", "the text is the same in other pieces", 4),
     _harmless("sse_ping_interval", "l", "keep-alives come every ten seconds", 5),
@@ -258,7 +272,8 @@ _ALL: tuple[RequestField, ...] = (
     _harmless("dry_allowed_length", "l", "it goes with dry_multiplier, which is refused", 3),
     _harmless("dry_penalty_last_n", "l", "it goes with dry_multiplier, which is refused", 3),
     _harmless("dry_sequence_breakers", "l", "it goes with dry_multiplier, which is refused", ["\n"]),
-    _refused("repeat_penalty", "lx", "it would look at the last tokens; use repetition_penalty, which looks at "
+    _refused("repeat_penalty", "lx",
+             "it would look at the last tokens; use repetition_penalty, which looks at "
              "the whole text", 1.1, 1),
     _harmless("repeat_last_n", "lx", "it goes with repeat_penalty, which is refused", 32),
     _refused("adaptive_target", "l", _OTHER_RULE, 0.5, -1),
@@ -273,8 +288,10 @@ _ALL: tuple[RequestField, ...] = (
     _refused("repetition_detection", "v", "it would end an answer that repeats itself; use max_tokens or "
              "repetition_penalty", {"max_pattern_size": 3}),
     _refused("watermarking", "v", "it would change which tokens are chosen", True, False),
-    _refused("logits_processors", "v", "it would run code of the client; use logit_bias or a grammar", ["a.b"], []),
-    _refused("custom_logit_processor", "s", "it would run code of the client; use logit_bias or a grammar", "a"),
+    _refused("logits_processors", "v", "it would run code of the client; use logit_bias or a grammar",
+             ["a.b"], []),
+    _refused("custom_logit_processor", "s", "it would run code of the client; use logit_bias or a grammar",
+             "a"),
     _refused("custom_params", "s", "it goes with custom_logit_processor", {"a": 1}, {}),
     _refused("vllm_xargs", "v", "there are no extensions of vLLM here", {"a": 1}, {}),
     _refused("n_predict", "l", "use max_tokens", 8, -1),
@@ -344,7 +361,8 @@ _ALL: tuple[RequestField, ...] = (
     _refused("max_length", "x", "use max_tokens", 8),
     _refused("num_predict", "x", "use max_tokens", 8, -1),
     _refused("num_ctx", "x", "start the server with --context", 4096),
-    _refused("options", "x", "use temperature, top_p, max_tokens and the others at the top level", {"seed": 1}, {}),
+    _refused("options", "x", "use temperature, top_p, max_tokens and the others at the top level",
+             {"seed": 1}, {}),
     _refused("format", "x", "use response_format", "json", ""),
     _refused("do_sample", "x", "use temperature", True),
     _refused("random_seed", "x", "use seed", 7),
@@ -403,7 +421,8 @@ def rows() -> Iterator[str]:
     for field in sorted(_ALL, key=lambda field: field.name):
         where = "" if len(field.implemented) in (0, len(ENDPOINTS)) else f" ({', '.join(field.implemented)})"
         verdict = "implemented" if field.implemented else field.elsewhere
-        neutral = [f"`{json.dumps(value)}`" for value in field.neutral] if field.elsewhere == "refused" else []
-        but = f"; accepted: {', '.join(neutral)}" if neutral and not field.implemented else ""
+        refused = field.elsewhere == "refused" and not field.implemented
+        neutral = [f"`{json.dumps(value)}`" for value in field.neutral] if refused else []
+        but = f"; accepted: {', '.join(neutral)}" if neutral else ""
         says = field.says.replace("|", "\\|")
         yield f"| `{field.name}` | {', '.join(field.sources)} | **{verdict}**{where}: {says}{but} |"

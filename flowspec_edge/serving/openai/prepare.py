@@ -138,8 +138,8 @@ class ServedModel:
         """How the chat becomes a prompt, and the names of the template's variables that it does not have."""
         continues = bool(body.continue_final_message)
         if continues and body.add_generation_prompt:
-            raise ApiError(400, "continue_final_message: the prompt cannot open another answer, too: leave out "
-                                "add_generation_prompt", "continue_final_message")
+            raise ApiError(400, "continue_final_message: the prompt cannot open another answer, too: leave "
+                                "out add_generation_prompt", "continue_final_message")
         values: dict[str, Any] = {**(body.chat_template_kwargs or {})}
         if body.enable_thinking is not None:
             values.setdefault("enable_thinking", body.enable_thinking)
@@ -151,8 +151,8 @@ class ServedModel:
             values = self._with_effort(body.effort, values, field)
         unread = [name for name in values if not self.tokenizer.reads(name)]
         if self.tokenizer.always_thinks and any(values.get(name) is False for name in THINKING):
-            raise ApiError(400, "enable_thinking: the model's chat template always lets it think", "enable_thinking"
-                           if body.enable_thinking is not None else "chat_template_kwargs")
+            own = "chat_template_kwargs" if body.enable_thinking is None else "enable_thinking"
+            raise ApiError(400, f"{own}: the model's chat template always lets it think", own)
         try:
             check_values(values)
         except UsageError as error:
@@ -259,7 +259,8 @@ class ServedModel:
     def _prepared(self, body: Body, prompts: Sequence[list[int]], stop_ids: frozenset[int], usual: int,
                   grammar: tuple[GrammarText, str] | None = None) -> PreparedRequest:
         strategy = self._strategy(body)
-        sampling, penalties, restrictions = self.sampling(body), self._penalties(body), self._restrictions(body)
+        sampling, penalties = self.sampling(body), self._penalties(body)
+        restrictions = self._restrictions(body)
         self._check_ids(body.stop_token_ids or (), "stop_token_ids")
         ends = frozenset(body.stop_token_ids or ()) | (frozenset() if body.ignore_eos else stop_ids)
         grammar = grammar or self._answer_grammar(body)

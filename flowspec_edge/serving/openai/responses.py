@@ -51,8 +51,8 @@ class Answer:
 
     def choice(self, index: int, pieces: Sequence[str | CallPiece], finish: Finish | None,
                logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """``logprobs`` and ``extra`` (:meth:`details` of one of several choices) are given if the client asked
-        for them."""
+        """``logprobs`` and ``extra`` (:meth:`details` of one of several choices) are given if the client
+        asked for them."""
         text = "".join(piece for piece in pieces if isinstance(piece, str))
         content: dict[str, Any] = {"text": text}
         if self.chat:
@@ -117,7 +117,8 @@ class Answer:
         reused = [result.stats.reused for result in results[::self.prepared.n] if result is not None]
         if len(reused) == len(self.prepared.prompts):
             cached = {"prompt_tokens_details": {"cached_tokens": sum(reused)}}
-        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens, **cached}
+        return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
+                **cached}
 
     @property
     def _kind(self) -> str:

@@ -1,4 +1,5 @@
-"""Request bodies of OpenAI's API, with fields of vLLM, SGLang and llama.cpp's server: :mod:`.fields` has all."""
+"""Request bodies of OpenAI's API, with fields of vLLM, SGLang and llama.cpp's server: :mod:`.fields` has
+all."""
 
 from __future__ import annotations
 
@@ -147,8 +148,8 @@ class Reasoning(Ignoring):
 
 
 class JsonSchema(Ignoring):
-    """``schema`` is a method's name in pydantic. A misspelt ``schema`` would let any object pass, so an unknown
-    field is an error."""
+    """``schema`` is a method's name in pydantic. A misspelt ``schema`` would let any object pass, so an
+    unknown field is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 

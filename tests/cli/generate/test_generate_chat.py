@@ -141,3 +141,20 @@ def test_bad_chats_are_one_line(model: Path, arguments: list[str], says: str,
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert says in err
+
+
+def test_variables_of_the_template(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As Qwen3 is told not to think; what the template does not read is said, and what is wrong an error."""
+    template = tmp_path / "thinks.jinja"
+    template.write_text("{{ messages[0].content }}{% if enable_thinking is false %}!{% endif %}")
+    chat = ("--chat", QUESTION, "--chat-template", str(template), "--json", "--chat-template-kwargs")
+    assert generate(model, *chat, '{"enable_thinking": false, "budget": 1}') == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["tokens"] == expected(model, QUESTION + "!")[0]
+    assert captured.err == "flowspec: note: the chat template of tiny does not read budget\n"
+    for wrong, says in (("{", "not valid JSON"), ("[]", "must be a JSON object"),
+                        ('{"messages": []}', "messages cannot be set so")):
+        assert generate(model, *chat, wrong) == 2
+        assert says in capsys.readouterr().err
+    assert generate(model, QUESTION, "--chat-template-kwargs", "{}") == 2
+    assert "--chat-template-kwargs works with --chat only" in capsys.readouterr().err

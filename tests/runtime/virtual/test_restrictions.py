@@ -29,7 +29,6 @@ from transformers import (
 
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
@@ -166,8 +165,10 @@ def test_no_token_left_is_an_error_of_the_request(small_vocabulary_model: Path, 
 
 @pytest.mark.parametrize(("wrong", "says"), [
     (lambda: Sampling(min_p=1.5), "min-p"), (lambda: Sampling(min_p=float("nan")), "min-p"),
-    (lambda: Penalties(repetition=0.0), "repetition"), (lambda: Penalties(repetition=float("nan")), "repetition"),
-    (lambda: Restrictions(frozenset()), "allowed tokens"), (lambda: Restrictions(bad_words=((),)), "bad word"),
+    (lambda: Penalties(repetition=0.0), "repetition"),
+    (lambda: Penalties(repetition=float("nan")), "repetition"),
+    (lambda: Restrictions(frozenset()), "allowed tokens"),
+    (lambda: Restrictions(bad_words=((),)), "bad word"),
     (lambda: Restrictions(min_tokens=-1), "least number")])
 def test_values_out_of_range_are_refused(wrong: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
