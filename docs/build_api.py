@@ -52,7 +52,7 @@ def fields(thing: Any) -> Iterator[str]:
     for field in dataclasses.fields(thing):
         found = re.search(rf"^    {field.name}: .*$", source, re.MULTILINE)
         if get_origin(hints[field.name]) is Annotated:
-            kind = re.match(r"Annotated\[(\w+)", str(field.type))
+            kind = re.match(r"Annotated\[([\w |]+)", str(field.type))
             assert kind
             yield f"{field.name}: {kind[1]} = {field.default!r}  # {hints[field.name].__metadata__[0]}"
         else:

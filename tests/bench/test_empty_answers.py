@@ -94,7 +94,7 @@ def test_a_papers_table_of_short_answers_has_no_figure(tmp_path: Path, name: str
     found = []
     for measurement in artefact.measurements:
         made = report(list(measurement.strategies), ["demo"], list(measurement.temperatures), prompts=1,
-                      profile="paper-7b")
+                      profile=measurement.profile)
         made.samples = emptied(made.samples)
         facts = [{"name": "demo", "prompts": 1, "sha256": "0" * 64}]
         made.settings |= {"tasks": facts, "versions": {"flowspec-edge": "0"},

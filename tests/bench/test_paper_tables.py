@@ -22,7 +22,7 @@ Table = list[list[str]]  # a header, then rows
 
 def sections(text: str, errors: bool = False) -> dict[str, str]:
     """Table I, II and III by their numeral."""
-    text = text if errors else re.sub(r" ± [\d.]+", "", text)
+    text = text if errors else re.sub(r"( ± [\d.]+)? \([\d.]+\)", "", text)
     return {part.split(":")[0]: part for part in re.split(r"^# Table ", text, flags=re.MULTILINE)[1:]}
 
 

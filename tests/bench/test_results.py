@@ -103,7 +103,8 @@ def test_answers_of_one_token_have_no_speed() -> None:
     assert one.rows[0].tokens_per_second_sd == pytest.approx(
         statistics.stdev(s.tokens_per_second for s in twice[2:]))
     one.samples = [bare]
-    assert (one.rows[0].itl_mean_s, one.rows[0].alt, one.rows[0].alr) == (0.0, 0.0, 0.0)
+    assert (one.rows[0].itl_mean_s, one.rows[0].alt, one.rows[0].alr) == (None, None, None)
+    assert one.rows[0].tokens_per_second is None
 
 
 def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_errors_are_those_over_the_prompts() -> None:
                                   if (s.strategy, s.prompt) == ("flowspec", prompt)) for prompt in range(3)]
     error = statistics.stdev(by_prompt) / math.sqrt(3)
     assert lines(sweep, errors=True)[2] == ["flowspec", "eagle2", f"{row.tokens_per_second:.2f}", "±",
-                                            f"{error:.2f}", "–"]
+                                            f"{error:.2f}", f"({statistics.median(by_prompt):.2f})", "–"]
 
 
 def test_measured_rates_are_those_of_the_slowest_device() -> None:
