@@ -36,22 +36,23 @@ ALONE = {  # files alone -> what is said of them
     "rank0.engine": r"rank0\.engine: a TensorRT engine cannot be read",
     "model_index.json": "is a pipeline of diffusers, not a language model",
     "global_step10/mp_rank_00_model_states.pt": "checkpoint of DeepSpeed's training: make weights of it",
-    "snapshots/0a1b/config.json": r"has no config\.json; give one of the directories in it: .*/snapshots/0a1b",
+    "snapshots/0a1b/config.json": r"no config\.json; give one of the directories in it: .*/snapshots/0a1b",
     "Llama-2-7b/config.json": r"has no config\.json; give one of the directories in it: .*/Llama-2-7b",
     "tokenizer.json": r"is incomplete: config\.json is missing",
 }
 CONFIGS = {  # config.json alone -> what is said of it
     "bloom": ({"model_type": "bloom", "n_layer": 2}, "stages cannot run 'bloom' models, only llama, "),
     "mistral3": ({"model_type": "mistral3", "text_config": {"model_type": "ministral3"}, "vision_config": {}},
-                 "'mistral3' models, which hold a language model of the type 'ministral3' .*can be run alone"),
+                 "'mistral3' models, which hold a language model of the type 'ministral3' .*be run alone"),
     "gemma3": ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}, "vision_config": {}},
-               "'gemma3' models, a language model of the type 'gemma3_text' with parts that see or hear, only"),
+               "'gemma3' models, a language model of the type 'gemma3_text' with parts that see or hear"),
     "llava": ({"model_type": "llava", "vision_config": {}}, "a language model with parts that see or hear"),
     "no type": ({"hidden_size": 64}, "names no model_type"),
-    "TensorRT-LLM": ({"pretrained_config": {}, "build_config": {}}, "an engine or checkpoint of TensorRT-LLM"),
+    "TensorRT-LLM": ({"pretrained_config": {}}, "an engine or checkpoint of TensorRT-LLM"),
     "MLX": ({"model_type": "llama", "quantization": {"bits": 4, "group_size": 64}}, "quantised for MLX"),
     "Medusa": ({"architectures": ["MedusaModel"]}, r"is a draft head \(Medusa\), of a format that cannot be"),
-    "DFlash": ({"model_type": "qwen3", "dflash_config": {"mask_token_id": 1}}, r"is a draft head \(DFlash\), not a model: give"),
+    "DFlash": ({"model_type": "qwen3", "dflash_config": {"mask_token_id": 1}},
+               r"is a draft head \(DFlash\), not a model: give"),
     "speculators": ({"speculators_model_type": "eagle3"}, r"is a draft head \(EAGLE-3\), not a model"),
     **{method: ({"model_type": "llama", "quantization_config": {"quant_method": method}},
                 f"weights quantised with {method} cannot be read; take the 16 bit checkpoint")
@@ -119,7 +120,7 @@ def test_heads_and_parts_are_no_models(tmp_path: Path) -> None:
     refused(whole / "eagle2", r"is a draft head \(EAGLE\), not a model: give the model .*--draft .*/eagle2")
     shutil.copytree(whole / "target", tmp_path / "sharded" / "stage-1")
     (tmp_path / "sharded" / "manifest.json").write_text("{}")
-    refused(tmp_path / "sharded" / "stage-1", "is one part of the sharded model .*/sharded: give that directory")
+    refused(tmp_path / "sharded" / "stage-1", "is one part of the sharded model .*/sharded: give that")
     shutil.copy(whole / "target" / "config.json", whole)
     with pytest.raises(UsageError, match=r"config\.json and .*/target/config\.json are two models"):
         resolve_model(whole)
@@ -139,4 +140,4 @@ def test_fields_left_out_are_those_of_transformers(family: str) -> None:
     ours = with_defaults({"model_type": family})
     assert len(ours) > 3
     assert {name: getattr(theirs, name) for name in ours} == ours
-    assert with_defaults({"model_type": family, "max_position_embeddings": 77})["max_position_embeddings"] == 77
+    assert with_defaults({"model_type": family, "vocab_size": 77})["vocab_size"] == 77
