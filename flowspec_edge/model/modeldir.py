@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.families import MULTIMODAL, RECURRENT, SPARSE, with_defaults
-from flowspec_edge.model.recognise import GGUF, refuse_unless_runnable
+from flowspec_edge.model.recognise import GGUF, refuse_part, refuse_unless_runnable
 from flowspec_edge.model.weights.located import MANIFEST, WEIGHTS, locate, stored_names, warn_of_unread
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.util.bounded_read import read_json_object
@@ -151,6 +151,7 @@ def resolve_model(name_or_path: str | Path | None = None, quantised: bool = Fals
     if path is None:
         raise UsageError(f"no model {name!r}: {_absence(name)}")
     model = ModelDir(path)
+    refuse_part(path)
     refuse_two_targets(model)
     refuse_unless_runnable(model.target, quantised)
     for names in (WEIGHTS, _TOKENIZER):

@@ -112,8 +112,6 @@ def _told_beside(file: Path, method: str, config: Path) -> str:
 
 def _other_kinds(directory: Path, config: Mapping[str, Any]) -> Iterator[str]:
     """What a directory with a config.json is instead of a model."""
-    if (whole := _whole_of_part(directory)) is not None:
-        yield f"{directory} is one part of the sharded model {whole}: give that directory"
     if (directory / ADAPTER).is_file() and locate(directory) is None:
         yield _adapter(directory)
     if "pretrained_config" in config or "build_config" in config:
@@ -202,14 +200,12 @@ def _adapter(directory: Path) -> str:
             "(merge_and_unload, then save_pretrained), and give the result")
 
 
-def _whole_of_part(directory: Path) -> Path | None:
-    """The sharded model whose part ``directory`` is."""
-    name, parent = directory.name, directory.resolve().parent
-    if name.startswith("stage-") and (parent / MANIFEST).is_file():
-        return directory.parent
-    if (parent.parent / MANIFEST).is_file() and parent.name == "draft" and name == "target":
-        return directory.parent.parent
-    return None
+def refuse_part(directory: Path) -> None:
+    """UsageError if ``directory``, which a user gave, is one part of a sharded model."""
+    here = directory.resolve()
+    whole = here.parent.parent if here.parent.name == "draft" else here.parent
+    if here.name.startswith(("stage-", "draft", "target")) and (whole / MANIFEST).is_file():
+        raise UsageError(f"{directory} is one part of the sharded model {whole}: give that directory")
 
 
 def _entries(directory: Path) -> list[str]:

@@ -53,7 +53,7 @@ def load_config(model_dir: Path | str, quantised: bool = False) -> Any:
 
 
 def _without_storage_dtype(config: Any) -> None:
-    """Forget an element type in which nothing computes, such as float8: transformers would make modules of it.
+    """Forget an element type in which nothing computes, such as float8: transformers fails with it.
 
     In which type weights are stored, their files tell.
     """

@@ -88,8 +88,8 @@ def converted(form):
                 lambda name: (f"model.{name}" if name.startswith(("layers.", "embed_tokens."))
                               else name))
     if form == "speculators":
-        return ({"architectures": ["EagleSpeculator"], "speculators_model_type": "eagle", "fusion_bias": False,
-                 "layernorms": False, "transformer_layer_config": CONFIG,
+        return ({"architectures": ["EagleSpeculator"], "speculators_model_type": "eagle",
+                 "fusion_bias": False, "layernorms": False, "transformer_layer_config": CONFIG,
                  "transformer_layer_architecture": "LlamaDecoderLayer",
                  "speculators_config": {"verifier": {"name_or_path": "meta-llama/Llama-2-7b-chat-hf"}}},
                 lambda name: name.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."))
