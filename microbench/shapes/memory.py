@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config, save_head
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
 from flowspec_edge.drafting.eagle.eagle3_formats import save_head3
-from flowspec_edge.drafting.eagle.mtp import MtpHead
 from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.planning.layer_split import problem_for
@@ -143,9 +143,9 @@ def _write_parts(source: Path, out: Path, parts: Sequence[str], stages: int, kv_
 
 def _write_head(source: Path, directory: Path) -> None:
     """The draft head that the plan assumes, in 16 bits."""
-    head = assumed_head(load_config(source), list(known_models()[source.name].heads))
-    if isinstance(head, MtpHead):
-        raise FlowspecError(f"the draft head of {source.name} is in its checkpoint, which is not here: "
+    head = assumed_head(load_config(source), next(iter(known_models()[source.name].heads), "eagle2"))
+    if not isinstance(head, EagleHead | Eagle3Head):
+        raise FlowspecError(f"the draft head of {source.name} is no EAGLE head, and is not made up here: "
                             f"measure a stage alone, with --part {FIRST}")
     head.embed_tokens = cast(nn.Embedding, nn.Identity())  # the target's are used
     fill_random(head, torch.bfloat16, torch.device("cpu"))

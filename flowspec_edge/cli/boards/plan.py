@@ -73,10 +73,10 @@ def plan(
 
     Subsets of the boards, their order and their layers are searched for the most tokens/s within their
     memory; the alternatives are listed, one board and the other element type among them.  Boards of a cluster
-    file without a profile are estimated, and the plan says so.  Roles and layers
-    of a cluster file are kept.  No weights are downloaded or loaded: sizes follow from config.json.  A time
-    with a range in brackets rests on the memory bandwidth that other engines reach: the profile has no times
-    of an int4 kernel (flowspec device profile).
+    file without a profile are estimated, and the plan says so.  Roles and layers of a cluster file are kept.
+    No weights are downloaded or loaded: sizes follow from config.json.  A time with a range in brackets rests
+    on the memory bandwidth that other engines reach: the profile has no times of an int4 kernel (flowspec
+    device profile).
 
     Examples:
 

@@ -129,7 +129,8 @@ class PlanReport:
                  if row.provenance != "measured"]
         found += [f"profile {row.profile} is {row.scaled}" for row in self.boards if row.scaled]
         names = ", ".join(self.by_bandwidth)
-        found += [f"profile {names} has no times of a kernel for {self.size.dtype} weights: its stages are "
+        which = f"profiles {names} have" if len(self.by_bandwidth) > 1 else f"profile {names} has"
+        found += [f"{which} no times of a kernel for {self.size.dtype} weights: their stages are "
                   "charged for the memory bandwidth that other engines reach, in brackets for the "
                   "memory's own and for the slowest of them (the FlowSpec paper's 4-bit kernel was slower by "
                   "far: 400 ms for 10 layers of 13B on Orin Nanos); measure it on the board with: flowspec "

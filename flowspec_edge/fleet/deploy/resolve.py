@@ -157,7 +157,8 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
         found = "; ".join(f"{name} from {given[name][1]}" for name in missing)
         notes = [f"no profile with [memory] for {', '.join(missing)}: ESTIMATED, {found}; measure with: "
                  f"{MEASURE} {path.name}"]
-    turn = chosen.turn(draft, stages)
+    used = {draft.name, *(device.name for device, _ in stages)}
+    turn = chosen.turn(draft, stages) if used.isdisjoint(missing) else None  # no warning from estimates
     notes += [f"{device.name}: {why}" for device in inventory.device if device.name in profiles
               and (why := device_mismatch(profiles[device.name], inventory.torch_device(device)))]
     if turn is not None and turn.is_bottleneck:
