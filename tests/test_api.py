@@ -179,8 +179,8 @@ class Listing(Undescribed):
     (f"{__name__}:ROOT", "is not a strategy"), (f"{__name__}:Abstract", "is not a strategy"),
     (f"{__name__}:Nameless", "needs two class attributes"), (f"{__name__}:Impostor", "another strategy, f"),
     (f"{__name__}:Undescribed", "does not describe its parameter levels"),
-    (f"{__name__}:BadDefault", "has a default that it does not allow: out-share must be at most 1, not 1.5"),
-    (":Nothing", "cannot load"), ("nowhere_at_all.module:X", "in the current directory or among the installed"),
+    (f"{__name__}:BadDefault", "that it does not allow: out-share must be at most 1, not 1.5"),
+    (":Nothing", "cannot load"), ("nowhere_at_all.module:X", "in the current directory or among the"),
     (f"{__name__}:Listing", "must declare its parameters as a dataclass"),
     ("unknown", "no strategy 'unknown'; there are autoregressive,"),
 ])
@@ -234,7 +234,7 @@ def test_a_float_has_the_bounds_that_it_declares() -> None:
     assert known["bounded_share"].range == "0.25 to 1"
     assert set_parameters(Params(), ["bounded_share=1"], known, "bounded").flat()["bounded_share"] == 1
     for value in ("0.2", "1.01", "nan", "inf", "-inf", "1e400", "x", ""):
-        with pytest.raises(UsageError, match="bounded[-_]share must be"):
+        with pytest.raises(UsageError, match=r"bounded[-_]share must be"):
             set_parameters(Params(), [f"bounded_share={value}"], known, "bounded")
     for wrong in (float("nan"), float("inf"), "0.5", True, None):
         with pytest.raises(UsageError, match="bounded-share must be"):
@@ -254,7 +254,8 @@ def test_what_a_property_raises_ends_the_request_alone(cluster: Cluster) -> None
         broken = type("Broken", (Faulty,), {"name": f"broken_{name}", name: property(fails),
                                             "begin_round": lambda self: None, "__module__": __name__})
         globals()["Broken"] = broken
-        with pytest.raises(RequestFailed, match=rf"^the strategy broken_{name} (failed: {reason}|does nothing)"):
+        says = rf"^the strategy broken_{name} (failed: {reason}|does nothing)"
+        with pytest.raises(RequestFailed, match=says):
             cluster.generate("import os", strategy=f"{__name__}:Broken", max_new_tokens=4)
     assert len(cluster.generate("import os", max_new_tokens=4).tokens) == 4
 
@@ -327,7 +328,8 @@ def test_other_files_of_the_current_directory_are_not_found(directory: Path) -> 
         print(*sorted(name for name, module in sys.modules.items()
                       if (getattr(module, "__file__", None) or "").startswith(sys.argv[1])))"""
     done = subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True,
-                          check=False, timeout=300, cwd=directory, env={**os.environ, "PYTHONPATH": str(ROOT)})
+                          check=False, timeout=300, cwd=directory,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.stdout.split() == ["my_package", "my_package.module", "my_sibling"], done.stderr
 
 

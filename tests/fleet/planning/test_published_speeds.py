@@ -105,14 +105,16 @@ def test_boards_of_several_kinds_are_the_planners_devices() -> None:
     name = "agx-orin-64gb:1,orin-nano-8gb-super:2,orin-nano-8gb-super:1/qwen3-8b/int4"
     profile = profile_or_testbed(name)
     size = model_bytes("qwen3-8b", "int4")
-    boards = [member.for_model(size)[0] for member in parse_devices(["agx-orin-64gb", "orin-nano-8gb-super:3"])]
+    members = parse_devices(["agx-orin-64gb", "orin-nano-8gb-super:3"])
+    boards = [member.for_model(size)[0] for member in members]
     plan = planner.plan(boards, problem_for(size, CONTEXT, 1, len(boards)))
     devices = Devices.of(profile, 3)  # stages follow from the boards
     assert devices.stages == tuple(stage.board.profile for stage in plan.stages)
     assert devices.layers == tuple(hi - lo for lo, hi in (stage.layers for stage in plan.stages))
     assert len(set(devices.layers)) > 1  # an AGX computes more of them
     assert devices.d0.verify_seconds(ROWS) == plan.d0.profile.verify_seconds(ROWS)
-    assert max(devices.stage_seconds(place, ROWS, CONTEXT) for place in (1, 2, 3)) == pytest.approx(plan.slowest)
+    slowest = max(devices.stage_seconds(place, ROWS, CONTEXT) for place in (1, 2, 3))
+    assert slowest == pytest.approx(plan.slowest)
     with pytest.raises(UsageError, match="has 4 boards, one of which drafts: use --stages 3, or leave"):
         profile.check_stages(4)
     assert read_profile(profile.model_dump_json()) == profile  # --jobs
