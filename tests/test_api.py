@@ -7,11 +7,12 @@ import inspect
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 
@@ -178,6 +179,8 @@ class Listing(Undescribed):
     (f"{__name__}:ROOT", "is not a strategy"), (f"{__name__}:Abstract", "is not a strategy"),
     (f"{__name__}:Nameless", "needs two class attributes"), (f"{__name__}:Impostor", "another strategy, f"),
     (f"{__name__}:Undescribed", "does not describe its parameter levels"),
+    (f"{__name__}:BadDefault", "that it does not allow: out-share must be at most 1, not 1.5"),
+    (":Nothing", "cannot load"), ("nowhere_at_all.module:X", "in the current directory or among the"),
     (f"{__name__}:Listing", "must declare its parameters as a dataclass"),
     ("unknown", "no strategy 'unknown'; there are autoregressive,"),
 ])
@@ -202,6 +205,144 @@ def test_what_a_strategy_from_outside_raises_names_its_line(cluster: Cluster) ->
     with pytest.raises(RequestFailed, match=rf"faulty failed: ZeroDivisionError: .*{__name__}.py:{line}\)$"):
         cluster.generate("import os", strategy=f"{__name__}:Faulty", max_new_tokens=4)
     assert len(cluster.generate("import os", max_new_tokens=4).tokens) == 4
+
+
+@dataclass(frozen=True)
+class OutOfBounds(Parameters):
+    out_share: Annotated[float, "a share", 0, 1] = 1.5
+
+
+class BadDefault(Nameless):
+    name = "bad_default"
+    summary = "a default out of its bounds"
+    parameters = OutOfBounds
+
+
+@dataclass(frozen=True)
+class BoundedParameters(Parameters):
+    bounded_share: Annotated[float, "a share", 0.25, 1] = 0.5
+
+
+class Bounded(Nameless):
+    name = "bounded"
+    summary = "a float with bounds"
+    parameters = BoundedParameters
+
+
+def test_a_float_has_the_bounds_that_it_declares() -> None:
+    known = parameters_of(strategy_class(f"{__name__}:Bounded"))
+    assert known["bounded_share"].range == "0.25 to 1"
+    assert set_parameters(Params(), ["bounded_share=1"], known, "bounded").flat()["bounded_share"] == 1
+    for value in ("0.2", "1.01", "nan", "inf", "-inf", "1e400", "x", ""):
+        with pytest.raises(UsageError, match=r"bounded[-_]share must be"):
+            set_parameters(Params(), [f"bounded_share={value}"], known, "bounded")
+    for wrong in (float("nan"), float("inf"), "0.5", True, None):
+        with pytest.raises(UsageError, match="bounded-share must be"):
+            Params(bounded_share=wrong)
+    with pytest.raises(UsageError, match="segment must be a whole number"):
+        Params(segment=2.5)
+
+
+def test_what_a_property_raises_ends_the_request_alone(cluster: Cluster) -> None:
+    for name, reason in (("max_in_flight", "KeyError"), ("wants_stage_times", "KeyError"),
+                         ("allows_early_send", "KeyError"), ("prompt_taps", "SystemExit")):
+        kind: type[BaseException] = SystemExit if reason == "SystemExit" else KeyError
+
+        def fails(self: Faulty, kind: type[BaseException] = kind) -> int:
+            raise kind("nowhere")
+
+        broken = type("Broken", (Faulty,), {"name": f"broken_{name}", name: property(fails),
+                                            "begin_round": lambda self: None, "__module__": __name__})
+        globals()["Broken"] = broken
+        says = rf"^the strategy broken_{name} (failed: {reason}|does nothing)"
+        with pytest.raises(RequestFailed, match=says):
+            cluster.generate("import os", strategy=f"{__name__}:Broken", max_new_tokens=4)
+    assert len(cluster.generate("import os", max_new_tokens=4).tokens) == 4
+
+
+MINE = """
+import my_sibling
+from flowspec_edge import Segment, TreeStrategy
+
+class MyStrategy(TreeStrategy):
+    name = "mine"
+    summary = "a chain, verified whole"
+
+    def begin_round(self):
+        self.expand([self.tree.root], levels=my_sibling.LEVELS, width=1, keep=4)
+
+    def next_segment(self):
+        if self.drafting or self.tree.root.number >= 0:
+            return None
+        return self.send(self.tree.pop_unsent(self.tree.size), root=True)
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current directory, with a strategy, and with files that have the names of libraries."""
+    package = tmp_path / "my_package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "module.py").write_text(MINE, encoding="utf-8")
+    (tmp_path / "my_sibling.py").write_text("LEVELS = 4", encoding="utf-8")
+    for name in ("random", "jinja2", "numpy", "torch", "bitsandbytes", "flash_attn", "not_installed"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name}.py was run')", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def flowspec(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command as it is installed, whose path does not begin with the current directory."""
+    script = "import sys; sys.path.remove(''); from flowspec_edge.cli.main import main; sys.exit(main())"
+    return subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True,
+                          check=False, timeout=300, cwd=cwd, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+@pytest.mark.slow
+def test_a_strategy_of_the_current_directory_is_found_and_its_example_runs(directory: Path) -> None:
+    listed = flowspec("strategies", "my_package.module:MyStrategy", cwd=directory)
+    assert listed.returncode == 0, listed.stderr
+    [example] = re.findall(r"^Example: flowspec (.*)$", listed.stdout, re.MULTILINE)
+    pasted = shlex.split(example)
+    assert pasted[pasted.index("--strategy") + 1] == "my_package.module:MyStrategy"
+    done = flowspec(*pasted, "--max-new-tokens", "8", cwd=directory)
+    assert (done.returncode, "8 tokens" in done.stderr) == (0, True), done.stderr
+    run = flowspec("bench", "run", "--strategies", "my_package.module:MyStrategy,autoregressive", "--jobs",
+                   "2", "--limit", "2", "--max-new-tokens", "8", cwd=directory)
+    assert run.returncode == 0, run.stderr
+    assert "mine" in run.stdout
+
+
+def test_other_files_of_the_current_directory_are_not_found(directory: Path) -> None:
+    code = """if True:
+        import importlib, sys
+        sys.path.remove('')
+        from flowspec_edge.strategies.registry import strategy_class
+        strategy_class("my_package.module:MyStrategy")
+        for name in ("random", "jinja2", "bitsandbytes", "flash_attn", "not_installed"):
+            try:
+                importlib.import_module(name)
+            except ImportError:
+                pass
+        print(*sorted(name for name, module in sys.modules.items()
+                      if (getattr(module, "__file__", None) or "").startswith(sys.argv[1])))"""
+    done = subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True,
+                          check=False, timeout=300, cwd=directory,
+                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    assert done.stdout.split() == ["my_package", "my_package.module", "my_sibling"], done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name in strategy_names() if ":" not in name])
+def test_the_example_of_a_strategy_is_understood(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from flowspec_edge.cli.common.listing import strategies
+
+    strategies(name)
+    [example] = re.findall(r"^Example: flowspec generate (.*)$", capsys.readouterr().out, re.MULTILINE)
+    _, flag, chosen, *setting = shlex.split(example)
+    assert (flag, chosen) == ("--strategy", name)
+    known = parameters_of(strategy_class(name))
+    assert set_parameters(Params(), setting[1:], known, name) == Params()
 
 
 def test_arguments_that_are_nearly_right(cluster: Cluster) -> None:

@@ -16,7 +16,8 @@ class MethodStyle(NamedTuple):
     marker: str
 
 
-_STYLES = {  # colours of Paul Tol's schemes for the colour-blind; neighbours in a figure differ in marker, too
+# Colours of Paul Tol's schemes for the colour-blind; neighbours in a figure differ in marker, too.
+_STYLES = {
     "flowspec": ("#ee6677", "o"),
     "flowspec_plus": ("#aa3377", "*"),
     "flowspec_no_sbd": ("#ccbb44", "^"),

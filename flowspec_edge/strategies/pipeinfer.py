@@ -35,7 +35,8 @@ class PipeInferParameters(Parameters):
     pipeinfer_sequences: Annotated[int, "branches of a micro-batch"] = 3
     pipeinfer_accept: Annotated[float, "confidence cutoff at the start", 0, 2] = 0.01
     pipeinfer_split: Annotated[float, "confidence from which a second child starts a branch", 0, 2] = 0.8
-    pipeinfer_recovery: Annotated[float, "added to the cutoff by every micro-batch until a run returns", 0, 2] = 0.4
+    pipeinfer_recovery: Annotated[float, "added to the cutoff by every micro-batch until a run returns",
+                                  0, 2] = 0.4
     pipeinfer_decay: Annotated[float, "taken off the cutoff by every attempt that it stopped", 0, 1] = 0.01
     pipeinfer_canonical: Annotated[Literal["all", "needed"], "accepted tokens that get a one-token run: all, "
                                                              "or only those in no run yet"] = "all"

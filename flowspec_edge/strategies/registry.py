@@ -182,8 +182,8 @@ def _load(found: EntryPoint) -> type[Strategy]:
 
 
 def _located(chosen: type[Strategy]) -> type[Strategy]:
-    """A subclass whose methods and properties raise RequestFailed, with file and line, for whatever ``chosen``
-    raises, ``sys.exit`` included."""
+    """A subclass whose methods and properties raise RequestFailed, with file and line, for whatever
+    ``chosen`` raises, ``sys.exit`` included."""
     from flowspec_edge.strategies.base import Strategy
 
     source = inspect.getsourcefile(chosen)

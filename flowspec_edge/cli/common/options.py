@@ -95,7 +95,8 @@ ClockOption = Annotated[Clock, typer.Option(
     "--clock", rich_help_panel=TIME, help="wall: one process per device.  virtual: simulated by a profile.")]
 ProfileOption = Annotated[str, typer.Option(
     "--profile", help="The profile that virtual time uses: a name of flowspec profiles, a TOML file, or a "
-                      "testbed of boards of one kind or several, such as orin-nano-8gb-super:5/qwen3-32b/int4.",
+                      "testbed of boards of one kind or several, such as "
+                      "orin-nano-8gb-super:5/qwen3-32b/int4.",
     metavar="NAME|FILE|BOARD:N[,BOARD:N]/MODEL/DTYPE", rich_help_panel=TIME)]
 EmulateOption = Annotated[str | None, typer.Option(
     "--emulate", help="Real processes that compute, then wait until this profile's time is over; implies "

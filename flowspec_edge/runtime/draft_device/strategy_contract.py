@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 from flowspec_edge.errors import RequestFailed
 from flowspec_edge.messages import Cancel, Prune, Segment
@@ -25,7 +26,7 @@ _ATTRIBUTES = ("params", "builder", "pipeline", "counters")
 
 
 class StrategyContract:
-    """Watches one strategy in one session.
+    """Watches one strategy in one session. What the strategy returns may be of any type.
 
     last  what the strategy did last, for error messages
     """
@@ -53,7 +54,7 @@ class StrategyContract:
 
     # ---- what the strategy returns -----------------------------------------------------------------
 
-    def segment(self, segment: Segment | None, rows: int | None) -> None:
+    def segment(self, segment: Any, rows: int | None) -> None:
         """Check what ``next_segment`` returned; ``rows``: the most that it was allowed, if given."""
         if segment is None:
             self._nothing_to_send = True
@@ -84,7 +85,7 @@ class StrategyContract:
         self._rows.update(zip(segment.numbers.tolist(), zip(tokens, positions, strict=True), strict=True))
         self.last = f"sent segment {segment.run} with {count} rows"
 
-    def probabilities(self, offer: Sequence[float] | None, limit: int) -> None:
+    def probabilities(self, offer: Any, limit: int) -> None:
         """Check what ``row_probabilities`` returned."""
         if offer is None:
             return
@@ -99,7 +100,7 @@ class StrategyContract:
         if not count:
             self._nothing_to_send = True
 
-    def draft(self, request: DraftRequest | None) -> None:
+    def draft(self, request: Any) -> None:
         """Check what ``next_draft`` returned. RequestFailed also if the strategy has nothing to send, nothing
         to draft, and nothing to wait for."""
         if request is None:
@@ -138,7 +139,7 @@ class StrategyContract:
                 raise self._broken(f"asked for a draft pass over node {node.id}, whose parent {node.parent} "
                                    "no draft pass has expanded")
 
-    def controls(self, messages: Sequence[Prune | Cancel]) -> None:
+    def controls(self, messages: Any) -> None:
         """Check what ``controls`` returned."""
         builder = self._builder
         for message in messages if isinstance(messages, list | tuple) else [messages]:
@@ -156,7 +157,7 @@ class StrategyContract:
                 raise self._broken(f"returned a {type(message).__name__} from controls that names rows or "
                                    "segments which it has not sent; builder.prune makes a right one")
 
-    def commits(self, run: int, commits: Sequence[Commit], text: Sequence[int]) -> None:
+    def commits(self, run: int, commits: Any, text: Sequence[int]) -> None:
         """Check what ``on_verified`` returned; ``text``: all tokens before. Each commit has to be the
         target's own token after the text, so that no strategy can change an answer."""
         if not isinstance(commits, list | tuple) or not all(isinstance(one, Commit) for one in commits):

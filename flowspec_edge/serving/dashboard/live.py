@@ -63,8 +63,8 @@ class Description:
         return {"model": self.model, "strategy": self.strategy, "stages": len(self.layers),
                 "dtype": self.dtype, "profile": self.profile, "needs_key": self.needs_key, "chat": self.chat,
                 "tree": self.tree, "strategies": [*self.strategies],
-                "titles": {name: title_of(name) for name in (self.strategy, *self.strategies)}, "context": self.context,
-                "boards": boards, "state": state, "reason": reason}
+                "titles": {name: title_of(name) for name in (self.strategy, *self.strategies)},
+                "context": self.context, "boards": boards, "state": state, "reason": reason}
 
 
 class Viewer:

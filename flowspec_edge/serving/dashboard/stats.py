@@ -100,8 +100,9 @@ class RequestStats:
                 self._begun += 1
                 self.changes += 1
                 number = self._begun
-            progress = _Progress(number, request.strategy, draft_session.drafter is not None,
-                                 isinstance(draft_session.strategy, TreeStrategy), request.priority, at, tokens, tokens)
+            tree = isinstance(draft_session.strategy, TreeStrategy)
+            progress = _Progress(number, request.strategy, draft_session.drafter is not None, tree,
+                                 request.priority, at, tokens, tokens)
             self._running[draft_session.builder.session] = progress
             self._acceptance.begin(draft_session)
 

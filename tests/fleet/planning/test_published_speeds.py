@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from flowspec_edge.device_profile import load_profile
+from flowspec_edge.device_profile import load_profile, read_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.planning import planner
 from flowspec_edge.fleet.planning.board_spec import parse_devices
@@ -97,8 +97,35 @@ def test_a_testbed_has_the_times_of_the_plan(board: str, count: int, model: str,
 def test_a_testbed_has_its_number_of_stages() -> None:
     profile = profile_or_testbed("orin-nano-8gb-super:5/qwen3-32b/int4")
     assert len(Devices.of(profile, 4).stages) == 4
-    with pytest.raises(UsageError, match="has 5 boards, one of which drafts: use --stages 4, not 3"):
+    with pytest.raises(UsageError, match="has 5 boards, one of which drafts: use --stages 4, or leave"):
         Devices.of(profile, 3)
+
+
+def test_boards_of_several_kinds_are_the_planners_devices() -> None:
+    name = "agx-orin-64gb:1,orin-nano-8gb-super:2,orin-nano-8gb-super:1/qwen3-8b/int4"
+    profile = profile_or_testbed(name)
+    size = model_bytes("qwen3-8b", "int4")
+    members = parse_devices(["agx-orin-64gb", "orin-nano-8gb-super:3"])
+    boards = [member.for_model(size)[0] for member in members]
+    plan = planner.plan(boards, problem_for(size, CONTEXT, 1, len(boards)))
+    devices = Devices.of(profile, 3)  # stages follow from the boards
+    assert devices.stages == tuple(stage.board.profile for stage in plan.stages)
+    assert devices.layers == tuple(hi - lo for lo, hi in (stage.layers for stage in plan.stages))
+    assert len(set(devices.layers)) > 1  # an AGX computes more of them
+    assert devices.d0.verify_seconds(ROWS) == plan.d0.profile.verify_seconds(ROWS)
+    slowest = max(devices.stage_seconds(place, ROWS, CONTEXT) for place in (1, 2, 3))
+    assert slowest == pytest.approx(plan.slowest)
+    with pytest.raises(UsageError, match="has 4 boards, one of which drafts: use --stages 3, or leave"):
+        profile.check_stages(4)
+    assert read_profile(profile.model_dump_json()) == profile  # --jobs
+    slow = Devices.of(profile.with_link(mbps=10), 3)
+    assert {board.link.mbps for board in (slow.d0, *slow.stages)} == {10}
+
+
+def test_boards_of_one_kind_are_the_same_however_they_are_written() -> None:
+    together, apart = map(profile_or_testbed, (f"orin-nano-8gb:{count}/qwen3-8b/int4" for count in
+                                               ("4", "1,orin-nano-8gb:3")))
+    assert apart.model_copy(update={"name": together.name}) == together
 
 
 @pytest.mark.parametrize(("name", "message"), [
@@ -106,8 +133,11 @@ def test_a_testbed_has_its_number_of_stages() -> None:
     ("orin-nano-8gb-super:5/qwen3-32b/int3", "no element type 'int3'; there are: fp32, bf16, fp16, int4"),
     ("nano:5/qwen3-32b/int4", "no profile 'nano'"),
     ("orin-nano-8gb:5/nothing-1b/int4", "no model 'nothing-1b'"),
-    ("orin-nano-8gb:0/qwen3-32b/int4", "the count must be at least 1"),
-    ("orin-nano-8gb:1/qwen2-7b/int4", "a pipeline needs at least two boards"),
+    ("orin-nano-8gb:0/qwen3-32b/int4", "needs a number of boards of at least 1, not 0"),
+    ("orin-nano-8gb:1/qwen2-7b/int4", "2 to 64 boards are needed, one of which drafts, not 1"),
+    ("agx-orin-64gb,orin-nano-8gb:2/qwen3-8b/int4", "a testbed is BOARD:N"),
+    ("agx-orin-64gb:1,nano:2/qwen3-8b/int4", "no profile 'nano'"),
+    ("agx-orin-64gb:1,orin-nano-8gb:1/qwen3-32b/fp16", "needs .* MB"),
     ("orin-nano-8gb:5/qwen3-32b", "no profile|cannot read"),
 ])
 def test_wrong_testbeds_are_one_line(name: str, message: str) -> None:

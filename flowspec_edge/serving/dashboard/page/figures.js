@@ -21,7 +21,8 @@ export function showFigures(figures) {
   const { running, waiting, total } = figures;
   at("queue").textContent = `${running} running, ${waiting} waiting; answered: ${total.requests}, `
     + `${total.tokens} tokens`;
-  at("guesses-of").textContent = figures.rounds_of ? ` of ${title(figures.rounds_of)}` : "";
+  at("guesses-of").textContent = figures.rounds_of
+    ? `the last ${figures.rounds} of ${title(figures.rounds_of)}` : "no round has ended yet";
   showAcceptance(figures.acceptance, figures.rounds);
 }
 
