@@ -14,7 +14,8 @@ UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "m
 # processes of its own, or with the workers of a Dask cluster that the user names.
 MAY_NAME = {"stage/weights/files.py": {"pickle.UnpicklingError"},
             "drafting/checkpoint.py": {"pickle.UnpicklingError"},
-            "bench/parallel.py": {"joblib.Parallel", "joblib.delayed", "joblib.parallel_config"}}
+            "bench/parallel.py": {"joblib.Parallel", "joblib.delayed", "joblib.parallel_config",
+                                  "joblib.externals"}}
 
 
 def faults(text: str, may_name: set[str]) -> list[str]:
