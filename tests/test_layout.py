@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": FOUNDATION | DEVICES | {"runtime", "sharding", "fleet"},
     "api": FOUNDATION | DEVICES | {"runtime", "fleet"},
     "cli": FOUNDATION | DEVICES | {"runtime", "serving", "fleet", "bench", "training", "sharding"},
-    "__main__": {"cli"},
+    "__main__": {"cli", "util"},
 }
 # The sub-packages and modules of a package, lowest first: each may import those before it.  Every child of a
 # package that is listed here must be listed; the others are checked for circles alone.
