@@ -18,6 +18,7 @@ from typing import IO, Any, TypeVar
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
+from flowspec_edge.util.urls import place_of
 
 _Board = TypeVar("_Board")
 _Result = TypeVar("_Result")
@@ -154,7 +155,7 @@ class SshRunner(Runner):
     def connecting(self, host: str, port: int) -> list[str]:
         """The local command whose stdin and stdout are a TCP connection from the board to ``host``."""
         *options, end, address = self._ssh
-        return [*options, "-W", f"{host}:{port}", end, address]
+        return [*options, "-W", place_of(host, port), end, address]
 
 
 def runner_for(inventory: Inventory, device: DeviceEntry, timeout_s: float = TIMEOUT_S,

@@ -17,7 +17,7 @@ from flowspec_edge.model.manifest import CacheBits, HeadBits, ShardDtype
 from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.strategies.registry import strategy_class
-from flowspec_edge.util.tomlfile import Misplaced, StrictModel, load_toml, matching
+from flowspec_edge.util.tomlfile import Misplaced, Origin, StrictModel, load_toml, matching
 
 Role = Literal["auto", "draft", "verify"]
 Port = Annotated[int, Field(ge=1, le=65535)]
@@ -69,6 +69,7 @@ class ClusterSettings(StrictModel):
     serve_host: Address = "127.0.0.1"  # listen address; other than loopback requires an API key
     serve_port: Port = 8000
     forwarded_allow_ips: str = ""  # proxies whose X-Forwarded-For names the client
+    cors_origins: list[Origin] = Field(default_factory=list)  # of web pages that may ask; "*": all
 
     @property
     def draft_kind(self) -> Literal["own", "mtp", "ngram"]:
@@ -131,6 +132,9 @@ class DeviceEntry(StrictModel):
     @field_validator("address")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
+        if ":" in value:
+            raise ValueError(f"{value!r} is neither an IPv4 address nor a host name: boards reach each other "
+                             "over IPv4")
         if not _HOST.fullmatch(value):
             raise ValueError(f"{value!r} is neither an IPv4 address nor a host name")
         if re.fullmatch(r"[0-9.]+", value):
