@@ -79,8 +79,8 @@ class GrammarState:
 
     def allowed(self, path: Sequence[int]) -> NDArray[np.uint8] | None:
         """Return which tokens may follow the answer and then ``path``: ceil(V / 8) bytes with a bit each, the
-        lowest first; None if ``path`` cannot follow the answer, or nothing ``path``. UsageError if the grammar
-        is too complex, since other answers wait for this thread, or if no token can continue the answer."""
+        lowest first; None if ``path`` cannot follow the answer, or nothing ``path``. UsageError if the
+        grammar is too complex, since other answers wait for this thread, or if no token can continue the answer."""
         import numpy as np  # here: every command's help imports this module
 
         if self._left_s < 0:
@@ -234,8 +234,8 @@ class GrammarCompiler:
         return ""
 
     def _without_problems(self, text: GrammarText, refusal: str) -> tuple[str, GrammarText | None]:
-        """Of a grammar with a schema that cannot be enforced: why it is refused if that schema is strict, else
-        the grammar without what is ignored."""
+        """Of a grammar with a schema that cannot be enforced: why it is refused if that schema is strict,
+        else the grammar without what is ignored."""
         lark, checked = text.lark, text.checked
         for value in dict.fromkeys(_json_values(text.lark)):
             schema = json.loads(value)

@@ -200,8 +200,8 @@ class TextStream:
         return new
 
     def _unfinished(self, text: str) -> int:
-        """How many of the last characters of ``text`` may change: the bytes of one character at most. Decoders
-        write one sign for the bytes of an incomplete character, or with byte fallback one for each byte."""
+        """How many of the last characters of ``text`` may change: the bytes of one character at most.
+        Decoders write one sign for the bytes of an incomplete character, or with byte fallback one for each byte."""
         if not text.endswith(_UNFINISHED):
             return 0
         count = 1

@@ -33,7 +33,7 @@ from flowspec_edge.serving.openai.schemas import B, Body, ChatBody, CompletionBo
 
 log = logging.getLogger(__name__)
 
-_EXPOSED = ("x-request-id", "x-flowspec-position", "retry-after")  # headers of answers that web pages may read
+_EXPOSED = ("x-request-id", "x-flowspec-position", "retry-after")  # that web pages may read
 
 
 def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None = None,
@@ -92,8 +92,8 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """Before the check of keys: a browser asks without one whether it may ask with one, and pages read errors,
-    too."""
+    """Before the check of keys: a browser asks without one whether it may ask with one, and pages read
+    errors, too."""
     if not origins:
         return []
     return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],

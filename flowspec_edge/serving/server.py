@@ -169,7 +169,8 @@ def listen(host: str, port: int, api_key: str | None) -> socket.socket:
     """Return a listening socket; port 0: any free port. UsageError if the host is not this machine's, or is
     reachable from others without an API key; FlowspecError if the port is in use."""
     try:
-        addresses = socket.getaddrinfo(_BRACKETS.sub(r"\1", host), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(_BRACKETS.sub(r"\1", host), port, type=socket.SOCK_STREAM,
+                                       flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise UsageError(f"no address for --host {host!r}: {error}") from error
     family, _, _, _, address = addresses[0]

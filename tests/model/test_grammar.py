@@ -187,13 +187,15 @@ TEXT = {"type": "string"}
     (around({"$ref": "#/$defs/none"}), "properties.q.$ref"),
     (around({"$ref": "https://a.example/b.json"}), "properties.q.$ref"),
     (around({"$ref": "#/definitions/d"}, definitions={"d": {"type": "float"}}), "definitions.d.type"),
-    (around(TEXT, required=None), "required"), (around(TEXT, additionalProperties=None), "additionalProperties"),
-    ({"type": "object", "properties": None}, "properties"), ({"type": "object", "properties": []}, "properties"),
+    (around(TEXT, required=None), "required"),
+    (around(TEXT, additionalProperties=None), "additionalProperties"),
+    ({"type": "object", "properties": None}, "properties"),
+    ({"type": "object", "properties": []}, "properties"),
     ({"type": "object", "patternProperties": {"^(?!x)": TEXT}}, "patternProperties.^(?!x)"),
     (around(TEXT, required=["none"]), ""),
 ])
-def test_what_cannot_be_enforced_is_named_or_ignored(compiler: GrammarCompiler, schema: dict[str, Any], at: str
-                                                     ) -> None:
+def test_what_cannot_be_enforced_is_named_or_ignored(compiler: GrammarCompiler, schema: dict[str, Any],
+                                                         at: str) -> None:
     with pytest.raises(UsageError) as error:
         compiler.json_schema(schema, STOPS)
     assert str(error.value).startswith(f"schema.{at}: " if at else "schema: ")
@@ -220,15 +222,19 @@ def test_a_pattern_that_is_lost_forbids_no_names(compiler: GrammarCompiler) -> N
     around({**TEXT, "default": None, "examples": [1], "title": "Q", "nullable": True}),
     around({"anyOf": [TEXT, {"type": "null"}], "default": None}), around({"type": ["string", "null"]}),
     around({"enum": ["a", None]}), around({**TEXT, "format": "uri"}), around({**TEXT, "enum": ["a", "b"]}),
-    around({"$ref": "#/$defs/D"}, **{"$defs": {"D": {"type": "object", "properties": {"d": {"$ref": "#/$defs/D"}}}}}),
-    around({"$ref": "#/definitions/d"}, definitions={"d": {"const": 1}}), around({"type": "array", "items": {}}),
+    around({"$ref": "#/$defs/D"}, **{
+        "$defs": {"D": {"type": "object", "properties": {"d": {"$ref": "#/$defs/D"}}}}}),
+    around({"$ref": "#/definitions/d"}, definitions={"d": {"const": 1}}),
+    around({"type": "array", "items": {}}),
     around({"type": "object", "additionalProperties": TEXT}), around({"allOf": [{"$ref": "#/$defs/D"}]}, **{
         "$defs": {"D": {"enum": ["x"], "description": "one"}}}),
 ])
-def test_schemas_as_clients_send_them(compiler: GrammarCompiler, schema: dict[str, Any], strict: bool) -> None:
+def test_schemas_as_clients_send_them(compiler: GrammarCompiler, schema: dict[str, Any],
+                                         strict: bool) -> None:
     """Of pydantic, zod and servers of the Model Context Protocol, in 2020-12 and draft 07."""
     state = compiler.json_schema(schema, STOPS, strict).begin()
-    assert state.allowed(tiny_tokenizer(300)('{"n":1}' if "required" in schema else "{}")["input_ids"]) is not None
+    text = '{"n":1}' if "required" in schema else "{}"
+    assert state.allowed(tiny_tokenizer(300)(text)["input_ids"]) is not None
 
 
 def test_one_tool_that_cannot_be_enforced_leaves_the_others_alone(compiler: GrammarCompiler) -> None:

@@ -23,8 +23,8 @@ def _grammar_job() -> Job:
     """``lark``, ``limits`` and ``forced``: compile a grammar, and compute its first mask. ``forced``: the
     most bytes that it may begin with without a choice.
 
-    ``schema`` and ``limits``: the result is JSON, of :func:`enforceable`, or null if the schema can be enforced
-    as it is."""
+    ``schema`` and ``limits``: the result is JSON, of :func:`enforceable`, or null if the schema can be
+    enforced as it is."""
     import llguidance
 
     from flowspec_edge.model.untrusted.schemas import enforceable

@@ -157,8 +157,8 @@ def _joined(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
 
 def model_object(name: str, created: int, context: int, positions: int, vocabulary: int, width: int
                  ) -> dict[str, Any]:
-    """A model as /v1/models lists it. The context has the names under which clients look for it: those of vLLM
-    and SGLang, OpenRouter, Groq, Mistral and LM Studio, and llama.cpp.
+    """A model as /v1/models lists it. The context has the names under which clients look for it: those of
+    vLLM and SGLang, OpenRouter, Groq, Mistral and LM Studio, and llama.cpp.
 
     context    tokens of prompt and answer together that the server admits
     positions  those of the model

@@ -69,8 +69,8 @@ def test_a_reader_joins_bytes_of_one_character(text: str, stops: list[str], grou
 
 # Whole characters, their pieces, surrogates as CESU-8 has them, and bytes that begin nothing.
 BYTES = st.lists(st.one_of(st.binary(min_size=1, max_size=4), st.sampled_from([
-    "é".encode(), "€".encode(), "🙂".encode(), "🙂".encode()[:2], b"\xed\xa0\xbd", b"\xf5", b"\x80", b" ", b"z"])),
-    max_size=40).map(b"".join)
+    "é".encode(), "€".encode(), "🙂".encode(), "🙂".encode()[:2], b"\xed\xa0\xbd", b"\xf5", b"\x80", b" ",
+    b"z"])), max_size=40).map(b"".join)
 
 
 @given(BYTES)
@@ -85,7 +85,7 @@ def test_any_bytes_are_streamed_as_they_are_decoded_together(data: bytes) -> Non
     assert out + reader.close() == data.decode("utf-8", "replace")
 
 
-@given(BYTES, st.lists(st.sampled_from(["z", "é", "\ufffd", "\ufffd\ufffd", "\ufffdz", "\ufffd é"]), max_size=3))
+@given(BYTES, st.lists(st.sampled_from(["z", "é", "\ufffd", "\ufffd\ufffd", "\ufffdz"]), max_size=3))
 def test_a_stop_string_is_found_among_any_bytes(data: bytes, stops: list[str]) -> None:
     reader, out = Detokenizer(decode, stops), ""
     for byte in data:
