@@ -29,6 +29,18 @@ def sentencepiece_style() -> PreTrainedTokenizerFast:
                                    eos_token="</s>", clean_up_tokenization_spaces=False)
 
 
+def unigram_style() -> PreTrainedTokenizerFast:
+    """As those of Gemma and T5: every piece has a score, and bytes are for what is unknown; ids as above."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"he lo\":{}", "▁", "a", "n",
+              "t", "i", "▁in", "▁the", "hello"]
+    backend = Tokenizer(models.Unigram([(token, -float(i)) for i, token in enumerate(tokens)], 0, True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(),
+                                         decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>",
+                                   eos_token="</s>", clean_up_tokenization_spaces=False)
+
+
 def save(tokenizer: PreTrainedTokenizerFast, target: Path) -> None:
     """Put it in place of a model's own."""
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from flowspec_edge.errors import FlowspecError, UsageError, last_line
+from flowspec_edge.errors import FlowspecError, UsageError, first_line, last_line
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.draft_formats import FORMATS, recognise_format
 from flowspec_edge.model.modeldir import BLOCKS, check_config

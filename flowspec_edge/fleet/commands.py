@@ -31,6 +31,7 @@ from typing import IO, Any, TypeVar
 from flowspec_edge.errors import FlowspecError, ended
 from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, addresses_of
+from flowspec_edge.util.urls import place_of
 
 _Board = TypeVar("_Board")
 _Result = TypeVar("_Result")
@@ -264,7 +265,7 @@ class SshRunner(Runner):
     def connecting(self, host: str, port: int) -> list[str]:
         """The local command whose stdin and stdout are a TCP connection from the board to ``host``."""
         *options, end, address = self._ssh
-        return [*options, "-W", f"{host}:{port}", end, address]
+        return [*options, "-W", place_of(host, port), end, address]
 
 
 def _chosen(inventory: Inventory, device: DeviceEntry) -> list[str]:

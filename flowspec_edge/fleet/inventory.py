@@ -26,6 +26,7 @@ from flowspec_edge.util.tomlfile import (
     Count,
     KeyPath,
     Misplaced,
+    Origin,
     Positive,
     StrictModel,
     is_toml,
@@ -85,6 +86,7 @@ class ClusterSettings(StrictModel):
     serve_host: Address = "127.0.0.1"  # listen address; other than loopback requires an API key
     serve_port: Port = 8000
     forwarded_allow_ips: str = ""  # proxies whose X-Forwarded-For names the client
+    cors_origins: list[Origin] = Field(default_factory=list)  # of web pages that may ask; "*": all
 
     @property
     def draft_kind(self) -> Literal["own", "mtp", "ngram"]:
@@ -149,6 +151,9 @@ class DeviceEntry(StrictModel):
     @field_validator("address")
     @classmethod
     def _is_an_address(cls, value: str) -> str:
+        if ":" in value:
+            raise ValueError(f"{value!r} is neither an IPv4 address nor a host name: boards reach each other "
+                             "over IPv4")
         if not _HOST.fullmatch(value):
             raise ValueError(f"{value!r} is neither an IPv4 address nor a host name")
         if re.fullmatch(r"[0-9.]+", value):

@@ -61,7 +61,8 @@ class ToolFormat:
         space = "\\n" if self.open else ""
         body = f'"{space}" ({names}) "}}{space}"' if space else f'({names}) "}}"'
         call = f"{opening} {body} {closing}" if self.open else body
-        rules = [f"arguments_{i}: {json_value(tool.parameters, tool.strict)}" for i, tool in enumerate(tools)]
+        rules = [f"arguments_{i}: {json_value(tool.parameters, tool.strict, f'{tool.name}: parameters')}"
+                 for i, tool in enumerate(tools)]
         if required:
             return "\n".join([f"start: {calls}", f"call: {call}", *rules])
         if content is not None:

@@ -12,13 +12,15 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.untrusted.processes import LimitedProcesses, LimitExceeded, Limits
+from flowspec_edge.model.untrusted.schemas import Problem
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,6 +41,9 @@ _BYTES_SPECIAL = "<[256]>"  # a special token of llguidance's tokenizer for byte
 _MAX_REASON = 200  # characters of llguidance's explanation
 _WITHIN_SLASHES = {"/": r"\/", "\n": r"\n"}
 _EXCERPT = re.compile(r"\n\s*[0-9]+ \| ")  # of the grammar, which follows it
+_TOO_COMPLEX = "the schema is too complex to compile"
+_decoder = json.JSONDecoder()
+_DEAD_END = "no token of the model's vocabulary can write what the answer's grammar asks for next"
 
 
 Special = Callable[[str], "str | None"]  # as GrammarCompiler.special
@@ -47,19 +52,26 @@ Special = Callable[[str], "str | None"]  # as GrammarCompiler.special
 class GrammarState:
     """Where one answer is in its grammar. Tokens that end a sequence are never part of a path."""
 
-    def __init__(self, matcher: Any, vocabulary: int) -> None:
-        self._matcher = matcher
+    def __init__(self, start: Any, vocabulary: int) -> None:
+        """``start``: a matcher at the beginning of the grammar, which is only copied."""
+        self._start, self._matcher = start, start.deep_copy()
         self._vocabulary = vocabulary
         self._left_s = _MASKS_S
+        self._tokens: list[int] = []  # of the answer
+        self._dead_ends: set[tuple[int, ...]] = set()  # answers that no token can continue, unless they end
 
     def turn(self) -> None:
         """The masks that follow are of another turn of the pipeline."""
         self._left_s = min(_MASKS_S, self._left_s + _MASKS_TURN_S)
 
     def advance(self, token: int) -> None:
-        """The answer continues with ``token``; UsageError if the grammar does not allow it."""
+        """The answer continues with ``token``; UsageError if the grammar does not allow it, or if no token of
+        the vocabulary can continue the answer then."""
+        self._tokens.append(token)
         self._matcher.consume_token(token)
         self._check()
+        if tuple(self._tokens) in self._dead_ends:
+            raise UsageError(_DEAD_END)
 
     @property
     def complete(self) -> bool:
@@ -68,8 +80,8 @@ class GrammarState:
 
     def allowed(self, path: Sequence[int]) -> NDArray[np.uint8] | None:
         """Return which tokens may follow the answer and then ``path``: ceil(V / 8) bytes with a bit each, the
-        lowest first; None if ``path`` cannot follow the answer. UsageError if the grammar is too complex:
-        other answers wait for this thread."""
+        lowest first; None if ``path`` cannot follow the answer, or nothing ``path``. UsageError if the
+        grammar is too complex, since other answers wait for this thread, or if no token can continue the answer."""
         import numpy as np  # here: every command's help imports this module
 
         if self._left_s < 0:
@@ -80,6 +92,11 @@ class GrammarState:
         if consumed:
             self._matcher.rollback(consumed)
         self._left_s -= time.thread_time() - began
+        if path and _is_dead_end(self._matcher):  # of a draft: the answer need not go there
+            self._dead_ends.add((*self._tokens, *path))
+            self._matcher = self._start.deep_copy()  # the error stays with the other one
+            self._matcher.consume_tokens(self._tokens)
+            bits = None
         self._check()
         if bits is None:
             return None
@@ -89,6 +106,8 @@ class GrammarState:
         return allowed
 
     def _check(self) -> None:
+        if _is_dead_end(self._matcher):
+            raise UsageError(_DEAD_END)
         if self._matcher.is_error():
             raise UsageError(f"the answer's grammar fails: {_reason(self._matcher.get_error())}")
 
@@ -101,7 +120,7 @@ class Grammar:
         self._vocabulary = vocabulary
 
     def begin(self) -> GrammarState:
-        return GrammarState(self._matcher.deep_copy(), self._vocabulary)
+        return GrammarState(self._matcher, self._vocabulary)
 
 
 @dataclass(frozen=True)
@@ -121,11 +140,12 @@ class GrammarText:
 @dataclass(frozen=True)
 class _Verdict:
     """Of a process with limits: why a grammar is refused (empty: it is not), how long that took, and the
-    grammar in llguidance's syntax if it was in another one."""
+    grammar to use in its place, if there is one: in llguidance's syntax instead of another one, or without
+    what is ignored."""
 
     refusal: str
     seconds: float
-    converted: str = ""
+    instead: GrammarText | None = None
 
 
 class GrammarCompiler:
@@ -134,7 +154,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
         """``tokenizer``: transformers'; ``vocabulary``: the model's logits. UsageError without llguidance."""
         try:
-            import llguidance.hf
+            import llguidance
         except ImportError as error:
             raise UsageError("JSON mode and tool calls need the package llguidance: "
                              "pip install 'flowspec-edge[grammar]'") from error
@@ -173,35 +193,42 @@ class GrammarCompiler:
     def compile(self, text: GrammarText, stop_ids: frozenset[int]) -> Grammar:
         """UsageError if the grammar is wrong, or needs too much time or memory: each is first compiled in a
         process with limits."""
-        lark = self._require_tractable(text) or text.lark
+        lark = self._require_tractable(text).lark
         limits = self._library.LLParserLimits(**_PARSER_LIMITS)
         matcher = self._library.LLMatcher(self._wrap(stop_ids), lark, log_level=0, limits=limits)
         matcher.compute_bitmask()  # here, in no hurry, and not in the thread that every answer waits for
+        if _is_dead_end(matcher):
+            raise UsageError(_DEAD_END)
         if matcher.is_error():
             raise UsageError(_reason(matcher.get_error()))
         return Grammar(matcher, self._vocabulary)
 
     def special(self, token: str) -> str | None:
-        """A text's form in a Lark grammar if it is one token that plain text cannot spell; else None."""
-        ids = self._tokenizer.convert_tokens_to_ids([token])
-        wrapped = self._wrap(frozenset())
-        known = ids[0] is not None and self._tokenizer.convert_ids_to_tokens(ids) == [token]
-        return f"<[{ids[0]}]>" if known and wrapped.is_special_token(ids[0]) else None
+        """A text's form in a Lark grammar if it is one token of the model that plain text cannot spell; else
+        None."""
+        [number] = self._tokenizer.convert_tokens_to_ids([token])
+        if number is None or number >= self._vocabulary:
+            return None
+        known = self._tokenizer.convert_ids_to_tokens([number]) == [token]
+        return f"<[{number}]>" if known and self._wrap(frozenset()).is_special_token(number) else None
 
-    def _require_tractable(self, text: GrammarText) -> str:
-        """Return the grammar in llguidance's syntax if it is in another one, else an empty text."""
+    def _require_tractable(self, text: GrammarText) -> GrammarText:
+        """Return the grammar in llguidance's syntax, without what it ignores; UsageError if it is refused."""
         known = self._known.get(text.digest)
         if known is None:
             began = time.monotonic()
             refusal, converted = self._tried(text)
-            known = _Verdict(refusal, time.monotonic() - began, converted)
+            instead = GrammarText(converted, converted) if converted else None
+            if refusal and not refusal.startswith(_TOO_COMPLEX):
+                refusal, instead = self._without_problems(text, refusal)
+            known = _Verdict(refusal, time.monotonic() - began, instead)
             with self._lock:
                 self._known[text.digest] = known
                 if len(self._known) > _KNOWN:
                     self._known.popitem(last=False)
         if known.refusal:
             raise UsageError(known.refusal)
-        return known.converted
+        return known.instead or text
 
     def _tried(self, text: GrammarText) -> tuple[str, str]:
         """Why the grammar is refused (empty: it is not), and the converted grammar."""
@@ -209,30 +236,137 @@ class GrammarCompiler:
             return "", self._processes.run({"lark": text.checked, "gbnf": text.gbnf, "limits": _PARSER_LIMITS,
                                             "forced": _MAX_FORCED})
         except LimitExceeded as error:
-            refusal = f"the schema is too complex to compile: {error}"
+            refusal = f"{_TOO_COMPLEX}: {error}"
             if not error.certain:
                 raise UsageError(refusal) from error
             return refusal, ""
         except UsageError as error:
             return _reason(str(error)) or "not valid", ""
 
+    def _refusal(self, lark: str) -> str:
+        """Why a grammar in llguidance's syntax is refused; empty if it is not."""
+        return self._tried(GrammarText(lark, lark))[0]
+
+    def _without_problems(self, text: GrammarText, refusal: str) -> tuple[str, GrammarText | None]:
+        """Of a grammar with a schema that cannot be enforced: why it is refused if that schema is strict,
+        else the grammar without what is ignored."""
+        lark, checked = text.lark, text.checked
+        for value in dict.fromkeys(_json_values(text.lark)):
+            schema = json.loads(value)
+            found = self._enforceable(schema)
+            if found is None:
+                continue
+            rest, problems = found
+            if not schema["x-guidance"]["lenient"]:
+                at, reason = problems[0] if problems else ("", refusal)
+                place = ".".join(filter(None, (schema.get("$comment", "schema"), at)))
+                return f"{place}: {_reason(reason)}", None
+            lark, checked = (whole.replace(value, json.dumps(rest)) for whole in (lark, checked))
+        if lark == text.lark:
+            return refusal, None
+        return self._refusal(checked), GrammarText(lark, checked)
+
+    def _enforceable(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]] | None:
+        """What of a schema can be enforced, and what cannot; None if all can."""
+        try:
+            found = json.loads(self._processes.run({"schema": schema, "limits": _PARSER_LIMITS}))
+            if found is None:
+                return None
+            rest, problems = found
+        except LimitExceeded:  # its keywords are too many to be tried one by one
+            rest, problems = schema, []
+        if self._refusal(f"start: %json {json.dumps(rest)}"):
+            kind = {"type": "object"} if schema.get("type") == "object" else {}
+            rest = {**kind, "x-guidance": schema["x-guidance"]}
+        return rest, problems
+
+    @cached_property
+    def _description(self) -> str:
+        """The tokenizer as JSON, with the model's tokens alone: llguidance allows all that it reads."""
+        backend = copy(getattr(self._tokenizer, "backend_tokenizer", None))
+        if backend is None:
+            raise ValueError("it is not one of the package tokenizers, with a tokenizer.json")
+        backend.no_padding()
+        backend.no_truncation()
+        if max(self._tokenizer.get_vocab().values(), default=0) < self._vocabulary:
+            return str(backend.to_str())
+        return _without_tokens_beyond(self._vocabulary, backend)
+
     def _wrap(self, stop_ids: frozenset[int]) -> Any:
         """The vocabulary as llguidance reads it; takes a second for a large one."""
         with self._lock:
             if stop_ids not in self._wrapped:
+                ends = sorted(token for token in stop_ids if token < self._vocabulary)
                 try:
-                    self._wrapped[stop_ids] = self._library.hf.from_tokenizer(
-                        self._tokenizer, n_vocab=self._vocabulary, eos_token=sorted(stop_ids) or None)
+                    self._wrapped[stop_ids] = self._library.LLTokenizer(
+                        self._description, n_vocab=self._vocabulary, eos_token=ends or None)
                 except Exception as error:  # its bindings raise several kinds
                     raise UsageError("llguidance cannot read the model's tokenizer: "
                                      f"{_reason(str(error))}") from error
             return self._wrapped[stop_ids]
 
 
-def json_value(schema: dict[str, Any], strict: bool = True) -> str:
+def _without_tokens_beyond(vocabulary: int, tokenizer: Any) -> str:
+    """A tokenizer of the package tokenizers as JSON, with the token ids below ``vocabulary`` alone.
+
+    llguidance tokenises a text without choices, so it must not know the others: removed from its masks alone,
+    they would leave nothing to choose from. ValueError if the remaining tokens do not keep their ids.
+    """
+    from tokenizers import Tokenizer
+
+    described = json.loads(tokenizer.to_str())
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < vocabulary]
+    model = described["model"]
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {token: number for token, number in model["vocab"].items() if number < vocabulary}
+    else:  # of the type Unigram: tokens and scores
+        del model["vocab"][vocabulary:]
+    if model["type"] == "BPE":
+        prefix = model.get("continuing_subword_prefix") or ""
+        model["merges"] = [pair for pair in model["merges"]
+                           if all(token in model["vocab"] for token in _tokens_of(pair, prefix))]
+        if model["unk_token"] not in model["vocab"]:
+            model["unk_token"] = None
+    if model["type"] == "Unigram" and (model["unk_id"] or 0) >= vocabulary:
+        model["unk_id"] = None
+    described["post_processor"] = None  # may name tokens that are gone; texts of a grammar get none
+    text = json.dumps(described)
+    kept = {token: number for token, number in tokenizer.get_vocab().items() if number < vocabulary}
+    if Tokenizer.from_str(text).get_vocab() != kept:
+        raise ValueError(f"without its tokens from {vocabulary} on, the others would have other ids")
+    return text
+
+
+def _tokens_of(merge: str | list[str], prefix: str) -> tuple[str, str, str]:
+    """The two tokens that a merge joins, and the one that it makes. Older files write the two with a space
+    between; ``prefix``: of tokens that continue a word."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right, left + right.removeprefix(prefix)
+
+
+def json_value(schema: dict[str, Any], strict: bool = True, name: str = "schema") -> str:
     """A JSON value for ``schema``, in llguidance's Lark syntax; ``strict`` as for
-    :meth:`GrammarCompiler.json_schema`."""
-    return f"%json {json.dumps({**schema, 'x-guidance': {**_JSON_OPTIONS, 'lenient': not strict}})}"
+    :meth:`GrammarCompiler.json_schema`; ``name``: what errors call the schema."""
+    options = {**_JSON_OPTIONS, "lenient": not strict}
+    return f"%json {json.dumps({**schema, '$comment': name, 'x-guidance': options})}"
+
+
+def _json_values(lark: str) -> Iterator[str]:
+    """The schemas of a grammar that :func:`json_value` has written. In a text of theirs there would be
+    backslashes before the quotation marks."""
+    for found in re.finditer(r"%json (?=\{)", lark):
+        try:
+            schema, end = _decoder.raw_decode(lark, found.end())
+        except ValueError:  # of a grammar that the user wrote
+            continue
+        options = schema.get("x-guidance")
+        if isinstance(options, dict) and "lenient" in options:
+            yield lark[found.end():end]
+
+
+def _is_dead_end(matcher: Any) -> bool:
+    """Whether the text cannot end, and no token can continue it."""
+    return bool(matcher.is_error()) and str(matcher.get_error()).startswith("NoExtensionBias")
 
 
 def matching(regex: str) -> str:
@@ -251,4 +385,6 @@ def _reason(text: str) -> str:
     """Without the position in, and the listing of, a grammar that the user did not write."""
     text = text.partition("failed to compile JSON schema: ")[2] or text
     text = _EXCERPT.split(text)[0]
+    if text.startswith("regex parse error:"):  # which shows the pattern, and marks the place
+        text = f"in its pattern, {text.rpartition('error: ')[2]}"
     return " ".join(text.split())[:_MAX_REASON]

@@ -31,6 +31,7 @@ from flowspec_edge.model.untrusted.processes import TemplateRenderer
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 _HERE = "END_OF_THE_LAST_MESSAGE "  # replaced by nothing
 THINKING = ("enable_thinking", "thinking")  # variables of chat templates that turn reasoning on or off
+_MOST_UNFINISHED = 3  # bytes of a character without its last
 _CONTEXT = 8  # preceding tokens that affect the text of the next
 
 
@@ -59,11 +60,14 @@ class Tokenizer:
         self._built_in = None if self._jinja is not None else chat_template or recognise(model)
 
     def encode(self, text: str, special: bool = True) -> list[int]:
-        """Token ids, ``special``: with the model's special tokens; UsageError if ``text`` is empty."""
+        """Return token ids, ``special``: with the model's special tokens.
+
+        UsageError if ``text`` is empty, or has a token that the model lacks.
+        """
         ids = self._ids(text, special) if text else []
         if not ids:
             raise UsageError("the prompt is empty; give some text to continue")
-        return ids
+        return self._of_the_model(ids)
 
     def words(self, text: str) -> list[tuple[int, ...]]:
         """The tokens of ``text`` within an answer: at its beginning, and after a space."""
@@ -72,12 +76,15 @@ class Tokenizer:
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), how: Rendering | None = None
              ) -> list[int]:
-        """Token ids of a chat; UsageError without a template, or if the template rejects it. ``tools`` need a
-        :attr:`tool_format`."""
+        """Return the token ids of a chat.
+
+        UsageError without a template, if the template rejects the chat, or if it has a token that the model
+        lacks. ``tools`` need a :attr:`tool_format`.
+        """
         how = how or Rendering()
         check_values(how.values)
         if self._jinja is not None:
-            return self._rendered(messages, self._jinja, tools, how)
+            return self._of_the_model(self._rendered(messages, self._jinja, tools, how))
         if self._built_in is None:
             raise no_template(self._model)
         ids: list[int] = []
@@ -86,7 +93,7 @@ class Tokenizer:
             ids += [begin] if piece.add_bos and begin is not None else []
             ids += self._ids(piece.text, False)
             ids += [end] if piece.add_eos and end is not None else []
-        return ids
+        return self._of_the_model(ids)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -144,6 +151,16 @@ class Tokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special,
                                           clean_up_tokenization_spaces=False))
 
+    def _of_the_model(self, ids: list[int]) -> list[int]:
+        """UsageError for a token that the tokenizer has and the model lacks, such as an added <pad>."""
+        vocabulary = int(self._model.config["vocab_size"])
+        for token in ids:
+            if token >= vocabulary:
+                word = self._tokenizer.convert_ids_to_tokens(token)
+                raise UsageError(f"the text has {word!r}, token {token} of the tokenizer, but the model's "
+                                 f"vocabulary has {vocabulary} tokens: leave it out")
+        return ids
+
     def _own_template(self) -> str | None:
         own = self._tokenizer.chat_template
         if isinstance(own, dict):
@@ -185,33 +202,32 @@ def _up_to_here(text: str, content: str) -> str:
 
 
 class TextStream:
-    """Writes the text of tokens as they arrive; a character split over tokens waits for its last byte.
+    """Writes the text of tokens as they arrive; a character split over tokens waits for its last byte, and at
+    most three bytes wait.
 
     The text does not depend on how many tokens arrive at a time.  It equals that of all tokens decoded
-    together, except near invalid UTF-8, where some tokenizers change characters already written.
+    together, except near invalid UTF-8, where some tokenizers change characters already written.  The work
+    for a token does not depend on the text's length, whatever the tokens are.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], None],
                  after: Sequence[int] = ()) -> None:
         """``after``: the preceding ids.  Some tokenizers drop the leading space of a text's first token."""
         self._decode, self._write = decode, write
-        self._ids = self._lead(after)
-        self._done = len(self._ids)  # ids whose text has been written
-        self._context = 0  # preceding ids that are decoded again as context
+        self._ids = self._lead(after)  # the newest, which affect the text of the next
+        self._text = self._decode(self._ids)  # of these
+        self._written = self._text  # the beginning of it that has been written
+        self._done = len(self._ids)  # how many of them it comes from
 
     def push(self, ids: Sequence[int]) -> None:
-        pieces = []
-        for token in ids:
-            self._ids.append(token)
-            new = self._new_text()
-            if new and not new.endswith(_UNFINISHED):
-                pieces.append(self._take(new))
-        if pieces:
-            self._write("".join(pieces))
+        if new := "".join(map(self._pushed, ids)):
+            self._write(new)
 
     def close(self) -> None:
         """Write the rest, even if its last character is incomplete."""
-        if left := self._take(self._new_text()):
+        left = self._text[len(self._written):]
+        self._written, self._done = self._text, len(self._ids)
+        if left:
             self._write(left)
 
     def _lead(self, ids: Sequence[int]) -> list[int]:
@@ -220,15 +236,46 @@ class TextStream:
         tails = (list(ids[start:]) for start in starts)
         return next((tail for tail in tails if _UNFINISHED not in self._decode(tail)), [])
 
-    def _new_text(self) -> str:
-        before = self._decode(self._ids[self._context : self._done])
-        text = self._decode(self._ids[self._context :])
-        if text.startswith(before):
-            return text[len(before) :]
-        # The new tokens begin with incomplete bytes, and a decoder with byte fallback rejects the whole
-        # run of bytes, valid characters included.
-        return self._decode(self._ids[self._done :])
+    def _pushed(self, token: int) -> str:
+        """The text that is certain with one more token."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        if text and text == self._text and not self._decode([token]):  # it has no text, and there may be many
+            self._ids.pop()
+            return ""
+        if not text.startswith(self._written):
+            # The new tokens begin with incomplete bytes, and a decoder with byte fallback rejects the whole
+            # run of bytes, valid characters included.
+            del self._ids[:self._done]
+            text, self._written = self._decode(self._ids), ""
+        held = self._unfinished(text)
+        certain = text[:len(text) - held]
+        new = certain[len(self._written):]
+        self._text, self._done = text, len(self._ids) - held
+        self._written += new
+        if len(self._ids) >= 2 * _CONTEXT:
+            self._forget(held)
+        return new
 
-    def _take(self, text: str) -> str:
-        self._context, self._done = self._done, len(self._ids)
-        return text
+    def _unfinished(self, text: str) -> int:
+        """How many of the last characters of ``text`` may change: the bytes of one character at most.
+        Decoders write one sign for the bytes of an incomplete character, or with byte fallback one for each byte."""
+        if not text.endswith(_UNFINISHED):
+            return 0
+        count = 1
+        while (count < _MOST_UNFINISHED and count < len(self._ids)
+               and text.endswith(_UNFINISHED * (count + 1))
+               and self._decode([self._ids[-count - 1]]) == _UNFINISHED
+               and len(self._decode(self._ids[:-count - 1])) == len(text) - count - 1):
+            count += 1
+        return count
+
+    def _forget(self, held: int) -> None:
+        """Drop the oldest ids, as many as the text of the others allows."""
+        for start in range(len(self._ids) - _CONTEXT, 0, -1):
+            tail = self._decode(self._ids[start:])
+            if self._text.endswith(tail) and len(tail) >= held and bool(tail) == bool(self._text):
+                del self._ids[:start]
+                self._text, self._done = tail, len(self._ids) - held
+                self._written = tail[:len(tail) - held]
+                return

@@ -59,10 +59,11 @@ class PlainDecoder:
                  restrictions: Restrictions | None = None) -> tuple[list[int], FinishReason]:
         """Return the continuation of ``prompt``, without the end-of-sequence id, and why it ended."""
         with threads_worth(self._size):
-            return self._generate(prompt, max_new_tokens, sampling, stop_ids, penalties)
+            return self._generate(prompt, max_new_tokens, sampling, stop_ids, penalties, restrictions)
 
     def _generate(self, prompt: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: frozenset[int],
-                  penalties: Penalties | None) -> tuple[list[int], FinishReason]:
+                  penalties: Penalties | None, restrictions: Restrictions | None
+                  ) -> tuple[list[int], FinishReason]:
         cache = DynamicCache(config=self.model.config)
         tokens: list[int] = []
         penalised = AnswerPenalties(penalties, prompt) if penalties else None

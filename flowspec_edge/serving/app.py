@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -32,20 +33,24 @@ from flowspec_edge.serving.openai.schemas import B, Body, ChatBody, CompletionBo
 
 log = logging.getLogger(__name__)
 
+_EXPOSED = ("x-request-id", "x-flowspec-position", "retry-after")  # that web pages may read
+
 
 def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None = None,
              keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
-             live: Live | None = None) -> Starlette:
+             live: Live | None = None, cors_origins: Sequence[str] = ()) -> Starlette:
     """Without ``api_key`` no key is needed; without ``live`` there is no page. ``keep_alive_s``: seconds
-    without a token after which a stream sends a status line."""
-    created = int(time.time())
+    without a token after which a stream sends a status line; ``cors_origins``: of web pages that may ask, or
+    "*" for all."""
+    listed = model_object(served.name, int(time.time()), served.context_tokens, served.model.max_positions,
+                          int(served.model.config["vocab_size"]), served.model.hidden_width)
 
     async def models(http: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [model_object(served.name, created)]})
+        return JSONResponse({"object": "list", "data": [listed]})
 
     async def model(http: Request) -> Response:
         served.check_name(http.path_params["name"])
-        return JSONResponse(model_object(served.name, created))
+        return JSONResponse(listed)
 
     async def health(http: Request) -> Response:
         return JSONResponse({"status": "alive"})
@@ -79,11 +84,20 @@ def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None
             *([Route("/metrics", prometheus)] if metrics else []),
             *([Route("/live", live), *page_routes()] if live else []),
         ],
-        middleware=[Middleware(AccessMiddleware, api_key=api_key)],
+        middleware=[*_cors(cors_origins), Middleware(AccessMiddleware, api_key=api_key)],
         exception_handlers={HTTPException: _http_error, ApiError: _error, Exception: _error},
     )
     app.router.redirect_slashes = False  # a redirect's target would come from the client's Host header
     return app
+
+
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Before the check of keys: a browser asks without one whether it may ask with one, and pages read
+    errors, too."""
+    if not origins:
+        return []
+    return [Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"],
+                       allow_headers=["*"], expose_headers=[*_EXPOSED], max_age=600)]
 
 
 class CompletionEndpoint:

@@ -12,6 +12,7 @@ import asyncio
 import gc
 import ipaddress
 import logging
+import re
 import resource
 import signal
 import socket
@@ -33,6 +34,7 @@ from flowspec_edge.runtime.request import SharedCluster
 from flowspec_edge.serving.access_log import LimitedHandler, LogFormatter
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.openai.errors import ApiError
+from flowspec_edge.util.urls import http_url
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,6 +82,8 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         full = len(self.connections) >= self._limits.connections
         super().connection_made(transport)
+        if self.client:
+            self.client = _plain_address(self.client[0]), self.client[1]
         self._look()
         self._timer = self.loop.call_later(_CHECK_S, self._check)
         if full:
@@ -142,8 +146,14 @@ class LimitedProtocol(H11Protocol):
             self._timer = self.loop.call_later(min(_CHECK_S, *limits.values()), self._check)
 
 
+def _plain_address(host: str) -> str:
+    """An IPv4 client's own address, where a socket of IPv6 serves both."""
+    return host.removeprefix("::ffff:") if "." in host else host
+
+
 log = logging.getLogger(__name__)
 
+_BRACKETS = re.compile(r"\[(.*)\]")
 _BACKLOG = 128
 _GRACE_S = 2  # for connections to send their last bytes
 _END_S = 30.0  # for the HTTP thread to end
@@ -159,15 +169,18 @@ def listen(host: str, port: int, api_key: str | None) -> socket.socket:
     """Return a listening socket; port 0: any free port. UsageError if the host is not this machine's, or is
     reachable from others without an API key; FlowspecError if the port is in use."""
     try:
-        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(_BRACKETS.sub(r"\1", host), port, type=socket.SOCK_STREAM,
+                                       flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise UsageError(f"no address for --host {host!r}: {error}") from error
     family, _, _, _, address = addresses[0]
+    every = str(address[0]) == "::"  # with the addresses of IPv4, as other servers do
     if api_key is None and not ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
         raise UsageError(f"others can reach {host}: set FLOWSPEC_API_KEY (or --api-key), or listen on "
                          "127.0.0.1")
     try:
-        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG,
+                                        dualstack_ipv6=every and socket.has_dualstack_ipv6())
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)  # connections inherit it
         return listener
     except OSError as error:
@@ -177,8 +190,9 @@ def listen(host: str, port: int, api_key: str | None) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
+    """Where this machine's clients find it."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return http_url(host, port)
 
 
 def log_to_stderr(as_json: bool) -> None:

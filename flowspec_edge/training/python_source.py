@@ -192,7 +192,8 @@ def _build(work: Path, seed: int, meta_path: Path, limit: int | None, make: Make
 
 def _encode(tokenizer: Tokenizer, eos: int, docs: list[SourceFile], label: str
             ) -> NDArray[np.unsignedinteger]:
-    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
+    largest = max(tokenizer.get_vocab().values())  # ids may have gaps: not the number of tokens
+    dtype = np.uint16 if largest < 1 << 16 else np.uint32
     ids: list[NDArray[np.unsignedinteger]] = []
     with Progress() as progress:
         task = progress.add_task(label, total=len(docs))

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.bounded_read import check_depth, read_bytes
 from flowspec_edge.util.terminal import no_control_characters
+from flowspec_edge.util.urls import origin_problem
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -72,6 +73,15 @@ def matching(pattern: str, what: str) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _origin(value: str) -> str:
+    if problem := origin_problem(value):
+        raise ValueError(problem)
+    return value
+
+
+Origin = Annotated[str, AfterValidator(_origin)]  # of a web page
 
 
 def load_toml(path: Path, model: type[M]) -> M:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tiny import tiny_llama, tiny_tokenizer
 from tokenizerkit import sentencepiece_style
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.chat import Message
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.model.text import TextStream, Tokenizer
 
@@ -122,6 +123,33 @@ def test_a_broken_byte_leaves_written_characters_alone() -> None:
     assert pieces == ["€", f"{BROKEN} a"]
 
 
+@KINDS
+@pytest.mark.parametrize("text", ["broken", "halves", "spaces", "special", "words"])
+def test_the_work_for_a_token_does_not_grow(kind: str, text: str) -> None:
+    """It is counted in ids that are decoded; the text is that of any number of them."""
+    tokenizer = backend(kind)
+    euro = tokenizer("€")["input_ids"][-3:]
+    ids = {"broken": [euro[1]], "halves": euro[:2], "spaces": tokenizer("a    ")["input_ids"][-2:],
+           "special": [*tokenizer("a")["input_ids"][-1:], *[tokenizer.eos_token_id] * 50],
+           "words": tokenizer("the in")["input_ids"][-4:]}[text]
+    decoded, pieces = [0], list[str]()
+
+    def decode(some: Sequence[int]) -> str:
+        decoded[0] += len(some)
+        return decoder(kind)(list(some))
+
+    stream = TextStream(decode, pieces.append)
+    waited = 0
+    for token in ids * (800 // len(ids)):
+        before, sent = decoded[0], len(pieces)
+        stream.push([token])
+        assert decoded[0] - before <= 200
+        waited = 0 if len(pieces) > sent else waited + 1
+        assert waited <= (50 if text == "special" else 3)
+    stream.close()
+    assert "".join(pieces) == decoder(kind)(ids * (800 // len(ids)))
+
+
 def test_encode_and_decode_are_the_targets(tmp_path: Path) -> None:
     tiny_llama(tmp_path / "target", layers=1, hidden=32, vocab=300)
     tokenizer = Tokenizer(resolve_model(tmp_path))
@@ -132,6 +160,33 @@ def test_encode_and_decode_are_the_targets(tmp_path: Path) -> None:
     (tmp_path / "target" / "tokenizer.json").write_text("not json")
     with pytest.raises(UsageError, match=r"the tokenizer in .* cannot be loaded"):
         Tokenizer(resolve_model(tmp_path))
+
+
+def test_a_token_that_the_model_lacks_is_named(tmp_path: Path) -> None:
+    tiny_llama(tmp_path / "target", layers=1, hidden=32, vocab=300)
+    longer = tiny_tokenizer(300)
+    longer.add_special_tokens({"additional_special_tokens": ["<added>"]})
+    longer.save_pretrained(tmp_path / "target")
+    tokenizer = Tokenizer(resolve_model(tmp_path), "bare")
+    unknown = r"the text has '<added>', token 300 of the tokenizer, but the model's vocabulary has 300 tokens"
+    for ask in (tokenizer.encode, lambda text: tokenizer.chat([Message("user", text)])):
+        assert ask("a <adde>")
+        with pytest.raises(UsageError, match=unknown):
+            ask("a <added>")
+
+
+def test_ids_beyond_the_tokenizer_have_no_text(tmp_path: Path) -> None:
+    """An output matrix that is padded may give them."""
+    tiny_llama(tmp_path / "target", layers=1, hidden=32, vocab=400)
+    tiny_tokenizer(300).save_pretrained(tmp_path / "target")
+    tokenizer = Tokenizer(resolve_model(tmp_path))
+    ids = tokenizer.encode("né")
+    pieces: list[str] = []
+    stream = TextStream(tokenizer.decode, pieces.append)
+    stream.push([399, *ids[:2], 350, *ids[2:], 301])
+    stream.close()
+    assert tokenizer.decode([399, 350]) == ""
+    assert "".join(pieces) == tokenizer.decode([399, *ids[:2], 350, *ids[2:], 301])
 
 
 def test_a_continuation_keeps_its_first_space(tmp_path: Path) -> None:

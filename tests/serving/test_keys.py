@@ -69,3 +69,14 @@ def test_a_port_in_use_and_a_host_elsewhere_are_one_line() -> None:
         listen("203.0.113.7", 0, KEY)
     with pytest.raises(UsageError, match="no address for --host"):
         listen("no.such.host.invalid", 0, KEY)
+
+
+def test_all_addresses_are_served_over_both_protocols() -> None:
+    with listen("::", 0, KEY) as listener:
+        assert url_of(listener).startswith("http://[::1]:")
+        for host in ("127.0.0.1", "::1"):
+            socket.create_connection((host, listener.getsockname()[1]), 5).close()
+    with listen("[::1]", 0, None) as listener:
+        assert url_of(listener) == f"http://[::1]:{listener.getsockname()[1]}"
+    with listen("0.0.0.0", 0, KEY) as listener:
+        assert url_of(listener).startswith("http://127.0.0.1:")

@@ -263,9 +263,12 @@ def kernels(
 
 def parse_peer(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
+    if ":" in host:
+        raise UsageError(f"--peer {text!r}: links are measured over IPv4: give an IPv4 address or a host "
+                         f"name, and the port, such as 10.0.0.2:{PEER_PORT}")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
         raise UsageError(f"--peer {text!r}: give HOST:PORT, such as 10.0.0.2:{PEER_PORT}")
-    return host.strip("[]"), int(port)
+    return host, int(port)
 
 
 def _show(profile: Profile) -> None:

@@ -43,6 +43,7 @@ from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy
+from flowspec_edge.util.urls import origin_problem
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.inventory import Inventory
@@ -84,6 +85,10 @@ def serve(
         "--forwarded-allow-ips", envvar="FORWARDED_ALLOW_IPS", metavar="ADDRESSES", show_default=False,
         help="Proxies whose X-Forwarded-For names the client, for fair turns: addresses or networks, "
              "separated by commas; by default none.", hidden=True, rich_help_panel=SERVICE)] = "",
+    cors_origin: Annotated[list[str] | None, typer.Option(
+        "--cors-origin", metavar="ORIGIN", show_default=False, hidden=True, rich_help_panel=SERVICE,
+        help="A web page's origin, such as http://localhost:3000, that may ask from a browser; several times "
+             "for several, * for all.")] = None,
     queue: Annotated[int, typer.Option(
         "--queue", min=0, max=MOST_REPEATS, help="Requests that may wait; more are refused with 429.",
         hidden=True, rich_help_panel=SERVICE)] = 16,
@@ -131,6 +136,9 @@ def serve(
       -d '{"model": "demo", "prompt": "def f(x):", "max_tokens": 32}'
     """
     require_strategy(strategy)
+    for origin in cors_origin or ():
+        if problem := origin_problem(origin):
+            raise UsageError(f"--cors-origin: {problem}")
     found = resolve_model(model)
     boards = _boards(cluster, board_model, local, stages, emulate, device)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
@@ -154,7 +162,8 @@ def serve(
         context=context, answer_tokens=answer_tokens or max_new_tokens, ready_within=ready_within,
         rejoin_within=rejoin_within, scheduling_policy=scheduling_policy,
         cluster=boards.cluster.name if boards else None, profile=emulate,
-        device=None if boards else device, forwarded_allow_ips=forwarded_allow_ips)
+        device=None if boards else device, forwarded_allow_ips=forwarded_allow_ips,
+        cors_origins=tuple(cors_origin or ()))
 
     from flowspec_edge.cli.common.plain_speed import shared_processors, sharing_note
     from flowspec_edge.serving.server import listen

@@ -112,7 +112,7 @@ def _service(config: DraftConfig, api_key_file: Path | None) -> Service:
         at_once=config.at_once or max(2, stages), context=config.context, answer_tokens=_ANSWER_TOKENS,
         ready_within=config.ready_within_s, rejoin_within=config.rejoin_within_s,
         scheduling_policy=config.scheduling_policy, cluster=config.cluster,
-        forwarded_allow_ips=config.forwarded_allow_ips)
+        forwarded_allow_ips=config.forwarded_allow_ips, cors_origins=config.cors_origins)
 
 
 def _api_key(config: DraftConfig, file: Path | None) -> str | None:

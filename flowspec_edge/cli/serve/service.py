@@ -30,6 +30,7 @@ class Service:
     profile       the emulated one; None: real time
     device        torch's, of D0 and stages on this machine; None: as configured on the boards
     forwarded_allow_ips  proxies that are trusted to name their clients
+    cors_origins  of web pages that may ask
     """
 
     model: ModelDir
@@ -51,6 +52,7 @@ class Service:
     profile: str | None = None
     device: str | None = None
     forwarded_allow_ips: str = ""
+    cors_origins: Sequence[str] = ()
 
     def run(self, listener: socket.socket, spec: ClusterSpec, place: Processes, ready: Callable[[str], None],
             log_json: bool = False, watchers: Sequence[Observer] = ()) -> None:
@@ -92,7 +94,8 @@ class Service:
                 scheduling_policy=self.scheduling_policy,
                 cache_rows=cache_rows(self.context, self.at_once, self.params, self.stages), reserve=True,
                 observer=Observers([metrics, feed, *watchers]), meter=meter)
-            app = make_app(admission, served, self.api_key, metrics=metrics, live=live)
+            app = make_app(admission, served, self.api_key, metrics=metrics, live=live,
+                           cors_origins=self.cors_origins)
             serve_app(listener, app, admission, opened(spec, place), lambda: ready(says),
                       self.forwarded_allow_ips)
 

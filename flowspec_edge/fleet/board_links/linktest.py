@@ -58,6 +58,9 @@ def serve_link(host: str, port: int, seconds: float | None = None, measurements:
     ``ready`` gets the port, a free one for ``port`` 0.  No authentication: received data is discarded.
     """
     deadline = None if seconds is None else time.monotonic() + seconds
+    if ":" in host:
+        raise UsageError(f"cannot listen on {host}: links are measured over IPv4; give an IPv4 address, such "
+                         "as 0.0.0.0")
     with _socket(zmq.ROUTER) as server:
         server.router_handover = True
         try:

@@ -118,6 +118,7 @@ class _Rendering:
             key_file=paths.KEY, public_key=self._keys[0], worker_keys=self._keys[1:], context=cluster.context,
             at_once=self._deployment.at_once, scheduling_policy=cluster.scheduling_policy,
             host=cluster.serve_host, port=cluster.serve_port, forwarded_allow_ips=cluster.forwarded_allow_ips,
+            cors_origins=cluster.cors_origins,
             api_key_file=paths.API_KEY if cluster.serves_others else "").dump()
 
     @property

@@ -22,14 +22,28 @@ Job = Callable[[dict[str, Any]], str]  # raises any exception if it fails
 def _grammar_job() -> Job:
     """``lark``, ``gbnf``, ``limits`` and ``forced``: compile a grammar, and compute its first mask. ``gbnf``:
     whether it is in llama.cpp's syntax; then it is converted, which is the result. ``forced``: the most bytes
-    that it may begin with without a choice."""
+    that it may begin with without a choice.
+
+    ``schema`` and ``limits``: the result is JSON, of :func:`enforceable`, or null if the schema can be
+    enforced as it is."""
     import llguidance
     from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    from flowspec_edge.model.untrusted.schemas import enforceable
 
     tokenizer = llguidance.LLTokenizer("byte")
 
     def compiled(job: dict[str, Any]) -> str:
         limits = llguidance.LLParserLimits(**job["limits"])
+        if "schema" in job:
+            options = {"x-guidance": job["schema"]["x-guidance"]}
+
+            def fails(schema: Any) -> str:
+                lark = f"start: %json {json.dumps({**schema, **options})}"
+                matcher = llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
+                return str(matcher.get_error()) if matcher.is_error() else ""
+
+            return json.dumps(enforceable(job["schema"], fails) if fails(job["schema"]) else None)
         lark = gbnf_to_lark(job["lark"]) if job["gbnf"] else job["lark"]
         matcher = llguidance.LLMatcher(tokenizer, lark, log_level=0, limits=limits)
         if not matcher.is_error() and len(matcher.compute_ff_bytes()) > job["forced"]:

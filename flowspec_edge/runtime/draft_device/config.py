@@ -10,7 +10,7 @@ from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.transport.bind_check import unencrypted_bind_problem
-from flowspec_edge.util.tomlfile import Count, Misplaced, Positive, StrictModel, Text
+from flowspec_edge.util.tomlfile import Count, Misplaced, Origin, Positive, StrictModel, Text
 
 
 class DraftConfig(StrictModel):
@@ -43,6 +43,7 @@ class DraftConfig(StrictModel):
     host: Text = "127.0.0.1"  # where HTTP listens
     port: Annotated[int, Field(ge=0, le=65535)] = 8000
     forwarded_allow_ips: str = ""  # proxies whose X-Forwarded-For names the client
+    cors_origins: list[Origin] = Field(default_factory=list)  # of web pages that may ask; "*": all
     api_key_file: str = ""  # one or several keys, one a line
 
     @model_validator(mode="after")

@@ -165,9 +165,19 @@ def _joined(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
     return calls
 
 
-def model_object(name: str, created: int) -> dict[str, Any]:
-    """A model as /v1/models lists it."""
-    return {"id": name, "object": "model", "created": created, "owned_by": "flowspec"}
+def model_object(name: str, created: int, context: int, positions: int, vocabulary: int, width: int
+                 ) -> dict[str, Any]:
+    """A model as /v1/models lists it. The context has the names under which clients look for it: those of
+    vLLM and SGLang, OpenRouter, Groq, Mistral and LM Studio, and llama.cpp.
+
+    context    tokens of prompt and answer together that the server admits
+    positions  those of the model
+    width      of its hidden states
+    """
+    return {"id": name, "object": "model", "created": created, "owned_by": "flowspec", "root": name,
+            "parent": None, "name": name, "max_model_len": context, "context_length": context,
+            "context_window": context, "max_context_length": context,
+            "meta": {"n_ctx": context, "n_ctx_train": positions, "n_vocab": vocabulary, "n_embd": width}}
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ _MAX_PROMPTS = 64
 _MAX_BIASES = 1024
 _MAX_IDS = 300_000  # of tokens, a large vocabulary
 _MAX_TOOLS = 128  # OpenAI's limit
+_OTHER_TYPES = ("string", "number", "integer", "boolean", "array", "null")  # than object, of JSON schemas
 _MOST_URGENT, _LEAST_URGENT = -10, 10  # priorities: 30 s of waiting make up for a step
 
 
@@ -206,7 +207,10 @@ class FunctionDefinition(Ignoring):
 
     @model_validator(mode="after")
     def _takes_an_object(self) -> FunctionDefinition:
-        if self.parameters and self.parameters.get("type", "object") != "object":
+        """A type that is none is ignored unless the function is strict, as elsewhere in its schema."""
+        kind = (self.parameters or {}).get("type", "object")
+        kinds = kind if isinstance(kind, list) else [kind]
+        if "object" not in kinds and (self.strict or any(one in _OTHER_TYPES for one in kinds)):
             raise ValueError("parameters: must be a JSON schema of the type object")
         return self
 

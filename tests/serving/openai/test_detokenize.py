@@ -67,6 +67,33 @@ def test_a_reader_joins_bytes_of_one_character(text: str, stops: list[str], grou
         assert reader.tokens == ends[0]
 
 
+# Whole characters, their pieces, surrogates as CESU-8 has them, and bytes that begin nothing.
+BYTES = st.lists(st.one_of(st.binary(min_size=1, max_size=4), st.sampled_from([
+    "é".encode(), "€".encode(), "🙂".encode(), "🙂".encode()[:2], b"\xed\xa0\xbd", b"\xf5", b"\x80", b" ",
+    b"z"])), max_size=40).map(b"".join)
+
+
+@given(BYTES)
+def test_any_bytes_are_streamed_as_they_are_decoded_together(data: bytes) -> None:
+    """All but the last three bytes have been sent at any time."""
+    reader, out = Detokenizer(decode, []), ""
+    for at, byte in enumerate(data, start=1):
+        out += reader.push([byte])
+        assert data[:at].decode("utf-8", "replace").startswith(out.rstrip("\ufffd"))
+        assert len(out) >= len(data[:max(0, at - 3)].decode("utf-8", "ignore"))
+        assert len(data[:at].decode("utf-8", "replace")) - len(out) <= 3
+    assert out + reader.close() == data.decode("utf-8", "replace")
+
+
+@given(BYTES, st.lists(st.sampled_from(["z", "é", "\ufffd", "\ufffd\ufffd", "\ufffdz"]), max_size=3))
+def test_a_stop_string_is_found_among_any_bytes(data: bytes, stops: list[str]) -> None:
+    reader, out = Detokenizer(decode, stops), ""
+    for byte in data:
+        out += reader.push([byte])
+    out += reader.close()
+    assert (out, reader.stopped) == brute_force(data.decode("utf-8", "replace"), stops)
+
+
 def test_half_a_character_at_the_end_is_not_lost() -> None:
     reader = Detokenizer(decode, ["z"])
     assert reader.push([97, 0xC3]) == "a"
