@@ -155,7 +155,7 @@ def test_advice_fills_in_what_is_not_given(tmp_path: Path, config: dict[str, Any
                                            given: set[str], expected: Sampling, advised: set[str]) -> None:
     sampling, origins = choose_sampling(asked, given, model(tmp_path, config))
     assert sampling == expected
-    assert set(origins) == {"temperature", "top_k", "top_p", "seed"}
+    assert set(origins) == {"temperature", "top_k", "top_p", "seed", "min_p"}
     for name, origin in origins.items():
         assert origin == ("command line" if name in given else
                           "generation_config.json" if name in advised else "default")
@@ -164,8 +164,8 @@ def test_advice_fills_in_what_is_not_given(tmp_path: Path, config: dict[str, Any
 @pytest.mark.parametrize(("config", "names"), [
     (LLAMA_3, []),
     (QWEN_2, ["repetition_penalty 1.05"]),
-    ({"repetition_penalty": 1.0, "num_beams": 1, "min_p": 0.1, "bad_words_ids": None}, []),  # min_p draws
-    ({"do_sample": True, "min_p": 0.1, "no_repeat_ngram_size": 3}, ["no_repeat_ngram_size 3", "min_p 0.1"]),
+    ({"repetition_penalty": 1.0, "num_beams": 1, "typical_p": 0.1, "bad_words_ids": None}, []),
+    ({"do_sample": True, "min_p": 0.1, "typical_p": 0.5}, ["typical_p 0.5"]),
 ])
 def test_what_is_not_applied_is_named(tmp_path: Path, config: dict[str, Any], names: list[str]) -> None:
     found = model(tmp_path, config)
@@ -174,7 +174,7 @@ def test_what_is_not_applied_is_named(tmp_path: Path, config: dict[str, Any], na
 
 @pytest.mark.parametrize(("config", "says"), [
     ({"do_sample": True, "temperature": "hot"}, r"config\.json: temperature must be a number, not 'hot'"),
-    ({"do_sample": True, "top_p": 1.5}, r"config\.json: top-p must be above 0 and at most 1, not 1\.5"),
+    ({"do_sample": True, "top_p": 1.5}, r"config\.json: top-p must be from 0 \(greedy\) to 1 .*not 1\.5"),
 ])
 def test_bad_advice_names_the_file(tmp_path: Path, config: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):

@@ -105,6 +105,7 @@ def test_sampling_is_the_models_where_none_is_given(model: Path, capsys: pytest.
     assert drawn["sampling"] == {
         "temperature": {"value": 0.6, "from": "generation_config.json"},
         "top_k": {"value": 0, "from": "default"},
+        "min_p": {"value": 0.0, "from": "default"},
         "top_p": {"value": 0.5, "from": "command line"},
         "seed": {"value": 3, "from": "command line"},
     }
