@@ -20,6 +20,7 @@ from flowspec_edge.errors import FlowspecError, UsageError, first_line, last_lin
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.draft_formats import FORMATS, recognise_format
 from flowspec_edge.model.modeldir import BLOCKS, check_config
+from flowspec_edge.model.recognise import describe
 from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.model.weights.located import PICKLED, SAFE, locate, warn_of_unread
 from flowspec_edge.util.bounded_read import read_json_object
@@ -43,7 +44,8 @@ def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, A
     ``what``: the model's name with its article; ``blocks``: it may be a block drafter."""
     path = directory / "config.json"
     if not path.exists():
-        raise UsageError(f"no {_bare(what)} at {directory}: config.json is missing")
+        found = describe(directory) if directory.is_dir() else None
+        raise UsageError(found or f"no {_bare(what)} at {directory}: config.json is missing")
     raw = read_json_object(path)
     check_config(raw, path)
     name = recognise_format(raw)
@@ -127,6 +129,13 @@ def stored_shapes(directory: Path) -> dict[str, torch.Size]:
         return {}
     checkpoint = Checkpoint(directory)
     return {plain_name(name): info.shape for name, info in checkpoint.stored(checkpoint.names).items()}
+
+
+def refuse_language_model(directory: Path, names: Collection[str], what: str) -> None:
+    """UsageError if ``names``, of its tensors, are those of a whole model; ``what``: what was looked for."""
+    if "layers.0.input_layernorm.weight" in names and "fc.weight" not in names:
+        raise UsageError(f"{directory} is a language model, not {what}: to draft with it, put it into "
+                         "draft-lm/, or give it to flowspec models shard --draft")
 
 
 def read_weights(directory: Path, what: str, embedding: bool = True) -> dict[str, StoredTensor]:

@@ -242,6 +242,7 @@ def head_config(directory: Path) -> LlamaConfig:
             check_config(inner, path)
             raw = {"vocab_size": raw["vocab_size"], **inner} if "vocab_size" in raw else dict(inner)
     names = checkpoint.stored_shapes(directory)
+    checkpoint.refuse_language_model(directory, names, _WHAT)
     if names:
         attention = "layers.0.self_attn."
         raw["bias"] = "fc.bias" in names

@@ -92,6 +92,9 @@ def head3_config(directory: Path) -> LlamaConfig:
     """
     path = directory / "config.json"
     raw = checkpoint.read_config(directory, _WHAT)
+    shapes = checkpoint.stored_shapes(directory)
+    if not any(name.endswith("hidden_norm.weight") for name in shapes):
+        checkpoint.refuse_language_model(directory, shapes, _WHAT)
     inner = raw.get("transformer_layer_config")
     if isinstance(inner, dict):
         fields = _speculators_fields(inner, raw, path)
@@ -117,7 +120,7 @@ def head3_config(directory: Path) -> LlamaConfig:
             setattr(config, key, usual)
     for switch in _SWITCHES:
         setattr(config, switch, bool(getattr(config, switch, False)))
-    _follow_files(checkpoint.stored_shapes(directory), config)
+    _follow_files(shapes, config)
     if config.norm_before_fc and config.fc_norm:
         raise FlowspecError(f"{path}: norm_before_fc and fc_norm exclude each other")
     if config.draft_vocab_size > config.vocab_size:

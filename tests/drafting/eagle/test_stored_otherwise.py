@@ -8,9 +8,10 @@ import pytest
 import safetensors.torch
 import torch
 from headkit import Eagle2, Eagle3, Session, published_eagle3
+from tiny import tiny_llama
 
 from flowspec_edge.drafting.load import load_drafters, needs_embedding
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.model.output_head import OutputHead
 from flowspec_edge.sharding.drafts import check_fit, open_draft
@@ -251,3 +252,17 @@ def test_a_narrower_head_cannot_rank_by_the_targets_lm_head(tmp_path):
     safetensors.torch.save_file(stored, tmp_path / "eagle3/model.safetensors")
     with pytest.raises(FlowspecError, match=r"no lm_head\.weight, and its width is 16, so .* of width 32"):
         load_drafters("eagle3", tmp_path, LM_HEAD, EMBEDDING, "fp32", LAYERS)
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_a_model_in_the_place_of_a_head_is_named(tmp_path, kind):
+    tiny_llama(tmp_path / kind, layers=2, hidden=H, vocab=V)
+    with pytest.raises(UsageError, match=r"is a language model, not an EAGLE(-3)? head: to draft"):
+        load_drafters(kind, tmp_path, LM_HEAD, EMBEDDING, "fp32", LAYERS)
+    assert open_draft(tmp_path / kind).kind == "lm"
+
+
+def test_an_adapter_in_the_place_of_a_head_is_named(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"is an adapter \(LoRA\)"):
+        open_draft(tmp_path)
