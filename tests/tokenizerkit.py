@@ -31,7 +31,7 @@ def sentencepiece_style() -> PreTrainedTokenizerFast:
 
 def unigram_style() -> PreTrainedTokenizerFast:
     """As those of Gemma and T5: every piece has a score, and bytes are for what is unknown; ids as above."""
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"he lo\":{}", "▁", "a", "n", 
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"he lo\":{}", "▁", "a", "n",
               "t", "i", "▁in", "▁the", "hello"]
     backend = Tokenizer(models.Unigram([(token, -float(i)) for i, token in enumerate(tokens)], 0, True))
     backend.normalizer = normalizers.Replace(" ", "▁")
