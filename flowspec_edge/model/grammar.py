@@ -81,7 +81,8 @@ class GrammarState:
     def allowed(self, path: Sequence[int]) -> NDArray[np.uint8] | None:
         """Return which tokens may follow the answer and then ``path``: ceil(V / 8) bytes with a bit each, the
         lowest first; None if ``path`` cannot follow the answer, or nothing ``path``. UsageError if the
-        grammar is too complex, since other answers wait for this thread, or if no token can continue the answer."""
+        grammar is too complex, since other answers wait for this thread, or if no token can continue the
+        answer."""
         import numpy as np  # here: every command's help imports this module
 
         if self._left_s < 0:

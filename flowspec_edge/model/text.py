@@ -259,7 +259,8 @@ class TextStream:
 
     def _unfinished(self, text: str) -> int:
         """How many of the last characters of ``text`` may change: the bytes of one character at most.
-        Decoders write one sign for the bytes of an incomplete character, or with byte fallback one for each byte."""
+        Decoders write one sign for the bytes of an incomplete character, or with byte fallback one for each
+        byte."""
         if not text.endswith(_UNFINISHED):
             return 0
         count = 1

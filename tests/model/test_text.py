@@ -190,7 +190,7 @@ def test_ids_beyond_the_tokenizer_have_no_text(tmp_path: Path) -> None:
 
 
 def test_a_continuation_keeps_its_first_space(tmp_path: Path) -> None:
-    tiny_llama(tmp_path / "target", layers=1, hidden=32, vocab=97)
+    tiny_llama(tmp_path / "target", layers=1, hidden=32, vocab=400)
     sentencepiece_style().save_pretrained(tmp_path / "target")
     tokenizer = Tokenizer(resolve_model(tmp_path))
     the, a = tokenizer.encode("in the"), tokenizer.encode("a")[1:]

@@ -27,6 +27,10 @@ def test_only_who_has_the_key_is_let_in(held: Held, model: Path) -> None:
             for path in ("/v1/models", "/ready", "/v1/nothing"):
                 assert server.http.get(path, headers=header).status_code == 401
         assert server.http.get("/health").status_code == 200
+        [listed] = [found.model_dump() for found in server.client.models.list()]
+        assert server.client.models.retrieve(NAME).model_dump() == listed
+        admitted = listed["meta"]["n_ctx"]
+        assert {listed[name] for name in ("max_model_len", "context_length", "context_window")} == {admitted}
         assert server.http.get("/ready", headers={"Authorization": f"Bearer {KEY}"}).status_code == 200
 
 
