@@ -29,8 +29,8 @@ from tempfile import TemporaryFile
 from typing import IO, Any, TypeVar
 
 from flowspec_edge.errors import FlowspecError, ended
-from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, addresses_of
+from flowspec_edge.util.interfaces import ipv4_addresses
 from flowspec_edge.util.urls import place_of
 
 _Board = TypeVar("_Board")

@@ -106,7 +106,8 @@ def _described(declared: type[Parameters]) -> dict[str, Parameter]:
     for name, hint in get_type_hints(declared, include_extras=True).items():
         if get_origin(hint) is Annotated:
             kind, (meaning, *bounds) = hint.__origin__, hint.__metadata__
-            least, most = [*bounds[:2], *(int(kind is int), MOST)[len(bounds):]]
+            least = bounds[0] if bounds else int(kind is int)
+            most = bounds[1] if len(bounds) > 1 else MOST
             described[name] = Parameter(name, kind, getattr(declared, name), meaning, least, most)
     return {name: described[name] for name in declared.__dataclass_fields__ if name in described}
 

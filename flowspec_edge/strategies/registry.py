@@ -98,7 +98,7 @@ def strategy_class(name: str) -> type[Strategy]:
     if ":" in name:
         from importlib.metadata import EntryPoint
 
-        from flowspec_edge.strategies.working_directory import look_in_working_directory
+        from flowspec_edge.util.working_directory import look_in_working_directory
 
         look_in_working_directory(name.partition(":")[0])
         return _load(EntryPoint(name.rpartition(":")[2], name, ENTRY_POINTS))

@@ -11,9 +11,9 @@ from contextlib import suppress
 from ipaddress import IPv4Address, IPv4Network
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses, is_inside_the_machine
 from flowspec_edge.fleet.commands import is_here
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
+from flowspec_edge.util.interfaces import ipv4_addresses, is_inside_the_machine
 from flowspec_edge.util.jetson import system
 
 _ANY_PORT = 9

@@ -26,10 +26,10 @@ from flowspec_edge.drafting.eagle.mtp import MtpHead, mtp_config, mtp_shape
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.planned_draft import HEADS, NGRAMS, PlannedDraft, Wanted, choose
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
+from flowspec_edge.model.families import RECURRENT
 from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
 from flowspec_edge.model.modeldir import (
     BLOCKS,
-    RECURRENT,
     ModelDir,
     missing_mtp,
     model_path,

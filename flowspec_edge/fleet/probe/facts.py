@@ -18,14 +18,13 @@ from pydantic import TypeAdapter
 from flowspec_edge import errors
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet import paths
-from flowspec_edge.fleet.board_links import interfaces
 from flowspec_edge.fleet.commands import runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, resolve
 from flowspec_edge.fleet.paths import HOME, STATE, VERIFY_UNIT
 from flowspec_edge.fleet.probe.onboard import deployment, service, system, tools, torch_check
 from flowspec_edge.fleet.transfer import store
 from flowspec_edge.runtime.observe import power_rails as rails
-from flowspec_edge.util import files, interpreter, procfs
+from flowspec_edge.util import files, interfaces, interpreter, procfs
 from flowspec_edge.util.jetson import power_rails
 from flowspec_edge.util.resources import resource_dir
 

@@ -15,11 +15,11 @@ import sshkit
 from flowspec_edge.cli.main import main
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.board_links.addresses import address_problem, network_address, on_network, route_to
-from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
 from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
 from flowspec_edge.fleet.commands import is_here
 from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory, load_inventory
 from flowspec_edge.fleet.probe.checks import Needs, preflight
+from flowspec_edge.util.interfaces import ipv4_addresses
 
 
 def cluster(*addresses: str) -> Inventory:

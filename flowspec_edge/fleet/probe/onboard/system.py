@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import ended
-from flowspec_edge.fleet.board_links.interfaces import ipv4_addresses
 from flowspec_edge.fleet.paths import USER
 from flowspec_edge.fleet.probe.onboard.tools import doing, last_line, ntp, output, run, text
+from flowspec_edge.util.interfaces import ipv4_addresses
 from flowspec_edge.util.interpreter import code_command
 from flowspec_edge.util.procfs import sizes
 
