@@ -7,7 +7,7 @@ import logging
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,7 +171,8 @@ def served(model: Path, template: str | None = "vicuna", strategy: str = "flowsp
 def running(what: ServedModel, cluster: SharedCluster, capacity: int = 16, api_key: str | None = None,
             recent_s: float = 60.0, patience_s: float = 60.0, at_once: int = 1,
             keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
-            page: Callable[[AdmissionQueue], Live] | None = None, port: int = 0) -> Iterator[Running]:
+            page: Callable[[AdmissionQueue], Live] | None = None, port: int = 0,
+            cors_origins: Sequence[str] = ()) -> Iterator[Running]:
     """The server, ready; as ``flowspec serve`` runs it, but for the main thread."""
     admission = AdmissionQueue(what.probe(), capacity, recent_s, patience_s, at_once)
     listener = listen("127.0.0.1", port, api_key)
@@ -185,7 +186,7 @@ def running(what: ServedModel, cluster: SharedCluster, capacity: int = 16, api_k
         with (OpenAI(base_url=f"{url}/v1", api_key=api_key or "none", max_retries=0) as client,
               httpx2.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http,
               listening(listener, make_app(admission, what, api_key, keep_alive_s, metrics,
-                                           page(admission) if page else None), admission)):
+                                           page(admission) if page else None, cors_origins), admission)):
             owner.start()
             assert ready.wait(PATIENCE)
             it = Running(url, admission, client, http, records)

@@ -36,12 +36,15 @@ _PARSER_LIMITS = {"verbose_errors": False, "step_lexer_fuel": 50_000, "step_max_
 _COMPILING = Limits(cpu_s=1.0, memory=128 * 2**20, stack=2**20)
 _MASKS_S, _MASKS_TURN_S = 0.3, 0.1  # CPU time for the masks of an answer: saved at most, and gained per turn
 _KNOWN = 1024  # grammars that are not checked again
+_MAX_KNOWN = 16 * 2**20  # characters of those that are used in their place
+_MOST_WRAPPED = 8  # vocabularies: a large one takes tens of megabytes, and clients may name further ends
 _QUICK_S = 0.1
 _BYTES_SPECIAL = "<[256]>"  # a special token of llguidance's tokenizer for bytes
 _MAX_REASON = 200  # characters of llguidance's explanation
 _WITHIN_SLASHES = {"/": r"\/", "\n": r"\n"}
 _EXCERPT = re.compile(r"\n\s*[0-9]+ \| ")  # of the grammar, which follows it
 _TOO_COMPLEX = "the schema is too complex to compile"
+_GBNF_RULE = re.compile(r"^\s*[A-Za-z0-9_-]+\s*::=", re.MULTILINE)
 _decoder = json.JSONDecoder()
 _DEAD_END = "no token of the model's vocabulary can write what the answer's grammar asks for next"
 
@@ -127,15 +130,17 @@ class Grammar:
 @dataclass(frozen=True)
 class GrammarText:
     """``lark``: in llguidance's syntax; ``checked``: the same with a special token of the byte tokenizer in
-    place of each of the model's. ``gbnf``: both are in llama.cpp's syntax instead."""
+    place of each of the model's. ``written``: by a client, so it holds as it is or is refused; ``gbnf``: both
+    are in llama.cpp's syntax instead."""
 
     lark: str
     checked: str
+    written: bool = False
     gbnf: bool = False
 
     @cached_property
     def digest(self) -> bytes:
-        return hashlib.sha256(f"{self.gbnf} {self.checked}".encode()).digest()
+        return hashlib.sha256(f"{self.written} {self.gbnf} {self.checked}".encode()).digest()
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,10 @@ class _Verdict:
     refusal: str
     seconds: float
     instead: GrammarText | None = None
+
+    @property
+    def characters(self) -> int:
+        return len(self.instead.lark) + len(self.instead.checked) if self.instead else 0
 
 
 class GrammarCompiler:
@@ -163,7 +172,7 @@ class GrammarCompiler:
         self._processes = LimitedProcesses("grammar", _COMPILING)
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._lock = threading.Lock()  # guards what follows
-        self._wrapped: dict[frozenset[int], Any] = {}  # by the ids that end a sequence
+        self._wrapped: OrderedDict[frozenset[int], Any] = OrderedDict()  # by the ids that end a sequence
         self._known: OrderedDict[bytes, _Verdict] = OrderedDict()  # by the digests of grammars
 
     def json_schema(self, schema: dict[str, Any], stop_ids: frozenset[int], strict: bool = True) -> Grammar:
@@ -184,7 +193,7 @@ class GrammarCompiler:
         """A grammar that the user wrote, in llama.cpp's syntax (GBNF) or in llguidance's (Lark). UsageError
         if it is too long."""
         text = self.text(lambda _: grammar)
-        return replace(text, gbnf="::=" in grammar)
+        return replace(text, written=True, gbnf=_GBNF_RULE.search(grammar) is not None)
 
     def is_quick(self, text: GrammarText) -> bool:
         """Whether compiling is known to take no time to speak of."""
@@ -220,12 +229,13 @@ class GrammarCompiler:
             began = time.monotonic()
             refusal, converted = self._tried(text)
             instead = GrammarText(converted, converted) if converted else None
-            if refusal and not refusal.startswith(_TOO_COMPLEX):
+            if refusal and not text.written and not refusal.startswith(_TOO_COMPLEX):
                 refusal, instead = self._without_problems(text, refusal)
             known = _Verdict(refusal, time.monotonic() - began, instead)
             with self._lock:
                 self._known[text.digest] = known
-                if len(self._known) > _KNOWN:
+                while len(self._known) > _KNOWN or sum(
+                        verdict.characters for verdict in self._known.values()) > _MAX_KNOWN:
                     self._known.popitem(last=False)
         if known.refusal:
             raise UsageError(known.refusal)
@@ -296,7 +306,9 @@ class GrammarCompiler:
     def _wrap(self, stop_ids: frozenset[int]) -> Any:
         """The vocabulary as llguidance reads it; takes a second for a large one."""
         with self._lock:
-            if stop_ids not in self._wrapped:
+            if stop_ids in self._wrapped:
+                self._wrapped.move_to_end(stop_ids)
+            else:
                 ends = sorted(token for token in stop_ids if token < self._vocabulary)
                 try:
                     self._wrapped[stop_ids] = self._library.LLTokenizer(
@@ -304,6 +316,8 @@ class GrammarCompiler:
                 except Exception as error:  # its bindings raise several kinds
                     raise UsageError("llguidance cannot read the model's tokenizer: "
                                      f"{_reason(str(error))}") from error
+                if len(self._wrapped) > _MOST_WRAPPED:
+                    self._wrapped.popitem(last=False)
             return self._wrapped[stop_ids]
 
 
@@ -353,12 +367,12 @@ def json_value(schema: dict[str, Any], strict: bool = True, name: str = "schema"
 
 
 def _json_values(lark: str) -> Iterator[str]:
-    """The schemas of a grammar that :func:`json_value` has written. In a text of theirs there would be
+    """The schemas of a grammar that :func:`json_value` has written. In a client's text there would be
     backslashes before the quotation marks."""
     for found in re.finditer(r"%json (?=\{)", lark):
         try:
             schema, end = _decoder.raw_decode(lark, found.end())
-        except ValueError:  # of a grammar that the user wrote
+        except ValueError:
             continue
         options = schema.get("x-guidance")
         if isinstance(options, dict) and "lenient" in options:

@@ -17,7 +17,8 @@ class AnswerRestrictions:
     """The restrictions of one answer, which grows."""
 
     def __init__(self, restrictions: Restrictions, prompt: Sequence[int], ends: Iterable[int]) -> None:
-        """``ends``: the tokens that end the answer."""
+        """``ends``: the tokens that end the answer. The model's vocabulary may lack some that its tokenizer
+        has."""
         self._restrictions = restrictions
         self._ends = sorted(ends)
         self._length = 0  # of the answer
@@ -25,7 +26,7 @@ class AnswerRestrictions:
         # of the text: what bad words may begin with
         self._tail = list(prompt[max(0, len(prompt) - self._longest):])
         self._long = [word for word in restrictions.bad_words if len(word) > 1]
-        self._single = [word[0] for word in restrictions.bad_words if len(word) == 1]
+        self._always: NDArray[np.bool_] | None = None  # what the text before a row does not change
 
     def extend(self, tokens: Sequence[int]) -> None:
         """The answer continues with ``tokens``."""
@@ -35,18 +36,23 @@ class AnswerRestrictions:
     def allowed(self, path: Sequence[int], vocabulary: int) -> NDArray[np.uint8]:
         """Return which tokens may follow the answer and then ``path``: ceil(V / 8) bytes with a bit each, the
         lowest first."""
-        wanted = self._restrictions.allowed
-        may = np.ones(vocabulary, bool) if wanted is None else np.zeros(vocabulary, bool)
-        if wanted is not None:
-            may[sorted(wanted)] = True
-        may[self._single] = False
+        if self._always is None or len(self._always) != vocabulary:
+            self._always = self._allowed_always(vocabulary)
+        may = self._always.copy()
         before = self._after(path)
         for *first, last in self._long:
             if before[len(before) - len(first):] == first:
                 may[last] = False
         if self._length + len(path) < self._restrictions.min_tokens:
-            may[self._ends] = False
+            may[[end for end in self._ends if end < vocabulary]] = False
         return np.packbits(may, bitorder="little")
+
+    def _allowed_always(self, vocabulary: int) -> NDArray[np.bool_]:
+        wanted = self._restrictions.allowed
+        may = np.full(vocabulary, wanted is None)
+        may[[*(wanted or ())]] = True
+        may[[word[0] for word in self._restrictions.bad_words if len(word) == 1]] = False
+        return may
 
     def _after(self, tokens: Sequence[int]) -> list[int]:
         text = [*self._tail, *tokens]

@@ -33,7 +33,8 @@ from flowspec_edge.serving.openai.schemas import B, Body, ChatBody, CompletionBo
 
 log = logging.getLogger(__name__)
 
-_EXPOSED = ("x-request-id", "x-flowspec-position", "retry-after")  # that web pages may read
+# Headers that web pages may read.
+_EXPOSED = ("x-request-id", "x-flowspec-position", "x-flowspec-ignored", "retry-after")
 
 
 def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None = None,

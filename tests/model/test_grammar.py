@@ -15,6 +15,7 @@ from tiny import tiny_tokenizer
 from tokenizerkit import sentencepiece_style, unigram_style
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model import grammar
 from flowspec_edge.model.chat import _FORMATS, Tool
 from flowspec_edge.model.grammar import GrammarCompiler, GrammarState
 
@@ -207,6 +208,49 @@ def test_what_cannot_be_enforced_is_named_or_ignored(compiler: GrammarCompiler, 
     assert state.allowed(encode('{"n":1}')["input_ids"]) is not None
     if "n" in (schema.get("properties") or ()):  # the rest is enforced
         assert state.allowed(encode('{"n":"')["input_ids"]) is None
+
+
+@pytest.mark.parametrize("written", [
+    'start: %json {"type": "string", "pattern": "(?=a)", "x-guidance": {"lenient": true}}',
+    'start: %json {"type": "any", "x-guidance": {"lenient": true}}',
+    'root ::= "%json {\\"x-guidance\\": {\\"lenient\\": true}}" (', 'start: /(/', 'start: "a" other'])
+def test_a_grammar_that_a_client_wrote_is_not_relaxed(compiler: GrammarCompiler, written: str) -> None:
+    for _ in range(2):  # the second time from memory
+        with pytest.raises(UsageError):
+            compiler.compile(compiler.written(written), STOPS)
+
+
+@pytest.mark.parametrize(("written", "text"), [
+    ('start: "x ::= y"', "x ::= y"), ('start: rule\nrule: "a" // root ::= "b"', "a"),
+    ('root ::= "a: b"', "a: b"), ('# start: "x"\nroot ::= item\n  item ::= "b"', "b"),
+    ("root ::= [a-b] | \"start: \"\n", "a")])
+def test_the_syntax_of_a_grammar_is_known_by_its_rules(compiler: GrammarCompiler, written: str, text: str
+                                                        ) -> None:
+    state = compiler.compile(compiler.written(written), STOPS).begin()
+    for token in tiny_tokenizer(300)(text, add_special_tokens=False)["input_ids"]:
+        state.turn()
+        state.advance(token)
+    assert state.complete
+
+
+def test_converted_grammars_are_kept_within_bounds(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+                                                   ) -> None:
+    monkeypatch.setattr(grammar, "_MAX_KNOWN", 3000)
+    for count in range(40):
+        text = compiler.written(f'root ::= "{"a" * (100 + count)}"')
+        compiler.compile(text, STOPS)
+    kept = sum(verdict.characters for verdict in compiler._known.values())
+    assert 2000 < kept <= 3000
+
+
+def test_few_vocabularies_are_kept(compiler: GrammarCompiler) -> None:
+    """Each further set of ends, which a client may name, is another one. The grammars that use them go on."""
+    first = compiler.json_schema({"const": 1}, frozenset({0, 5}))
+    for end in range(20, 40):
+        compiler.json_schema({"const": 1}, frozenset({0, end}))
+    assert len(compiler._wrapped) <= 8
+    assert first.begin().allowed(()) is not None
+    assert compiler.json_schema({"const": 1}, frozenset({0, 5})).begin().allowed(()) is not None
 
 
 def test_a_pattern_that_is_lost_forbids_no_names(compiler: GrammarCompiler) -> None:

@@ -97,6 +97,9 @@ def _json(field: str, value: dict[str, Any] | str) -> AnswerFormat:
 def _regex(field: str, text: str) -> AnswerFormat:
     if not text:
         raise ApiError(400, f"{field}: the regular expression is empty", field)
+    if (len(text) - len(text.rstrip("\\"))) % 2:
+        raise ApiError(400, f"{field}: the regular expression ends with a backslash, which must precede a "
+                            "character", field)
     return AnswerFormat(field, matching(text))
 
 

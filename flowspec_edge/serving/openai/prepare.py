@@ -315,7 +315,9 @@ class ServedModel:
             raise ApiError(400, "allowed_token_ids: give at least one token id, or leave it out",
                            "allowed_token_ids")
         self._check_ids(body.allowed_token_ids or (), "allowed_token_ids")
-        words = tuple(ids for word in body.bad_words or () for ids in self.tokenizer.words(word))
+        vocabulary = int(self.model.config["vocab_size"])  # which the model never leaves
+        words = tuple(ids for word in body.bad_words or () for ids in self.tokenizer.words(word)
+                      if max(ids) < vocabulary)
         allowed = None if body.allowed_token_ids is None else frozenset(body.allowed_token_ids)
         return Restrictions(allowed, words, body.min_tokens or 0) or None
 

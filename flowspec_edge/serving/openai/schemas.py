@@ -126,6 +126,10 @@ def _flag(value: Any) -> Any:
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
+def _or_nothing(value: Any) -> Any:
+    return {} if value is None else value
+
+
 class StreamOptions(Ignoring):
     include_usage: bool | None = None
 
@@ -201,7 +205,7 @@ class FunctionDefinition(Ignoring):
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,64}$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
@@ -345,7 +349,7 @@ class Body(Ignoring):
     user: str | None = None
     priority: Annotated[Whole, AfterValidator(_priority)] | None = None
     strategy: str | None = None
-    flowspec: Extensions = Extensions()
+    flowspec: Annotated[Extensions, BeforeValidator(_or_nothing)] = Extensions()
 
     @property
     def ignored(self) -> tuple[str, ...]:

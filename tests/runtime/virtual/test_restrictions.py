@@ -154,6 +154,17 @@ def test_the_restrictions_are_those_of_answer_and_path(data: st.DataObject) -> N
         assert bits[token] == (not (bad or short or outside))
 
 
+def test_an_end_that_the_vocabulary_lacks_restricts_nothing(small_vocabulary_model: Path) -> None:
+    """A tokenizer may have more tokens than the model."""
+    few, restrictions = frozenset({1}), Restrictions(min_tokens=9)
+    more = few | {8, 50_000}
+    asked = replace(request("flowspec", Sampling(), 4), stop_ids=few)
+    expected = cluster(small_vocabulary_model, 2).generate(asked).tokens
+    assert cluster(small_vocabulary_model, 2).generate(replace(asked, stop_ids=more)).tokens == expected
+    plain = PlainDecoder(small_vocabulary_model)
+    assert plain.generate(list(PROMPT), LIMIT, Sampling(), more, None, restrictions)[0] == expected
+
+
 @pytest.mark.parametrize("name", ["flowspec_plus", "autoregressive", "pipedec"])
 def test_no_token_left_is_an_error_of_the_request(small_vocabulary_model: Path, name: str) -> None:
     """At once, and after tokens: 1 may follow once, and then nothing may."""
