@@ -154,7 +154,7 @@ def _load(found: EntryPoint) -> type[Strategy]:
     try:
         chosen = getattr(import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
-        reason = f"{type(error).__name__}: {error}"
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             reason += "; a module is found in the current directory or among the installed packages"
         raise UsageError(f"cannot load the strategy {found.value}: {reason}") from error
@@ -197,9 +197,10 @@ def _located(chosen: type[Strategy]) -> type[Strategy]:
                 raise
             except (Exception, SystemExit) as error:
                 frames = traceback.extract_tb(error.__traceback__)
-                frame = next((frame for frame in reversed(frames) if frame.filename == source), frames[-1])
-                raise RequestFailed(f"the strategy {chosen.name} failed: {type(error).__name__}: {error} "
-                                    f"({frame.filename}:{frame.lineno})") from error
+                places = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename == source]
+                place = places[-1] if places else f"{source}, {method.__qualname__}"
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise RequestFailed(f"the strategy {chosen.name} failed: {reason} ({place})") from error
         return call
 
     members: dict[str, object] = {}

@@ -28,11 +28,14 @@ class SegmentBuilder:
         self._prune_start = kept
         self._prune_commits: list[int] = []  # since the last prune
         self._prune_sequence = 0
+        self.most_undecided: int | None = None  # rows since the newest committed one; None: any number
 
     def add(self, token: int, position: int, parent: int = -1, committed: bool = False) -> int:
         """Append a row; returns its number.  ``parent``: -1, or any committed number, for a row directly
-        below the committed text."""
+        below the committed text.  ValueError for more rows than ``most_undecided``."""
         number = self.next_number
+        if self.most_undecided is not None and number - self.base >= self.most_undecided:
+            raise ValueError(f"more than {self.most_undecided} rows of which none became text")
         self.next_number += 1
         bits = 1 << (number - self.base)
         ancestor = parent

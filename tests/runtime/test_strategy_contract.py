@@ -123,12 +123,18 @@ SCRIPTS: dict[str, dict[Callable[..., Any], str]] = {
         lambda self: replace(root(self), children=0): "asked for 0 children",
         lambda self: replace(root(self), nodes=2 * root(self).nodes): "one node twice",
         lambda self: DraftNode(0, -1, 0, 0): "from next_draft, not a DraftRequest",
+        lambda self: replace(root(self), children="2"): "with '2' where a whole number belongs",
+        lambda self: replace(root(self), nodes=7): "over 7, not a tuple of DraftNode",
+        lambda self: root(self, token=[1]): "with [1] where a whole number belongs",
+        lambda self: root(self, position=self.tree.root.position + 1): "below position",
     },
     "on_verified": {
         lambda self, *values: []: "does nothing|makes no progress|none became text",
         lambda self, *values: 7: "from on_verified, not a list of Commit",
         lambda self, *values: [Commit(1, NOWHERE)]: "not a verified row",
         wrong_commit: "where the target's is|not a verified row",
+        lambda self, *values: [Commit(1, [2])]: "source have to be whole numbers",  # type: ignore[arg-type]
+        lambda self, *values: [Commit("1", 2)]: "source have to be whole numbers",  # type: ignore[arg-type]
     },
     "controls": {
         lambda self: [7]: "from controls, not a list",

@@ -71,8 +71,8 @@ class DraftSession:
         self._needed = frozenset(drafter.taps if drafter else ())  # layers whose states the drafter needs
         self.builder = SegmentBuilder(session, 0, tuple(sorted(self._needed)), cached_rows)
         self.strategy = make(self.builder)
-        self._contract = StrategyContract(self.strategy, self.builder, head.vocabulary, session_rows(
-            request, self.strategy.pipeline.stages))
+        self._contract = StrategyContract(self.strategy, self.builder, head.vocabulary,
+                                          partial(session_rows, request))
         self.drafter, self._draft = drafter, draft
         self._cached_rows, self._parent_session = cached_rows, parent_session
         self.head = head
@@ -218,7 +218,7 @@ class DraftSession:
             self._contract.no_drafter()
             return None
         request = self.strategy.next_draft()
-        self._contract.draft(request)
+        self._contract.draft(request, len(self._read))
         if request is None:
             return None
         self._pass_on_taps(self.drafter)  # now: those that arrive during a pass are for the next one

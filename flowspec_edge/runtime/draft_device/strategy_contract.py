@@ -7,9 +7,12 @@ did last.  Other requests, and the stages, never see a message that the strategy
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from flowspec_edge.errors import RequestFailed
 from flowspec_edge.messages import Cancel, Prune, Segment
@@ -31,13 +34,17 @@ class StrategyContract:
     last  what the strategy did last, for error messages
     """
 
-    def __init__(self, strategy: Strategy, builder: SegmentBuilder, vocabulary: int, most_rows: int) -> None:
-        """``most_rows``: rows that every stage keeps for the session, text and drafts."""
+    def __init__(self, strategy: Strategy, builder: SegmentBuilder, vocabulary: int,
+                 rows: Callable[[int], int]) -> None:
+        """``rows``: number of stages -> rows that each of them keeps for the session, text and drafts."""
         self._strategy, self._builder = strategy, builder
-        self._vocabulary, self._most_rows = vocabulary, most_rows
+        self._vocabulary = vocabulary
         self.last = "was created"
         if missing := [name for name in _ATTRIBUTES if not hasattr(strategy, name)]:
             raise self._broken(f"has no {missing[0]}: its __init__ has to call that of Strategy")
+        self._most_rows = rows(strategy.pipeline.stages)
+        builder.most_undecided = self._most_rows
+        self._check_properties()
         values = [getattr(strategy.params, name) for name, parameter
                   in parameters(type(strategy.params)).items() if parameter.kind is int]
         self._most_steps = _STEPS + sum(values)
@@ -53,6 +60,14 @@ class StrategyContract:
         self._expanded: set[int] = set()  # ids of nodes that passes have expanded
 
     # ---- what the strategy returns -----------------------------------------------------------------
+
+    def _check_properties(self) -> None:
+        most: Any = self._strategy.max_in_flight
+        if not _is_int(most) or most < 1:
+            raise self._broken(f"has a max_in_flight of {_shown(most)}, not a number of segments")
+        taps: Any = self._strategy.prompt_taps
+        if not isinstance(taps, tuple) or not all(_is_int(tap) and tap >= 0 for tap in taps):
+            raise self._broken(f"has prompt_taps of {_shown(taps)}, not a tuple of layers")
 
     def segment(self, segment: Any, rows: int | None) -> None:
         """Check what ``next_segment`` returned; ``rows``: the most that it was allowed, if given."""
@@ -100,16 +115,16 @@ class StrategyContract:
         if not count:
             self._nothing_to_send = True
 
-    def draft(self, request: Any) -> None:
-        """Check what ``next_draft`` returned. RequestFailed also if the strategy has nothing to send, nothing
-        to draft, and nothing to wait for."""
+    def draft(self, request: Any, text: int) -> None:
+        """Check what ``next_draft`` returned; ``text``: tokens so far. RequestFailed also if the strategy has
+        nothing to send, nothing to draft, and nothing to wait for."""
         if request is None:
             self._nothing_to_draft = True
             self._check_idle()
             return
         if not isinstance(request, DraftRequest):
             raise self._broken(f"returned {_shown(request)} from next_draft, not a DraftRequest or None")
-        self._check_nodes(request)
+        self._check_nodes(request, text)
         if not self._in_flight:
             self._step()
         self._event()
@@ -123,10 +138,16 @@ class StrategyContract:
         self._nothing_to_draft = True
         self._check_idle()
 
-    def _check_nodes(self, request: DraftRequest) -> None:
-        nodes = request.nodes
-        if not nodes or not all(isinstance(node, DraftNode) for node in nodes):
+    def _check_nodes(self, request: DraftRequest, text: int) -> None:
+        nodes: Any = request.nodes
+        if not isinstance(nodes, tuple | list) or not all(isinstance(node, DraftNode) for node in nodes):
+            raise self._broken(f"asked for a draft pass over {_shown(nodes)}, not a tuple of DraftNode")
+        if not nodes:
             raise self._broken("asked for a draft pass over no nodes")
+        numbers = [request.root, request.children,
+                   *(getattr(node, field.name) for node in nodes for field in fields(DraftNode))]
+        if wrong := [number for number in numbers if not _is_int(number)]:
+            raise self._broken(f"asked for a draft pass with {_shown(wrong[0])} where a whole number belongs")
         if not 1 <= request.children <= MOST:
             raise self._broken(f"asked for {request.children} children a node in a draft pass")
         if len({node.id for node in nodes}) < len(nodes):
@@ -135,6 +156,10 @@ class StrategyContract:
             if not 0 <= node.token < self._vocabulary or node.position < 0:
                 raise self._broken(f"asked for a draft pass over the token {node.token} at position "
                                    f"{node.position}; the vocabulary has {self._vocabulary}")
+            if node.id == request.root and node.position != text - 1:
+                raise self._broken(f"asked for a draft pass below position {node.position}, where the text's "
+                                   f"newest token is at {text - 1}: on_verified has to return all tokens "
+                                   "that became text")
             if node.id != request.root and node.parent != request.root and node.parent not in self._expanded:
                 raise self._broken(f"asked for a draft pass over node {node.id}, whose parent {node.parent} "
                                    "no draft pass has expanded")
@@ -164,6 +189,9 @@ class StrategyContract:
             raise self._broken(f"returned {_shown(commits)} from on_verified, not a list of Commit")
         newest, end = text[-1], len(text)
         for commit in commits:
+            if not (_is_int(commit.token) and _is_int(commit.source)):
+                raise self._broken(f"returned {_shown(commit)} from on_verified, whose token and source have "
+                                   "to be whole numbers")
             row = self._rows.get(commit.source)
             if commit.source not in self._successors or (row is not None and row != (newest, end - 1)):
                 raise self._broken(f"committed token {commit.token} after row {commit.source}, which is not "
@@ -242,6 +270,10 @@ class StrategyContract:
     def _broken(self, what: str) -> RequestFailed:
         return RequestFailed(f"the strategy {self._strategy.name} {what}; the last thing before: it "
                              f"{self.last} (the rules are those of flowspec_edge.Strategy in docs/api.md)")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _shown(value: object) -> str:
