@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -255,13 +255,9 @@ def with_settings(path: Path, settings: Mapping[str, str], boards: Sequence[str]
         whole = not boards and key in ClusterSettings.model_fields
         fields = (ClusterSettings if whole else DeviceEntry).model_fields
         if key not in fields:
-            near = get_close_matches(key, [*ClusterSettings.model_fields, *DeviceEntry.model_fields], n=1)
-            advice = f"did you mean {near[0]!r}?" if near else "deploy/cluster.example.toml has all keys"
-            raise UsageError(f"no key {key!r} in a cluster file: {advice}")
-        written = (None if not value else json.dumps(value, ensure_ascii=False)
-                   if _is_text(fields[key].annotation) else value)
-        if written and not is_toml(f"{key} = {written}"):
-            raise UsageError(f"{key}={value}: {value!r} is no value for {key}")
+            raise UsageError(_no_key(key, whole=key in ClusterSettings.model_fields))
+        as_text = _is_text(fields[key].annotation) or "\n" in value or not is_toml(f"{key} = {value}")
+        written = None if not value else json.dumps(value, ensure_ascii=False) if as_text else value
         tables: list[KeyPath] = [("cluster",)] if whole else [
             ("device", known[name]) for name in boards or known]
         for table in tables:
@@ -270,13 +266,28 @@ def with_settings(path: Path, settings: Mapping[str, str], boards: Sequence[str]
             except LookupError as error:
                 raise UsageError(f"{path}: {error.args[0]} is not one that begins with a line [cluster] or "
                                  "[[device]]: edit the file by hand") from error
-    parse_toml(text.encode(), path, Inventory)
+    try:
+        made = parse_toml(text.encode(), path, Inventory)
+        for device in made.device if "profile" in settings else ():
+            device_profile(device, path)
+    except UsageError as error:
+        raise UsageError(f"{error}; {path} is not changed") from error
     return text
 
 
+def _no_key(key: str, whole: bool) -> str:
+    """``whole``: it is a key of [cluster], and a board's was looked for."""
+    if whole:
+        return f"{key} is of the whole cluster, not of a board: leave --board out"
+    near = get_close_matches(key, [*ClusterSettings.model_fields, *DeviceEntry.model_fields], n=1)
+    advice = f"did you mean {near[0]!r}?" if near else "deploy/cluster.example.toml has all keys"
+    return f"no key {key!r} in a cluster file: {advice}"
+
+
 def _is_text(annotation: object) -> bool:
-    """Whether the type is or may be a text."""
-    return annotation is str or isinstance(annotation, str) or any(map(_is_text, get_args(annotation)))
+    """Whether the type is or may be a text; a list of texts is none."""
+    return (annotation is str or isinstance(annotation, str)
+            or (get_origin(annotation) is not list and any(map(_is_text, get_args(annotation)))))
 
 
 def beside(path: Path, named: str) -> Path:

@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 _SAFE = "import sys; sys.path[:] = filter(None, sys.path); "  # the current directory is ""
+_EXEC = "exec(compile(sys.argv.pop(1), '<string>', 'exec'))"  # a text may begin with imports from __future__
 _RUN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
 _guarding = threading.RLock()
 
@@ -29,12 +30,17 @@ def module_command(module: str, *arguments: str, python: str | None = None) -> l
 
     ``python``: an interpreter other than this one, such as a board's; ``module`` must be installed for it.
     """
-    return code_command(_RUN, module, *arguments, python=python)
+    return _command(_RUN, module, *arguments, python=python)
 
 
 def code_command(text: str, *arguments: str, python: str | None = None) -> list[str]:
     """Return the command that runs ``text`` as ``python -c`` does; ``python`` is :func:`module_command`'s."""
-    return [python or sys.executable, "-c", (_SAFE if python else _safe_here()) + text, *arguments]
+    return _command(_EXEC, text, *arguments, python=python)
+
+
+def _command(begin: str, *arguments: str, python: str | None) -> list[str]:
+    """``begin``: what runs once the current directory is left out; ``sys`` is imported."""
+    return [python or sys.executable, "-c", (_SAFE if python else _safe_here()) + begin, *arguments]
 
 
 @contextmanager

@@ -129,6 +129,8 @@ def with_key(text: str, table: KeyPath, key: str, value: str | None) -> str:
     A commented line such as ``# key = 1  # why`` becomes the key's line.  ``text`` must be valid TOML;
     LookupError if the table has no line of its own.
     """
+    if "\r\n" in text:
+        return with_key(text.replace("\r\n", "\n"), table, key, value).replace("\n", "\r\n")
     lines, rows = key_lines(text), text.split("\n")
     head = lines[table]
     if not rows[head - 1].lstrip().startswith("["):

@@ -14,7 +14,13 @@ from propertykit import examples
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.commands import protected_ports
-from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, load_inventory, resolve
+from flowspec_edge.fleet.inventory import (
+    ClusterSettings,
+    DeviceEntry,
+    load_inventory,
+    resolve,
+    with_settings,
+)
 from flowspec_edge.util.resources import resource_dir
 
 HEAD = '[cluster]\nname = "lab"\n'
@@ -189,3 +195,71 @@ def test_an_unknown_host_name(tmp_path: Path) -> None:
     found = load_inventory(write(tmp_path, HEAD + DRAFT + VERIFY.replace("10.0.0.2", "no-such-host.invalid")))
     with pytest.raises(FlowspecError, match=r"b: the address no-such-host\.invalid is unknown here"):
         resolve(found.verify[0])
+
+
+SET = """\
+# my lab, as of May
+[cluster]
+name = "lab"   # short
+model = "demo"      # to try
+# at_once = 2   # requests
+cors_origins = [
+  "https://a.example",  # one
+]
+
+# first board
+[[device]]
+name = "a"
+address = "10.0.0.1"  # by the door
+role = "auto"
+[[device]]
+name = "b"
+address = "10.0.0.2"
+"""
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_settings_change_their_lines_alone(tmp_path: Path, end: str) -> None:
+    file = write(tmp_path, SET.replace("\n", end))
+    made = with_settings(file, {"model": "qwen3-8b", "dtype": "int4", "at_once": "3", "memory_mb": "8000",
+                                "cors_origins": '["*"]'})
+    assert made.count(end) == made.count("\n")
+    changed = made.replace(end, "\n").splitlines()
+    assert [line for line in SET.splitlines() if line not in changed] == [
+        'model = "demo"      # to try', "# at_once = 2   # requests", "cors_origins = [",
+        '  "https://a.example",  # one', "]"]
+    assert [line for line in changed if line not in SET.splitlines()] == [
+        'model = "qwen3-8b"  # to try', "at_once = 3     # requests", 'cors_origins = ["*"]',
+        'dtype = "int4"', "memory_mb = 8000", "memory_mb = 8000"]
+
+
+def test_a_key_without_a_value_is_left_out_and_a_boards_own_stays_with_it(tmp_path: Path) -> None:
+    file = write(tmp_path, SET)
+    made = with_settings(file, {"model": "", "power_mode": ""})
+    assert [line for line in SET.splitlines() if line not in made.splitlines()] == [
+        'model = "demo"      # to try']
+    file.write_text(with_settings(file, {"power_mode": 'MAXN "x" # y'}, ["b"]))
+    a, b = load_inventory(file).device
+    assert (a.power_mode, b.power_mode) == (None, 'MAXN "x" # y')
+
+
+@pytest.mark.parametrize(("settings", "boards", "fault"), [
+    ({"modl": "x"}, [], "no key 'modl' in a cluster file: did you mean 'model'?"),
+    ({"dtype": "int4", "nothing": "1"}, [], "no key 'nothing' in a cluster file: deploy/cluster.example.toml"),
+    ({"dtype": "int4"}, ["b"], "dtype is of the whole cluster, not of a board: leave --board out"),
+    ({"role": "verify"}, ["c"], "no board 'c' in "),
+    ({"dtype": "int3"}, [], "cluster.dtype: input should be 'auto'"),
+    ({"context": "4k"}, [], "cluster.context: input should be a valid integer"),
+    ({"at_once": "3\nserve_port = 9"}, [], "cluster.at_once: input should be a valid integer"),
+    ({"name": ""}, [], "missing key 'cluster.name'"),
+    ({"role": "draft"}, [], 'exactly one entry needs role = "draft"'),
+    ({"layers": "[0, 4]"}, ["b"], "other devices have layers, and a has none"),
+    ({"profile": "orin-nono"}, ["a"], "no profile 'orin-nono'"),
+    ({"serve_port": "7701"}, [], "port 7701 is given to serve_port, too")])
+def test_a_wrong_setting_is_named(tmp_path: Path, settings: dict[str, str], boards: list[str], fault: str
+                                  ) -> None:
+    file = write(tmp_path, SET)
+    with pytest.raises(UsageError) as error:
+        with_settings(file, settings, boards)
+    assert fault in str(error.value)
+    assert "\n" not in str(error.value)

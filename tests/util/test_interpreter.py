@@ -60,6 +60,15 @@ def test_commands_import_from_elsewhere(hostile: Path, environment: dict[str, st
     assert ran(hostile) == ""
 
 
+def test_a_text_is_what_a_file_could_hold(environment: dict[str, str]) -> None:
+    """Its first statement may be an import from __future__, as in the programs that boards are sent."""
+    text = '"""What it does."""\n\nfrom __future__ import annotations\n\nimport sys\nprint(sys.argv, __doc__)\n'
+    for python in (None, sys.executable):
+        done = subprocess.run(code_command(text, "a b", "-c", python=python), env=environment,
+                              capture_output=True, text=True, check=True)
+        assert done.stdout == "['-c', 'a b', '-c'] What it does.\n"
+
+
 def test_arguments_and_name_are_those_of_m(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / "shown.py").write_text("import sys; print(sys.argv[1:], __name__, sys.path.count(''))\n")
     environment["PYTHONPATH"] = str(tmp_path)

@@ -153,9 +153,9 @@ _BESIDE_THE_DECODER = ("lm_head.", MTP)
 def _is_bare_decoder(names: Collection[str]) -> bool:
     """Whether a decoder was saved without the language model around it: no name begins with "model.".
 
-    A draft head's names look alike, but for its fc, and those of an SPD module, which has no embeddings.
+    Draft models look alike, but have fc (heads of EAGLE, block drafters), or no embeddings (SPD's module).
     """
-    return ({"layers.0.input_layernorm.weight", "embed_tokens.weight"} <= {*names}
+    return ({"embed_tokens.weight", "layers.0.input_layernorm.weight"} <= set(names)
             and "fc.weight" not in names and not any(name.startswith("model.") for name in names))
 
 

@@ -70,9 +70,29 @@ def test_an_unreachable_board_is_named_and_nothing_written(
     said = refused(other, *options(boards, "stranger"))  # with which no connection is shared yet
     assert f"{other} ({other}): ssh: " in said
     assert "Permission denied" in said
-    assert "port 2222: Connection refused: ssh there by hand" in refused(f"{other}:2222", *options(boards))
+    said = refused(f"{other}:2222", *options(boards))
+    assert "nothing answers at port 2222 (" in said
+    assert "start sshd there (sudo systemctl enable --now ssh), or see --port; " in said  # there is no file
     assert "no-such-host.invalid is unknown here" in refused("no-such-host.invalid", *options(boards))
     assert list(tmp_path.iterdir()) == []
+
+
+@sshkit.needs_boards
+def test_each_silent_board_has_a_line(boards: sshkit.Boards, tmp_path: Path,
+                                      capsys: pytest.CaptureFixture[str]) -> None:
+    here, first, second = (boards.bed.address(place) for place in (0, 1, 2))
+    out = tmp_path / "cluster.toml"
+    hosts = [here, f"{first}:2222", f"{second}:2223"]
+    assert main(["deploy", "init", *hosts, *options(boards), "--out", str(out)]) == 1
+    shown = capsys.readouterr()
+    *lines, last = shown.err.splitlines()
+    assert len(lines) == 2
+    for line, address, port in zip(lines, (first, second), (2222, 2223), strict=True):
+        assert line.startswith(f"  {address}: ssh: nothing answers at port {port} ")
+        assert line.endswith("or see --port")
+    assert last == f"flowspec: error: 2 boards do not answer; {out} is not written"
+    assert socket.gethostname() in shown.out  # the one that does
+    assert not out.exists()
 
 
 @sshkit.needs_boards
