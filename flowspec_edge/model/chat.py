@@ -117,6 +117,26 @@ def turn_ends(template: str) -> tuple[str, ...]:
                  if end in template and not (end == "<|end|>" and _CHANNEL in template))
 
 
+_ENDS = {"{%": "%}", "{{": "}}", "{#": "#}"}  # of Jinja's tags
+_JINJA_TAG = re.compile("|".join(map(re.escape, _ENDS)))
+_STRING = re.compile(r"""'(?:\\.|[^'\\])*'?|"(?:\\.|[^"\\])*"?""", re.DOTALL)
+_NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")  # no attribute's
+
+
+def variables_of(template: str) -> frozenset[str]:
+    """The names in a Jinja template's code: not in its text, strings and comments, and of no attributes. It
+    is not compiled, since that takes a process with limits."""
+    names, at = set[str](), 0
+    while tag := _JINJA_TAG.search(template, at):
+        end = template.find(_ENDS[tag[0]], tag.end())
+        if end < 0:
+            break
+        if tag[0] != "{#":
+            names |= {*_NAME.findall(_STRING.sub(" ", template[tag.end():end]))}
+        at = end + 2
+    return frozenset(names)
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """``arguments``: an object, or the text of one that was cut off."""

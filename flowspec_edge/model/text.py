@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +22,7 @@ from flowspec_edge.model.chat import (
     recognise,
     recognise_tool_format,
     turn_ends,
+    variables_of,
 )
 from flowspec_edge.model.grammar import GrammarCompiler
 from flowspec_edge.model.modeldir import ModelDir
@@ -110,7 +110,11 @@ class Tokenizer:
 
     def reads(self, name: str) -> bool:
         """Whether the chat template has a variable of this name."""
-        return self._jinja is not None and re.search(rf"\b{re.escape(name)}\b", self._jinja) is not None
+        return name in self._variables
+
+    @cached_property
+    def _variables(self) -> frozenset[str]:
+        return frozenset() if self._jinja is None else variables_of(self._jinja)
 
     @property
     def always_thinks(self) -> bool:

@@ -10,7 +10,15 @@ from tiny import EOS, tiny_llama, tiny_tokenizer
 from tokenizerkit import save, sentencepiece_style
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import Message, PromptPiece, llama_2, recognise, turn_ends, vicuna
+from flowspec_edge.model.chat import (
+    Message,
+    PromptPiece,
+    llama_2,
+    recognise,
+    turn_ends,
+    variables_of,
+    vicuna,
+)
 from flowspec_edge.model.modeldir import ModelDir, resolve_model
 from flowspec_edge.model.text import Tokenizer
 
@@ -206,3 +214,22 @@ def test_a_template_from_a_file(model: Path, tmp_path: Path) -> None:
     path.write_bytes(b"\xff")
     with pytest.raises(UsageError, match="is not UTF-8 text"):
         Tokenizer(found, str(path))
+
+
+@pytest.mark.parametrize(("template", "names"), [
+    ("{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}",
+     {"enable_thinking"}),
+    ("A thinking model. {# thinking #}{{ turn.thinking }}{{ '<thinking>' + \"thinking '\" }}", {"turn"}),
+    ("{%- set ns = namespace(on=thinking|default(false)) -%}", {"ns", "thinking"}),
+    ("{{ a['thinking'] }}{{ 'it\\'s thinking' ~ b }}", {"a", "b"}), ("{{ a", set()), ("", set()),
+])
+def test_a_templates_variables(template: str, names: set[str]) -> None:
+    found = variables_of(template)
+    assert names <= found
+    assert ("thinking" in found) == ("thinking" in names)
+
+
+def test_the_variables_of_a_hostile_template_take_no_time() -> None:
+    """In quadratic time, these would take minutes."""
+    for template in ("{%" * 120_000, "{{ '" * 60_000 + "}}", "{{" + "'" * 240_001 + "}}", "{%%}" * 60_000):
+        variables_of(template)

@@ -316,7 +316,8 @@ SCHEMA: dict[str, Any] = {
     "required": ["n"], "additionalProperties": False}
 
 # What cannot be enforced is ignored if the schema is not strict; the rest holds.
-LOOSE = {**SCHEMA, "properties": {"q": {"type": "string", "pattern": "(?=a)b"}, **SCHEMA["properties"]}}
+LOOSE = {**SCHEMA, "properties": {"q": {"type": "string", "pattern": "(?=a)b", "maxLength": 4},
+                                  **SCHEMA["properties"]}}
 
 
 @pytest.mark.parametrize(("endpoint", "fields"), [

@@ -121,7 +121,7 @@ def test_a_schema_holds(server: Running) -> None:
     ({"conversation": "conv_1"}, "conversation"),
     ({"background": True}, "background"),
     ({"tools": [{"type": "web_search"}]}, "tools"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"include": ["message.output_text.logprobs"]}, "include[0]"),
     ({"truncation": "auto"}, "truncation"),
     ({"input": []}, "input"),
     ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input"),
@@ -129,7 +129,8 @@ def test_a_schema_holds(server: Running) -> None:
      "input[0].content"),
     ({"input": [{"role": "assistant", "content": "x"}]}, "input"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "colour"}}}}, "text.format"),
+    ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "colour"}, "strict": True}}},
+     "text.format"),
     ({"extra_body": {"logit_bias": {"97": 1}}}, "logit_bias"),
 ])
 def test_what_cannot_be_done_is_a_bad_request(server: Running, change: dict[str, Any], param: str) -> None:

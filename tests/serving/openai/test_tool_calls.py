@@ -146,9 +146,8 @@ def test_the_template_gets_the_tools_and_the_calls_so_far(model: Path, template:
         head, _, tail = rendered(HISTORY, tools=[WEATHER, TIME]).partition(" <tool_call>")
         assert json.loads(head) == [WEATHER, TIME]
         assert tail.endswith(told)
-    broken = json.loads(json.dumps(HISTORY).replace('\\"Rome\\"}', ""))
-    with pytest.raises(ApiError, match="arguments: must be the text of a JSON object"):
-        rendered(broken)
+    cut = json.loads(json.dumps(HISTORY).replace('\\"Rome\\"}', ""))  # by max_tokens
+    assert rendered(cut) == told.replace(" Rome>", " >")  # the template finds no city in the text
 
 
 def test_tools_in_an_unknown_format_are_refused(model: Path, tmp_path: Path) -> None:
@@ -201,6 +200,7 @@ def test_any_json_object_and_completions_too(server: Running) -> None:
     done = server.client.completions.create(model=NAME, prompt="x", max_tokens=12,
                                             extra_body={"response_format": {"type": "json_object"}})
     assert done.choices[0].text.startswith("{")
-    with pytest.raises(openai.BadRequestError, match="response_format: Invalid type: colour"):
+    with pytest.raises(openai.BadRequestError, match=r"response_format: schema\.type: Invalid type: colour"):
         server.client.completions.create(model=NAME, prompt="x", extra_body={"response_format": {
-            "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "colour"}}}})
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": {"type": "colour"}, "strict": True}}})
