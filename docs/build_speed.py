@@ -55,7 +55,8 @@ def title(report: BenchReport, measured: set[str]) -> str:
     short, loops = sum(map(is_short, base)), sum(bool(sample.repeating) for sample in base)
     missing = [style_of(name).label for name in STRATEGIES if name not in measured]
     left_out = f"; not measured: {', '.join(missing)}" if missing else ""
-    lines = (f"VIRTUAL TIME under {report.profile}: {s['stages']} stages, one request, greedy, {types_of(s)}\n"
+    lines = (f"VIRTUAL TIME under {report.profile}: {s['stages']} stages, one request, greedy, "
+             f"{types_of(s)}\n"
              f"{len(base) - short - loops} of {len(base)} held-out prompts of the {s['model']} model: "
              f"{short} answers have no second token, {loops} loop{left_out}\n"
              "bars: median over the prompts; dots: ratio of the means ± standard error")

@@ -180,7 +180,8 @@ class Listing(Undescribed):
     (f"{__name__}:Nameless", "needs two class attributes"), (f"{__name__}:Impostor", "another strategy, f"),
     (f"{__name__}:Undescribed", "does not describe its parameter levels"),
     (f"{__name__}:BadDefault", "that it does not allow: out-share must be at most 1, not 1.5"),
-    (":Nothing", "cannot load"), ("nowhere_at_all.module:X", "in the current directory or among the"),
+    (":Nothing", "write package.module:Class"), ("./mine.py:Mine", "without a path"),
+    ("nowhere_at_all.module:X", "in the current directory or among the"),
     (f"{__name__}:Listing", "must declare its parameters as a dataclass"),
     ("unknown", "no strategy 'unknown'; there are autoregressive,"),
 ])
@@ -314,6 +315,11 @@ def test_a_strategy_of_the_current_directory_is_found_and_its_example_runs(direc
     assert "mine" in run.stdout
 
 
+def test_a_file_with_the_name_of_a_library_is_named(directory: Path) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"{directory / 'jinja2.py'} was not read")):
+        strategy_class("jinja2:Mine")
+
+
 def test_other_files_of_the_current_directory_are_not_found(directory: Path) -> None:
     code = """if True:
         import importlib, sys
@@ -341,8 +347,9 @@ def test_the_example_of_a_strategy_is_understood(name: str, capsys: pytest.Captu
     [example] = re.findall(r"^Example: flowspec generate (.*)$", capsys.readouterr().out, re.MULTILINE)
     _, flag, chosen, *setting = shlex.split(example)
     assert (flag, chosen) == ("--strategy", name)
-    known = parameters_of(strategy_class(name))
-    assert set_parameters(Params(), setting[1:], known, name) == Params()
+    declared = strategy_class(name).parameters
+    given = set_parameters(Params(), setting[1:], parameters_of(strategy_class(name)), name)
+    assert given.of(declared) == Params().of(declared)
 
 
 def test_arguments_that_are_nearly_right(cluster: Cluster) -> None:

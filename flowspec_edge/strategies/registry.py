@@ -150,13 +150,19 @@ def _entry_points() -> dict[str, EntryPoint]:
 def _load(found: EntryPoint) -> type[Strategy]:
     module, _, attribute = found.value.partition(":")
     from flowspec_edge.strategies.base import Strategy
+    from flowspec_edge.util.working_directory import hidden_file
 
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise UsageError(f"cannot load the strategy {found.value}: write package.module:Class, without a "
+                         "path, such as my_package.module:MyStrategy")
     try:
         chosen = getattr(import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
             reason += "; a module is found in the current directory or among the installed packages"
+        if isinstance(error, AttributeError) and (hidden := hidden_file(module)):
+            reason += f"; {hidden} was not read, because an installed module has that name: rename the file"
         raise UsageError(f"cannot load the strategy {found.value}: {reason}") from error
     if not (inspect.isclass(chosen) and issubclass(chosen, Strategy)) or inspect.isabstract(chosen):
         raise UsageError(f"{found.value} is not a strategy: a complete subclass of flowspec_edge.Strategy")

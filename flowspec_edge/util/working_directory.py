@@ -46,6 +46,16 @@ def _top(names: dict[str, Any]) -> str:
     return str(names.get("__name__", "")).partition(".")[0]
 
 
+def hidden_file(module: str) -> Path | None:
+    """Return what has the name of ``module`` in the current directory, if another one was imported."""
+    top, directory = module.partition(".")[0], Path.cwd()
+    imported = getattr(sys.modules.get(top), "__file__", None)
+    found = PathFinder.find_spec(top, [str(directory)])
+    if found is None or found.origin is None or imported is None or Path(imported) == Path(found.origin):
+        return None
+    return Path(found.origin)
+
+
 def look_in_working_directory(module: str) -> None:
     """Let ``module``, "package.module", be imported from the current directory if it is not installed."""
     top, directory = module.partition(".")[0], Path.cwd()

@@ -23,7 +23,7 @@ from servicekit import free_port, own_address
 from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
+from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
 from flowspec_edge.runtime.cluster.addresses import Addresses
 from flowspec_edge.runtime.cluster.clusters import open_cluster
 from flowspec_edge.runtime.cluster.forkserver import WorkerProcess
@@ -34,6 +34,7 @@ from flowspec_edge.runtime.request import Request, Result
 from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.strategies.flowspec import FlowSpec
 from flowspec_edge.strategies.registry import STRATEGIES
 from flowspec_edge.util import threads
 
@@ -103,6 +104,25 @@ def test_a_request_that_cannot_fit_leaves_the_cluster_up(cluster: ProcessCluster
     with pytest.raises(UsageError, match="the model stops at"):
         cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=5000))
     assert cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=3)).tokens == greedy(model, 3)
+
+
+class Idle(FlowSpec):
+    name = "idle"
+    summary = "does nothing"
+
+    def next_segment(self, rows: int | None = None) -> None:
+        return None
+
+    def next_draft(self) -> None:
+        return None
+
+
+def test_a_strategy_that_does_nothing_fails_its_request_and_leaves_the_cluster_up(
+        cluster: ProcessCluster, model: Path) -> None:
+    with pytest.raises(RequestFailed, match=r"^the strategy idle does nothing: .*") as caught:
+        cluster.generate(Request(PROMPT, f"{__name__}:Idle", max_new_tokens=3))
+    assert "\n" not in str(caught.value)
+    assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=3)).tokens == greedy(model, 3)
 
 
 def test_an_interrupted_request_leaves_the_cluster_up(cluster: ProcessCluster, model: Path) -> None:

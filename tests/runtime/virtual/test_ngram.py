@@ -122,6 +122,14 @@ def test_what_is_merged_is_charged_as_the_model_alone(tiny_model: Path) -> None:
     assert replace(own, draft="") == replace(merged, draft="")
 
 
+@pytest.mark.parametrize(("ngram", "itself", "merged"), [(None, True, False), (True, True, False),
+                                                          (False, False, False)])
+def test_flowspec_plus_looks_up_by_itself_or_not_at_all(ngram: bool | None, itself: bool,
+                                                        merged: bool) -> None:
+    chosen, params = STRATEGIES["flowspec_plus"], Params(ngram=ngram)
+    assert (chosen.looks_up(params), chosen.merges_look_up(params)) == (itself, merged)
+
+
 def test_over_processes(no_head: Path) -> None:
     expected = turns(no_head, "autoregressive", Params()).tokens
     with open_cluster(ClusterSpec(no_head, 2, threads=1)) as processes:
