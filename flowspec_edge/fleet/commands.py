@@ -203,7 +203,8 @@ def _by_ssh(argv: Sequence[str], code: int) -> bool:
 
 
 def last_line(text: str) -> str:
-    return next((line.strip() for line in reversed(text.splitlines())
+    # splitlines would part a line at \x1e, too, with which the lines begin that are no cause.
+    return next((line.strip() for line in reversed(re.split(r"[\r\n]+", text))
                  if line.strip() and not line.startswith(_NO_CAUSE)), "")
 
 

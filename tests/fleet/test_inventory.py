@@ -245,7 +245,7 @@ def test_a_key_without_a_value_is_left_out_and_a_boards_own_stays_with_it(tmp_pa
 
 @pytest.mark.parametrize(("settings", "boards", "fault"), [
     ({"modl": "x"}, [], "no key 'modl' in a cluster file: did you mean 'model'?"),
-    ({"dtype": "int4", "nothing": "1"}, [], "no key 'nothing' in a cluster file: deploy/cluster.example.toml"),
+    ({"dtype": "int4", "nothing": "1"}, [], "no key 'nothing' in a cluster file: deploy/cluster.example"),
     ({"dtype": "int4"}, ["b"], "dtype is of the whole cluster, not of a board: leave --board out"),
     ({"role": "verify"}, ["c"], "no board 'c' in "),
     ({"dtype": "int3"}, [], "cluster.dtype: input should be 'auto'"),

@@ -62,7 +62,7 @@ def test_commands_import_from_elsewhere(hostile: Path, environment: dict[str, st
 
 def test_a_text_is_what_a_file_could_hold(environment: dict[str, str]) -> None:
     """Its first statement may be an import from __future__, as in the programs that boards are sent."""
-    text = '"""What it does."""\n\nfrom __future__ import annotations\n\nimport sys\nprint(sys.argv, __doc__)\n'
+    text = '"""What it does."""\nfrom __future__ import annotations\nimport sys\nprint(sys.argv, __doc__)\n'
     for python in (None, sys.executable):
         done = subprocess.run(code_command(text, "a b", "-c", python=python), env=environment,
                               capture_output=True, text=True, check=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,10 +36,10 @@ def next_commands(report: PlanReport, model: str, devices: Sequence[str]) -> lis
     else:
         file, has = Path("cluster.toml"), ClusterSettings(name="new")
         commands.append(f"flowspec deploy init {' '.join(_hosts(len(found.boards)))}")
-    changes = [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in wanted.items()
+    changes = [shlex.quote(f"{key}={value}") for key, value in wanted.items()
                if getattr(has, key) != value and (value or key != "draft" or has.draft_kind != "own")]
     if changes:
-        commands.append(f"(in {file}, below [cluster]: {', '.join(changes)})")
+        commands.append(f"flowspec deploy set {' '.join(changes)} --cluster {shlex.quote(str(file))}")
     return [*commands, f"flowspec deploy up --cluster {shlex.quote(str(file))}"]
 
 

@@ -22,6 +22,7 @@ from flowspec_edge.fleet.planning.one_board import (
     best_alone,
     other_programs,
     plain_tokens_per_second,
+    rate_text,
     single_board_headroom,
     smallest_board,
 )
@@ -199,12 +200,13 @@ class Cases:
                    else f"in {missing} there is no plan: {self.unfit[missing]}")
             return self.main, why
         full, packed = rate(fits["fp16"]), rate(fits["int4"])
+        rates = f"{rate_text(full)} tokens/s, int4 {rate_text(packed)}"
         if not packed:
             return self.main, "both fit"
         if full >= QUALITY * packed:
-            found = f"make {full:.1f} tokens/s, int4 {packed:.1f}" if predicted else "are as fast as int4"
+            found = f"make {rates}" if predicted else "are as fast as int4"
             return fits["fp16"], f"16 bits fit and {found}, which is no gain for its loss of quality"
-        found = f"make {full:.1f} tokens/s, int4 {packed:.1f}" if predicted else (
+        found = f"make {rates}" if predicted else (
             f"int4 is ranked {packed / full:.1f} times as fast")
         return fits["int4"], f"16 bits fit, too, but {found}; for the best quality give --dtype fp16"
 
@@ -366,7 +368,7 @@ def _recommended(report: PlanReport, case: Case, why: str, alone: Sequence[Predi
         best = max(alone, key=lambda p: p.tokens_per_second, default=None)
         report.alone_rows = alone_rows(case.alone, [b for b in case.boards if b is not case.alone],
                                        case.problem, case.scaled)
-        rate = f"{best.tokens_per_second:.1f} tokens/s by itself" if best else "everything by itself"
+        rate = f"{rate_text(best.tokens_per_second)} tokens/s by itself" if best else "everything by itself"
         left_out = [(b.name, f"{names[0]} makes {rate}, and with others no more" if best and report.plan
                      else "no pipeline over these boards fits") for b in case.boards if b is not case.alone]
     else:

@@ -15,7 +15,12 @@ from flowspec_edge.fleet.planning.draft_heads import HeadCost
 from flowspec_edge.fleet.planning.draft_turn import DraftTurn, draft_turn
 from flowspec_edge.fleet.planning.estimate import Prediction
 from flowspec_edge.fleet.planning.model_size import EAGLE3_VOCABULARY, ModelBytes
-from flowspec_edge.fleet.planning.one_board import OtherPrograms, SingleBoardEstimate, SmallestBoard
+from flowspec_edge.fleet.planning.one_board import (
+    OtherPrograms,
+    SingleBoardEstimate,
+    SmallestBoard,
+    rate_text,
+)
 from flowspec_edge.fleet.planning.plan_table import BoardRow
 from flowspec_edge.fleet.planning.planner import PipelinePlan
 from flowspec_edge.fleet.planning.scaling import at_context
@@ -213,11 +218,12 @@ def answer(report: PlanReport) -> list[str]:
     line = f"Run {size.name} in {size.dtype} on {of}"
     if best:
         about = "about " if report.by_bandwidth else ""
-        line += f", with {best.strategy}: PREDICTED {about}{best.tokens_per_second:.1f} tokens/s"
+        line += f", with {best.strategy}: PREDICTED {about}{rate_text(best.tokens_per_second)} tokens/s"
         if best.tokens_per_second_calibrated:
-            line += f" ({best.tokens_per_second_calibrated:.1f} with a head as fallible as the paper's)"
+            paper = rate_text(best.tokens_per_second_calibrated)
+            line += f" ({paper} with a head as fallible as the paper's)"
         if best.first_token_s:
-            line += (f", the first token {best.first_token_s:.2g} s after a prompt of "
+            line += (f", the first token {_seconds(best.first_token_s)} after a prompt of "
                      f"{best.prompt_tokens:.0f} tokens")
     else:
         line += "; how fast is not predicted (--no-predict)"
@@ -245,7 +251,7 @@ def answer(report: PlanReport) -> list[str]:
               and a.tokens_per_second * QUALITY > best.tokens_per_second]
     if faster:
         other, rate = faster[0]
-        lines.append(f"Faster: --dtype {other.dtype}, about {rate:.1f} tokens/s on "
+        lines.append(f"Faster: --dtype {other.dtype}, about {rate_text(rate)} tokens/s on "
                      f"{', '.join(other.boards)}.")
     return [*lines, *(f"Next: {command}" for command in report.next)]
 
@@ -293,9 +299,9 @@ def show(report: PlanReport) -> None:
         text = report.others.text
         say(f"{text[:1].upper()}{text[1:]}.")
     if report.smallest and not report.alone:
+        rate = rate_text(report.smallest.plain_tokens_per_second)
         say("None of these boards holds it alone under flowspec.  The smallest of the known boards that "
-            f"does: {report.smallest.profile}, with about {report.smallest.plain_tokens_per_second:.1f} "
-            "tokens/s of plain decoding.")
+            f"does: {report.smallest.profile}, with about {rate} tokens/s of plain decoding.")
     if len(report.alternatives) > 1:
         say("")
         show_whole(console, _alternatives(report))
@@ -333,8 +339,8 @@ def _predictions(report: PlanReport) -> Table:
     table = frame(("strategy", "drafts with"), columns, wide=True)
     for p in predictions:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"
-        like_paper = [f"{p.tokens_per_second_calibrated:.2f}"] if p.tokens_per_second_calibrated else []
-        table.add_row(plain(p.strategy), report.drafts_with(p.strategy), f"{p.tokens_per_second:.2f}",
+        like_paper = [rate_text(p.tokens_per_second_calibrated, 2)] if p.tokens_per_second_calibrated else []
+        table.add_row(plain(p.strategy), report.drafts_with(p.strategy), rate_text(p.tokens_per_second, 2),
                       *like_paper, speedup, f"{p.tokens_per_turn:.3f}")
     return table
 
@@ -344,7 +350,7 @@ def _alternatives(report: PlanReport) -> Table:
                   "compared: D0, then the stages", wide=True)
     for a in report.alternatives:
         about = "≈ " * a.bandwidth_alone
-        rate = "–" if a.tokens_per_second is None else f"{about}{a.tokens_per_second:.2f}"
+        rate = "–" if a.tokens_per_second is None else f"{about}{rate_text(a.tokens_per_second, 2)}"
         mark = " ← recommended" if a.recommended else " ← the split above" if a.chosen else ""
         table.add_row(plain(", ".join(a.boards)) + mark, a.dtype, a.strategy or "–",
                       f"{about}{_ms(a.slowest_stage_ms)}", rate)
@@ -362,6 +368,10 @@ def _heads(costs: list[HeadCost]) -> Table:
 
 def _span(ends: tuple[float, float] | None) -> str:
     return f" ({_ms(ends[0])}–{_ms(ends[1])})" if ends else ""
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.2g} s" if seconds >= 0.01 else "within 0.01 s"
 
 
 def _ms(milliseconds: float) -> str:

@@ -45,8 +45,8 @@ def init(
         "--power-mode", help="The boards' power mode, by its name in /etc/nvpmodel.conf; default: unchanged.",
         metavar="NAME", show_default=False)] = "",
     all_boards: Annotated[bool, typer.Option(
-        "--all-boards", help="Give every board a part, the first one drafting; default: the planner decides, "
-                             "and may leave boards out.")] = False,
+        "--all-boards", help="Give every board a part; the one with the most memory drafts.  Default: the "
+                             "planner decides, and may leave boards out.")] = False,
     out: Annotated[Path, typer.Option("--out", help="File to write.", metavar="FILE")] = Path("cluster.toml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON object.")] = False,
@@ -69,9 +69,6 @@ def init(
         render_cluster_toml,
         require_mode,
     )
-    from flowspec_edge.fleet.inventory import beside
-    from flowspec_edge.model.catalogue import find_known
-    from flowspec_edge.model.modeldir import shipped_models
     from flowspec_edge.util.files import check_writable, write_output
 
     if out.exists() and not force:
@@ -79,9 +76,7 @@ def init(
     for given in (key, ssh_config):
         if given is not None and not given.is_file():
             raise UsageError(f"no file {given}")
-    if model not in shipped_models() and not find_known(model) and not beside(out, model).is_dir():
-        raise UsageError(f"no model {model!r}: not a directory beside {out}, and no name in: flowspec models "
-                         "list")
+    _require_model(model, out)
     boards = parse_hosts(hosts, user, port, str(key.absolute()) if key else "",
                      str(ssh_config.absolute()) if ssh_config else "")
     check_writable(out)
@@ -106,6 +101,16 @@ def init(
         return
     _print_boards(found)
     print(f"{out} is written: look through it, then: flowspec doctor --cluster {out}")
+
+
+def _require_model(model: str, cluster: Path) -> None:
+    from flowspec_edge.fleet.inventory import beside
+    from flowspec_edge.model.catalogue import find_known
+    from flowspec_edge.model.modeldir import shipped_models
+
+    if model not in shipped_models() and not find_known(model) and not beside(cluster, model).is_dir():
+        raise UsageError(f"no model {model!r}: not a directory beside {cluster}, and no name in: flowspec "
+                         "models list")
 
 
 def _print_boards(boards: Sequence[DiscoveredBoard]) -> None:
@@ -143,6 +148,8 @@ def change(
         if not key or not equals:
             raise UsageError(f"{key or '='!r} is not KEY=VALUE, such as model=qwen3-8b")
     found = {key.strip(): value.strip() for key, _, value in pairs}
+    if found.get("model"):
+        _require_model(found["model"], cluster)
     write_output(cluster, with_settings(cluster, found, board or []))
     print(f"{cluster} is changed: see flowspec deploy plan --cluster {cluster}")
 

@@ -12,7 +12,7 @@ from statistics import fmean
 
 from flowspec_edge.device_profile import LinkCost, Profile
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.planning.one_board import SingleBoardEstimate, plain_tokens_per_second
+from flowspec_edge.fleet.planning.one_board import SingleBoardEstimate, plain_tokens_per_second, rate_text
 from flowspec_edge.fleet.planning.planned_draft import charged_as
 from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
 from flowspec_edge.fleet.planning.scaling import at_context
@@ -109,9 +109,10 @@ def compare(board: CandidateBoard, problem: SplitProblem, own: Sequence[Predicti
     best = max(own, key=lambda p: p.tokens_per_second)
     others = max(pipeline, key=lambda p: p.tokens_per_second, default=None)
     enough = others is None or best.tokens_per_second >= others.tokens_per_second
-    text = f"{board.name} alone makes {best.tokens_per_second:.2f} tokens/s with {best.strategy}"
+    text = f"{board.name} alone makes {rate_text(best.tokens_per_second, 2)} tokens/s with {best.strategy}"
     if others is not None:
-        text += f", the plan's {boards} boards {others.tokens_per_second:.2f} with {others.strategy}"
+        text += (f", the plan's {boards} boards {rate_text(others.tokens_per_second, 2)} with "
+                 f"{others.strategy}")
     return SingleBoardEstimate(
         board.name, f"one board is enough: {text}" if enough else text,
         plain_tokens_per_second(board, problem), best.strategy, best.tokens_per_second, enough)

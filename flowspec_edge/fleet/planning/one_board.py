@@ -14,6 +14,13 @@ BITS = 4.5  # of a weight in groups of 32 with a 16-bit scale: MLC's q4f16_1, GG
 ENGINE_MB = 400  # assumed for a compiled engine's process with CUDA's context and kernels
 
 
+def rate_text(tokens_per_second: float, decimals: int = 1) -> str:
+    """A predicted rate, with no decimals where it is in thousands, as a small model's is."""
+    if tokens_per_second >= 999.5:
+        return f"{tokens_per_second:,.0f}"
+    return f"{tokens_per_second:.{decimals if tokens_per_second >= 1 else 2}f}"
+
+
 @dataclass(frozen=True)
 class SingleBoardEstimate:
     """``enough``: whether one board is at least as fast as the pipeline; None if nothing was predicted."""
@@ -103,7 +110,7 @@ def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> O
         text = (f"other engines hold {size.name} in 4 bits on one board, {' or '.join(named.values())} "
                 f"({what})")
         if most is not None:
-            text += f"; plain decoding makes about {most:.1f} tokens/s on {fastest}"
+            text += f"; plain decoding makes about {rate_text(most)} tokens/s on {fastest}"
     else:
         text = f"other engines do not hold {size.name} in 4 bits on one of these boards either ({what})"
     return OtherPrograms(BITS, round(needs, 3), tuple(board.name for board in able), most, text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from flowspec_edge.fleet.deploy.resolve import resolve_deployment
 from flowspec_edge.fleet.inventory import load_inventory
 from flowspec_edge.fleet.planning.draft_heads import head_costs
 from flowspec_edge.fleet.planning.model_size import assumed_head, head_bytes, model_bytes, target_config
+from flowspec_edge.fleet.planning.one_board import rate_text
 from flowspec_edge.fleet.planning.planned_draft import PlannedDraft, charged_as, level_seconds
 from flowspec_edge.fleet.planning.planner import DoesNotFit
 from flowspec_edge.fleet.planning.scaling import scaled
@@ -223,7 +225,7 @@ def test_a_models_own_mtp_layer_has_to_be_named(home: Path, tmp_path: Path,
     assert "used only if named: --draft mtp" in note
     assert not any("MTP" in note for note in planned(capsys, *given, "--draft", "ngram")["notes"])
     assert (found["draft"]["kind"], found["draft"]["origin"]) == ("mtp", "here")
-    assert any('draft = "mtp"' in command for command in found["recommended"]["next"])
+    assert any(" draft=mtp " in command for command in found["recommended"]["next"])
     assert planned(capsys, *given, "--draft", "mtp")["draft_device"] == found["draft_device"]
 
 
@@ -265,7 +267,7 @@ def test_a_model_without_a_head_drafts_by_ngrams(home: Path, capsys: pytest.Capt
     found = planned(capsys, *bare)
     assert (found["draft"]["kind"], found["draft"]["why"]) == ("ngram", "no draft head is known for it")
     assert found["boards"][0]["kv_mb"] == 0
-    assert any('draft = "ngram"' in command for command in found["recommended"]["next"])
+    assert any(" draft=ngram " in command for command in found["recommended"]["next"])
     assert main(["plan", *bare, "--draft", "mtp"]) == 2
     assert "draft mtp: " in capsys.readouterr().err
 
@@ -286,11 +288,34 @@ def test_the_first_lines_answer_what_to_run(home: Path, capsys: pytest.CaptureFi
     first, why, boards, *rest = capsys.readouterr().out.splitlines()[:10]
     assert first.startswith(f"Run model in {best['dtype']} on {len(best['boards'])} of your 3 boards, with ")
     assert "PREDICTED " in first
-    assert f" {best['tokens_per_second']:.1f} tokens/s" in first
+    assert f" {rate_text(best['tokens_per_second'])} tokens/s" in first
     assert why.startswith(f"{best['dtype']}: ")
     assert boards.startswith(f"Boards: {best['boards'][0]} ")
     assert any(line.startswith("Left out: ") and "full" in line for line in rest)
     assert any(line.startswith("Next: flowspec ") for line in rest)
+
+
+def test_the_next_commands_make_the_file_what_is_planned(home: Path, tmp_path: Path,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "my lab.toml"
+    file.write_text('[cluster]\nname = "lab"\n' + "".join(
+        f'[[device]]\nname = "{name}"\naddress = "10.0.0.{name}"\nprofile = "orin-nano-8gb"\n'
+        for name in "12345"))
+    found = planned(capsys, "--model", "qwen3-8b", "--devices", str(file), "--no-predict", "--context", "500",
+                    "--draft", "ngram")
+    changes = [command for command in found["recommended"]["next"] if " deploy set " in command]
+    assert len(changes) == 1
+    program, *arguments = shlex.split(changes[0])
+    assert (program, main(arguments)) == ("flowspec", 0)
+    has = load_inventory(file).cluster
+    assert (has.model, has.dtype, has.context, has.at_once, has.draft) == (
+        "qwen3-8b", found["dtype"], 500, 1, "ngram")
+
+
+def test_figures_have_no_more_digits_than_they_are_worth() -> None:
+    rates = (0.346, 73.56, 999.96, 40898.94)
+    assert [rate_text(rate) for rate in rates] == ["0.35", "73.6", "1,000", "40,899"]
+    assert [rate_text(rate, 2) for rate in rates] == ["0.35", "73.56", "1,000", "40,899"]
 
 
 def test_16_bits_are_taken_unless_int4_is_faster() -> None:

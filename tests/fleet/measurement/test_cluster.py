@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import sshkit
+from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.device_profile import load_profile, render
@@ -72,13 +74,16 @@ def test_only_a_measured_file_of_its_own_is_skipped(tmp_path: Path) -> None:
 def test_boards_are_measured_over_ssh_and_a_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
                                                        ) -> None:
     """board-1 has no flowspec: the other is measured all the same; the second run measures board-1 alone."""
+    model = tiny_model_dir(tmp_path / "model", layers=2, hidden=32)
+    for part in ("spd", "draft-lm", "eagle2"):  # plain decoding alone is measured faster
+        shutil.rmtree(model / part)
     with sshkit.boards(1, tmp_path) as boards, boards.bed.entered(boards.outside):
         file = tmp_path / "lab.toml"
         text = boards.file.read_text()
         first, second = text.split("[[device]]")[1:]
         broken = second.replace("name =", 'python = "/nowhere/python"\nname =')
         file.write_text("[[device]]".join([text.split("[[device]]")[0], first, broken]))
-        command = ["device", "profile", "--cluster", str(file), "--quick"]
+        command = ["device", "profile", "--cluster", str(file), "--quick", "--model", str(model)]
         assert main(command) == 1
         err = capsys.readouterr().err
         assert "1 of 2 boards are not measured: board-1" in err
