@@ -79,7 +79,8 @@ def shard(
     require_name(model)  # a wrong name is found before torch is imported
     for directory in draft or []:
         if not directory.is_dir():
-            raise UsageError(f"--draft {directory}: there is no such directory")
+            raise UsageError(f"no draft model at {directory}: give the directory of a head with --draft, or "
+                             "leave it out to take those of the model")
     from flowspec_edge.sharding.job import finished, run, total_size
     from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
     from flowspec_edge.sharding.source import open_source

@@ -43,8 +43,8 @@ def test_any_object(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("schema", "options", "says"), [
-    ('{"type": "objekt"}', (), "schema.json: Invalid type: objekt\n"),
-    ('{"uniqueItems": true}', (), 'schema.json: Unimplemented keys: ["uniqueItems"]\n'),
+    ('{"type": "objekt"}', (), "schema.json: schema.type: Invalid type: objekt\n"),
+    ('{"uniqueItems": true}', (), 'schema.json: schema.uniqueItems: Unimplemented keys: ["uniqueItems"]\n'),
     ("[1]", (), "schema.json must hold a JSON object"),
     ("{", (), "schema.json is not valid JSON"),
     ("{}", ("--json-object",), "--json-object and --json-schema exclude each other"),

@@ -138,7 +138,7 @@ def test_boards_of_one_kind_are_the_same_however_they_are_written() -> None:
     ("agx-orin-64gb,orin-nano-8gb:2/qwen3-8b/int4", "a testbed is BOARD:N"),
     ("agx-orin-64gb:1,nano:2/qwen3-8b/int4", "no profile 'nano'"),
     ("agx-orin-64gb:1,orin-nano-8gb:1/qwen3-32b/fp16", "needs .* MB"),
-    ("orin-nano-8gb:5/qwen3-32b", "no profile|cannot read"),
+    ("orin-nano-8gb:5/qwen3-32b", "a testbed is BOARD:N"),
 ])
 def test_wrong_testbeds_are_one_line(name: str, message: str) -> None:
     with pytest.raises(FlowspecError, match=message) as caught:
