@@ -17,7 +17,7 @@ import sys
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.transfer.store import BLOCK, File, Incoming, Lock, Store
@@ -57,9 +57,15 @@ class Receiver:
         return {}
 
 
+def _give_way(number: int, frame: object) -> NoReturn:
+    # The other transfer repeats the signal, which would end this process before its exit code is told.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit("another transfer to this board has begun")
+
+
 def main() -> None:
     os.umask(0o022)  # root's may differ: the services' user has to read the files
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("another transfer to this board has begun"))
+    signal.signal(signal.SIGTERM, _give_way)
     with suppress(OSError):  # not a pipe
         fcntl.fcntl(0, _SET_PIPE_SIZE, BLOCK)
     source: Any = sys.stdin.buffer
