@@ -31,6 +31,7 @@ from flowspec_edge.training.loop import (
     window_batch,
 )
 from flowspec_edge.util.files import replacing
+from flowspec_edge.util.threads import threads_worth
 
 DEPTHS = 6  # that agreement is measured for
 _ADAM_WIDTH = 192
@@ -287,7 +288,6 @@ def optimiser_for(recipe: HeadRecipe, head: Any) -> Optimiser:
     return Optimiser(head, recipe.muon_lr, adam_lr, recipe.decay_from)
 
 
-@torch.no_grad()
 def agreement(student: Student, held_out: Tensor, greedy: bool = False, limit: int = 48,
               prompt: int = PROMPT, length: int = LENGTH) -> list[float]:
     """How often the head's argmax is the target's: one share per depth 1 … 6.
@@ -295,6 +295,13 @@ def agreement(student: Student, held_out: Tensor, greedy: bool = False, limit: i
     Measured on ``limit`` evenly spread windows of ``length`` held-out tokens, after ``prompt`` tokens of
     context.  ``greedy``: the target continues the prompt at temperature 0, as in decoding.
     """
+    size = sum(weight.nbytes for weight in student.target.parameters())
+    with torch.no_grad(), threads_worth(size):  # one token of a text at a time is little work
+        return _agreement(student, held_out, greedy, limit, prompt, length)
+
+
+def _agreement(student: Student, held_out: Tensor, greedy: bool, limit: int, prompt: int, length: int
+               ) -> list[float]:
     starts = np.linspace(0, len(held_out) - length - 1, limit).astype(int)
     texts = torch.stack([held_out[s : s + length] for s in starts]).long().to(student.target.device)
     hits = torch.zeros(DEPTHS)

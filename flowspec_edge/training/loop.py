@@ -218,8 +218,11 @@ def compiled(function: Callable[..., Tensor], wanted: bool) -> Callable[..., Ten
 
 
 def window_batch(count: int, step: int, batch: int, seed: int) -> list[int]:
-    """Return the numbers of batch ``step``'s windows: each epoch is a seeded shuffle of all ``count``."""
-    per_epoch = count // batch
+    """Return the numbers of batch ``step``'s windows: each epoch is a seeded shuffle of all ``count``.
+
+    A text of fewer windows than a batch is one smaller batch.
+    """
+    per_epoch = max(1, count // batch)
     generator = torch.Generator().manual_seed(seed + step // per_epoch)
     order = torch.randperm(count, generator=generator)
     at = (step % per_epoch) * batch

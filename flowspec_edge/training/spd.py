@@ -44,6 +44,7 @@ from flowspec_edge.training.text_files import (
     bind,
     check_place,
     claim_part,
+    is_finished,
     make_directory,
     make_part,
     work_beside,
@@ -208,12 +209,12 @@ def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None
     if out is None:
         check_place(model.path)
     out = out or model.path / "spd"
-    work = work or work_beside(out)
     eos = check_target(model)
-    if out.is_dir():
+    if is_finished(out):
         console.print(f"{out} is there already; delete it to have it made again", markup=False)
         return
     claim_part(out)
+    work = work or work_beside(out)
     make_directory(work)
     bind(work / "spd.json", {"recipe": asdict(recipe), "target": fingerprint(model)},
          "another model or recipe")

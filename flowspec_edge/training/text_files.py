@@ -247,17 +247,26 @@ def check_place(model: Path) -> None:
                          "the result goes with --out DIR")
 
 
+def is_finished(path: Path) -> bool:
+    """Whether ``path`` holds a part that :func:`make_part`, or its publisher, has completed."""
+    return (path / "config.json").is_file()
+
+
 def claim_part(path: Path) -> None:
     """UsageError, before hours of work, if ``make_part`` cannot write ``path``."""
+    if path.name in ("", ".."):
+        raise UsageError(f"{path} is no name for a new directory; give another one")
     if path.exists() and not path.is_dir():
         raise UsageError(f"cannot make the directory {path}: a file is in the way; give another one")
+    if path.is_dir() and any(path.iterdir()):
+        raise UsageError(f"{path} holds something else, without a config.json; give another directory")
     make_directory(_partial(path))
     shutil.rmtree(_partial(path))
 
 
 def make_part(console: Console, path: Path, part: Callable[[Path], None]) -> None:
-    """``part`` writes into a temporary directory, which is renamed to ``path``; keeps an existing one."""
-    if path.is_dir():
+    """``part`` writes into a temporary directory, which is renamed to ``path``; keeps a finished one."""
+    if is_finished(path):
         console.print(f"{path} is finished already; going on", markup=False)
         return
     partial = _partial(path)

@@ -55,6 +55,7 @@ from flowspec_edge.training.text_files import (
     claim_part,
     data_files,
     digest,
+    is_finished,
     make_directory,
     make_part,
     prepare_files,
@@ -98,15 +99,15 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
     console = Console(soft_wrap=True)
     eos = check_target(model)
     out = out or _place(model, kind)
-    work = work or work_beside(out)
     drafted = _drafted(model, kind, options.draft_vocab)
     recipe = recipe_for(kind, options)
     start = _start(model, kind, options.start, out)
     files = data_files(options.data)
-    if out.is_dir():
+    if is_finished(out):
         console.print(f"{out} is there already; delete it to have it made again", markup=False)
         return
     claim_part(out)
+    work = work or work_beside(out)
     make_directory(work)
     bound, others = work / f"{kind}.json", "another model, recipe or data"
     wanted = {"recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),

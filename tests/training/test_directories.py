@@ -1,5 +1,7 @@
 """Unusable directories are refused before anything is trained."""
 
+from pathlib import Path
+
 import pytest
 from tiny_dir import tiny_model_dir
 from train_demo import train_demo
@@ -20,6 +22,24 @@ def test_a_file_in_the_way_is_one_error(tmp_path, check):
             check(path)
     assert (tmp_path / "file").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_directory_of_something_else_is_no_finished_part(tmp_path, monkeypatch):
+    """What is there counts as made if it is complete; an empty directory is a place for it."""
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    (tmp_path / "empty").mkdir()
+    claim_part(tmp_path / "empty")
+    model = resolve_model(tiny_model_dir(tmp_path / "model", layers=2, hidden=32, vocab=320))
+    monkeypatch.chdir(tmp_path / "empty")
+    for out, says in (("../notes", r"\.\./notes holds something else.*; give another directory"),
+                      (".", "is no name for a new directory"), ("..", "is no name for a new directory")):
+        for train in (lambda out=Path(out): train_head_part(model, "eagle2", HeadOptions(quick=True),
+                                                            "2026-01-02", out=out),
+                      lambda out=Path(out): train_spd(model, out=out, quick=True)):
+            with pytest.raises(UsageError, match=says):
+                train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "model", "notes"]
 
 
 def test_training_refuses_a_file_before_it_starts(tmp_path):

@@ -22,6 +22,13 @@ def test_an_epoch_shows_every_window_once():
     assert not torch.equal(windows(tokens, 10, 0, 7, seed=3), windows(tokens, 10, per_epoch, 7, seed=3))
 
 
+def test_a_text_of_less_than_a_batch_is_one_batch():
+    tokens = torch.arange(31)
+    for step in range(3):
+        rows = windows(tokens, 10, step, 7, seed=3)
+        assert sorted(rows[:, 0].tolist()) == [0, 10, 20]
+
+
 def test_micro_batches_add_up_to_the_whole_batch():
     weight = torch.ones(2, requires_grad=True)
     a, b = torch.arange(10.0), torch.arange(20.0).reshape(10, 2)

@@ -128,7 +128,11 @@ class Checkpoint:
             named = self._named(found.files)
         else:
             named = found.indexed
-        return self._of_a_whole_model(named) if _is_bare_decoder(named) else named
+        if _is_bare_decoder(named):
+            named = self._of_a_whole_model(named)
+        if _has_embeddings_as_output(named):
+            named = self._renamed(named, {"lm_head.weight": "model.embed_tokens.weight"})
+        return named
 
     def _named(self, paths: Iterable[Path]) -> dict[str, Path]:
         found: dict[str, Path] = {}
@@ -141,9 +145,12 @@ class Checkpoint:
     def _of_a_whole_model(self, named: Mapping[str, Path]) -> dict[str, Path]:
         """Name a bare decoder's tensors as a causal language model's; transformers loads either."""
         names = {name: name if name.startswith(_BESIDE_THE_DECODER) else f"model.{name}" for name in named}
+        return self._renamed(named, names)
+
+    def _renamed(self, named: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, Path]:
         for path in dict.fromkeys(named.values()):
             self._weights.open(path).rename(names)
-        return {names[name]: path for name, path in named.items()}
+        return {names.get(name, name): path for name, path in named.items()}
 
 
 # Tensors of a causal language model that are not its decoder's.
@@ -157,6 +164,15 @@ def _is_bare_decoder(names: Collection[str]) -> bool:
     """
     return ({"embed_tokens.weight", "layers.0.input_layernorm.weight"} <= set(names)
             and "fc.weight" not in names and not any(name.startswith("model.") for name in names))
+
+
+def _has_embeddings_as_output(names: Collection[str]) -> bool:
+    """Whether the one matrix of a model that ties its embeddings has the name of the output matrix.
+
+    transformers loads either name. A model that does not tie them misses one, whatever it is called.
+    """
+    return ("lm_head.weight" in names and "model.embed_tokens.weight" not in names
+            and "model.layers.0.input_layernorm.weight" in names)
 
 
 def missing_tensor(directory: Path, name: str) -> FlowspecError:

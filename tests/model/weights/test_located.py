@@ -148,7 +148,7 @@ def test_an_lm_head_beside_tied_embeddings(tmp_path: Path, same: bool, sharded: 
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-@pytest.mark.parametrize("kind", ["bare", "float8", "no positions"])
+@pytest.mark.parametrize("kind", ["bare", "float8", "no positions", "one matrix"])
 def test_checkpoints_that_transformers_completes(copy: Path, tmp_path: Path, kind: str, sharded: bool
                                                  ) -> None:
     tensors, config = load_file(copy / SAFE), json.loads((copy / "config.json").read_text())
@@ -157,6 +157,9 @@ def test_checkpoints_that_transformers_completes(copy: Path, tmp_path: Path, kin
     elif kind == "float8":
         config["torch_dtype"] = config["dtype"] = "float8_e4m3fn"
         tensors = {name: tensor.to(torch.float8_e4m3fn) for name, tensor in tensors.items()}
+    elif kind == "one matrix":  # of a tied model, under the output's name
+        config["tie_word_embeddings"] = True
+        del tensors["model.embed_tokens.weight"]
     else:
         del config["max_position_embeddings"]
     save_file(tensors, copy / SAFE, {"format": "pt"})
@@ -164,6 +167,7 @@ def test_checkpoints_that_transformers_completes(copy: Path, tmp_path: Path, kin
     theirs = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32).state_dict()
     truth = {f"model.{name}" if kind == "bare" and not name.startswith("lm_head.") else name: tensor.float()
              for name, tensor in tensors.items()}
+    truth.setdefault("model.embed_tokens.weight", truth["lm_head.weight"])
     assert all(torch.equal(theirs[name], tensor) for name, tensor in truth.items())
     assert resolve_model(copy).max_positions == 2048
     ours = copy
