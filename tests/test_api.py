@@ -261,6 +261,33 @@ def test_what_a_property_raises_ends_the_request_alone(cluster: Cluster) -> None
     assert len(cluster.generate("import os", max_new_tokens=4).tokens) == 4
 
 
+def _no_init(self: Faulty, *values: object) -> None:
+    """Forget to call that of Strategy."""
+
+
+def _adds_for_ever(self: Faulty) -> None:
+    while True:
+        self.builder.add(1, 0)
+
+
+@pytest.mark.parametrize(("member", "value", "says"), [
+    ("max_in_flight", None, "has a max_in_flight of None, not a number of segments"),
+    ("max_in_flight", 0, "has a max_in_flight of 0, not a number of segments"),
+    ("prompt_taps", "abc", "has prompt_taps of 'abc', not a tuple of layers"),
+    ("__init__", _no_init, "has no params: its __init__ has to call that of Strategy"),
+    ("next_segment", _adds_for_ever, "failed: ValueError: more than [0-9]+ rows of which none became text"),
+])
+def test_what_a_strategy_is_made_of_is_checked(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, member: str,
+                                               value: object, says: str) -> None:
+    monkeypatch.setattr(registry, "_loaded", {})
+    made = type("Made", (Faulty,), {"name": "made", "begin_round": lambda self: None, member: value,
+                                    "__module__": __name__})
+    monkeypatch.setitem(globals(), "Made", made)
+    with pytest.raises(RequestFailed, match=f"^the strategy made {says}"):
+        cluster.generate("import os", strategy=f"{__name__}:Made", max_new_tokens=4)
+    assert len(cluster.generate("import os", max_new_tokens=4).tokens) == 4
+
+
 MINE = """
 import my_sibling
 from flowspec_edge import Segment, TreeStrategy

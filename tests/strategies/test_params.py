@@ -13,8 +13,8 @@ from flowspec_edge.strategies.pearl import PearlParameters
 @pytest.mark.parametrize(("given", "message"), [
     ({"width": 0}, "width must be at least 1, not 0"),
     ({"pearl_gamma": -1}, "pearl-gamma must be at least 0, not -1"),
-    ({"pipeinfer_recovery": -0.1}, "pipeinfer-recovery must not be negative, not -0.1"),
-    ({"pipeinfer_accept": float("nan")}, "pipeinfer-accept must be a number up to 65536, not nan"),
+    ({"pipeinfer_recovery": -0.1}, "pipeinfer-recovery must be at least 0, not -0.1"),
+    ({"pipeinfer_accept": float("nan")}, "pipeinfer-accept must be a number (0 to 2), not nan"),
     ({"tau": 0.0}, "tau must be positive, not 0.0"),
     ({"rank": "score"}, "rank must be draft or noise, not 'score'"),
     ({"draft": "medusa"},
