@@ -58,11 +58,11 @@ def describe(directory: Path) -> str | None:
 def require_family(config: Mapping[str, Any], path: Path | str) -> None:
     """UsageError if stages cannot run models with this ``config``, of ``path``."""
     family, inner = config.get("model_type"), config.get("text_config")
-    if family in ARCHITECTURES or (family in MULTIMODAL and isinstance(inner, dict)):
-        return
     if not isinstance(family, str):
         raise UsageError(f"{path} names no model_type: it is not the configuration of a model, or an old "
                          "one; take the checkpoint as it was published")
+    if family in ARCHITECTURES or (family in MULTIMODAL and isinstance(inner, dict)):
+        return
     only = f"only {', '.join(ARCHITECTURES)}"
     inside = inner.get("model_type") if isinstance(inner, dict) else None
     if inside in ARCHITECTURES:

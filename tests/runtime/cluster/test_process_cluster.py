@@ -140,7 +140,7 @@ def test_more_stages_than_layers_is_an_error(model: Path) -> None:
 
 
 def test_no_model_is_an_error_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no model at"):
+    with pytest.raises(UsageError, match="is an empty directory"):
         ProcessCluster(ClusterSpec(tmp_path, 1))
 
 
