@@ -23,7 +23,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from ipaddress import IPv4Address
 from tempfile import TemporaryFile
 from typing import IO, Any, TypeVar
@@ -44,6 +44,7 @@ _SSH_PORT = 22
 BEGUN = "\x1eflowspec begins\x1e"  # a line of its own; no start-up file prints it
 # A line of stderr: what a board is about to do, and how many seconds that may take.
 _DOING = re.compile(r"^\x1e([\d.]+) (.+)$", re.MULTILINE)
+_PIECE = 1 << 20  # bytes of one write
 _LOOK_S = 0.5
 _MOST_NOISE = 4096  # bytes
 SBIN = "/usr/sbin:/sbin"  # ip and tc; may be missing in an ordinary user's PATH
@@ -134,13 +135,14 @@ class Runner(ABC):
                 self.await_begin(client.stdout.fileno())
                 given: Any = ((stdin or "").encode() if stdin is None or isinstance(stdin, str)
                               else mmap.mmap(stdin.fileno(), 0, access=mmap.ACCESS_READ))
+                # Not communicate's input: after a time limit it would never write the rest.
+                threading.Thread(target=_feed, args=(client.stdin, given), daemon=True).start()
+                client.stdin = None
                 doing, limit, since = "", self._timeout_s, time.monotonic()
                 while True:
-                    try:
-                        stdout, _ = client.communicate(given, timeout=_LOOK_S)
+                    with suppress(subprocess.TimeoutExpired):
+                        stdout, _ = client.communicate(timeout=_LOOK_S)
                         return client.returncode, stdout
-                    except subprocess.TimeoutExpired:
-                        given = None  # communicate has it
                     said = _DOING.findall(os.pread(stderr.fileno(), 1 << 20, 0).decode(errors="replace"))
                     if said and said[-1][1] != doing:
                         doing, limit, since = said[-1][1], float(said[-1][0]), time.monotonic()
@@ -152,6 +154,14 @@ class Runner(ABC):
             except BaseException:
                 client.kill()
                 raise
+
+
+def _feed(stdin: IO[bytes], given: Any) -> None:
+    """Write ``given`` to a command, which may end without reading all of it, and close its stdin."""
+    with suppress(OSError), stdin, memoryview(given) as left:
+        written = 0
+        while written < len(left):
+            written += os.write(stdin.fileno(), left[written : written + _PIECE])
 
 
 class LocalRunner(Runner):
