@@ -61,6 +61,11 @@ def test_what_a_start_up_file_prints_is_no_output(boards: sshkit.Boards) -> None
         assert runner(boards).run(["cat"], stdin="given\n") == "given\n"
 
 
+def test_a_board_that_reads_late_gets_all_of_a_large_input(boards: sshkit.Boards) -> None:
+    """It begins to read after the first look at how long it takes, and the pipe holds 64 kB."""
+    assert runner(boards).run(["sh", "-c", "sleep 1; wc -c"], stdin="x" * 3_000_000) == "3000000\n"
+
+
 def test_a_start_up_file_that_asks_gets_no_input(boards: sshkit.Boards) -> None:
     asks = runner(boards)
     asks.login_s = 3.0
