@@ -160,8 +160,8 @@ def test_no_model(tmp_path: Path, copy: Path) -> None:
 
 @pytest.mark.parametrize(("content", "complaint"), [
     ("{", "is not valid JSON"),
-    ("{}", "is not a model configuration"),
-    ('{"model_type": "no-such-thing"}', "is not a model configuration"),
+    ("{}", "names no model_type"),
+    ('{"model_type": "no-such-thing"}', "stages cannot run .no-such-thing. models"),
     ('{"model_type": "gemma"}', "stages cannot run 'gemma' models, only llama"),
 ])
 def test_configurations_that_cannot_run(copy: Path, content: str, complaint: str) -> None:

@@ -123,7 +123,8 @@ def test_a_stage_that_does_not_come_back_is_named(model: Path, tmp_path: Path) -
     with ProcessCluster(ClusterSpec(copy, 2, threads=1, rejoin_within=5.0)) as cluster:
         pids = cluster.pids
         begun = cluster.submit(Request(PROMPT, "flowspec", 1000), on_third(strike))
-        with pytest.raises(PeerLost, match=r"V2 was killed by SIGKILL; not back within 5 s: V2 .*has no config\.json"):
+        why = r"V2 was killed by SIGKILL; not back within 5 s: V2 .*has no config\.json"
+        with pytest.raises(PeerLost, match=why):
             cluster.serve(begun.done)
         with pytest.raises(PeerLost, match="not back within 5 s: V2"):
             begun.result(0)
