@@ -86,7 +86,7 @@ class ClusterSettings(StrictModel):
     serve_host: Address = "127.0.0.1"  # listen address; other than loopback requires an API key
     serve_port: Port = 8000
     forwarded_allow_ips: str = ""  # proxies whose X-Forwarded-For names the client
-    cors_origins: list[Origin] = Field([])  # of web pages that may ask; "*": all
+    cors_origins: list[Origin] = Field(default=[])  # of web pages that may ask; "*": all
 
     @property
     def draft_kind(self) -> Literal["own", "mtp", "ngram"]:
