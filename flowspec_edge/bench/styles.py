@@ -17,7 +17,7 @@ class MethodStyle(NamedTuple):
 
 
 # Colours of Paul Tol's schemes for the colour-blind; neighbours in a figure differ in marker, too.
-_STYLES = {
+STYLES = {
     "flowspec": ("#ee6677", "o"),
     "flowspec_plus": ("#aa3377", "*"),
     "flowspec_no_sbd": ("#ccbb44", "^"),
@@ -39,5 +39,5 @@ _OTHERS = ("#0077bb", "#cc3311", "#ee7733", "#33bbee", "#882255", "#44aa99")  # 
 
 def style_of(name: str) -> MethodStyle:
     """A strategy from outside gets a colour by its name."""
-    look = _STYLES.get(name) or (_OTHERS[crc32(name.encode()) % len(_OTHERS)], "H")
+    look = STYLES.get(name) or (_OTHERS[crc32(name.encode()) % len(_OTHERS)], "H")
     return MethodStyle(title_of(name), *look)

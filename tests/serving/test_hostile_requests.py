@@ -149,11 +149,11 @@ def test_the_queue_before_the_threads_is_bounded_and_fair(held: Held, model: Pat
     original = type(what.tokenizer).encode
 
     class Waiting(type(what.tokenizer)):  # type: ignore[misc]
-        def encode(self, text: str) -> list[int]:
+        def encode(self, text: str, special: bool = True) -> list[int]:
             if text == "slow":
                 begun.set()
                 assert may_end.wait(60)
-            return original(self, text)
+            return original(self, text, special)
 
     tokenizer = Waiting(what.model, "vicuna")
     with (running(replace(what, tokenizer=tokenizer), held, capacity=64) as server,

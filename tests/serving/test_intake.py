@@ -27,9 +27,9 @@ def with_tokenizer(what: ServedModel, tokenizer: Tokenizer) -> ServedModel:
 class Counting(Tokenizer):
     calls = 0
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         self.calls += 1
-        return super().encode(text)
+        return super().encode(text, special)
 
 
 class Waiting(Tokenizer):
@@ -39,10 +39,10 @@ class Waiting(Tokenizer):
         super().__init__(*arguments)  # type: ignore[arg-type]
         self.begun, self.may_end = threading.Event(), threading.Event()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, special: bool = True) -> list[int]:
         self.begun.set()
         assert self.may_end.wait(PATIENCE)
-        return super().encode(text)
+        return super().encode(text, special)
 
 
 @pytest.mark.slow
