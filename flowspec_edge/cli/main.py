@@ -11,7 +11,7 @@ import typer
 
 import flowspec_edge
 from flowspec_edge.cli.common.lazy_group import LazyCommand, LazyGroup
-from flowspec_edge.cli.common.streams import end_output, prepare_streams, raise_unsaved, unwritable
+from flowspec_edge.cli.common.streams import end_output, prepare_streams, raise_unsaved, refused_file
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.terminal import printable
 
@@ -120,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         end_output()
         return 1
     except OSError as error:
-        if (reason := unwritable(error)) is None:
+        if (reason := refused_file(error)) is None:
             raise
         return _fail(str(reason), reason.exit_code)
     except (KeyboardInterrupt, typer.Abort):

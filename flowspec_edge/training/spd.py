@@ -44,8 +44,8 @@ from flowspec_edge.training.text_files import (
     bind,
     check_place,
     claim_part,
+    claim_work,
     is_finished,
-    make_directory,
     make_part,
     work_beside,
 )
@@ -215,7 +215,7 @@ def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None
         return
     claim_part(out)
     work = work or work_beside(out)
-    make_directory(work)
+    claim_work(work)
     bind(work / "spd.json", {"recipe": asdict(recipe), "target": fingerprint(model)},
          "another model or recipe")
     corpus = prepare_for(work, load_fast_tokenizer(model), eos, _SEED, QUICK_CHARACTERS if quick else None)

@@ -22,8 +22,8 @@ from torch import Tensor
 from flowspec_edge.errors import UsageError, first_line
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
 from flowspec_edge.util.bounded_read import read_bytes, read_json, read_json_object
-from flowspec_edge.util.files import write_atomically
-from flowspec_edge.util.resources import resource_dir
+from flowspec_edge.util.files import make_directory, write_atomically
+from flowspec_edge.util.resources import in_package
 
 HELD_OUT_ONE_IN = 50  # tokens
 _SUFFIXES = (".txt", ".py", ".md", ".jsonl")  # files read from a directory
@@ -217,15 +217,6 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any) -> Document:
         raise _UnusableLine(f"the tokenizer's chat template refuses it ({first_line(error)})") from error
 
 
-def make_directory(path: Path) -> None:
-    """UsageError if ``path`` cannot be created."""
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "a file is in the way" if isinstance(error, FileExistsError) else error.strerror
-        raise UsageError(f"cannot make the directory {path}: {reason}; give another one") from error
-
-
 def bind(path: Path, wanted: dict[str, Any], what: str) -> None:
     """Bind a work directory to ``wanted``; UsageError if the file ``path`` in it says otherwise."""
     wanted = json.loads(json.dumps(wanted))  # as a reader gets it: tuples become lists
@@ -242,9 +233,16 @@ def work_beside(out: Path) -> Path:
 
 def check_place(model: Path) -> None:
     """UsageError if ``model`` came with the package, whose directory is no place for what a user trains."""
-    if model.resolve().is_relative_to(resource_dir("models").resolve()):
+    if in_package(model):
         raise UsageError(f"{model} came with flowspec-edge, and a training does not write there: say where "
                          "the result goes with --out DIR")
+
+
+def check_outside(path: Path, option: str) -> None:
+    """UsageError if ``path``, the value of ``option``, is inside the package."""
+    if in_package(path):
+        raise UsageError(f"{option} {path} is inside flowspec-edge's own directory, which its next release "
+                         "replaces: give a directory elsewhere")
 
 
 def is_finished(path: Path) -> bool:
@@ -254,14 +252,22 @@ def is_finished(path: Path) -> bool:
 
 def claim_part(path: Path) -> None:
     """UsageError, before hours of work, if ``make_part`` cannot write ``path``."""
+    check_outside(path, "--out")
     if path.name in ("", ".."):
         raise UsageError(f"{path} is no name for a new directory; give another one")
     if path.exists() and not path.is_dir():
         raise UsageError(f"cannot make the directory {path}: a file is in the way; give another one")
     if path.is_dir() and any(path.iterdir()):
         raise UsageError(f"{path} holds something else, without a config.json; give another directory")
-    make_directory(_partial(path))
+    make_directory(path.parent, "--out")
+    make_directory(_partial(path), "--out")
     shutil.rmtree(_partial(path))
+
+
+def claim_work(path: Path) -> None:
+    """Make the directory of a training's checkpoints and text; UsageError if nothing can be written there."""
+    check_outside(path, "--work")
+    make_directory(path, "--work")
 
 
 def make_part(console: Console, path: Path, part: Callable[[Path], None]) -> None:

@@ -53,10 +53,10 @@ from flowspec_edge.training.text_files import (
     bind,
     check_place,
     claim_part,
+    claim_work,
     data_files,
     digest,
     is_finished,
-    make_directory,
     make_part,
     prepare_files,
     work_beside,
@@ -108,7 +108,7 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
         return
     claim_part(out)
     work = work or work_beside(out)
-    make_directory(work)
+    claim_work(work)
     bound, others = work / f"{kind}.json", "another model, recipe or data"
     wanted = {"recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
               "data": digest(files) if files else "python"}

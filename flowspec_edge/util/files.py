@@ -55,15 +55,15 @@ def publish(partial: Path, path: Path) -> None:
 @contextmanager
 def replacing(path: Path, mode: int | None = None, replace: bool = True) -> Iterator[BinaryIO]:
     """Yield a new file that becomes ``path``, synced, in one step at the end of the block; after an exception
-    ``path`` is unchanged.
+    ``path`` is unchanged.  An OSError of the new file names ``path``.
 
     mode     permissions, which hold from the file's creation on; None: umask
     replace  False: FileExistsError for an existing file
     """
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-    descriptor = os.open(partial, flags, 0o666 if mode is None else 0o600)
     try:
+        descriptor = os.open(partial, flags, 0o666 if mode is None else 0o600)
         with os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
@@ -71,8 +71,12 @@ def replacing(path: Path, mode: int | None = None, replace: bool = True) -> Iter
                 os.fchmod(file.fileno(), mode)
             os.fsync(file.fileno())
         (os.replace if replace else os.link)(partial, path)
+    except OSError as error:
+        if error.filename in (None, str(partial)):  # a write without room names no file
+            error.filename = str(path)
+        raise
     finally:
-        with suppress(FileNotFoundError):
+        with suppress(OSError):  # it may never have been made
             partial.unlink()
     sync_directory(path.parent)
 
@@ -95,14 +99,37 @@ def write_output(path: Path, data: str | bytes) -> None:
 
 def check_writable(path: Path) -> None:
     """UsageError if :func:`write_output` would fail; does not change ``path``."""
-    target = path.resolve()
-    if target.is_dir() or (target.exists() and not target.is_file()):
-        raise UsageError(f"cannot write {path}: it is not an ordinary file")
-    if not target.parent.is_dir():
-        raise UsageError(f"cannot write {path}: no directory {path.parent}; make it first")
-    probe = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
-        probe.touch(exist_ok=False)
-        probe.unlink()
+        target = path.resolve()
+        if target.is_dir() or (target.exists() and not target.is_file()):
+            raise UsageError(f"cannot write {path}: it is not an ordinary file")
+        if not target.parent.is_dir():
+            raise UsageError(f"cannot write {path}: no directory {path.parent}; make it first")
+        _probe(target)
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
+
+
+def make_directory(path: Path, option: str = "") -> None:
+    """Make ``path`` unless it is there; UsageError if that fails, or if no file can be made in it.
+
+    option  the option that names it, such as "--work"
+    """
+    advice = f"give another {option or 'one'}"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"cannot make the directory {path}: a file is in the way; {advice}") from None
+    except OSError as error:
+        raise UsageError(f"cannot make the directory {path}: {error.strerror}; {advice}") from error
+    try:
+        _probe(path / "file")
+    except OSError as error:
+        raise UsageError(f"cannot write into the directory {path}: {error.strerror}; {advice}") from error
+
+
+def _probe(path: Path) -> None:
+    """OSError if a file cannot be made where :func:`replacing` makes that of ``path``."""
+    probe = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
+    probe.touch(exist_ok=False)
+    probe.unlink()

@@ -10,6 +10,12 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 KINDS = ("deploy", "profiles", "models")
 
 
+def in_package(path: Path) -> bool:
+    """Whether ``path`` is in the package, or among the models that come with it."""
+    place = path.resolve()
+    return any(place.is_relative_to(own) for own in (_PACKAGE, resource_dir("models").resolve()))
+
+
 def resource_dir(kind: str) -> Path:
     """``kind`` is one of ``KINDS``."""
     for root in (_PACKAGE / "_data", _PACKAGE.parent):

@@ -29,7 +29,8 @@ from flowspec_edge.training.eagle import Eagle2, new_head
 from flowspec_edge.training.heads import agreement, greedy_text, train_head
 from flowspec_edge.training.loop import device
 from flowspec_edge.training.python_source import TokenizedCorpus
-from flowspec_edge.training.text_files import bind, make_directory, make_part
+from flowspec_edge.training.text_files import bind, make_part
+from flowspec_edge.util.files import make_directory
 
 _SAMPLE_PROMPT = "def read_lines(path"
 

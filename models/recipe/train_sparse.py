@@ -40,7 +40,8 @@ from flowspec_edge.training.loop import (
     windows,
 )
 from flowspec_edge.training.python_source import TokenizedCorpus, prepare_for
-from flowspec_edge.training.text_files import make_directory, make_part
+from flowspec_edge.training.text_files import make_part
+from flowspec_edge.util.files import make_directory
 from flowspec_edge.util.tomlfile import toml_table
 
 _SAMPLE = 40_000  # held-out tokens that are measured

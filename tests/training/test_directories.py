@@ -6,19 +6,21 @@ import pytest
 from tiny_dir import tiny_model_dir
 from train_demo import train_demo
 
+import flowspec_edge
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.training.spd import train_spd
-from flowspec_edge.training.text_files import claim_part, make_directory, work_beside
+from flowspec_edge.training.text_files import claim_part, claim_work, work_beside
 from flowspec_edge.training.train_head import HeadOptions, train_head_part
+from flowspec_edge.util.files import make_directory
 from flowspec_edge.util.resources import resource_dir
 
 
-@pytest.mark.parametrize("check", [make_directory, claim_part])
+@pytest.mark.parametrize("check", [make_directory, claim_part, claim_work])
 def test_a_file_in_the_way_is_one_error(tmp_path, check):
     (tmp_path / "file").write_text("mine")
     for path in (tmp_path / "file", tmp_path / "file" / "spd"):
-        with pytest.raises(UsageError, match=r"cannot make the directory .*; give another one"):
+        with pytest.raises(UsageError, match="a file is in the way; give another"):
             check(path)
     assert (tmp_path / "file").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -61,6 +63,22 @@ def test_nothing_is_trained_into_the_package():
         with pytest.raises(UsageError, match=r"demo came with flowspec-edge.*--out DIR"):
             train()
     assert not list(resource_dir("models").glob("*work*"))
+
+
+def test_nor_where_a_path_leads_into_the_package(tmp_path):
+    """Neither among its models nor in its code, by a link or by dots, for the result or for the work."""
+    model, models, code = resolve_model("demo"), resource_dir("models"), Path(flowspec_edge.__file__).parent
+    (tmp_path / "link").symlink_to(models)
+    for inside in (models / "mine", code / "mine", code / "cli" / ".." / "mine", tmp_path / "link" / "mine"):
+        for option, places in (("--out", {"out": inside, "work": tmp_path / "work"}),
+                               ("--work", {"out": tmp_path / "out", "work": inside})):
+            for train in (lambda p=places: train_head_part(model, "eagle3", HeadOptions(quick=True),
+                                                           "2026-01-02", **p),
+                          lambda p=places: train_spd(model, quick=True, **p)):
+                with pytest.raises(UsageError, match=f"^{option} {inside} is inside flowspec-edge's own dir"):
+                    train()
+            assert not inside.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["link"]
 
 
 def test_the_work_is_beside_the_result(tmp_path):

@@ -21,9 +21,9 @@ from flowspec_edge.cli.common.options import (
 )
 from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.cli.common.workload import fail_if_different, require_runnable
-from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO, resolve_model
 from flowspec_edge.sampling.settings import Sampling
+from flowspec_edge.util.files import make_directory
 
 if TYPE_CHECKING:
     from flowspec_edge.bench.reproduce.catalogue import Artefact, Measurement
@@ -102,10 +102,7 @@ def reproduce(
     for measurement in needed.values():  # before anything runs
         require_runnable(measurement.strategies, resolve_model(model), measurement.params, "virtual", 1)
     folder = out / "measured"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make {folder}: {error.strerror}; give another --out") from error
+    make_directory(folder, "--out")
     check_figure(out / "figure.svg")
     done: dict[str, Measured] = {}  # tables that share a measurement share its figures
     differences: list[str] = []

@@ -1,4 +1,5 @@
-"""The standard streams of a command: closed ones, encodings without a character, and disks without room.
+"""The standard streams of a command: closed ones, encodings without a character, disks without room, and
+files that the system refuses.
 
 Standard output is the command's result, so what it cannot take is an error. Standard error has notes and
 progress, so what it cannot take is dropped: a full disk under a log must not cost the result.
@@ -21,6 +22,11 @@ from flowspec_edge.errors import FlowspecError
 _NO_ROOM = {errno.ENOSPC: "free some space", errno.EDQUOT: "free some space", errno.EFBIG: "see ulimit -f",
             errno.EROFS: "choose another place", errno.EIO: "see the kernel's log (dmesg)",
             errno.EBADF: "it is not open for writing"}
+# Of paths that a user gave, to be read or written.
+_NO_ACCESS = {errno.EACCES: "see its permissions and those of its directories, or choose another place",
+              errno.EPERM: "see its permissions and attributes (lsattr), or choose another place",
+              errno.ENOTDIR: "a part of the path is a file", errno.EISDIR: "name a file in it",
+              errno.ENAMETOOLONG: "choose a shorter name", errno.ELOOP: "its links go in a circle"}
 
 
 _unsaved: dict[Path, FlowspecError] = {}
@@ -75,12 +81,15 @@ def raise_unsaved() -> None:
         raise errors[0]
 
 
-def unwritable(error: OSError) -> FlowspecError | None:
-    """The line for a file system that takes no more; None for another error."""
-    if error.errno not in _NO_ROOM:
-        return None
-    what = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "the output"
-    return FlowspecError(f"cannot write {what}: {error.strerror}: {_NO_ROOM[error.errno]}")
+def refused_file(error: OSError) -> FlowspecError | None:
+    """The line for a file system that takes no more, or that refuses a path; None for another error."""
+    path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
+    if error.errno in _NO_ROOM:
+        what = path or "the output"
+        return FlowspecError(f"cannot write {what}: {error.strerror}: {_NO_ROOM[error.errno]}")
+    if error.errno in _NO_ACCESS and path:
+        return FlowspecError(f"cannot use {path}: {error.strerror}: {_NO_ACCESS[error.errno]}")
+    return None
 
 
 def end_output() -> None:

@@ -82,8 +82,9 @@ def fetch(
         wanted |= {part: done[part] for part in wanted if part in done and part != "target"}
     os.environ.pop("TQDM_DISABLE", None)  # the client's own progress bars, on a terminal
     from flowspec_edge.model.catalogue import download_to
-    from flowspec_edge.util.files import write_atomically
+    from flowspec_edge.util.files import make_directory, write_atomically
 
+    make_directory(directory.parent)
     for part, repository in wanted.items():
         if done.get(part) != repository:
             place = directory / (DRAFT_PARTS.get(part) or part)

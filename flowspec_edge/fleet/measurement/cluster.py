@@ -22,7 +22,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.fleet.board_links.shaping import measure_between
 from flowspec_edge.fleet.commands import failure, on_each, python_for, runner_for
 from flowspec_edge.fleet.inventory import DeviceEntry, Inventory, beside
-from flowspec_edge.util.files import write_atomically
+from flowspec_edge.util.files import make_directory, write_atomically
 from flowspec_edge.util.tomlfile import parse_toml
 
 DIRECTORY = "profiles"  # beside the cluster file
@@ -50,7 +50,7 @@ def measure_boards(inventory: Inventory, path: Path, arguments: Sequence[str], a
     arguments  further options of `flowspec device profile`
     again      also boards that have been measured
     """
-    (path.absolute().parent / DIRECTORY).mkdir(exist_ok=True)
+    make_directory(path.absolute().parent / DIRECTORY)
 
     def measure(device: DeviceEntry) -> Outcome:
         file = profile_file(device, path)

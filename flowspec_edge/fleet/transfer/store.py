@@ -262,7 +262,4 @@ def _read_verified(home: Path) -> dict[str, list[int | str]]:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # ENOSPC comes without a file name
+    write_atomically(path, text)

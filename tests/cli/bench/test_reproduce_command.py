@@ -68,7 +68,7 @@ def test_a_table_is_measured_once_and_written(tmp_path: Path, capsys: pytest.Cap
     (["flowspec-table-4"], "did you mean flowspec-table-3?"),
     (["nothing"], "nothing to reproduce is called 'nothing'; there are flowspec-table-1,"),
     (["spd-law", "--prompts", "/nowhere.jsonl", "--out", "OUT"], "cannot read /nowhere.jsonl"),
-    (["spd-law", "--out", "/proc/nowhere"], "cannot make /proc/nowhere/measured"),
+    (["spd-law", "--out", "/proc/nowhere"], "cannot make the directory /proc/nowhere/measured"),
 ])
 def test_bad_input_is_one_line(arguments: list[str], says: str, tmp_path: Path,
                                capsys: pytest.CaptureFixture[str]) -> None:
