@@ -32,10 +32,7 @@ class Exactness:
 
     @property
     def mark(self) -> str:
-        """Beside a figure: "≠" if an answer is wrong, "≈" if near ties alone made answers differ."""
-        if not self.different_answers:
-            return ""
-        return "≈" if self.different_answers == self.near_ties else "≠"
+        return mark_of(self.different_answers, self.near_ties)
 
     @property
     def tokens_text(self) -> str:
@@ -45,6 +42,13 @@ class Exactness:
     def answers_text(self) -> str:
         """With the mark."""
         return f"{self.different_answers}/{self.answers} {self.mark}".rstrip()
+
+
+def mark_of(different_answers: int, near_ties: int) -> str:
+    """Beside a figure: "≠" if an answer is wrong, "≈" if near ties alone made answers differ."""
+    if not different_answers:
+        return ""
+    return "≈" if different_answers == near_ties else "≠"
 
 
 def exactness(samples: Iterable[Sample]) -> Exactness:

@@ -17,7 +17,7 @@ from flowspec_edge.bench.estimates import (
     speed,
     speedup,
 )
-from flowspec_edge.bench.exactness import exactness
+from flowspec_edge.bench.exactness import exactness, mark_of
 from flowspec_edge.bench.paper_results import PaperResults
 from flowspec_edge.bench.reproduce.catalogue import Artefact, Kind, Measurement
 from flowspec_edge.bench.results import BenchReport, Results
@@ -78,10 +78,7 @@ class Record:
 
     @property
     def mark(self) -> str:
-        """As :attr:`Exactness.mark`."""
-        if not self.different_answers:
-            return ""
-        return "≈" if self.different_answers == self.near_ties else "≠"
+        return mark_of(self.different_answers, self.near_ties)
 
     @property
     def conditions(self) -> tuple[str, str, bool, float]:
