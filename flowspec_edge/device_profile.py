@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from bisect import bisect_right
 from collections.abc import Mapping
 from itertools import pairwise
@@ -337,6 +338,9 @@ def load_profile(name_or_path: str) -> Profile:
         path = resource_dir("profiles") / f"{name_or_path}.toml"
     elif name_or_path.endswith(".toml") or "/" in name_or_path:
         path = Path(name_or_path)
+        if path.suffix == ".toml" and not path.exists():
+            raise UsageError(f"there is no profile {path}: see flowspec profiles, or measure a board: "
+                             f"flowspec device profile --out {shlex.quote(str(path))}")
     else:
         raise UsageError(f"no profile {name_or_path!r}; {did_you_mean(name_or_path, profile_names())}"
                          f"there are {', '.join(profile_names())}, "

@@ -254,7 +254,7 @@ class SshRunner(Runner):
     def __init__(self, inventory: Inventory, device: DeviceEntry, timeout_s: float = TIMEOUT_S,
                  own_connection: bool = False) -> None:
         """``own_connection``: no ControlMaster sharing, so that the remote sshd ends with this command."""
-        super().__init__(f"{device.name} ({device.address})", timeout_s)
+        super().__init__(device.label, timeout_s)
         configured = _configured(inventory, device)
         # Nothing can be asked; a command or forwardings of the user's are for a terminal.
         options: dict[str, str | int] = {"BatchMode": "yes", "LogLevel": "ERROR", "RemoteCommand": "none",

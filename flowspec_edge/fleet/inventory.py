@@ -163,6 +163,11 @@ class DeviceEntry(StrictModel):
                 raise ValueError(f"{value!r} is not an IPv4 address") from None
         return value
 
+    @property
+    def label(self) -> str:
+        """The name and the address, or what is both, as errors of a connection begin."""
+        return self.name if self.name == self.address else f"{self.name} ({self.address})"
+
 
 class Inventory(StrictModel):
     cluster: ClusterSettings

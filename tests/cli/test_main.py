@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from functools import cache
 from io import StringIO
@@ -19,7 +19,11 @@ import pytest
 import typer
 from tiny_dir import tiny_model_dir
 
+from flowspec_edge.cli.bench.reproduce import reproduce
+from flowspec_edge.cli.boards import device
+from flowspec_edge.cli.generate.command import generate
 from flowspec_edge.cli.main import Commands, app, main
+from flowspec_edge.cli.models.loss import loss
 from flowspec_edge.device_profile import profile_names
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
@@ -150,3 +154,8 @@ def test_a_list_into_a_closed_pipe_is_quiet() -> None:
     with os.fdopen(writer, "wb") as pipe:
         done = subprocess.run([*COMMAND, "profiles"], stdout=pipe, stderr=subprocess.PIPE, check=False)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize("command", [device.profile, device.kernels, loss, generate, reproduce])
+def test_what_computes_here_takes_the_gpu_by_default(command: Callable[..., None]) -> None:
+    assert inspect.signature(command).parameters["device"].default == "auto"

@@ -55,7 +55,7 @@ def not_nan(value: float | None) -> float | None:
     return value
 
 
-def _torch_device(value: str) -> str:
+def torch_device_name(value: str) -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", value):
         raise typer.BadParameter(f"{value!r} is not auto, cpu, cuda or cuda:N")
     return value
@@ -74,7 +74,7 @@ DtypeOption = Annotated[DtypeChoice, typer.Option(
         "Element type of activations, caches and weights that are not quantised; auto: the compute dtype of "
         "a sharded model, else fp32."))]
 DeviceOption = Annotated[str, typer.Option(
-    "--device", callback=_torch_device, metavar="DEVICE", hidden=True, rich_help_panel=MODEL,
+    "--device", callback=torch_device_name, metavar="DEVICE", hidden=True, rich_help_panel=MODEL,
     help="cpu, cuda or cuda:N; auto: a GPU if PyTorch sees one with enough memory for the model.")]
 BoardModelOption = Annotated[str | None, typer.Option(
     "--board-model", help="With --cluster: the model's directory on the boards, if it is not the same path "

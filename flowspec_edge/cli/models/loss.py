@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from flowspec_edge.cli.common.options import torch_device_name
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.bounded_read import read_text
 
@@ -29,7 +31,9 @@ def loss(
         metavar="FILE")] = None,
     tokens: Annotated[int, typer.Option(
         "--tokens", min=2, max=1 << 20, help="Tokens of the text to use.", metavar="N")] = 1024,
-    device: Annotated[str, typer.Option("--device", help="Where to compute: cpu, or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(
+        "--device", callback=torch_device_name, metavar="DEVICE",
+        help="cpu, cuda or cuda:N; auto: the GPU if PyTorch sees one, else the CPU.")] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,
 ) -> None:
     """Measure what 4- or 8-bit weights cost: perplexity, KL divergence, and how often the best token changes.
@@ -54,10 +58,14 @@ def loss(
     from flowspec_edge.bench.weight_loss import steps, weight_losses
     from flowspec_edge.cli.common.workload import progress
     from flowspec_edge.model.text import Tokenizer
+    from flowspec_edge.util.torchdevice import architectures, gpus, pick
 
+    picked, reason = pick(device, gpus(), architectures(), 0)
+    if reason:
+        print(f"flowspec: note: on the CPU: {reason}", file=sys.stderr)
     texts = _texts(Tokenizer(checkpoint), text, tokens, min(_TEXT_TOKENS, checkpoint.max_positions))
     with progress(steps(sharded, checkpoint), "layers") as advance:
-        losses = weight_losses(sharded, checkpoint, texts, device, lambda: advance("a stage"))
+        losses = weight_losses(sharded, checkpoint, texts, picked, lambda: advance("a stage"))
     if as_json:
         print(json.dumps([asdict(found) for found in losses], indent=2))
     else:

@@ -162,7 +162,7 @@ class NetnsTestbed:
 def check_machine() -> None:
     """UsageError if this process or machine cannot create a testbed."""
     if missing := missing_tools(_TOOLS):
-        raise UsageError(f"real links on this machine need {', '.join(missing)}: install it")
+        raise UsageError(f"real links on this machine need {', '.join(missing)}: install what is missing")
     if os.geteuid() != 0:
         raise UsageError("real links on this machine are network namespaces, which only root may create: "
                          "run this with sudo, or in virtual time")

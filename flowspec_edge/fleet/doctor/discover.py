@@ -233,7 +233,7 @@ _ROLES = {
 """,
     "estimated": """
 # Who drafts and who verifies, in which order and with which layers, the planner decides (role = "auto").  For
-# {without} flowspec has no profile: what they can do is ESTIMATED from memory_mb and cores.  Measure the
+# {without} flowspec has no profile: the speed there is ESTIMATED from memory_mb and cores.  Measure the
 # boards, once flowspec is there: flowspec device profile --cluster {file}
 """}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -53,6 +54,12 @@ def parse_devices(given: Sequence[str]) -> list[BoardSpec]:
         name, _, count = text.rpartition(":")
         if not name or not count.removeprefix("-").isdigit():
             name, count = text, "1"
+        path = Path(name)
+        if path.suffix == ".toml" and not path.exists():
+            named = shlex.quote(str(path))
+            raise UsageError(f"--devices {text}: there is no file {path}: find your boards with flowspec "
+                             f"deploy init HOST HOST… --out {named}, or measure one on it with flowspec "
+                             f"device profile --out {named}")
         if int(count) < 1:
             raise UsageError(f"--devices {text}: the count must be at least 1, not {count}")
         profiles += [load_profile(name)] * int(count)

@@ -287,11 +287,13 @@ class _Table:
             return "another board drafts"
         if not self.most:
             needs, has = self.problem.stage(1), max(self.board.room, 0)
-            return f"too little memory for one layer: needs {needs / 1e6:,.0f} MB, has {has / 1e6:,.0f} MB"
+            return (f"too little memory for one layer: {needs / 1e6:,.0f} MB are needed, and "
+                    f"{has / 1e6:,.0f} MB are there")
         if self.occupied > slowest:
-            return f"its port takes {self.occupied / 1e6:.3g} ms a segment, longer than the slowest stage"
+            return (f"a segment takes {self.occupied / 1e6:.3g} ms at the network port, longer than in the "
+                    "slowest stage")
         if self.stage[1] > slowest:
-            return f"its {self.stage[1] / 1e6:.3g} ms a layer would make it the slowest stage"
+            return f"one layer takes {self.stage[1] / 1e6:.3g} ms there, longer than the slowest stage"
         return ("a longer way through more stages would cost more than their shorter slots gain"
                 if slowest > shortest else "would not make the slowest stage faster")
 

@@ -98,13 +98,14 @@ def _joined(check: str, group: list[Finding]) -> Finding:
 
 def unreachable(device: DeviceEntry, error: str, given: Literal["file", "options"] = "file") -> Finding:
     """``error``: ssh's or a runner's, in one line; ``given``: where the user says how to reach the board."""
+    error = error.removeprefix(f"{device.label}: ")  # a finding names the board itself
     found_port, port = _PORT.search(error), device.ssh_port
     values = {**(_IN_FILE if given == "file" else _BY_OPTION), "address": device.address,
               "port": found_port[1] if found_port else port or 22, "p": f"-p {port} " if port else "",
               "known": f"'[{device.address}]:{port}'" if port not in (None, 22) else device.address,
               "target": f"{device.ssh_user}@{device.address}" if device.ssh_user else device.address}
     if _HANGS.search(error):
-        found, _, advice = error.removeprefix(f"{device.name} ({device.address}): ").rpartition(": ")
+        found, _, advice = error.rpartition(": ")
         return Finding("ssh", "failed", found, advice, board=device.name)
     for pattern, found, advice in _SSH:
         if re.search(pattern, error):

@@ -67,8 +67,13 @@ def test_an_unreachable_board_is_named_and_nothing_written(
         assert here not in error
         return error
 
-    said = refused(other, *options(boards, "stranger"))  # with which no connection is shared yet
-    assert f"{other} ({other}): ssh: " in said
+    unshared = boards.directory / "unshared"  # a connection of another test's would let anyone in
+    unshared.write_text(f"ControlPath none\n{(boards.directory / 'config').read_text()}"
+                        f"Host {here}\nIdentityFile {boards.directory}/user\n")
+    stranger = options(boards, "stranger")[:-1]
+    said = refused(other, *stranger, str(unshared))
+    assert said.startswith(f"flowspec: error: {other}: ssh: it does not let this user in with this key (ssh")
+    assert f"({other}" not in said  # the line has named the board
     assert "Permission denied" in said
     said = refused(f"{other}:2222", *options(boards))
     assert "nothing answers at port 2222 (" in said

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
@@ -57,3 +58,18 @@ def test_a_benchmark_checks_it_against_its_own_weights(cut: Path, tmp_path: Path
     report = json.loads(out.read_text())
     assert (report["settings"]["stages"], report["settings"]["dtype"]) == (3, "fp32")
     assert len(report["rows"]) == 2
+
+
+def test_the_loss_is_measured_on_the_gpu_if_there_is_one(whole: Path, cut: Path, tmp_path: Path,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    """By default as with --device auto, which is the CPU here unless PyTorch sees a GPU."""
+    text = tmp_path / "text.txt"
+    text.write_text("for i in range(10): print(i)\n" * 4)
+    command = ["models", "loss", str(cut), "--against", str(whole), "--text", str(text), "--tokens", "32",
+               "--json"]
+    assert main(command) == main([*command, "--device", "auto"]) == 0
+    first, second = capsys.readouterr().out.split("]\n[")
+    assert first.strip("[]\n") == second.strip("[]\n")
+    if not torch.cuda.is_available():
+        assert main([*command, "--device", "cuda"]) == 2
+        assert "--device cuda: " in capsys.readouterr().err

@@ -24,6 +24,7 @@ from flowspec_edge.fleet.doctor.discover import (
     parse_hosts,
     profile_of,
     render_cluster_toml,
+    require_mode,
     with_host_names,
 )
 from flowspec_edge.fleet.inventory import DeviceEntry, load_inventory
@@ -221,7 +222,7 @@ def of_memory(total_mb: float, name: str, profile: str = "") -> DiscoveredBoard:
 
 @pytest.mark.parametrize(("found", "roles", "says"), [
     ([of_memory(8000, "a"), of_memory(65_000, "b", "agx-orin-64gb")], ["auto", "auto"],
-     "For a flowspec has no profile: what they can do is ESTIMATED"),
+     "For a flowspec has no profile: the speed there is ESTIMATED"),
     ([of_memory(8000, "a"), of_memory(9000, "b")], ["auto", "auto"], "For a, b flowspec has no profile"),
     ([of_memory(8000, "a", "orin-nano-8gb"), of_memory(65_000, "b", "agx-orin-64gb")], ["auto", "auto"],
      "the planner decides")])
@@ -253,3 +254,35 @@ def test_what_needs_a_decision_is_in_the_comments() -> None:
                  "→ sudo: me cannot become root without a password (sudo: a password is required)",
                  "deploy up --cluster x.toml"):
         assert line in text
+
+
+def other_board(name: str, **facts: Any) -> DiscoveredBoard:
+    found = told(name)
+    device = DeviceEntry(name=name, address=f"{name}.lab")
+    return replace(found, device=device, board=replace(found.board, **facts))
+
+
+def test_a_power_mode_that_a_board_lacks_is_refused_with_those_it_has() -> None:
+    boards = [replace(other_board(name), modes=modes) for name, modes in (
+        ("a", ("MAXN", "25W")), ("b", ("15W", "30W")), ("pc", ()))]
+    require_mode(boards, "")
+    require_mode([boards[0], boards[2]], "25W")  # a machine without modes has none to set
+    with pytest.raises(UsageError) as raised:
+        require_mode(boards, "25W")
+    assert str(raised.value) == "no power mode '25W': b has 15W, 30W"
+    with pytest.raises(UsageError) as raised:
+        require_mode(boards, "MAXN_SUPER")
+    assert str(raised.value) == "no power mode 'MAXN_SUPER': a has MAXN, 25W; b has 15W, 30W"
+
+
+def test_all_boards_get_a_part_and_the_one_with_the_most_memory_drafts(tmp_path: Path) -> None:
+    boards = [other_board(name, total_mb=mb) for name, mb in (("a", 8e3), ("b", 64e3), ("c", 64e3))]
+    file, given = tmp_path / "lab.toml", {"power_mode": "25W"}
+    file.write_text(render_cluster_toml(boards, "lab", str(file), given=given, all_boards=True))
+    found = load_inventory(file)
+    assert [device.role for device in found.device] == ["verify", "draft", "verify"]
+    assert found.decided
+    assert [found.power_mode(device) for device in found.device] == ["25W"] * 3
+    assert "takes part (--all-boards), whether or not fewer would be faster; b drafts.\n" in file.read_text()
+    file.write_text(render_cluster_toml(boards, "lab", str(file)))
+    assert [device.role for device in load_inventory(file).device] == ["auto"] * 3
