@@ -152,7 +152,8 @@ def test_a_profile_of_ones_own(tmp_path: Path) -> None:
 def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no profile 'nano'; there are agx-orin-64gb, cpu-2core, orin-"):
         load_profile("nano")
-    with pytest.raises(UsageError, match=r"there is no profile .*absent\.toml: .* flowspec device profile --out"):
+    says = r"there is no profile .*absent\.toml: .* flowspec device profile --out"
+    with pytest.raises(UsageError, match=says):
         load_profile(str(tmp_path / "absent.toml"))
 
 

@@ -44,8 +44,9 @@ class Exactness:
         return f"{self.different_answers}/{self.answers} {self.mark}".rstrip()
 
 
-def mark_of(different_answers: int, near_ties: int) -> str:
-    """Beside a figure: "≠" if an answer is wrong, "≈" if near ties alone made answers differ."""
+def mark_of(different_answers: int | None, near_ties: int | None) -> str:
+    """Beside a figure: "≠" if an answer is wrong, "≈" if near ties alone made answers differ; "" also if
+    that is not known."""
     if not different_answers:
         return ""
     return "≈" if different_answers == near_ties else "≠"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from flowspec_edge.bench.exactness import mark_of
 from flowspec_edge.bench.near_ties import TOLERANCE, NearTies, _nearly_best
 from flowspec_edge.bench.results import BenchReport
 from flowspec_edge.bench.runner import BenchPlan, Workload, measure
@@ -165,3 +166,9 @@ def test_only_near_ties_differ_beside_other_requests(model: Path, dtype: str) ->
     for request, result in zip(requests, results, strict=True):
         assert len(result.tokens) == 24
         assert explain(request, result.tokens, result.finish_reason), request.strategy
+
+
+@pytest.mark.parametrize(("different", "near", "mark"), [
+    (0, 0, ""), (None, None, ""), (3, 3, "≈"), (3, 2, "≠"), (1, 0, "≠")])
+def test_a_mark_says_whether_near_ties_explain_all(different: int | None, near: int | None, mark: str) -> None:
+    assert mark_of(different, near) == mark
