@@ -170,5 +170,5 @@ def test_only_near_ties_differ_beside_other_requests(model: Path, dtype: str) ->
 
 @pytest.mark.parametrize(("different", "near", "mark"), [
     (0, 0, ""), (None, None, ""), (3, 3, "≈"), (3, 2, "≠"), (1, 0, "≠")])
-def test_a_mark_says_whether_near_ties_explain_all(different: int | None, near: int | None, mark: str) -> None:
+def test_a_mark_says_whether_near_ties_explain(different: int | None, near: int | None, mark: str) -> None:
     assert mark_of(different, near) == mark
