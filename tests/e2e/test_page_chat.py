@@ -48,12 +48,13 @@ RENDERED = """async (texts) => {
     });
 }"""
 
-# Keep what is said in the place of the tree from now on, while it can be seen.
+# Keep what is said in the place of the tree while it can be seen and an answer is on its way.
 SAID = """() => {
-    const idle = document.querySelector("#tree-idle");
+    const idle = document.querySelector("#tree-idle"), log = document.querySelector("#log");
     window.said = [];
-    new MutationObserver(() => idle.checkVisibility() && said.push(idle.textContent)).observe(
-        idle, {childList: true, characterData: true, subtree: true, attributes: true});
+    new MutationObserver(() => {
+        if (log.ariaBusy === "true" && idle.checkVisibility()) said.push(idle.textContent);
+    }).observe(idle, {childList: true, characterData: true, subtree: true, attributes: true});
 }"""
 
 pytestmark = [needs_browser, pytest.mark.slow]
@@ -234,7 +235,7 @@ def test_right_guesses_are_those_of_one_strategy(browser: Browser, watched: Watc
             words = f"the last {rounds[strategy]} rounds of {title}"
             expect(whose).to_have_text(words)
             expect(bars).to_have_attribute("aria-label", re.compile(f"{words}, "))
-            shares = bars.locator("i").evaluate_all(
+            shares = bars.locator("span").evaluate_all(
                 "(all) => all.map((bar) => Number(bar.style.getPropertyValue('--share')))")
             assert sum(shares) * rounds[strategy] == pytest.approx(accepted[strategy])
             page.select_option("#strategy", "autoregressive")  # which guesses nothing
