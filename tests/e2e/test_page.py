@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import shutil
 import signal
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from livekit import Watchable, Watched, watchable, watched_cluster
 from pagekit import DESK, PHONE, board_names, loaded, needs_browser, painted, scrolls_sideways, visit
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Locator, Page, expect
 from powerkit import board
 from propertykit import examples
 from servekit import LONG, placed, post
@@ -50,6 +52,59 @@ CONTRASTS = """() => {
 }"""
 PROMPT = "def f(x): return"
 CONTINUED = 256  # tokens, chat.js
+# By path: where every element is, and how large, besides those of the log, the bars, and numbers of any width
+PLACES = """() => Object.fromEntries([...document.querySelectorAll("body *")]
+    .filter((element) => element.checkVisibility({visibilityProperty: true})
+        && !element.matches("#log *, #acceptance *, dd *, .meter b"))
+    .map((element) => {
+        const {left, top, width, height} = element.getBoundingClientRect(), path = [];
+        for (let at = element; at !== document.body; at = at.parentElement)
+            path.unshift(at.id || `${at.tagName} ${[...at.parentElement.children].indexOf(at)}`);
+        return [path.join(" > "), [left + scrollX, top + scrollY, width, height].map(Math.round)];
+    }))"""
+# Grow a tree, of which the next event cuts a part. Then, of every label: its text, how many pixels it has,
+# and how many of them are not those of the text alone
+LABELS = """async ([events, rows]) => {
+    const {growTree, clearTree} = await import("/page/tree.js");
+    const canvas = document.querySelector("#tree"), draw = canvas.getContext("2d");
+    const [clear, fill] = [draw.clearRect, draw.fillText];
+    let labels = [];
+    draw.clearRect = (...box) => { labels = []; clear.apply(draw, box); };
+    draw.fillText = (text, x, y) => {
+        const {font, fillStyle, globalAlpha, textAlign, textBaseline} = draw;
+        labels.push({text, x, y, style: {font, fillStyle, globalAlpha, textAlign, textBaseline}});
+        fill.call(draw, text, x, y);
+    };
+    canvas.style.flex = "none";
+    canvas.style.height = `${rows}px`;
+    const frame = () => new Promise((resolve) => requestAnimationFrame(resolve));
+    clearTree();
+    for (const event of events) {
+        growTree(event);
+        for (let i = 0; i < 4; i += 1) await frame();
+    }
+    delete draw.clearRect;
+    delete draw.fillText;
+    const alone = document.createElement("canvas"), other = alone.getContext("2d");
+    const panel = getComputedStyle(document.documentElement).getPropertyValue("--panel");
+    [alone.width, alone.height] = [canvas.width, canvas.height];
+    const onPanel = (image, box) => {
+        other.globalAlpha = 1;
+        other.fillStyle = panel;
+        other.fillRect(0, 0, alone.width, alone.height);
+        image();
+        return other.getImageData(...box).data;
+    };
+    const found = labels.map(({text, x, y, style}) => {
+        const box = [Math.round(x), Math.round(y) - 5, Math.ceil(draw.measureText(text).width), 10];
+        const shown = onPanel(() => other.drawImage(canvas, 0, 0), box);
+        const wanted = onPanel(() => { Object.assign(other, style); other.fillText(text, x, y); }, box);
+        return [text, shown.length / 4, shown.filter((value, i) => Math.abs(value - wanted[i]) > 24).length];
+    });
+    canvas.removeAttribute("style");
+    clearTree();
+    return found;
+}"""
 pytestmark = [needs_browser, pytest.mark.slow]
 
 
@@ -91,6 +146,35 @@ def bars_fit_their_scale(page: Page) -> bool:
     }"""))
 
 
+def colours(card: Locator) -> set[str]:
+    """Of everything that is shown on it."""
+    return set(card.evaluate("""(card) => [card, ...card.querySelectorAll("*")]
+        .filter((element) => element.checkVisibility() && element.textContent)
+        .flatMap((element) => [getComputedStyle(element).color, getComputedStyle(element).borderColor])"""))
+
+
+def tree_events(seed: int) -> list[dict[str, Any]]:
+    """A tree, and the same after its root's best child became text: the other branches are cut."""
+    draw = random.Random(seed)
+    nodes: list[dict[str, Any]] = [
+        {"id": 0, "parent": -1, "depth": 0, "score": 0.0, "text": "root", "token": 0, "state": "accepted"}]
+    for number in range(1, 60):
+        parent = nodes[draw.choice((0, number // 2, number - 1))]
+        nodes.append({"id": number, "parent": parent["id"], "depth": parent["depth"] + 1, "token": number,
+                      "score": parent["score"] - draw.random(), "state": draw.choice(("sent", "drafted")),
+                      "text": draw.choice(("the", "of", "----", "model"))})
+    best = max((node for node in nodes if node["parent"] == 0), key=lambda node: node["score"])["id"]
+    below = {best}
+    for node in nodes:
+        below |= {node["id"]} if node["parent"] in below else set()
+    later = [node | {"depth": node["depth"] - 1,
+                     "state": "accepted" if node["id"] in (0, best) else
+                     node["state"] if node["id"] in below else "pruned"} for node in nodes]
+    tree = {"session": seed + 1, "root_text": "root", "over": False}
+    return [tree | {"at": 1, "position": 9, "root": 0, "nodes": nodes},
+            tree | {"at": 2, "position": 10, "root": best, "nodes": later}]
+
+
 def expected_text(model: Path) -> str:
     """What plain decoding makes of the prompt."""
     tokenizer = Tokenizer(ModelDir(model))
@@ -107,7 +191,7 @@ def test_it_shows_the_boards_the_answer_the_tree_and_the_figures(browser: Browse
         expect(page.locator("#state")).to_have_attribute("data-state", "up")
         expect(page.locator("#hint")).to_be_visible()
         energy = page.locator("#joules_per_token")
-        expect(energy).to_be_hidden()  # of no answer yet
+        expect(energy).to_have_text("–")  # no answer yet
         page.fill("#prompt", PROMPT)
         page.press("#prompt", "Enter")
         tree = page.locator("#tree")
@@ -226,6 +310,7 @@ def test_a_lost_board_is_marked_until_it_is_back(browser: Browser, model: Path, 
         expect(boards.nth(2)).to_have_attribute("data-lost", "")
         expect(boards.nth(2)).to_contain_text("lost")
         expect(page.locator("#boards li[data-lost]")).to_have_count(1)
+        assert colours(boards.nth(2)) != colours(boards.nth(1))
         expect(rail).to_have_attribute("data-lost", "2")
         expect(rail).to_have_attribute("aria-label", "No segment is on its way")
         away.rename(copy / "target")
@@ -234,6 +319,7 @@ def test_a_lost_board_is_marked_until_it_is_back(browser: Browser, model: Path, 
         expect(page.locator("#state")).to_have_attribute("data-state", "up")
         expect(boards.nth(2)).to_contain_text(re.compile(r"lost once, for \d+\.\d s"))
         expect(boards.nth(1)).not_to_contain_text("lost")
+        assert colours(boards.nth(2)) == colours(boards.nth(1))  # it is well: nothing of it is red any more
         expect(rail).to_have_attribute("aria-label", re.compile("Segments are on their way"))
         page.click("#stop")
         expect(page.locator(".note")).to_have_text("stopped")
@@ -293,6 +379,66 @@ def test_no_two_nodes_of_a_tree_stand_in_one_place(page: Page, drawn: list[tuple
         children = [node for node in nodes if node["parent"] == parent]
         best = max(child["score"] for child in children)
         assert rows[parent] in {rows[child["id"]] for child in children if child["score"] == best}
+
+
+@pytest.mark.parametrize("rows", [128, 400, 700], ids=["crowded", "roomy", "tall"])
+def test_no_line_and_no_node_crosses_a_label(page: Page, rows: int) -> None:
+    """Of what may come, of what became text, and of what was just cut: trees as the strategies give them."""
+    page.emulate_media(reduced_motion="reduce")
+    labels = [label for seed in range(6) for label in page.evaluate(LABELS, [tree_events(seed), rows])]
+    assert [label for label in labels if label[2]] == []
+    assert len(labels) > 30
+
+
+@pytest.mark.parametrize(("requests", "waiting", "asking", "state", "words"), [
+    ([], 0, False, "up", "No answer is being made; the tree grows with the next one."),
+    ([], 0, True, "up", "An answer waits for its turn."),  # between the two of a race
+    ([], 1, False, "up", "An answer waits for its turn."),
+    ([], 0, True, "lost", "The boards are not ready; no answer goes on until they are."),
+    ([("autoregressive", False)], 0, True, "up", "Plain decoding has no draft tree."),
+    ([("pearl", False)], 0, False, "up", "PEARL has no draft tree."),
+    ([("autoregressive", False), ("flowspec", True)], 0, False, "up",
+     "An answer begins; its tree grows with the first guesses."),
+])
+def test_what_is_said_in_the_place_of_the_tree(page: Page, requests: list[tuple[str, bool]], waiting: int,
+                                               asking: bool, state: str, words: str) -> None:
+    assert page.evaluate("""async ([requests, waiting, asking, state]) => {
+        const {expectTree, explainTree} = await import("/page/tree.js");
+        const {learnTitles} = await import("/page/settings.js");
+        learnTitles({titles: {pearl: "PEARL"}});
+        expectTree({strategy: "flowspec", tree: true, state});
+        explainTree({requests, waiting}, asking);
+        return document.querySelector("#tree-idle").textContent;
+    }""", [[{"strategy": name, "tree": tree} for name, tree in requests], waiting, asking, state]) == words
+
+
+@pytest.mark.parametrize("size", [DESK, PHONE], ids=["desk", "phone"])
+def test_nothing_moves_when_an_answer_begins_or_ends(browser: Browser, watched: Watchable,
+                                                     size: dict[str, int]) -> None:
+    with visit(browser, watched.server.url, viewport=size) as found:
+        page = found.page
+        board_names(page)
+        expect(page.locator("#machines li")).to_have_count(1)
+        page.fill("#length", str(LONG))
+        idle = page.evaluate(PLACES)
+        page.fill("#prompt", PROMPT)
+        page.press("#prompt", "Enter")
+        expect(page.locator("#tree")).to_have_attribute("data-grown", re.compile("[1-9]"))
+        expect(page.locator("#guesses-of")).to_have_text(re.compile("rounds? of FlowSpec$"))
+        expect(page.locator("#tokens_per_second")).to_have_text(re.compile(r"\d"))
+        expect(page.locator("#boards li").nth(1)).to_contain_text(re.compile(r"[1-9]\d* rows/s"))
+        busy = page.evaluate(PLACES)
+        page.click("#stop")
+        expect(page.locator(".note")).to_have_text("stopped")
+        expect(page.locator("#queue")).to_have_text(re.compile("^0 running"))
+        after = page.evaluate(PLACES)
+    assert len(idle) > 100
+    for later in (busy, after):
+        assert {path: (idle[path], later[path]) for path in idle.keys() & later.keys()
+                if idle[path] != later[path]} == {}
+    name = {path.split(" > ")[-1]: path for path in (*idle, *busy)}
+    assert {*idle} - {*busy} == {name["send"], name["tree-idle"]}
+    assert busy[name["stop"]] == idle[name["send"]]
 
 
 def test_it_asks_for_the_key_once(browser: Browser, cluster: Watched) -> None:

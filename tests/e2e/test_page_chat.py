@@ -22,6 +22,7 @@ from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.serving.dashboard.stats import RequestStats
 
 PROMPT = "def f(x): return"
 TOKENS = 24
@@ -45,6 +46,15 @@ RENDERED = """async (texts) => {
         return [elements.map(({tagName}) => tagName), elements.flatMap((one) => [...one.attributes].map(
             ({name, value}) => `${name}=${value}`)), depth(whole), whole.textContent];
     });
+}"""
+
+# Keep what is said in the place of the tree while it can be seen and an answer is on its way.
+SAID = """() => {
+    const idle = document.querySelector("#tree-idle"), log = document.querySelector("#log");
+    window.said = [];
+    new MutationObserver(() => {
+        if (log.ariaBusy === "true" && idle.checkVisibility()) said.push(idle.textContent);
+    }).observe(idle, {childList: true, characterData: true, subtree: true, attributes: true});
 }"""
 
 pytestmark = [needs_browser, pytest.mark.slow]
@@ -99,7 +109,9 @@ def test_settings_reach_the_request(browser: Browser, watched: Watchable) -> Non
     with visit(browser, watched.server.url) as found:
         page, bodies = found.page, Bodies(found.page)
         board_names(page)
-        assert page.locator("#strategy option").all_inner_texts() == ["FlowSpec", "chunk_pp", "plain"]
+        assert page.locator("#strategy option").all_inner_texts() == ["FlowSpec", "Chunk-PP", "plain"]
+        expect(page.locator("#served")).to_have_text(re.compile(", FlowSpec$"))
+        assert "_" not in page.locator("body").inner_text()  # of the code's names
         ask(page)
         assert bodies[-1] == {"stream": True, "stream_options": {"include_usage": True}, "model": "tiny",
                               "prompt": PROMPT, "max_tokens": 256, "flowspec": {"strategy": "flowspec"}}
@@ -134,6 +146,7 @@ def test_a_race_has_both_speeds_and_the_same_text_twice(browser: Browser, watche
         page.locator("label.switch").click()
         page.fill("#length", str(TOKENS))
         page.fill("#temperature", temperature)
+        page.evaluate(SAID)
         ask(page)
         plain, other = bodies
         assert [body["flowspec"] for body in bodies] == [{"strategy": name, "tokens": True}
@@ -157,7 +170,10 @@ def test_a_race_has_both_speeds_and_the_same_text_twice(browser: Browser, watche
         assert [answer.text_content() for answer in page.locator(".answer").all()] == [expected] * 2
         assert not scrolls_sideways(page)
         page.select_option("#strategy", "chunk_pp")
-        expect(page.locator("#contender")).to_have_text("chunk_pp")
+        expect(page.locator("#contender")).to_have_text("Chunk-PP")
+        said = page.evaluate("said")
+        assert said
+        assert not [words for words in said if words.startswith("No answer is being made")]
 
 
 def test_a_race_says_from_which_token_on_texts_differ(browser: Browser, watched: Watchable) -> None:
@@ -189,11 +205,43 @@ def test_a_race_that_is_stopped_has_no_winner(browser: Browser, watched: Watchab
         page.fill("#prompt", PROMPT)
         page.press("#prompt", "Enter")
         expect(page.locator(".answer").first).to_have_text(re.compile("."))
+        idle = page.locator("#tree-idle")
+        expect(idle).to_be_visible()
+        expect(idle).to_have_text("Plain decoding has no draft tree.")
         page.click("#stop")
         expect(page.locator(".lane .note").first).to_have_text("stopped")
+        expect(idle).to_have_text("No answer is being made; the tree grows with the next one.")
         expect(page.locator("#send")).to_be_visible()
         assert page.locator(".verdict").text_content() == ""
         assert len(bodies) == 1
+
+
+def test_right_guesses_are_those_of_one_strategy(browser: Browser, watched: Watchable,
+                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watched.feed, "stats", RequestStats())
+    rounds, accepted = {"flowspec": 0, "chunk_pp": 0}, {"flowspec": 0, "chunk_pp": 0}
+    with visit(browser, watched.server.url) as found:
+        page = found.page
+        board_names(page)
+        whose, bars = page.locator("#guesses-of"), page.locator("#acceptance")
+        expect(whose).to_have_text("no round has ended yet")
+        page.fill("#length", str(TOKENS))
+        for strategy, title in (("flowspec", "FlowSpec"), ("chunk_pp", "Chunk-PP"), ("flowspec", "FlowSpec")):
+            page.select_option("#strategy", strategy)
+            ask(page)
+            stats = watched.recorder.results[-1].stats
+            rounds[strategy] += stats.rounds
+            accepted[strategy] += stats.accepted
+            words = f"the last {rounds[strategy]} rounds of {title}"
+            expect(whose).to_have_text(words)
+            expect(bars).to_have_attribute("aria-label", re.compile(f"{words}, "))
+            shares = bars.locator("span").evaluate_all(
+                "(all) => all.map((bar) => Number(bar.style.getPropertyValue('--share')))")
+            assert sum(shares) * rounds[strategy] == pytest.approx(accepted[strategy])
+            page.select_option("#strategy", "autoregressive")  # which guesses nothing
+            ask(page)
+            expect(page.locator("#queue")).to_have_text(re.compile("^0 running"))
+            expect(whose).to_have_text(words)
 
 
 def test_a_new_chat_forgets_the_one_before(browser: Browser, cluster: Watched) -> None:

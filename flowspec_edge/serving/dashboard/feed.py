@@ -29,8 +29,7 @@ from flowspec_edge.runtime.observe.timeline import (
     TimelineEvent,
 )
 from flowspec_edge.runtime.request import Result
-from flowspec_edge.serving.dashboard.stats import Boards, RequestStats
-from flowspec_edge.strategies.tree_strategy import TreeStrategy
+from flowspec_edge.serving.dashboard.stats import Boards, RequestStats, with_tree
 from flowspec_edge.tree.draft_tree import Node
 
 
@@ -63,12 +62,10 @@ class Snapshot:
 def take_snapshot(draft_session: DraftSession, at: float, since: int | None, over: bool) -> Snapshot | None:
     """Return a snapshot of the request's tree; None if there is no tree yet, or none to show. ``since``:
     position of the previous snapshot's root; None if there was no snapshot."""
-    strategy = draft_session.strategy
-    if draft_session.request.max_new_tokens < 2:
-        return None  # a probe: the page goes on showing the last answer
+    strategy = with_tree(draft_session)
     if draft_session.finished and not over:
         return None  # its last step may have gone beyond the end; the final snapshot shows it
-    if not isinstance(strategy, TreeStrategy) or strategy.tree.root.position < 0:
+    if strategy is None or strategy.tree.root.position < 0:
         return None  # below 0 until the prompt is read
     tree = strategy.tree
     first = tree.root.position if since is None else since
@@ -221,8 +218,8 @@ class Feed(Timeline):
     def lost(self, reason: str, at: float) -> None:
         super().lost(reason, at)
         self.loss_reason = reason
-        if (oldest := self._oldest()) is not None:
-            self._leave_tree(oldest, at)
+        if (shown := self._shown()) is not None:
+            self._leave_tree(shown, at)
         self._open.clear()  # requests that continue are opened again
         self.stats.lost()
 
@@ -233,16 +230,17 @@ class Feed(Timeline):
         self.loss_reason = None
         self.boards.missing((), at)
 
-    def _oldest(self) -> DraftSession | None:
-        return next(iter(self._open.values()), None)
+    def _shown(self) -> DraftSession | None:
+        """Return the oldest request that has a tree to show: beside it others may guess without one."""
+        return next(filter(with_tree, self._open.values()), None)
 
     def _snap_if_due(self, at: float) -> None:
-        if at >= self._due and (oldest := self._oldest()) is not None:
-            self._snap(oldest, at)
+        if at >= self._due and (shown := self._shown()) is not None:
+            self._snap(shown, at)
 
     def _leave_tree(self, draft_session: DraftSession, at: float) -> None:
         """Nothing of this tree becomes text any more."""
-        if self.watched and draft_session is self._oldest():
+        if self.watched and draft_session is self._shown():
             self._snap(draft_session, at, over=True)
 
     def _snap(self, draft_session: DraftSession, at: float, over: bool = False) -> None:

@@ -73,6 +73,15 @@ class _Progress:
                 "itl_p50_s": at[0], "itl_p95_s": at[1], "itl_p99_s": at[2], "share": share}
 
 
+def with_tree(draft_session: DraftSession) -> TreeStrategy | None:
+    """Return a request's strategy if the page shows its draft tree; None if it has no tree, and for a probe
+    of one token, after which the page goes on showing the last answer."""
+    strategy = draft_session.strategy
+    if not isinstance(strategy, TreeStrategy) or draft_session.request.max_new_tokens < 2:
+        return None
+    return strategy
+
+
 class RequestStats:
     """Statistics of each running request, and more of the oldest one, or else of the last. Requests of one
     token, such as the server's own probes, are not counted."""
@@ -100,9 +109,8 @@ class RequestStats:
                 self._begun += 1
                 self.changes += 1
                 number = self._begun
-            tree = isinstance(draft_session.strategy, TreeStrategy)
-            progress = _Progress(number, request.strategy, draft_session.drafter is not None, tree,
-                                 request.priority, at, tokens, tokens)
+            progress = _Progress(number, request.strategy, draft_session.drafter is not None,
+                                 with_tree(draft_session) is not None, request.priority, at, tokens, tokens)
             self._running[draft_session.builder.session] = progress
             self._acceptance.begin(draft_session)
 

@@ -152,6 +152,24 @@ def test_plain_decoding_has_no_tree_and_guesses_nothing(watched: Watchable) -> N
     assert [tree for tree in watcher.named("tree") if tree["session"] == session] == []
 
 
+def test_the_tree_is_the_oldest_ones_that_has_one(cluster: Watched) -> None:
+    """Beside a request without a tree that began before it."""
+    with watchable(cluster, at_once=2) as watched, Watcher(watched.server.url) as watcher:
+        for number, strategy in enumerate(("autoregressive", "flowspec"), start=1):
+            post(watched.server, {"prompt": PROMPT, "max_tokens": LONG, "flowspec": {"strategy": strategy}})
+            until(lambda n=number: placed(watched.server) == (n, 0))
+
+        def both() -> list[dict[str, Any]]:
+            return [figures for figures in watcher.named("figures") if len(figures["requests"]) == 2]
+
+        until(lambda: bool(both()))
+        plain, guessing = both()[-1]["requests"]
+        assert (plain["tree"], guessing["tree"]) == (False, True)
+        assert plain["session"] < guessing["session"]
+        until(lambda: any(tree["session"] == guessing["session"] for tree in watcher.named("tree")))
+        assert len(both()[-1]["requests"]) == 2
+
+
 def test_concurrent_requests_are_listed(cluster: Watched) -> None:
     """With those that wait, in the order of their turns."""
     with watchable(cluster, at_once=2) as watched, Watcher(watched.server.url) as watcher:

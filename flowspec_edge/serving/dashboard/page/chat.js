@@ -35,9 +35,12 @@ anew.addEventListener("click", () => {
   turns = [];
   log.replaceChildren(hint);
   hint.hidden = false;
-  anew.hidden = true;
+  offerNew(false);
   prompt.focus();
 });
+
+/** Whether this page waits for an answer, or for the rest of one. */
+export const asking = () => running !== null;
 
 /** What is asked, from a `cluster` event. */
 export function openChat(cluster) {
@@ -59,18 +62,19 @@ async function ask() {
   const asked = chats ? prompt.value.trim() : prompt.value;
   if (!asked || running || model === null) return;
   hint.hidden = true;
-  anew.hidden = false;
+  offerNew(true);
   prompt.value = "";
   const turn = made("div", chats ? "turn" : "turn text");
   turn.append(made("div", "asked", asked));
   log.append(turn);
-  follow(true);
   const own = turns, controller = new AbortController(), names = racers(usual);
   const body = { model, ...settings(),
     ...(chats ? { messages: [...turns, { role: "user", content: asked }] } : { prompt: asked }) };
   busy(turn, controller);
   const how = { signal: controller.signal, show };
-  const text = await (names ? race(names, body, turn, how) : single(body, turn, how));
+  const answering = names ? race(names, body, turn, how) : single(body, turn, how);
+  follow(true);  // to the lanes of a race
+  const text = await answering;
   if (chats && text) own.push({ role: "user", content: asked }, { role: "assistant", content: text });
   busy(turn, null);
   follow(true);
@@ -110,6 +114,11 @@ function busy(turn, controller) {
   stop.hidden = controller === null;
   if (controller) stop.focus({ preventScroll: true });
   else if (matchMedia("(pointer: fine)").matches) prompt.focus({ preventScroll: true });  // no keyboard pops up
+}
+
+/** Its place stays while it is not offered: the heading must not grow by it. */
+function offerNew(offered) {
+  anew.classList.toggle("away", !offered);
 }
 
 /** Whether the end of the log can be seen: who has scrolled up is left there. */

@@ -1,9 +1,9 @@
 // The page: who is told of what the feed says.
 
 import { fillBoards, showBoards } from "./boards.js";
-import { openChat } from "./chat.js";
+import { asking, openChat } from "./chat.js";
 import { watch } from "./feed.js";
-import { explainFigures, showFigures } from "./figures.js";
+import { expectEnergy, explainFigures, showFigures } from "./figures.js";
 import { clearRail, layRail, moveSegments } from "./rail.js";
 import { showRequests } from "./requests.js";
 import { learnTitles, title } from "./settings.js";
@@ -33,13 +33,16 @@ function tell(name, words) {
 
 watch({
   cluster: describe,
-  boards: fillBoards,
+  boards(event) {
+    fillBoards(event);
+    expectEnergy(event);
+  },
   flow: moveSegments,
   tree: growTree,
   figures(event) {
     showFigures(event);
     showRequests(event);
-    explainTree(event);
+    explainTree(event, asking());
   },
   cut(why) {
     tell("cut", `${why}; trying again`);

@@ -9,13 +9,15 @@ const LAYERS = ["pruned", "drafted", "sent", "accepted"];  // what is drawn over
 const FADED = 0.6;  // how strong it is in the beginning
 const SPEED = 9;  // a second; larger is faster
 const NARROW = 500;  // pixels
-const WIDEST_COLUMN = 92, HIGHEST_ROW = 24, MARGIN = 22, LABEL = 12;  // pixels
+const WIDEST_COLUMN = 92, HIGHEST_ROW = 24, MARGIN = 22, LABEL = 12, LETTER = 0.61 * LABEL;  // pixels
+const DOT = 5.7, LINE = 1.5;  // pixels: half of a node's size, and of a line's, at most
+const PIECES = 8;  // of a line, when it is looked for behind a label
 
 const canvas = document.querySelector("#tree");
 const idle = document.querySelector("#tree-idle");
 const nodes = new Map();  // by id: {x, y, to, text, state, score, since, seen, still}
 let session = null;
-let usual = { tree: true };  // the `cluster` event
+let usual = { tree: true, state: "up" };  // the `cluster` event
 let root = null, camera = 0, before = 0;
 let row = HIGHEST_ROW, column = 60, level = 0;  // pixels; the level is the root's
 
@@ -28,19 +30,25 @@ export function expectTree(cluster) {
   usual = cluster;
 }
 
-/** What is said while there is no tree, from a `figures` event. The tree of an answer that has ended stays until
- * the next one begins. */
-export function explainTree({ requests }) {
-  idle.textContent = words(requests);
+/** What is said while there is no tree, from a `figures` event; `asking`: whether this page waits for an answer. The
+ * tree of an answer that has ended stays until the next one begins. */
+export function explainTree({ requests, waiting }, asking) {
+  idle.textContent = words(requests, waiting > 0 || asking);
   if (requests.length && root !== null && !requests.some((request) => request.session === session)) clearTree();
 }
 
-function words(requests) {
+function words(requests, wanted) {
   if (requests.some((request) => request.tree)) return "An answer begins; its tree grows with the first guesses.";
-  const { strategy, tree } = requests[0] ?? usual;
-  if (tree) return "No answer is being made; the tree grows with the next one.";
+  if (requests.length) return `${named(requests[0])} has no draft tree.`;
+  if (usual.state !== "up") return "The boards are not ready; no answer goes on until they are.";
+  if (wanted) return "An answer waits for its turn.";
+  if (usual.tree) return "No answer is being made; the tree grows with the next one.";
+  return `No answer is being made; ${named(usual)} has no draft tree.`;
+}
+
+function named({ strategy }) {
   const name = title(strategy);
-  return `${name === "plain" ? "Plain decoding" : name} has no draft tree${requests.length ? "" : ": no answer is being made"}.`;
+  return name === "plain" ? "Plain decoding" : name;
 }
 
 /** Nothing is known of any tree any more. */
@@ -185,23 +193,52 @@ function drawDot(draw, node, { x, y }) {
   draw.globalAlpha = 1;
 }
 
-/** Labels where there is room: [{node, text, left, right, top, bottom}], the best nodes first, those that were cut last. */
+/** Labels where there is room: [{node, text, left, right, top, bottom}], the best nodes first, those that were cut last.
+ * No line and no node of the tree lies behind a label: only what was cut, and the lines to its own node's children, which
+ * begin there, unless they are many in little room. */
 function placeLabels(place) {
-  const placed = [];
+  const placed = [], marks = drawnMarks(place);
   const rank = (node) => (node.state === "accepted" ? 1 : node.state === "pruned" ? node.score - 1e6 : node.score);
   for (const node of [...nodes.values()].sort((a, b) => rank(b) - rank(a))) {
-    const { x, y } = place(node), low = node.state === "accepted" ? LABEL : 0;
-    const left = x + (low ? -4 : 9), middle = y + low + (low ? 3 : 0);
-    const most = Math.floor((column - (low ? 4 : 17)) / (0.61 * LABEL));
-    if (node.light < 0.3 || x < 0 || node.text.length > most && most < 4) continue;
+    const { x, y } = place(node), low = node.state === "accepted";
+    const most = Math.floor((column - (low ? 8 : 17)) / LETTER);
+    if (node.light < 0.3 || node.text.length > most && most < 4) continue;
     const text = node.text.length > most ? `${node.text.slice(0, most - 1)}…` : node.text;
-    const label = { node, text, left, right: left + 0.61 * LABEL * text.length, top: middle - LABEL / 2,
-      bottom: middle + LABEL / 2 };
-    if (placed.some((other) => label.left < other.right && other.left < label.right && label.top < other.bottom
-      && other.top < label.bottom)) continue;
+    // Text stands below its line and ends at its node: on the other side the tree spreads.
+    const long = LETTER * text.length, left = low ? x + 4 - long : x + 9, middle = low ? y + LABEL + 3 : y;
+    const label = { node, text, left, right: left + long, top: middle - LABEL / 2, bottom: middle + LABEL / 2 };
+    const cut = node.state === "pruned";
+    const hides = (mark) => (cut || !mark.cut) && meet(label, mark)
+      && !(mark.from === null ? mark.of === node.id : mark.from === node.id && (mark.level || row >= LABEL));
+    if (left < 0 || placed.some((other) => meet(label, other)) || marks.some(hides)) continue;
     placed.push(label);
   }
   return placed;
+}
+
+const meet = (one, other) => one.left < other.right && other.left < one.right && one.top < other.bottom
+  && other.top < one.bottom;
+
+/** What is drawn besides labels, as boxes: [{of, from, cut, level, left, right, top, bottom}], a node, or a piece of the
+ * line to it. `of`: the node's id, `from`: its parent's if it is a line, which may be `level`. */
+function drawnMarks(place) {
+  const marks = [];
+  for (const node of nodes.values()) {
+    const to = place(node), parent = nodes.get(node.parent), of = node.id, cut = node.state === "pruned";
+    marks.push({ of, from: null, cut, left: to.x - DOT, right: to.x + DOT, top: to.y - DOT, bottom: to.y + DOT });
+    if (!parent) continue;
+    const from = place(parent), level = Math.abs(to.y - from.y) < 2;
+    let before = from;
+    for (let piece = 1; piece <= PIECES; piece += 1) {
+      const t = piece / PIECES;  // as drawEdge's curve has it
+      const here = { x: from.x + (to.x - from.x) * (1.5 * t - 1.5 * t * t + t ** 3),
+        y: from.y + (to.y - from.y) * (3 * t * t - 2 * t ** 3) };
+      marks.push({ of, from: parent.id, cut, level, left: before.x, right: here.x,
+        top: Math.min(before.y, here.y) - LINE, bottom: Math.max(before.y, here.y) + LINE });
+      before = here;
+    }
+  }
+  return marks;
 }
 
 function drawLabels(draw, labels) {
