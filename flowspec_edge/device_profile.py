@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.terminal import did_you_mean
 from flowspec_edge.util.tomlfile import Count, NotNegative, Positive, StrictModel, load_toml
@@ -30,15 +31,8 @@ SPARSE_GRAPH_LAYER_LAUNCHES = 17  # with experts, and without theirs
 EXPERT_LAUNCHES = 2  # of each expert that rows have chosen
 SEGMENT_LAUNCHES = 18  # of a segment beside its layers: masks, positions, 4 uploads, the norm, a download
 OUTPUT_LAUNCHES = 10  # lm_head and a greedy choice; 29 for a token sampled with top-p
-# Of a draft pass, by kind: (within the layers of a small model, others); block drafters are estimated.
-PASS_LAUNCHES = {"eagle2": (0, 32), "eagle2-deep": (0, 32), "eagle3": (0, 38), "spd": (0, 38),
-                 "lm": (354, 18), "ngram": (0, 0), "dflash": (0, 150), "dspark": (0, 160), "mtp": (0, 110)}
-SCORE_LAUNCHES = 15  # of ranking by an earlier block
-# Of a block drafter, in passes of an EAGLE head, by bytes at Llama-2-7B: five layers, fc over five states and
-# lm_head in 2.46 GB, beside one layer, fc and lm_head in 0.74; and a Markov head of rank 256.
-BLOCK_PASSES, BLOCK_SCORES = 3.3, 0.03
-# Where passes are CUDA graphs (tests/drafting/test_recorded.py): one for each of three, and copies.
-GRAPH_PASS_LAUNCHES = {"eagle2": 6, "eagle2-deep": 6, "eagle3": 5, "lm": 4}
+# Of ranking by an earlier block; and its time in passes of an EAGLE head, of a Markov head of rank 256.
+SCORE_LAUNCHES, BLOCK_SCORES = 15, 0.03
 
 CORRELATION = 0.22  # of the experts of a segment's rows, measured (docs/experiments/models.md)
 
@@ -188,9 +182,10 @@ class LaunchCost(StrictModel):
 
     def of_pass(self, kind: str) -> tuple[int, int]:
         """Launches within the layers of a small model, and others."""
-        if self.pass_graphs and kind in GRAPH_PASS_LAUNCHES:
-            return 0, GRAPH_PASS_LAUNCHES[kind]
-        return PASS_LAUNCHES[kind]
+        draft = DRAFT_KINDS[kind]
+        if self.pass_graphs and draft.graph_launches is not None:
+            return 0, draft.graph_launches
+        return draft.launches
 
     def added(self, gpu_s: float, hidden: float, exposed: int) -> float:
         """Seconds beside ``gpu_s``, the GPU's own, during which the ``hidden`` launches run."""
@@ -271,14 +266,12 @@ class Profile(StrictModel):
                                            SEGMENT_LAUNCHES)
 
     def draft_seconds(self, kind: str, nodes: int = 1, scored: bool = False) -> float:
-        """One pass that expands ``nodes``; ``kind``: of ``modeldir.DRAFT_PARTS``, or "ngram", which is
-        free.  ``scored``: by an earlier pass of a block drafter."""
-        eagle = self.draft.pass_ms
-        block = (BLOCK_SCORES if scored else BLOCK_PASSES) * eagle
-        costs = {"eagle2": eagle, "eagle2-deep": eagle, "eagle3": eagle, "lm": self.draft.lm_pass_ms,
-                 "spd": self.draft.spd_pass_ms, "ngram": 0.0, "dflash": block, "dspark": block,
-                 "mtp": eagle}
-        seconds = (costs[kind] + self.draft.row_ms * nodes) * 1e-3
+        """One pass of a draft model of ``kind`` that expands ``nodes``.  ``scored``: by an earlier pass of a
+        block drafter."""
+        draft = DRAFT_KINDS[kind]
+        times = BLOCK_SCORES if scored and draft.is_block else draft.passes
+        cost = times * getattr(self.draft, draft.charged_as) if draft.charged_as else 0.0
+        seconds = (cost + self.draft.row_ms * nodes) * 1e-3
         launches = (0, SCORE_LAUNCHES) if scored else self.launch and self.launch.of_pass(kind)
         return seconds + (self.launch.added(seconds, *launches) if self.launch and launches else 0.0)
 

@@ -17,6 +17,7 @@ from flowspec_edge.fleet.inventory import Role
 from flowspec_edge.fleet.planning.model_size import ModelBytes
 from flowspec_edge.fleet.planning.planned_draft import PlannedDraft
 from flowspec_edge.fleet.planning.planner import CandidateBoard, SplitProblem
+from flowspec_edge.model.draft_kinds import HEADS
 
 MB = 10**6
 
@@ -51,7 +52,7 @@ def size(layers: int = 32, layer_mb: float = 400, embedding_mb: float = 250, dra
         draft=round(draft_mb * MB), draft_lm_head=round(embedding_mb * MB),
         head_bits="16bit", kv_cache="16bit",
         kv_row=kv_row, draft_kv_row=kv_row, from_weights=False,
-        planned=PlannedDraft("eagle2", "here"))
+        planned=PlannedDraft(HEADS[0], "here"))
 
 
 def problem(of: ModelBytes | None = None, context: int = 2048, tentative: int = 1024,

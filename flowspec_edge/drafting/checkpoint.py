@@ -18,8 +18,8 @@ from transformers import PretrainedConfig
 
 from flowspec_edge.errors import FlowspecError, UsageError, first_line, last_line
 from flowspec_edge.model.catalogue import find_known
-from flowspec_edge.model.draft_formats import FORMATS, recognise_format
-from flowspec_edge.model.modeldir import BLOCKS, check_config
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, FORMATS, recognise_format
+from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.model.recognise import describe
 from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.model.weights.located import PICKLED, SAFE, locate, warn_of_unread
@@ -55,9 +55,9 @@ def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, A
     if name is not None and FORMATS.get(name) is None:
         raise FlowspecError(f"{path}: draft heads in the format {name} cannot be run, those of EAGLE-1, 2 "
                             f"and 3, DFlash, DFlash2, DSpark and JetSpec can; {_instead(raw)}")
-    if name is not None and (kind := FORMATS[name]) in BLOCKS and not blocks:
-        raise FlowspecError(f"{path}: a head in the format {name} is a draft model of the kind {kind}: it "
-                            f"belongs in a directory {kind}/")
+    if name is not None and (kind := DRAFT_KINDS[FORMATS[name] or ""]).is_block and not blocks:
+        raise FlowspecError(f"{path}: a head in the format {name} is a draft model of the kind {kind.name}: "
+                            f"it belongs in a directory {kind.directory}/")
     return raw
 
 

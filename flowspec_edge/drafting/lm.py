@@ -18,11 +18,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings, TargetFacts
 from flowspec_edge.drafting.fused import LLAMA_LIKE, RotaryTable, fuse_model
 from flowspec_edge.drafting.recorded import PassInputs, PassModel, RecordedPasses
 from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, JointCache, PassCache, additive_mask
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter, joined
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
+from flowspec_edge.model.draft_kinds import Shapes
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.bounded_read import UncachedFile
@@ -262,3 +264,26 @@ def _error_on_a_tree(drafter: LMDrafter, expected: Sequence[Tensor]) -> float:
                    zip(own, got.tokens[:, 0].tolist(), got.scores[:, 0].tolist(), strict=True)]
     drafter.reset(Sampling(), "draft", 1.0)
     return float(np.max(errors))  # unlike max(), keeps NaN
+
+
+class LanguageModelFormat(DraftFormat):
+    """Reads small language models, and compares their tokenizer with the target's."""
+
+    def needs_embedding(self, directory: Path) -> bool:
+        return False
+
+    def load(self, directory: Path, beside: Surroundings) -> Loaded:
+        head = beside.lm_head
+        model = load_lm(directory, beside.target, head.vocabulary, beside.dtype, head.device, beside.fused)
+        return Loaded(model.clone_session, None)
+
+    def fields(self, directory: Path) -> dict[str, Any]:
+        return checkpoint.read_config(directory, "a draft model")
+
+    def check_fit(self, directory: Path, shapes: Shapes, target: TargetFacts) -> None:
+        own = int(self.fields(directory)["vocab_size"])
+        if own != target.vocabulary:
+            require_padding(directory, target.directory, own, target.vocabulary)
+
+
+FORMAT = LanguageModelFormat()

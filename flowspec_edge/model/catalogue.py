@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field, RootModel, field_validator
 
 from flowspec_edge.errors import UsageError, first_line
-from flowspec_edge.model.draft_formats import FORMATS
+from flowspec_edge.model.draft_kinds import FORMATS
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.tomlfile import StrictModel, load_toml
 

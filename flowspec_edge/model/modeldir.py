@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.draft_kinds import STORED, DraftKind, draft_kind_named
 from flowspec_edge.model.families import MULTIMODAL, RECURRENT, SPARSE, with_defaults
 from flowspec_edge.model.recognise import GGUF, refuse_part, refuse_unless_runnable
 from flowspec_edge.model.weights.located import MANIFEST, WEIGHTS, locate, stored_names, warn_of_unread
@@ -27,12 +28,7 @@ from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.terminal import did_you_mean
 
 DEMO = "demo"
-# Draft kind -> directory.  "eagle2-deep" is a second EAGLE-2 head, used only if named; so is "mtp", which a
-# whole model has in its target; "ngram" has none.
-DRAFT_PARTS = {"eagle2": "eagle2", "eagle2-deep": "eagle2-deep", "eagle3": "eagle3", "lm": "draft-lm",
-               "spd": "spd", "dflash": "dflash", "dspark": "dspark", "mtp": "mtp"}
-BLOCKS = ("dflash", "dspark")  # kinds that draft a block of all depths in one pass
-STAND_INS = ("eagle3", "dspark", "dflash")  # for a missing EAGLE-2 head
+_MTP = "mtp."  # begins the names of the tensors of an MTP layer
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
 
@@ -65,11 +61,18 @@ class ModelDir:
         return self.path / "draft" if self.sharded else self.path
 
     def draft(self, kind: str) -> Path | None:
-        """``kind`` is a key of ``DRAFT_PARTS``; None if the model has no such draft."""
-        path = self.parts / DRAFT_PARTS[kind]
-        if kind == "mtp" and not path.is_dir() and self._stores_mtp:
+        """The directory of its draft model of ``kind``, or of the target whose checkpoint holds it; None if
+        it has none."""
+        found = draft_kind_named(kind)
+        path = self.parts / found.directory
+        if found.in_target and not path.is_dir() and self._stores_mtp:
             return self.target
         return path if (path / "config.json").is_file() else None
+
+    @property
+    def drafts(self) -> list[DraftKind]:
+        """The kinds of its draft models."""
+        return [kind for kind in STORED if self.draft(kind.name) is not None]
 
     @cached_property
     def _stores_mtp(self) -> bool:
@@ -77,7 +80,7 @@ class ModelDir:
         path = self.target / "config.json"
         if not path.is_file() or self.config.get("model_type") not in RECURRENT:
             return False
-        return any(name.startswith("mtp.") for name in stored_names(self.target))
+        return any(name.startswith(_MTP) for name in stored_names(self.target))
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -130,14 +133,14 @@ def is_sharded(model_dir: Path | str) -> bool:
     return (Path(model_dir) / MANIFEST).is_file()
 
 
-def missing_mtp(model: ModelDir) -> str:
-    """Why ``model`` has no draft model of the kind "mtp"."""
-    family = model.config.get("model_type")
-    if family not in RECURRENT:
-        return (f"draft mtp: {family!r} models have no MTP layer that can be run, only those of the types "
-                f"{', '.join(RECURRENT)}")
-    return (f"draft mtp: {model.path} has no MTP layer, since its weights hold no tensors mtp.*: take the "
-            "checkpoint as it was published, and shard that again")
+def missing_own_layer(kind: str, model: ModelDir | None, family: str = "") -> str:
+    """Why ``model``, or one of a ``family`` that is not here, has no layer of its own that drafts."""
+    family = model.config.get("model_type", "") if model else family
+    if model is None or family not in RECURRENT:
+        return (f"draft {kind}: {family!r} models have no MTP layer that can be run, only those of the "
+                f"types {', '.join(RECURRENT)}")
+    return (f"draft {kind}: {model.path} has no MTP layer, since its weights hold no tensors {_MTP}*: take "
+            "the checkpoint as it was published, and shard that again")
 
 
 def resolve_model(name_or_path: str | Path | None = None, quantised: bool = False) -> ModelDir:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.draft_formats import FORMATS, recognise_format
+from flowspec_edge.model.draft_kinds import FORMATS, recognise_format
 from flowspec_edge.model.families import ARCHITECTURES, MULTIMODAL
 from flowspec_edge.model.weights.located import ADAPTER, MANIFEST, locate, stored_names
 from flowspec_edge.util.bounded_read import read_json_object

@@ -10,17 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.drafting import checkpoint as weights
-from flowspec_edge.drafting.block.formats import block_config, check_layers
 from flowspec_edge.drafting.checkpoint import EMBEDDING, LM_HEAD, plain_name
-from flowspec_edge.drafting.eagle.eagle2 import head_config, require_fit
-from flowspec_edge.drafting.eagle.eagle3 import states_of
-from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers
-from flowspec_edge.drafting.eagle.mtp import mtp_config, mtp_tensors
-from flowspec_edge.drafting.lm import require_padding
-from flowspec_edge.drafting.spd.module import module_config
+from flowspec_edge.drafting.format import TargetFacts, format_of
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_formats import FORMATS, recognise_format
-from flowspec_edge.model.modeldir import BLOCKS, DRAFT_PARTS, ModelDir, cache_values
+from flowspec_edge.model.draft_kinds import STORED, DraftKind, recognise_kind
+from flowspec_edge.model.modeldir import ModelDir, cache_values
 from flowspec_edge.model.weights import located
 from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.quant.base import Scheme
@@ -28,23 +22,22 @@ from flowspec_edge.util.weight_file import SAFETENSORS, TensorInfo
 
 log = logging.getLogger(__name__)
 
-_DEEP_EAGLE2 = "eagle2-deep"  # recognised by its directory alone: its files are those of any EAGLE-2 head
 _LOOKED_UP = (EMBEDDING, "markov_head.markov_w1.weight", "candidate_selector.predecessor_codebook",
               "candidate_selector.successor_codebook")
 
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """A draft model's files, which are copied unchanged; of an MTP layer none, but its ``tensors``.
+    """A draft model's files, which are copied unchanged; of a layer of the target's own checkpoint none, but
+    its ``tensors``.
 
-    kind        a key of ``DRAFT_PARTS``
     files       those in ``directory`` that a loader reads
     embeddings  whether it looks up the target's embeddings
     kv_row      elements of one row's keys and values in its cache
     copied_values  of the target's lm_head, if that is in 16 bits: its rows of the draft vocabulary
     """
 
-    kind: str
+    kind: DraftKind
     directory: Path
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
@@ -61,7 +54,7 @@ class DraftFiles:
         """Bytes in memory, with ``width`` bytes per parameter, and a head's matrices quantised by ``scheme``;
         integer tensors keep their size. A head's own embeddings stay in a safetensors file."""
         fixed = sum(t.nbytes for t in self.tensors.values() if not t.dtype.is_floating_point)
-        head = self.kind.startswith("eagle") or self.kind in (*BLOCKS, "mtp")
+        head = self.kind.is_head
         in_file = head and any(path.suffix == SAFETENSORS for path in self.files)
         saved = 0
         for name, t in self.tensors.items():
@@ -79,36 +72,37 @@ def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[DraftFiles]:
 
     UsageError for a directory without a draft model, and for two of one kind.
     """
-    found = {kind: open_draft(path) for kind in DRAFT_PARTS
-             if kind != "mtp" and (path := model.draft(kind)) is not None}
-    deep = found.get(_DEEP_EAGLE2)
-    if deep and deep.kind == "eagle2":
-        found[_DEEP_EAGLE2] = replace(deep, kind=_DEEP_EAGLE2)
-    new: dict[str, DraftFiles] = {}
+    found: dict[DraftKind, DraftFiles] = {}
+    for kind in STORED:
+        if not kind.in_target and (path := model.draft(kind.name)) is not None:
+            draft = open_draft(path)
+            unmarked = kind.recognise is None and draft.kind.module == kind.module
+            found[kind] = replace(draft, kind=kind) if unmarked else draft
+    new: dict[DraftKind, DraftFiles] = {}
     for path in given:
         draft = open_draft(path)
         if draft.kind in new:
             raise UsageError(f"{new[draft.kind].directory} and {path} are both draft models of the kind "
-                             f"{draft.kind!r}: give one")
+                             f"{draft.kind.name!r}: give one")
         new[draft.kind] = draft
-    own = model.draft("mtp")
-    layer = _own_layer(own) if own is not None else None
-    return [*{**found, **new}.values(), *([layer] if layer else [])]
+    layers = [_own_layer(kind, home) for kind in STORED
+              if kind.in_target and (home := model.draft(kind.name)) is not None]
+    return [*{**found, **new}.values(), *(layer for layer in layers if layer)]
 
 
-def _own_layer(directory: Path) -> DraftFiles | None:
-    """The MTP layer in a target's checkpoint; None, with a warning, if it cannot be taken along."""
-    config, checkpoint = mtp_config(directory), Checkpoint(directory)
-    shapes = mtp_tensors(config)
+def _own_layer(kind: DraftKind, directory: Path) -> DraftFiles | None:
+    """A draft layer in a target's checkpoint; None, with a warning, if it cannot be taken along."""
+    read, checkpoint = format_of(kind), Checkpoint(directory)
+    shapes = read.tensors_in_target(directory)
     bad = next((name for name, shape in shapes.items() if name not in checkpoint
                 or checkpoint.stored([name])[name].shape != shape
                 or not checkpoint.stored([name])[name].dtype.is_floating_point), None)
     if bad is not None:
-        log.warning("the MTP layer in %s is left out: tensor %s is missing, or not as config.json asks for",
-                    directory, bad)
+        log.warning("%s: the model's %s is left out: tensor %s is missing, or not as config.json asks for",
+                    directory, kind.title, bad)
         return None
-    return DraftFiles("mtp", directory, (), checkpoint.stored(shapes), embeddings=True,
-                      kv_row=cache_values(config.to_dict()), fingerprint=checkpoint.digest(shapes))
+    return DraftFiles(kind, directory, (), checkpoint.stored(shapes), embeddings=True,
+                      kv_row=cache_values(read.fields(directory)), fingerprint=checkpoint.digest(shapes))
 
 
 def open_draft(directory: Path) -> DraftFiles:
@@ -118,73 +112,31 @@ def open_draft(directory: Path) -> DraftFiles:
     checkpoint = Checkpoint(directory)
     stored = checkpoint.stored(checkpoint.names)
     kind = _kind(directory, config, {plain_name(name): info for name, info in stored.items()})
-    layer: Any = (head3_config(directory) if kind == "eagle3" else
-                  block_config(directory) if kind in BLOCKS else
-                  head_config(directory) if kind == "eagle2" else None)
-    # A head of EAGLE-1 or 2 ranks by the target's lm_head; converters store a copy.
-    unread = {LM_HEAD} if kind == "eagle2" else set()
+    read = format_of(kind)
+    unread = read.unread()
     tensors = {name: info for name, info in stored.items() if plain_name(name) not in unread}
     bare = {plain_name(name) for name in tensors}
-    drafted = getattr(layer, "draft_vocab_size", None)
-    copies = drafted and drafted < layer.vocab_size and LM_HEAD not in bare
+    layer = read.fields(directory)
+    drafted = layer.get("draft_vocab_size")
+    copies = drafted and drafted < layer["vocab_size"] and LM_HEAD not in bare
     return DraftFiles(kind, directory, _files(directory), tensors,
-                 embeddings=kind == "spd" or (kind != "lm" and EMBEDDING not in bare),
-                 kv_row=cache_values(config if layer is None else layer.to_dict()),
-                 fingerprint=checkpoint.digest(checkpoint.names),
-                 copied_values=drafted * layer.hidden_size if copies else 0)
+                      embeddings=kind.looks_up_target or read.needs_embedding(directory),
+                      kv_row=cache_values(layer), fingerprint=checkpoint.digest(checkpoint.names),
+                      copied_values=drafted * layer["hidden_size"] if copies else 0)
 
 
-def check_fit(draft: DraftFiles, target: Path, width: int, vocabulary: int, layers: int) -> None:
-    """FlowspecError, with both numbers, for a draft model of another target; by config.json and by tensors.
-
-    target      the directory with the target's tokenizer
-    width       of the target's hidden states
-    vocabulary  tokens of the target's embeddings
-    """
-    if draft.kind == "mtp":
-        return  # is the target's own
-    directory, shapes = draft.directory, {plain_name(name): t.shape
-                                          for name, t in draft.tensors.items()}
-    if draft.kind == "lm":
-        own = int(weights.read_config(directory, "a draft model")["vocab_size"])
-        if own != vocabulary:
-            require_padding(directory, target, own, vocabulary)
-        return
-    fc = shapes.get("fc.weight")
-    if draft.kind == "eagle3":
-        config: Any = head3_config(directory)
-        head3_layers(directory, config, layers)
-        widths = [config.target_hidden_size, *([fc[1] // states_of(config)] if fc else [])]
-        widths += [] if EMBEDDING in shapes else [config.hidden_size]
-    elif draft.kind in BLOCKS:
-        block = config = block_config(directory)
-        check_layers(directory, block, layers)
-        widths = [block.hidden_size, *([fc[1] // len(block.captured)] if fc else [])]
-    else:
-        config = module_config(directory) if draft.kind == "spd" else head_config(directory)
-        widths = [config.hidden_size, *([fc[0]] if fc else [])]
-    vocabularies = [config.vocab_size, *([shapes[EMBEDDING][0]] if EMBEDDING in shapes else [])]
-    for what, sizes, targets in (("width", widths, width), ("vocabulary", vocabularies, vocabulary)):
-        for size in sizes:
-            require_fit(directory, what, size, targets)
+def check_fit(draft: DraftFiles, target: TargetFacts) -> None:
+    """FlowspecError, with both numbers, for a draft model of another target."""
+    shapes = {plain_name(name): tuple(t.shape) for name, t in draft.tensors.items()}
+    format_of(draft.kind).check_fit(draft.directory, shapes, target)
 
 
-def _kind(directory: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> str:
-    fc = tensors.get("fc.weight")
-    if (named := FORMATS.get(recognise_format(config) or "")) in BLOCKS:
-        return str(named)
-    if "d2t" in tensors or any(name.startswith("midlayer.") or name.endswith("hidden_norm.weight")
-                               for name in tensors):
-        return "eagle3"
-    if isinstance(config.get("target_layers"), int):
-        return "spd"
-    if fc is not None and len(fc.shape) == 2:
-        # [H, 2H] joins an embedding and a state, [H, 3 target_H] three states.
-        return "eagle2" if fc.shape[1] == 2 * fc.shape[0] else "eagle3"
-    if "layers.0.input_layernorm.weight" in tensors:
-        return "lm"
-    raise UsageError(f"{directory} holds no known draft model: neither an EAGLE head (fc.weight) nor "
-                     "a causal language model (layers.0.input_layernorm.weight)")
+def _kind(directory: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DraftKind:
+    kind = recognise_kind(config, {name: tuple(info.shape) for name, info in tensors.items()})
+    if kind is None:
+        raise UsageError(f"{directory} holds no known draft model: neither an EAGLE head (fc.weight) nor "
+                         "a causal language model (layers.0.input_layernorm.weight)")
+    return kind
 
 
 def _files(directory: Path) -> tuple[Path, ...]:

@@ -24,7 +24,6 @@ from flowspec_edge.model.manifest import (
     ShardDtype,
     stage_part,
 )
-from flowspec_edge.model.modeldir import DRAFT_PARTS
 from flowspec_edge.model.weights.located import INDEX, SAFE
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import Layout, file_size
@@ -132,7 +131,7 @@ class ShardingPlan:
             self.recipe.dtype, self.recipe.compute, str(self.recipe.plain), self.recipe.group,
             head.kind if (head := self.recipe.lm_head) else None, self.recipe.kv_cache,
             [(path.name, path.stat().st_size) for path in source.extra_files],
-            [(d.kind, d.fingerprint, [(path.name, path.stat().st_size) for path in d.files])
+            [(d.kind.name, d.fingerprint, [(path.name, path.stat().st_size) for path in d.files])
              for d in source.drafts],
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -262,9 +261,9 @@ def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
                                 TextFile(target / "config.json", source.plain_config)]
     files += [CopiedFile(target / path.name, path) for path in source.extra_files]
     for draft in source.drafts:
-        home = Path(DRAFT, DRAFT_PARTS[draft.kind])
+        home = Path(DRAFT, draft.kind.directory)
         files += [CopiedFile(home / path.name, path) for path in draft.files]
-        if draft.kind == "mtp":
+        if draft.kind.in_target:
             files += [TensorsFile(home / SAFE, tuple(draft.tensors)),
                       TextFile(home / "config.json", source.plain_config)]
     width = DTYPES[recipe.compute].itemsize

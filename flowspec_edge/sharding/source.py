@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from flowspec_edge.drafting.format import TargetFacts
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.catalogue import download, is_repository_name
 from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model, text_config
@@ -161,8 +162,8 @@ def describe(model: ModelDir, weights: WeightSource, drafts: Sequence[Path], nam
     vocabulary, width = tensors[tensor_names.EMBEDDING].shape
     found = tuple(drafts_of(model, drafts))
     for draft in found:
-        check_fit(draft, model.target, width, vocabulary, len(core.layers))
-        tensors |= draft.tensors if draft.kind == "mtp" else {}
+        check_fit(draft, TargetFacts(model.target, width, vocabulary, len(core.layers)))
+        tensors |= draft.tensors if draft.kind.in_target else {}
     return SourceModel(name, revision, config, read_bytes(model.target / "config.json"), weights, tensors,
                        linears, reads, extra, found)
 

@@ -52,7 +52,7 @@ class Strategy(ABC):
 
     name         by which commands and requests know it
     summary      a line for lists
-    drafter      draft model: a key of ``modeldir.DRAFT_PARTS``, "ngram", or None
+    drafter      draft model: a key of ``draft_kinds.DRAFT_KINDS``, or None
     parameters   the dataclass that declares its parameters: the names of ``--set``
     parallelism  "pipeline": every stage has some layers; "megatron", "galaxy": a slice of all
     params       the user's values of them

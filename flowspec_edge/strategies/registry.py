@@ -11,7 +11,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
-from flowspec_edge.model.modeldir import STAND_INS, ModelDir
 from flowspec_edge.strategies.parameters import COMMON, DRAFTED, Parameter, Parameters, parameters
 from flowspec_edge.util.terminal import did_you_mean
 
@@ -220,27 +219,3 @@ def _located(chosen: type[Strategy]) -> type[Strategy]:
             members[name] = classmethod(located(own.__func__))
     same = {name: getattr(chosen, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(chosen.__name__, (chosen,), {**members, **same})
-
-
-def draft_kind(chosen: type[Strategy], params: Parameters, model: ModelDir) -> str | None:
-    """The kind of draft model that ``chosen`` uses on ``model``, which may lack it; None: it drafts nothing.
-
-    An EAGLE-3 head, then a block drafter, replaces a missing EAGLE-1/2 head.  UsageError for an unusable
-    kind.
-    """
-    kind = chosen.drafts_with(params)
-    if kind == "eagle2" and not model.draft(kind):
-        kind = next(filter(model.draft, STAND_INS), kind)
-    if kind in STAND_INS and chosen.parallelism != "pipeline":
-        what = "an EAGLE-3 head" if kind == "eagle3" else f"the block drafter {kind}"
-        raise UsageError(f"{chosen.name} cannot draft with {what}: it needs inner states of the "
-                         "target, which devices that share each layer do not send; see --draft for another "
-                         "kind, or leave this strategy out")
-    return kind
-
-
-def draft_label(chosen: type[Strategy], params: Parameters, kind: str | None) -> str:
-    """Name what a request drafts with, for a table: ``kind``, "+ngram" if it also looks up in the text, or
-    "none"."""
-    looked_up = "+ngram" if kind not in (None, "ngram") and chosen.looks_up(params) else ""
-    return f"{kind or 'none'}{looked_up}"

@@ -15,7 +15,8 @@ from flowspec_edge.drafting.block.formats import load_block_head, save_block_hea
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, load_head, save_head
 from flowspec_edge.drafting.eagle.eagle3_formats import load_head3, save_head3
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import BLOCKS, DRAFT_PARTS, ModelDir
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
+from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.weights.checkpoint import digest as tensors_digest
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.training.block import Block, BlockRecipe, new_block_head, rarest_token
@@ -143,7 +144,7 @@ def _place(model: ModelDir, kind: str) -> Path:
         raise UsageError(f"{model.path} is a plain checkpoint, which has no place for a head: say where it "
                          "goes with --out DIR, and bring it to the boards with models shard --draft DIR")
     check_place(model.path)
-    return model.path / DRAFT_PARTS[kind]
+    return model.path / DRAFT_KINDS[kind].directory
 
 
 def recipe_for(kind: str, options: HeadOptions) -> HeadRecipe:
@@ -153,7 +154,7 @@ def recipe_for(kind: str, options: HeadOptions) -> HeadRecipe:
     if not 1 <= depth <= recipe.window:
         raise UsageError(f"--depth must be 1 to {recipe.window}, the tokens of a window, not {depth}")
     recipe = replace(recipe, steps=options.steps or recipe.steps, depth=depth)
-    if kind in BLOCKS:  # as many slots of a window, however long its blocks are
+    if DRAFT_KINDS[kind].is_block:  # as many slots of a window, however long its blocks are
         recipe = replace(recipe, chains=max(1, recipe.window // depth))
     if options.start:  # a trained head: unroll from the first step, decay early
         recipe = replace(recipe, plain=0.0, decay_from=0.2)
@@ -227,7 +228,7 @@ def _stored(kind: str, directory: Path, target: Any) -> Student:
     embedding: Tensor = target.get_input_embeddings().weight
     if kind == "eagle3":
         return Eagle3(load_head3(directory, embedding, torch.float32), target)
-    if kind in BLOCKS:
+    if DRAFT_KINDS[kind].is_block:
         layers = target.config.num_hidden_layers
         return Block(load_block_head(directory, embedding, torch.float32, layers), target)
     return Eagle2(load_head(directory, embedding, torch.float32), target)
@@ -237,7 +238,7 @@ def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: Tr
            windows: int) -> dict[str, Any]:
     student = _stored(kind, directory, target)
     head = student.head
-    what = "a block drafter" if kind in BLOCKS else "an EAGLE head"
+    what = "a block drafter" if DRAFT_KINDS[kind].is_block else "an EAGLE head"
     facts: dict[str, Any] = {
         "summary": f"{what} for one target; a demonstration, trained by flowspec; not for real use",
         "kind": kind,

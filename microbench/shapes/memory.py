@@ -34,8 +34,9 @@ from flowspec_edge.errors import FlowspecError
 from flowspec_edge.fleet.planning.layer_split import problem_for
 from flowspec_edge.fleet.planning.model_size import assumed_head, model_bytes
 from flowspec_edge.model.catalogue import known_models
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
 from flowspec_edge.model.manifest import DRAFT, CacheBits, Manifest, PartFile, stage_part
-from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir
+from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.sharding.job import Journal, run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
@@ -143,7 +144,8 @@ def _write_parts(source: Path, out: Path, parts: Sequence[str], stages: int, kv_
 
 def _write_head(source: Path, directory: Path) -> None:
     """The draft head that the plan assumes, in 16 bits."""
-    head = assumed_head(load_config(source), next(iter(known_models()[source.name].heads), "eagle2"))
+    kind = DRAFT_KINDS[next(iter(known_models()[source.name].heads), "eagle2")]
+    head = assumed_head(load_config(source), kind)
     if not isinstance(head, EagleHead | Eagle3Head):
         raise FlowspecError(f"the draft head of {source.name} is no EAGLE head, and is not made up here: "
                             f"measure a stage alone, with --part {FIRST}")
@@ -173,7 +175,8 @@ def _load(out: Path, parts: Sequence[str], rows: int) -> tuple[int, int, int, in
         models = DraftModels(out, manifest.compute_dtype)
         kind = next(kind for kind in ("eagle3", "eagle2") if ModelDir(out).draft(kind))
         models.pass_seconds(kind)  # loads the head
-        keep += [models, _full_draft_cache(out / DRAFT / DRAFT_PARTS[kind], manifest.compute_dtype, rows)]
+        home = out / DRAFT / DRAFT_KINDS[kind].directory
+        keep += [models, _full_draft_cache(home, manifest.compute_dtype, rows)]
     if FIRST in parts:
         compute_behind(engine, rows)
     gc.collect()

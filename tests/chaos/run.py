@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from flowspec_edge.model.modeldir import ModelDir, resolve_model
+from flowspec_edge.strategies.draft_choice import draft_kind
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, strategy_class
+from flowspec_edge.strategies.registry import STRATEGIES, strategy_class
 from tests.chaos.clients import DEADLINE_S, Load, Question, Violation, questions
 from tests.chaos.faults import able, build_clock, strike
 from tests.chaos.processes import Holdings, holdings

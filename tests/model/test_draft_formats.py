@@ -11,7 +11,7 @@ import torch
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.catalogue import known_models
-from flowspec_edge.model.draft_formats import FORMATS, recognise_format
+from flowspec_edge.model.draft_kinds import FORMATS, recognise_format
 from flowspec_edge.sharding.drafts import open_draft
 
 # Fields of config.json files as their publishers' code writes them.

@@ -17,6 +17,7 @@ from tiny import tiny_llama, tiny_model
 from tiny_dir import tiny_eagle3, tiny_model_dir
 from transformers import AutoModelForCausalLM
 
+from flowspec_edge.drafting.format import TargetFacts
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.sharding.drafts import check_fit, open_draft
 from flowspec_edge.sharding.plan import CopiedFile, TensorsFile, make_plan, ranges_for, recipe_for
@@ -93,7 +94,7 @@ def test_options_that_do_not_go_together(plain: Path) -> None:
 
 def test_kinds_of_drafts_are_recognised(full: Path, plain: Path, tmp_path: Path) -> None:
     kinds = {name: open_draft(full / name) for name in ("eagle2", "eagle3", "draft-lm", "spd")}
-    assert {name: d.kind for name, d in kinds.items()} == {
+    assert {name: d.kind.name for name, d in kinds.items()} == {
         "eagle2": "eagle2", "eagle3": "eagle3", "draft-lm": "lm", "spd": "spd"}
     assert {name: d.embeddings for name, d in kinds.items()} == {
         "eagle2": False, "eagle3": True, "draft-lm": False, "spd": True}
@@ -102,11 +103,11 @@ def test_kinds_of_drafts_are_recognised(full: Path, plain: Path, tmp_path: Path)
     tensors = {f"module.{n}": t for n, t in load_file(bare / "model.safetensors").items()
                if n not in ("d2t", "t2d")}
     save_file(tensors, bare / "model.safetensors")
-    assert open_draft(bare).kind == "eagle3"
+    assert open_draft(bare).kind.name == "eagle3"
     head = Path(shutil.copytree(full / "eagle2", tmp_path / "head"))
     edit(head, embed_tokens__weight=None)
     as_bin(head)
-    assert (open_draft(head).kind, open_draft(head).embeddings) == ("eagle2", True)
+    assert (open_draft(head).kind.name, open_draft(head).embeddings) == ("eagle2", True)
     edit(bare, **dict.fromkeys(tensors), x=torch.ones(1))
     with pytest.raises(UsageError, match="holds no known draft model"):
         open_draft(bare)
@@ -119,10 +120,10 @@ def test_every_published_eagle3_head_goes_along(tmp_path: Path, variant: str) ->
     published_eagle3(tmp_path, 0, 32, 97, kv_heads=2, **VARIANTS[variant])
     draft = open_draft(tmp_path)
     own = VARIANTS[variant].get("embedding", False)
-    assert (draft.kind, draft.embeddings, draft.kv_row) == ("eagle3", not own, 2 * 2 * 8)
-    check_fit(draft, tmp_path, 32, 97, 8)
+    assert (draft.kind.name, draft.embeddings, draft.kv_row) == ("eagle3", not own, 2 * 2 * 8)
+    check_fit(draft, TargetFacts(tmp_path, 32, 97, 8))
     with pytest.raises(FlowspecError, match="width is 32, the target's 33"):
-        check_fit(draft, tmp_path, 33, 97, 8)
+        check_fit(draft, TargetFacts(tmp_path, 33, 97, 8))
 
 
 @pytest.mark.parametrize(("drafts", "embeddings"), [
@@ -141,7 +142,7 @@ def test_d0_gets_what_its_drafts_need(full: Path, drafts: list[str], embeddings:
 def test_a_models_own_drafts_go_along(full: Path, tmp_path: Path) -> None:
     other = Path(shutil.copytree(full / "eagle2", tmp_path / "other"))
     source = open_source(str(full), [other])
-    assert {d.kind: d.directory for d in source.drafts} == {
+    assert {d.kind.name: d.directory for d in source.drafts} == {
         "eagle2": other, "eagle3": full / "eagle3", "lm": full / "draft-lm", "spd": full / "spd"}
     with pytest.raises(UsageError, match=r"both.*'eagle2'"):
         open_source(str(full), [other, full / "eagle2"])
@@ -171,7 +172,7 @@ def test_tensors_of_another_width_are_refused(full: Path, tmp_path: Path) -> Non
         open_source(str(full / "target"), [tmp_path / "head"])
     published_eagle3(tmp_path / "head", 0, 64, 300)
     (fitting,) = open_source(str(full / "target"), [tmp_path / "head"]).drafts
-    assert fitting.kind == "eagle3"
+    assert fitting.kind.name == "eagle3"
     short = Path(shutil.copytree(full / "eagle2", tmp_path / "short"))
     edit(short, embed_tokens__weight=torch.zeros(299, 64))
     with pytest.raises(FlowspecError, match=r"299.* 300"):
@@ -184,14 +185,14 @@ def test_a_second_head_keeps_its_place(tmp_path: Path) -> None:
     second = Path(shutil.copytree(model / "eagle2", model / "eagle2-deep"))
     edit(second, embed_tokens__weight=None)
     source = open_source(str(model))
-    assert [(d.kind, d.directory.name, d.embeddings) for d in source.drafts[:2]] == [
+    assert [(d.kind.name, d.directory.name, d.embeddings) for d in source.drafts[:2]] == [
         ("eagle2", "eagle2", False), ("eagle2-deep", "eagle2-deep", True)]
     plan = make_plan(source, recipe_for(source), ranges_for(4, 2, None))
     copied = {f.path: f.source for f in plan.parts[-1].files if isinstance(f, CopiedFile)}
     for name in ("eagle2", "eagle2-deep"):
         assert copied[Path("draft", name, "model.safetensors")] == model / name / "model.safetensors"
     # Given by hand, it is an EAGLE-2 head like any other.
-    assert [d.kind for d in open_source(str(model / "target"), [second]).drafts] == ["eagle2"]
+    assert [d.kind.name for d in open_source(str(model / "target"), [second]).drafts] == ["eagle2"]
 
 
 def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:

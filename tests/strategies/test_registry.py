@@ -8,8 +8,9 @@ import pytest
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.strategies.draft_choice import draft_kind
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, title_of
+from flowspec_edge.strategies.registry import STRATEGIES, title_of
 
 
 def test_titles_are_no_names_of_the_code() -> None:
@@ -48,6 +49,6 @@ def test_kinds(tmp_path: Path, name: str, asked: str, parts: tuple[str, ...], ki
 @pytest.mark.parametrize("name", ["megatron", "galaxy"])
 def test_no_inner_states_from_devices_that_share_each_layer(tmp_path: Path, name: str, asked: str,
                                                             parts: tuple[str, ...]) -> None:
-    with pytest.raises(UsageError, match=f"{name} cannot draft with an EAGLE-3 head") as caught:
+    with pytest.raises(UsageError, match=f"{name} cannot draft with the model's EAGLE-3 head") as caught:
         draft_kind(STRATEGIES[name], Params(draft=asked), model(tmp_path, *parts))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flowspec_edge.cli.boards.plan_output import PlanReport
     from flowspec_edge.fleet.planning.board_spec import BoardSpec
     from flowspec_edge.fleet.planning.planned_draft import PlannedDraft
+    from flowspec_edge.model.draft_kinds import DraftKind
     from flowspec_edge.runtime.request import Request
     from flowspec_edge.strategies.parameters import Draft
 
@@ -124,7 +125,7 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
     from flowspec_edge.cli.common.workload import progress, require_runnable
     from flowspec_edge.fleet.planning import estimate
 
-    known: dict[str, Tokens] = {}
+    known: dict[DraftKind, Tokens] = {}
 
     def tokens(case: Case) -> Tokens:
         planned = case.problem.size.planned
@@ -146,14 +147,14 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
 def _source(model: str, planned: PlannedDraft) -> tuple[ModelDir, Draft]:
     """The model whose acceptance a prediction uses, and the kind that it drafts with: the model itself with
     what is planned, if both are here and small, else the demonstration model with its EAGLE head."""
-    kind = cast("Draft", planned.kind)
+    kind = cast("Draft", planned.kind.name)
     try:
         found = resolve_model(model)
         if (planned.by_ngrams or planned.origin == "here") and found.size < _SMALL:
             return found, kind
     except UsageError:
         pass  # a bare checkpoint or config.json cannot be run
-    return resolve_model(DEMO), "ngram" if planned.by_ngrams else "eagle2"
+    return resolve_model(DEMO), kind if planned.by_ngrams else "eagle2"
 
 
 def prediction_requests(source: ModelDir, kind: Draft) -> list[Request]:

@@ -14,7 +14,7 @@ from flowspec_edge.bench.tables import show as show_whole
 from flowspec_edge.fleet.planning.draft_heads import HeadCost
 from flowspec_edge.fleet.planning.draft_turn import DraftTurn, draft_turn
 from flowspec_edge.fleet.planning.estimate import Prediction
-from flowspec_edge.fleet.planning.model_size import EAGLE3_VOCABULARY, ModelBytes
+from flowspec_edge.fleet.planning.model_size import ModelBytes
 from flowspec_edge.fleet.planning.one_board import (
     OtherPrograms,
     SingleBoardEstimate,
@@ -25,8 +25,9 @@ from flowspec_edge.fleet.planning.plan_table import BoardRow
 from flowspec_edge.fleet.planning.planner import PipelinePlan
 from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.strategies.draft_choice import draft_label
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import draft_label, strategy_class
+from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.util.terminal import plain, printable
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class PlanReport:
 
     def drafts_with(self, strategy: str) -> str:
         """As ``registry.draft_label``."""
-        chosen, params = strategy_class(strategy), Params(draft=cast("Draft", self.size.planned.kind))
+        chosen, params = strategy_class(strategy), Params(draft=cast("Draft", self.size.planned.kind.name))
         return draft_label(chosen, params, chosen.drafts_with(params))
 
     def mark_chosen(self) -> None:
@@ -154,19 +155,18 @@ class PlanReport:
             return self.draft_why and (
                 f"{name} drafts by n-grams of the text: {self.draft_why}; --draft head plans with a head, "
                 f"and flowspec models head {called} says how to get one")
-        if planned.kind == "mtp":
-            return (f"the draft head is {name}'s own MTP layer, which is used only if named: --draft mtp, or "
-                    'draft = "mtp" in cluster.toml')
+        if planned.kind.by_name_only:
+            setting = planned.setting()
+            return (f"the draft head is {name}'s {planned.kind.title}, which is used only if named: --draft "
+                    f'{setting}, or draft = "{setting}" in cluster.toml')
         if planned.origin == "here":
             return ""
-        usual = {"eagle2": "one layer and fc",
-                 "eagle3": f"one layer, fc and an lm_head of {EAGLE3_VOCABULARY:,} tokens"}
-        taken = f"its size is taken to be {usual.get(planned.kind, 'five layers and fc')}"
+        taken = f"its size is taken to be {planned.kind.usual}"
         if planned.origin == "untrained":
             return (f"{name} has no EAGLE head: {taken}; without one: --draft ngram, and see: "
                     f"flowspec models head {called}")
-        return (f"the head of {name}, {planned.repository} ({planned.kind}), is not on this machine: {taken}"
-                f"; flowspec models fetch {called} downloads both")
+        return (f"the head of {name}, {planned.repository} ({planned.kind.name}), is not on this machine: "
+                f"{taken}; flowspec models fetch {called} downloads both")
 
     def as_json(self) -> dict[str, Any]:
         """Sizes in MB (10^6 bytes), times in ms."""
@@ -182,7 +182,7 @@ class PlanReport:
             "context_ms": round(plan.context_ms, 6) if plan else None,
             "segment_ms": round(plan.latency * 1e3, 6) if plan else None,
             "draft_device": self.draft.as_json() if self.draft else None,
-            "draft": {**asdict(self.size.planned), "why": self.draft_why},
+            "draft": {**self.size.planned.as_json(), "why": self.draft_why},
             "predictions": [{**asdict(p), "draft": self.drafts_with(p.strategy), "label": self.label}
                             for p in self.predictions],
             "recommended": self._recommended_json(),

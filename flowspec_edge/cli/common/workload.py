@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from flowspec_edge.cli.common.options import Clock, DtypeChoice, dtype_of, require_unsharded
 from flowspec_edge.cli.common.progress import progress as progress
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import DEMO, DRAFT_PARTS, ModelDir, missing_mtp
+from flowspec_edge.model.modeldir import DEMO, ModelDir
 from flowspec_edge.util.resources import resource_dir
 
 if TYPE_CHECKING:
@@ -60,20 +59,12 @@ def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params,
                      stages: int) -> None:
     """UsageError if stages cannot run the model, or a strategy lacks its draft model, a whole model, or a
     layer per process; without torch."""
-    from flowspec_edge.strategies.registry import draft_kind, strategy_class
+    from flowspec_edge.strategies.draft_choice import require_draft
+    from flowspec_edge.strategies.registry import strategy_class
 
     for name in strategies:
         chosen = strategy_class(name)
-        kind = draft_kind(chosen, params, model)
-        if kind and kind != "ngram" and not model.draft(kind):
-            if kind == "mtp":
-                raise UsageError(missing_mtp(model))
-            part = DRAFT_PARTS[kind]
-            ways = f"make it with: flowspec models train-spd --model {model.path}; or leave this strategy out"
-            if kind != "spd":
-                ways = (f"add one, choose another kind with --draft (it has: {_drafts(model)}), look up in "
-                        "the text with --draft ngram, or do not draft: --strategy autoregressive")
-            raise UsageError(f"{name} drafts with {part}/, which {model.path} does not have; {ways}")
+        require_draft(chosen, params, model)
         if chosen.parallelism != "pipeline":
             require_unsharded(model, name)
         if clock == "wall" and chosen.parallelism == "pipeline" and stages > model.layers:
@@ -82,17 +73,14 @@ def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params,
 
 
 def with_a_draft(strategy: str, model: ModelDir, params: Params) -> Params:
-    """``params`` with look-up in the text, and a note about it, if the model has no draft model at all."""
+    """As ``draft_choice.with_a_draft``, whose note is printed."""
+    from flowspec_edge.strategies import draft_choice
     from flowspec_edge.strategies.registry import strategy_class
 
-    drafter, kinds = strategy_class(strategy).drafter, set(filter(model.draft, DRAFT_PARTS))
-    if params.draft != "own" or drafter in (None, "spd", "ngram") or kinds - {"mtp"}:
-        return params
-    lacks, other = (("head", "its own MTP layer: --draft mtp") if kinds else
-                    ("draft model", f"a head: flowspec models head {model.path}"))
-    print(f"flowspec: note: {model.path} has no {lacks}, so {strategy} looks up in the text; for {other}",
-          file=sys.stderr)
-    return replace(params, draft="ngram")
+    params, note = draft_choice.with_a_draft(strategy_class(strategy), params, model)
+    if note:
+        print(f"flowspec: note: {note}", file=sys.stderr)
+    return params
 
 
 def plain_decoding(model: ModelDir, dtype: DtypeChoice, device: str = "cpu"
@@ -127,7 +115,3 @@ def fail_if_different(differences: Sequence[object]) -> None:
         print(f"flowspec: not identical: {difference}", file=sys.stderr)
     if differences:
         raise FlowspecError("not every text is that of plain decoding; see above")
-
-
-def _drafts(model: ModelDir) -> str:
-    return ", ".join(f"{part}/" for kind, part in DRAFT_PARTS.items() if model.draft(kind)) or "none"

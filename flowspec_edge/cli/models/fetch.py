@@ -11,7 +11,8 @@ import typer
 
 from flowspec_edge.cli.common.listing import print_columns
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import DRAFT_PARTS, ModelDir, is_here, resolve_model, shipped_models
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
+from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model, shipped_models
 
 if TYPE_CHECKING:
     from flowspec_edge.model.catalogue import KnownModel
@@ -87,7 +88,7 @@ def fetch(
     make_directory(directory.parent)
     for part, repository in wanted.items():
         if done.get(part) != repository:
-            place = directory / (DRAFT_PARTS.get(part) or part)
+            place = directory / (DRAFT_KINDS[part].directory if part in DRAFT_KINDS else part)
             if part in done:  # another head's files: not complete from here on
                 del done[part]
                 write_atomically(record, json.dumps(done, indent=2) + "\n")
@@ -127,4 +128,4 @@ def _describe(model: ModelDir) -> str:
 
 
 def _drafts(model: ModelDir) -> str:
-    return ", ".join(part for kind, part in DRAFT_PARTS.items() if model.draft(kind)) or "none"
+    return ", ".join(kind.directory for kind in model.drafts) or "none"

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_STAGES
-from flowspec_edge.model.modeldir import STAND_INS, ModelDir, is_here, require_name, resolve_model
+from flowspec_edge.model.draft_kinds import HEADS
+from flowspec_edge.model.modeldir import ModelDir, is_here, require_name, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.model.catalogue import KnownModel, PublishedHead
@@ -92,7 +93,7 @@ def _ngram(name: str, known: KnownModel | None, here: ModelDir | None) -> DraftC
 
 
 def _published(name: str, known: KnownModel | None, here: ModelDir | None, stages: int) -> DraftChoice:
-    own = [part for part in ("eagle2", *STAND_INS) if here and here.draft(part)]
+    own = [kind.name for kind in HEADS if here and here.draft(kind.name)]
     shard = f"flowspec models shard --model {name} --stages {stages} --out {_short(name)}-{stages}"
     mtp = f'flowspec generate --model {name} --draft mtp "…"'
     if not own and here and here.draft("mtp"):

@@ -221,7 +221,7 @@ def _summary(plan: ShardingPlan) -> str:
         how += f", KV caches in {recipe.kv_cache}"
     if plan.kept:
         how += f" ({len(plan.kept)} matrices in 16 bit: no group divides them)"
-    drafts = ", ".join(draft.kind for draft in plan.source.drafts) or "no draft model"
+    drafts = ", ".join(draft.kind.name for draft in plan.source.drafts) or "no draft model"
     return f"{len(plan.ranges)} stages, {how}, {drafts}"
 
 

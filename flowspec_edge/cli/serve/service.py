@@ -12,8 +12,9 @@ from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.runtime.request import SchedulingPolicy
+from flowspec_edge.strategies.draft_choice import draft_kind
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import STRATEGIES, draft_kind, strategy_class
+from flowspec_edge.strategies.registry import STRATEGIES, strategy_class
 
 if TYPE_CHECKING:
     from flowspec_edge.runtime.cluster.spec import ClusterSpec, Processes

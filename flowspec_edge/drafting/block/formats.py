@@ -17,18 +17,21 @@ A confidence head is read past: the draft's scores are learned to be probabiliti
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from flowspec_edge.drafting import checkpoint
+from flowspec_edge.drafting.block.drafter import BlockDrafter
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
 from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
-from flowspec_edge.drafting.eagle.eagle2 import check_target_ids, require_fit
+from flowspec_edge.drafting.eagle.eagle2 import check_target_ids
+from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings, require_fit
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.model.draft_formats import recognise_format
+from flowspec_edge.model.draft_kinds import DraftKind, Shapes, recognise_format
 from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
@@ -225,3 +228,45 @@ def _own_names(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     own = {name.removeprefix("logit_head.") + ".weight" * name.endswith("_codebook"): tensor
            for name, tensor in stored.items()}
     return {name: tensor for name, tensor in own.items() if not name.startswith(_NOT_READ)}
+
+
+class BlockFormat(DraftFormat):
+    """Reads block drafters of all kinds."""
+
+    def load(self, directory: Path, beside: Surroundings) -> Loaded:
+        head = load_block_head(directory, beside.embedding, beside.dtype, beside.layers, True,
+                               beside.quantise).to(beside.lm_head.device)
+        require_fit(directory, "width", head.config.hidden_size, beside.lm_head.hidden_size)
+        return Loaded(partial(BlockDrafter, head, beside.lm_head), head.config.vocab_size)
+
+    def fields(self, directory: Path) -> dict[str, Any]:
+        return dict(block_config(directory).to_dict())
+
+    def widths(self, directory: Path, shapes: Shapes, layers: int) -> list[int]:
+        config, fc = block_config(directory), shapes.get("fc.weight")
+        check_layers(directory, config, layers)
+        return [config.hidden_size, *([fc[1] // len(config.captured)] if fc else [])]
+
+    def on_meta(self, directory: Path) -> nn.Module:
+        config = block_config(directory)
+        config.own_lm_head = config.draft_vocab_size != config.vocab_size
+        return checkpoint.on_meta(BlockHead, config)
+
+    def usual(self, target: Any, kind: DraftKind) -> nn.Module:
+        heads = target.num_attention_heads
+        return checkpoint.on_meta(BlockHead, BlockConfig(
+            vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_hidden_layers=_USUAL_LAYERS,
+            intermediate_size=getattr(target, "intermediate_size", 4 * target.hidden_size),
+            num_attention_heads=heads, num_key_value_heads=target.num_key_value_heads or heads,
+            head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
+            captured=(1,) * _USUAL_STATES, block_size=_USUAL_BLOCK, mask_token_id=0,
+            causal=(False,) * _USUAL_LAYERS, windows=(None,) * _USUAL_LAYERS,
+            markov_rank=_USUAL_RANK if "DSpark" in kind.formats else 0, draft_vocab_size=target.vocab_size))
+
+    def cached_layers(self, head: nn.Module) -> int:
+        return len(cast(BlockHead, head).layers)
+
+
+_USUAL_LAYERS, _USUAL_STATES, _USUAL_BLOCK = 5, 5, 16
+_USUAL_RANK = 256  # of DSpark's Markov head
+FORMAT = BlockFormat()

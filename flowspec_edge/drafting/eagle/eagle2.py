@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
+from math import gcd
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +27,12 @@ from transformers.models.llama.modeling_llama import (
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.checkpoint import StoredTensor
 from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, HeadDrafter, KeyValueCache
+from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings, require_fit, require_vocabulary
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.drafting.recorded import RecordedPasses
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.draft_kinds import DraftKind, Shapes
 from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.sampling.rule import DraftVocabulary
@@ -222,14 +226,6 @@ def write_head(head: nn.Module, directory: Path, dtype: torch.dtype, with_embedd
     checkpoint.write(directory, config, stored, dtype)
 
 
-def require_fit(directory: Path, what: str, heads: int, targets: int) -> None:
-    """FlowspecError if the head was trained for another target."""
-    if heads != targets:
-        unit = " tokens" if what == "vocabulary" else ""
-        raise FlowspecError(f"{directory}: the head's {what} is {heads}{unit}, the target's {targets}; "
-                            "a head works with the target that it was trained for only")
-
-
 def head_config(directory: Path) -> LlamaConfig:
     """The head's layer: as config.json has it, but with the biases that its files hold.
 
@@ -257,3 +253,48 @@ def head_config(directory: Path) -> LlamaConfig:
     if config.num_hidden_layers != 1:
         raise FlowspecError(f"{path}: an EAGLE-1/2 head has one layer, not {config.num_hidden_layers}")
     return config
+
+
+class Eagle2Format(DraftFormat):
+    """Reads EAGLE-1 and 2 heads."""
+
+    def load(self, directory: Path, beside: Surroundings) -> Loaded:
+        config = head_config(directory)
+        require_fit(directory, "width", config.hidden_size, beside.lm_head.hidden_size)
+        require_vocabulary(directory, config.vocab_size, beside.lm_head)
+        head = beside.placed(load_head(directory, beside.embedding, beside.dtype, True, beside.quantise,
+                                       beside.lm_head))
+        ranks, drafted = head.ranking(beside.lm_head)
+        return Loaded(partial(EagleDrafter, head, ranks, draft_vocabulary=drafted), config.vocab_size)
+
+    def fields(self, directory: Path) -> dict[str, Any]:
+        return dict(head_config(directory).to_dict())
+
+    def widths(self, directory: Path, shapes: Shapes, layers: int) -> list[int]:
+        fc = shapes.get("fc.weight")
+        return [head_config(directory).hidden_size, *([fc[0]] if fc else [])]
+
+    def unread(self) -> frozenset[str]:
+        return frozenset({checkpoint.LM_HEAD})  # a head ranks by the target's; converters store a copy
+
+    def on_meta(self, directory: Path) -> nn.Module:
+        return checkpoint.on_meta(EagleHead, head_config(directory))
+
+    def usual(self, target: Any, kind: DraftKind) -> nn.Module:
+        return checkpoint.on_meta(EagleHead, usual_layer(target))
+
+
+def usual_layer(target: Any) -> LlamaConfig:
+    """A head's layer in the shape of the layers of a target of transformers' configuration ``target``."""
+    heads = target.num_attention_heads
+    if target.hidden_size % heads:  # which a Llama forbids
+        heads = target.hidden_size // target.head_dim
+    return LlamaConfig(
+        vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_hidden_layers=1,
+        intermediate_size=getattr(target, "intermediate_size", 4 * target.hidden_size),
+        num_attention_heads=heads,
+        num_key_value_heads=gcd(heads, target.num_key_value_heads or heads),
+        head_dim=getattr(target, "head_dim", None), bias=True)
+
+
+FORMAT = Eagle2Format()

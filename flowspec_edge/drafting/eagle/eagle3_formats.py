@@ -14,6 +14,7 @@ Any of them may bring its own embeddings, and take another number of states.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,17 @@ from transformers import LlamaConfig, Qwen3Config
 
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
-from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, check_target_ids, require_fit, write_head
-from flowspec_edge.drafting.eagle.eagle3 import CAPTURED, Eagle3Head, captured_layers, states_of
+from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, check_target_ids, usual_layer, write_head
+from flowspec_edge.drafting.eagle.eagle3 import (
+    CAPTURED,
+    Eagle3Drafter,
+    Eagle3Head,
+    captured_layers,
+    states_of,
+)
+from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings, require_fit, require_vocabulary
 from flowspec_edge.errors import FlowspecError, last_line
+from flowspec_edge.model.draft_kinds import DraftKind, Shapes
 from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
@@ -276,3 +285,38 @@ def _check_draft_vocabulary(directory: Path, head: Eagle3Head) -> None:
     if marked != len(ids) or not head.t2d[ids].all():
         raise FlowspecError(f"{directory}: tensor t2d marks {marked} tokens, which are not the "
                             f"{len(ids)} that d2t maps to")
+
+
+class Eagle3Format(DraftFormat):
+    """Reads EAGLE-3 heads."""
+
+    def load(self, directory: Path, beside: Surroundings) -> Loaded:
+        head = load_head3(directory, beside.embedding, beside.dtype, True, beside.quantise)
+        require_fit(directory, "target width", head.config.target_hidden_size, beside.lm_head.hidden_size)
+        captured = head3_layers(directory, head.config, beside.layers)
+        require_vocabulary(directory, head.config.vocab_size, beside.lm_head)
+        placed = beside.placed(head)
+        return Loaded(partial(Eagle3Drafter, placed, captured,
+                              lm_head=placed.shared_lm_head(beside.lm_head)), head.config.vocab_size)
+
+    def fields(self, directory: Path) -> dict[str, Any]:
+        return dict(head3_config(directory).to_dict())
+
+    def widths(self, directory: Path, shapes: Shapes, layers: int) -> list[int]:
+        config, fc = head3_config(directory), shapes.get("fc.weight")
+        head3_layers(directory, config, layers)
+        own = [] if EMBEDDING in shapes else [config.hidden_size]
+        return [config.target_hidden_size, *([fc[1] // states_of(config)] if fc else []), *own]
+
+    def on_meta(self, directory: Path) -> nn.Module:
+        return checkpoint.on_meta(Eagle3Head, head3_config(directory))
+
+    def usual(self, target: Any, kind: DraftKind) -> nn.Module:
+        config = usual_layer(target)
+        config.target_hidden_size, config.attention_bias = target.hidden_size, False
+        config.draft_vocab_size = min(USUAL_VOCABULARY, target.vocab_size)
+        return checkpoint.on_meta(Eagle3Head, config)
+
+
+USUAL_VOCABULARY = 32_000  # draft tokens of most published heads
+FORMAT = Eagle3Format()

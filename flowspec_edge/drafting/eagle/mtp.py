@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowspec_edge.drafting import checkpoint
-from flowspec_edge.drafting.eagle.eagle2 import require_fit
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter
 from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, KeyValueCache
+from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings, TargetFacts, require_fit
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.errors import FlowspecError, last_line
+from flowspec_edge.model.draft_kinds import DraftKind, Shapes
 from flowspec_edge.model.modeldir import check_config, text_config
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.experts import separate_experts
@@ -102,3 +105,30 @@ def load_mtp(directory: Path, embedding: Tensor | Embedding, dtype: torch.dtype,
     stored = {name.removeprefix(MTP): tensor
               for name, tensor in checkpoint.read_weights(directory, _WHAT).items() if name.startswith(MTP)}
     return checkpoint.build(MtpHead, config, stored, directory, _WHAT, dtype, shared, quantise)
+
+
+class MtpFormat(DraftFormat):
+    """Reads the MTP layer in a target's checkpoint, or in what sharding makes of it."""
+
+    def load(self, directory: Path, beside: Surroundings) -> Loaded:
+        assert beside.embedding is not None
+        head = beside.placed(load_mtp(directory, beside.embedding, beside.dtype, beside.quantise))
+        return Loaded(partial(EagleDrafter, head, beside.lm_head), head.config.vocab_size)
+
+    def fields(self, directory: Path) -> dict[str, Any]:
+        return dict(mtp_config(directory).to_dict())
+
+    def check_fit(self, directory: Path, shapes: Shapes, target: TargetFacts) -> None:
+        """It is the target's own."""
+
+    def tensors_in_target(self, directory: Path) -> Shapes:
+        return mtp_tensors(mtp_config(directory))
+
+    def on_meta(self, directory: Path) -> nn.Module:
+        return checkpoint.on_meta(MtpHead, mtp_config(directory))
+
+    def usual(self, target: Any, kind: DraftKind) -> nn.Module:
+        return checkpoint.on_meta(MtpHead, mtp_shape(target))
+
+
+FORMAT = MtpFormat()

@@ -6,16 +6,28 @@ The strategy times requests so that these are the states at the *start* of a ste
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
-from flowspec_edge.drafting.spd.module import FIRST_CAPACITY, RowStore, SpdModule, SpdRow
+from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings
+from flowspec_edge.drafting.spd.module import (
+    FIRST_CAPACITY,
+    RowStore,
+    SpdModule,
+    SpdRow,
+    load_module,
+    module_config,
+)
 from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, PassCache, additive_mask
-from flowspec_edge.errors import ProtocolError
+from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Tap
+from flowspec_edge.model.draft_kinds import Shapes
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import rank_children
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
@@ -139,3 +151,29 @@ class SpdDrafter(Drafter):
 
     def _positions(self, rows: Sequence[SpdRow]) -> Tensor:
         return indices([[row.position for row in rows]], self._device)
+
+
+class SpdFormat(DraftFormat):
+    """Reads SPD's modules."""
+
+    def load(self, directory: Path, beside: Surroundings) -> Loaded:
+        assert beside.embedding is not None
+        device = beside.lm_head.device
+        module = load_module(directory, beside.dtype).to(device)
+        if module.config.hidden_size != beside.embedding.embedding_dim:
+            raise FlowspecError(
+                f"{directory}: the module's width is {module.config.hidden_size}, the target's "
+                f"{beside.embedding.embedding_dim}; a module works with the target that it was trained for "
+                "only")
+        return Loaded(partial(SpdDrafter, module, beside.embedding.to(device, beside.dtype)),
+                      module.config.vocab_size)
+
+    def fields(self, directory: Path) -> dict[str, Any]:
+        return dict(module_config(directory).to_dict())
+
+    def widths(self, directory: Path, shapes: Shapes, layers: int) -> list[int]:
+        fc = shapes.get("fc.weight")
+        return [module_config(directory).hidden_size, *([fc[0]] if fc else [])]
+
+
+FORMAT = SpdFormat()

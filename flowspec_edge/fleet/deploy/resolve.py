@@ -23,18 +23,17 @@ from flowspec_edge.fleet.planning.planner import DoesNotFit
 from flowspec_edge.fleet.planning.scaling import at_context
 from flowspec_edge.fleet.probe.checks import Needs
 from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
 from flowspec_edge.model.modeldir import (
-    DRAFT_PARTS,
-    STAND_INS,
     ModelDir,
-    missing_mtp,
     resolve_model,
     shipped_models,
 )
 from flowspec_edge.runtime.draft_device.capacity import cache_rows, tentative_rows
+from flowspec_edge.strategies.draft_choice import as_setting, draft_kind, missing_draft, with_a_draft
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import draft_kind, strategy_class
+from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.util.jetson import process_memory
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     """
     path = path.absolute()
     model, head = _model(inventory.cluster, path)
-    _require_drafter(inventory.cluster, path, model, head)
+    inventory, notes = _with_a_draft(inventory, path, model, head)
     given = {device.name: board_profile(inventory, device, path) for device in inventory.device}
     missing = [name for name, (_, assumed) in given.items() if assumed]
     unknown = not any(is_known(device, path) for device in inventory.device)
@@ -148,14 +147,13 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
         draft, stages, left_out = chosen.planned()
     dtype = None if inventory.cluster.dtype == "auto" else inventory.cluster.dtype
     lm_head = None if inventory.cluster.lm_head == "auto" else inventory.cluster.lm_head
-    notes = []
     if unknown:
-        notes = [f"no profile with [memory] for {', '.join(missing)}: whether the model fits there is seen "
+        notes += [f"no profile with [memory] for {', '.join(missing)}: whether the model fits there is seen "
                  "when they are looked at" + ("" if inventory.decided else ", and boards count as alike")
                  + f"; measure with: {MEASURE} {path.name}"]
     elif missing:
         found = "; ".join(f"{name} from {given[name][1]}" for name in missing)
-        notes = [f"no profile with [memory] for {', '.join(missing)}: ESTIMATED, {found}; measure with: "
+        notes += [f"no profile with [memory] for {', '.join(missing)}: ESTIMATED, {found}; measure with: "
                  f"{MEASURE} {path.name}"]
     used = {draft.name, *(device.name for device, _ in stages)}
     turn = chosen.turn(draft, stages) if used.isdisjoint(missing) else None  # no warning from estimates
@@ -185,28 +183,31 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]
     return model, head
 
 
-def _require_drafter(cluster: ClusterSettings, path: Path, model: ModelDir, head: Path | None) -> None:
-    """UsageError if neither ``model`` nor ``head`` is what the strategy drafts with."""
-    params = Params(draft=cluster.draft_kind)
-    kind = draft_kind(strategy_class(cluster.strategy), params, model)
-    if kind in (None, "ngram") or model.draft(kind):
-        return
-    if kind == "mtp":
-        raise UsageError(f"{path}: {missing_mtp(model)}")
-    lacks = f"which {model.path} does not have"
+def _with_a_draft(inventory: Inventory, path: Path, model: ModelDir, head: Path | None
+                  ) -> tuple[Inventory, list[str]]:
+    """``inventory`` with look-ups in the text where there is nothing else to draft with, and notes about it.
+
+    UsageError if neither ``model`` nor ``head`` is what the strategy drafts with.
+    """
+    cluster = inventory.cluster
+    chosen, params = strategy_class(cluster.strategy), Params(draft=cluster.draft_kind)
+    if head is None:
+        params, note = with_a_draft(chosen, params, model, as_setting)
+        if note:
+            looks_up = cluster.model_copy(update={"draft": params.draft})
+            return inventory.model_copy(update={"cluster": looks_up}), [note]
+    kind = draft_kind(chosen, params, model)
+    if kind is None or not DRAFT_KINDS[kind].directory or model.draft(kind):
+        return inventory, []
+    besides = ""
     if head is not None:
         from flowspec_edge.sharding.drafts import open_draft  # torch takes a while
 
-        head_kind = open_draft(head).kind
-        if head_kind == kind or (kind == "eagle2" and head_kind in STAND_INS):
-            return
-        lacks += f", and {head} is of the kind {head_kind}"
-    ways = 'take strategy = "autoregressive"'
-    if kind != "spd":
-        add = "shard it again with --draft DIR" if model.sharded else "give a head's directory as draft"
-        own = ', "mtp" to draft with its own MTP layer' if model.draft("mtp") else ""
-        ways = f'in [cluster], set draft = "ngram" to look up in the text{own}, {add}, or {ways}'
-    raise UsageError(f"{path}: {cluster.strategy} drafts with {DRAFT_PARTS[kind]}/, {lacks}: {ways}")
+        given = open_draft(head).kind
+        if given.name == kind or (DRAFT_KINDS[kind] in HEADS and given in HEADS):
+            return inventory, []
+        besides = f", and {head} is a {given.title} (kind {given.name})"
+    raise UsageError(f"{path}: [cluster]: {missing_draft(chosen, kind, model, as_setting, besides)}")
 
 
 class _Choice:

@@ -15,11 +15,11 @@ from torch import nn
 
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.fleet.planning.model_size import assumed_head, head_bytes, module_bytes, unread_experts
-from flowspec_edge.fleet.planning.planned_draft import DEPTHS, HEADS
+from flowspec_edge.fleet.planning.planned_draft import DEPTHS
 from flowspec_edge.fleet.planning.scaling import weight_read_ms
+from flowspec_edge.model.draft_kinds import HEADS, OWN_LAYERS
 from flowspec_edge.model.families import RECURRENT
 from flowspec_edge.model.manifest import HeadBits
-from flowspec_edge.model.modeldir import BLOCKS
 from flowspec_edge.stage.quant.schemes import head_scheme
 
 _WIDTH = 2  # bytes of an unpacked value
@@ -45,7 +45,7 @@ class HeadCost:
 
 def head_costs(config: Any, profile: Profile) -> list[HeadCost]:
     """For a target of transformers' ``config``, on a D0 of ``profile``, scaled to a model or not."""
-    kinds = (*HEADS, *(["mtp"] if config.model_type in RECURRENT else []))
+    kinds = (*HEADS, *(OWN_LAYERS if config.model_type in RECURRENT else ()))
     lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
     room = profile.memory.usable_mb - profile.memory.process_mb if profile.memory else float("inf")
     found = []
@@ -59,8 +59,8 @@ def head_costs(config: Any, profile: Profile) -> list[HeadCost]:
                     - unread_experts(head, _WIDTH, scheme))
             matrix = module_bytes(lm_head, _WIDTH, scheme)
             memory = (head_bytes(head, _WIDTH, scheme) + matrix) / 1e6
-            passed = (read + (0 if kind == "eagle3" else matrix)) * rate
-            found.append(HeadCost(kind, bits, memory, memory <= room, passed,
-                                  passed * (1 if kind in BLOCKS else DEPTHS)))
+            passed = (read + (0 if getattr(head, "lm_head", None) is not None else matrix)) * rate
+            found.append(HeadCost(kind.name, bits, memory, memory <= room, passed,
+                                  passed * (1 if kind.is_block else DEPTHS)))
     return found
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.fleet.planning.planned_draft import level_seconds
+from flowspec_edge.model.draft_kinds import HEADS, DraftKind
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,9 @@ class DraftTurn:
                 "passes_a_turn": self.passes, "bottleneck": self.is_bottleneck}
 
 
-def draft_turn(d0: Profile, slot: float, rows: int, kind: str = "eagle2",
+def draft_turn(d0: Profile, slot: float, rows: int, kind: DraftKind = HEADS[0],
                torch_device: str = "") -> DraftTurn:
-    """For segments of ``rows`` rows and trees of the default width, drafted with a model of ``kind`` or
-    by "ngram"; ``slot`` in seconds.
+    """For segments of ``rows`` rows and trees of the default width, drafted by ``kind``; ``slot`` in seconds.
 
     ``d0`` is scaled to the model and at the planned context; ``torch_device`` "" is the profile's.
     """

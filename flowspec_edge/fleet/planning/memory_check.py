@@ -69,7 +69,7 @@ class MemoryCheck:
         if kind != "ngram":
             return size
         # A head beside the target is sharded, and loaded for a request that names its strategy.
-        held = size.planned.origin == "here" and size.planned.kind != "mtp"
+        held = size.planned.origin == "here" and not size.planned.kind.in_target
         return replace(size, planned=NGRAMS) if held else size.without_head()
 
     def _check(self, device: DeviceEntry, needs: int, what: str) -> None:

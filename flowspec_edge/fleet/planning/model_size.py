@@ -7,31 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import gcd, prod
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import LlamaConfig
 
 from flowspec_edge.device_profile import LAYER_LAUNCHES, OTHER_LAYER_LAUNCHES
-from flowspec_edge.drafting.block.formats import block_config
-from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
-from flowspec_edge.drafting.checkpoint import on_meta
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config
-from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
-from flowspec_edge.drafting.eagle.eagle3_formats import head3_config
-from flowspec_edge.drafting.eagle.mtp import MtpHead, mtp_config, mtp_shape
+from flowspec_edge.drafting.format import format_of
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.planning.planned_draft import HEADS, NGRAMS, PlannedDraft, Wanted, choose
+from flowspec_edge.fleet.planning.planned_draft import NGRAMS, PlannedDraft, Wanted, choose
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
+from flowspec_edge.model.draft_kinds import HEADS, OWN_LAYERS, DraftKind
 from flowspec_edge.model.families import RECURRENT
 from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
 from flowspec_edge.model.modeldir import (
-    BLOCKS,
     ModelDir,
-    missing_mtp,
+    missing_own_layer,
     model_path,
     position_limit,
     refuse_two_targets,
@@ -51,8 +44,6 @@ from flowspec_edge.strategies.tree_strategy import TreeParameters
 from flowspec_edge.util.experts import correlated
 
 PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
-EAGLE3_VOCABULARY = 32_000  # draft tokens of most published EAGLE-3 heads
-_LAYERS, _STATES, _BLOCK, _RANK = 5, 5, 16, 256  # of a usual block drafter, and of DSpark's Markov head
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of a value outside the decoder's matrices
 
 
@@ -177,12 +168,13 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     if target and from_weights:
         _check(target, config, core)
     published = [(head.kind or "", head.repository) for head in known[1].runnable] if known else []
-    if draft == "mtp" and "mtp" not in here and (from_weights or config.model_type not in RECURRENT):
-        raise UsageError(missing_mtp(ModelDir(target)) if target else
-                         f"draft mtp: {name} is a {config.model_type} model, and only those of the types "
-                         f"{', '.join(RECURRENT)} have an MTP layer that can be run")
+    if (draft in [kind.name for kind in OWN_LAYERS] and draft not in here
+            and (from_weights or config.model_type not in RECURRENT)):
+        raise UsageError(missing_own_layer(draft, ModelDir(target) if target else None, config.model_type))
     planned = choose(draft, here, published)
-    head = None if planned.by_ngrams else _head(here.get(planned.kind), planned.kind, config)
+    draft_dir = here.get(planned.kind.name)
+    head = None if planned.by_ngrams else (
+        format_of(planned.kind).on_meta(draft_dir) if draft_dir else assumed_head(config, planned.kind))
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
     packed = scheme("int4") if dtype == "int4" else None
     bits = lm_head or default_head_bits(dtype)
@@ -206,7 +198,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         draft_lm_head=rows_read, head_bits=bits,
         kv_row=-(-sum(kind.row_bytes(width) for kind in kinds) // len(kinds)),
         window=min(windows, default=None), windowed=len(windows) / len(kinds),
-        draft_kv_row=(_kv_row(head.config, width) * (len(head.layers) if isinstance(head, BlockHead) else 1)
+        draft_kv_row=(_kv_row(head.config, width) * format_of(planned.kind).cached_layers(head)
                       if head else 0),
         kv_cache=kv_cache,
         from_weights=from_weights, planned=planned,
@@ -240,7 +232,7 @@ def _locate(name_or_path: str) -> tuple[str, Path | None, Mapping[str, Path], An
     if model.sharded:
         raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
-    here = {kind: path for kind in (*HEADS, "mtp") if (path := model.draft(kind))}
+    here = {kind.name: path for kind in (*HEADS, *OWN_LAYERS) if (path := model.draft(kind.name))}
     return model.name, model.target, here, load_config(model.target, quantised=True)
 
 
@@ -265,62 +257,12 @@ def _ranking(head: nn.Module, matrix: int, width: int, how: Scheme | None) -> tu
     return (drafted * config.hidden_size * width, 0) if copied else (0, matrix)
 
 
-Head = EagleHead | Eagle3Head | BlockHead | MtpHead
-
-
-def _head(draft: Path | None, kind: str, config: Any) -> Head:
-    """The head in ``draft``, or :func:`assumed_head`; on the meta device."""
-    if draft is None:
-        return assumed_head(config, kind)
-    if kind in BLOCKS:
-        block = block_config(draft)
-        block.own_lm_head = block.draft_vocab_size != block.vocab_size
-        return on_meta(BlockHead, block)
-    if kind == "eagle3":
-        return on_meta(Eagle3Head, head3_config(draft))
-    if kind == "eagle2":
-        return on_meta(EagleHead, head_config(draft))
-    return on_meta(MtpHead, mtp_config(draft))  # in the target's own checkpoint
-
-
-def assumed_head(config: Any, kind: str) -> Head:
+def assumed_head(config: Any, kind: DraftKind) -> nn.Module:
     """A usual head of ``kind`` for a target of ``config``, on the meta device."""
-    if kind == "mtp":
-        return on_meta(MtpHead, mtp_shape(config))
-    if kind in BLOCKS:
-        return _assumed_block(config, _RANK if kind == "dspark" else 0)
-    shape = _assumed_shape(config)
-    if kind == "eagle2":
-        return on_meta(EagleHead, shape)
-    shape.target_hidden_size, shape.attention_bias = config.hidden_size, False
-    shape.draft_vocab_size = min(EAGLE3_VOCABULARY, config.vocab_size)
-    return on_meta(Eagle3Head, shape)
+    return format_of(kind).usual(config, kind)
 
 
-def _assumed_shape(config: Any) -> LlamaConfig:
-    heads = config.num_attention_heads
-    if config.hidden_size % heads:  # which a Llama forbids
-        heads = config.hidden_size // config.head_dim
-    return LlamaConfig(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=1,
-        intermediate_size=getattr(config, "intermediate_size", 4 * config.hidden_size),
-        num_attention_heads=heads,
-        num_key_value_heads=gcd(heads, config.num_key_value_heads or heads),
-        head_dim=getattr(config, "head_dim", None), bias=True)
-
-
-def _assumed_block(config: Any, rank: int) -> BlockHead:
-    heads = config.num_attention_heads
-    return on_meta(BlockHead, BlockConfig(
-        vocab_size=config.vocab_size, hidden_size=config.hidden_size, num_hidden_layers=_LAYERS,
-        intermediate_size=getattr(config, "intermediate_size", 4 * config.hidden_size),
-        num_attention_heads=heads, num_key_value_heads=config.num_key_value_heads or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        captured=(1,) * _STATES, block_size=_BLOCK, mask_token_id=0, causal=(False,) * _LAYERS,
-        windows=(None,) * _LAYERS, markov_rank=rank, draft_vocab_size=config.vocab_size))
-
-
-def head_bytes(head: Head, width: int, how: Scheme | None) -> int:
+def head_bytes(head: nn.Module, width: int, how: Scheme | None) -> int:
     """Bytes in memory of a head, whose embeddings stay in their file."""
     embeddings: Any = head.embed_tokens
     return module_bytes(head, width, how) - int(embeddings.weight.numel()) * width

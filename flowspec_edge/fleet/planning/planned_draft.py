@@ -7,48 +7,47 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowspec_edge.device_profile import Profile
-from flowspec_edge.model.modeldir import BLOCKS, STAND_INS
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NGRAM, OWN_LAYERS, DraftKind
 
 # auto   a head or MTP layer that there is, else n-grams
 # head   a head or MTP layer that there is, else a head that has yet to be trained
 Wanted = Literal["auto", "head", "mtp", "ngram"]
 Origin = Literal["here", "published", "untrained", "text"]
-HEADS = ("eagle2", *STAND_INS)  # kinds that a model is run with unless told otherwise, the preferred first
 DEPTHS = 8  # of a tree in the default strategy: a pass for each, or one of a block drafter for all
-_NAMES = {"eagle2": "EAGLE-2 head", "eagle3": "EAGLE-3 head", "dflash": "DFlash block drafter",
-          "dspark": "DSpark block drafter", "mtp": "own MTP layer", "ngram": "n-grams of the text"}
 
 
 @dataclass(frozen=True)
 class PlannedDraft:
-    """kind        of ``modeldir.DRAFT_PARTS``, or "ngram"
-    origin      "here": on this machine; "published": the catalogue knows it; "untrained": there is
+    """origin      "here": on this machine; "published": the catalogue knows it; "untrained": there is
                 none yet, and its size is that of the usual one; "text": n-grams
     repository  of a published one, OWNER/NAME
     """
 
-    kind: str
+    kind: DraftKind
     origin: Origin
     repository: str = ""
 
     @property
     def by_ngrams(self) -> bool:
-        return self.kind == "ngram"
+        return self.kind is NGRAM
 
     @property
     def name(self) -> str:
         """The end of a sentence about the model: "its EAGLE-3 head"."""
         if self.by_ngrams:
-            return _NAMES["ngram"]
-        return f"an {_NAMES[self.kind]} yet to be trained" if self.origin == "untrained" else (
-            f"its {_NAMES[self.kind]}")
+            return self.kind.title
+        return f"an {self.kind.title} yet to be trained" if self.origin == "untrained" else (
+            f"its {self.kind.title}")
+
+    def as_json(self) -> dict[str, str]:
+        return {"kind": self.kind.name, "origin": self.origin, "repository": self.repository}
 
     def setting(self) -> str:
         """What ``--draft`` or ``draft`` of a cluster file must name to get it; "" if nothing."""
-        return self.kind if self.kind in ("mtp", "ngram") else ""
+        return self.kind.name if self.by_ngrams or self.kind.by_name_only else ""
 
 
-NGRAMS = PlannedDraft("ngram", "text")
+NGRAMS = PlannedDraft(NGRAM, "text")
 
 
 def choose(wanted: Wanted, here: Collection[str], published: Sequence[tuple[str, str]]) -> PlannedDraft:
@@ -56,29 +55,31 @@ def choose(wanted: Wanted, here: Collection[str], published: Sequence[tuple[str,
 
     Heads come first, as when a model is run: an MTP layer drafts only if it is named.
     """
-    if wanted == "ngram":
+    named = DRAFT_KINDS.get(wanted)
+    if named is NGRAM:
         return NGRAMS
-    for kinds in (("mtp",),) if wanted == "mtp" else (HEADS, ("mtp",)):
-        if kind := next((kind for kind in kinds if kind in here), None):
+    for kinds in ((named,),) if named else (HEADS, OWN_LAYERS):
+        if kind := next((kind for kind in kinds if kind.name in here), None):
             return PlannedDraft(kind, "here")
-        if found := next(((kind, name) for kind, name in published if kind in kinds), None):
-            return PlannedDraft(found[0], "published", found[1])
+        names = {kind.name for kind in kinds}
+        if found := next(((kind, name) for kind, name in published if kind in names), None):
+            return PlannedDraft(DRAFT_KINDS[found[0]], "published", found[1])
     if wanted == "auto":
         return NGRAMS
-    return PlannedDraft("mtp" if wanted == "mtp" else "eagle2", "untrained")
+    return PlannedDraft(named or HEADS[0], "untrained")
 
 
-def level_seconds(d0: Profile, kind: str, nodes: int) -> float:
+def level_seconds(d0: Profile, kind: DraftKind, nodes: int) -> float:
     """D0's time to draft a level of a tree: a pass, or a level's share of a block drafter's only pass."""
-    if kind == "ngram":
+    if kind is NGRAM:
         return 0.0
-    seconds = d0.draft_seconds(kind, nodes)
-    return seconds / DEPTHS if kind in BLOCKS else seconds
+    seconds = d0.draft_seconds(kind.name, nodes)
+    return seconds / DEPTHS if kind.is_block else seconds
 
 
-def charged_as(d0: Profile, planned: str, simulated: str) -> Profile:
+def charged_as(d0: Profile, planned: DraftKind, simulated: str) -> Profile:
     """``d0`` with such a pass time that a level drafted with ``simulated`` takes what ``planned`` takes."""
-    if simulated in (planned, "ngram", "own"):
+    if simulated in (planned.name, NGRAM.name, "own"):
         return d0
     launches = d0.launch.of_pass(simulated)[1] * d0.launch.us * 1e-6 if d0.launch else 0.0
     own = max(0.0, level_seconds(d0, planned, 0) - launches)

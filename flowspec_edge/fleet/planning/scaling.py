@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
-from flowspec_edge.device_profile import BLOCK_PASSES, ModelShape, Profile, StageCurve
+from flowspec_edge.device_profile import ModelShape, Profile, StageCurve
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import BLOCKS
 
 if TYPE_CHECKING:
     from flowspec_edge.fleet.planning.model_size import ModelBytes
@@ -90,7 +89,7 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     stage, basis = _stage(profile, size)
     d0_per_mb = weight_read_ms(profile, size.head_bits)
     head = size.lm_head / 1e6 * d0_per_mb
-    passes = BLOCK_PASSES if size.planned.kind in BLOCKS else 1.0  # as ``Profile.draft_seconds`` counts
+    passes = size.planned.kind.passes  # as ``Profile.draft_seconds`` counts
     draft = profile.draft.model_copy(update={
         "pass_ms": (size.draft - size.draft_unread + size.draft_lm_head) / 1e6 * d0_per_mb / passes,
         "spd_pass_ms": 2 * size.layer_read(1) / 1e6 * per_mb + head,

@@ -31,8 +31,9 @@ from flowspec_edge.stage.quant.schemes import quantise_linears
 from flowspec_edge.stage.shard import find_embedding, stage_ranges
 from flowspec_edge.stage.weights.load import head_scheme_of, opened_part
 from flowspec_edge.strategies.base import Pipeline
+from flowspec_edge.strategies.draft_choice import draft_kind, draft_label
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import draft_kind, draft_label, strategy_class
+from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.graphs import CudaRecorder, Recorder
 from flowspec_edge.util.tensors import from_torch

@@ -28,6 +28,7 @@ from flowspec_edge.fleet.planning.one_board import rate_text
 from flowspec_edge.fleet.planning.planned_draft import PlannedDraft, charged_as, level_seconds
 from flowspec_edge.fleet.planning.planner import DoesNotFit
 from flowspec_edge.fleet.planning.scaling import scaled
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
 from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.strategies.params import Params
 
@@ -250,14 +251,14 @@ def test_a_block_drafter_is_charged_one_pass_for_all_depths() -> None:
     size = model_bytes("qwen3-8b", "fp16")
     nano = load_profile("orin-nano-8gb")
     costs = head_costs(target_config("qwen3-8b"), nano)
-    for kind in ("eagle2", "dflash", "dspark"):
+    for kind in map(DRAFT_KINDS.__getitem__, ("eagle2", "dflash", "dspark")):
         head = assumed_head(target_config("qwen3-8b"), kind)
         own = replace(size, planned=PlannedDraft(kind, "here"), draft=head_bytes(head, 2, None),
                       draft_unread=0, draft_lm_head=size.lm_head)
-        [cost] = [c for c in costs if (c.kind, c.bits) == (kind, "16bit")]
+        [cost] = [c for c in costs if (c.kind, c.bits) == (kind.name, "16bit")]
         d0 = scaled(nano, own)[0]
         level = level_seconds(d0, kind, 0) * 1e3
-        assert level == pytest.approx(cost.tree_ms / 8, rel=0.07), kind  # looked-up rows are not read
+        assert level == pytest.approx(cost.tree_ms / 8, rel=0.07), kind.name  # looked-up rows are not read
         assert charged_as(d0, kind, "eagle2").draft_seconds("eagle2") * 1e3 == pytest.approx(level)
 
 

@@ -204,7 +204,7 @@ def test_a_truncated_shard_is_one_line(tmp_path: Path, clock: str,
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--strategy", "pipedec"], "pipedec drafts with draft-lm/, which"),
-    (["--strategy", "pipedec"], "choose another kind with --draft (it has: eagle2/)"),
+    (["--strategy", "pipedec"], "draft with its EAGLE-2 head: --draft eagle2"),
     (["--strategy", "flowspec", "--draft", "lm"], "flowspec drafts with draft-lm/, which"),
     (["--strategy", "spd", "--draft", "eagle2"], "make it with: flowspec models train-spd --model "),
 ])

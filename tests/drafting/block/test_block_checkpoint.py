@@ -10,6 +10,7 @@ from blockkit import VARIANTS, VOCABULARY, WIDTH, published_block
 from flowspec_edge.drafting.block.formats import block_config, load_block_head, save_block_head
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
 from flowspec_edge.drafting.checkpoint import on_meta
+from flowspec_edge.drafting.format import TargetFacts
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.sharding.drafts import check_fit, open_draft
@@ -112,15 +113,15 @@ def test_what_is_written_is_read_again(tmp_path, variant):
 def test_sharding_recognises_and_checks_it(tmp_path, variant, kind):
     published_block(tmp_path, **VARIANTS[variant])
     draft = open_draft(tmp_path)
-    assert draft.kind == kind
+    assert draft.kind.name == kind
     assert draft.embeddings == (variant != "DeepSpec")
     assert draft.kv_row == 2 * 2 * 8 * block_config(tmp_path).num_hidden_layers
-    check_fit(draft, tmp_path, WIDTH, VOCABULARY, 8)
+    check_fit(draft, TargetFacts(tmp_path, WIDTH, VOCABULARY, 8))
     for wrong, said in (((WIDTH, VOCABULARY, 4), "reach past the target"),
                         ((64, VOCABULARY, 8), "the head's width is 32, the target's 64"),
                         ((WIDTH, 70, 8), "vocabulary is 61 tokens, the target's 70")):
         with pytest.raises(FlowspecError, match=said):
-            check_fit(draft, tmp_path, *wrong)
+            check_fit(draft, TargetFacts(tmp_path, *wrong))
 
 
 def test_matrices_in_four_bits_still_draft(tmp_path):

@@ -10,6 +10,7 @@ import torch
 from headkit import Eagle2, Eagle3, Session, published_eagle3
 from tiny import tiny_llama
 
+from flowspec_edge.drafting.format import TargetFacts
 from flowspec_edge.drafting.load import load_drafters, needs_embedding
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.messages import Payload, Tap
@@ -115,9 +116,9 @@ def test_converted_eagle2_heads_are_the_same_heads(tmp_path, form, beside, caplo
     assert ("lm_head.weight is not the target's" in caplog.text) == (ranks is own)
     assert needs_embedding("eagle2", tmp_path) == (beside == "no embeddings")
     draft = open_draft(tmp_path / "eagle2")
-    assert (draft.kind, draft.embeddings) == ("eagle2", beside == "no embeddings")
+    assert (draft.kind.name, draft.embeddings) == ("eagle2", beside == "no embeddings")
     assert draft.parameters == sum(t.numel() for n, t in stored.items() if n != "lm_head.weight")
-    check_fit(draft, tmp_path, H, V, LAYERS)
+    check_fit(draft, TargetFacts(tmp_path, H, V, LAYERS))
 
 
 @pytest.mark.parametrize("lm_head", ["none", "whole", "its rows"])
@@ -140,7 +141,7 @@ def test_nested_state_dicts_are_found(tmp_path, key):
     torch.save({"epoch": 3, "optimizer": {"lr": torch.ones(1)}, key: weights},
                tmp_path / "eagle2/pytorch_model.bin")
     agrees(tmp_path, weights, LM_HEAD)
-    assert open_draft(tmp_path / "eagle2").kind == "eagle2"
+    assert open_draft(tmp_path / "eagle2").kind.name == "eagle2"
 
 
 def quantised(kind):
@@ -204,7 +205,7 @@ def test_the_rest_of_an_eagle3_head_is_derived_or_the_targets(tmp_path, form, go
     (home / "config.json").write_text(json.dumps({**config, "draft_vocab_size": told}))
     eagle3_agrees(tmp_path, raw, {"embed_tokens.weight": EMBEDDING, **weights})
     draft = open_draft(home)
-    assert draft.kind == "eagle3"
+    assert draft.kind.name == "eagle3"
     if {"lm_head.weight", "d2t"} & set(absent) == {"lm_head.weight"}:
         assert draft.copied_values == (drafted * H if drafted < V else 0)
 
@@ -259,7 +260,7 @@ def test_a_model_in_the_place_of_a_head_is_named(tmp_path, kind):
     tiny_llama(tmp_path / kind, layers=2, hidden=H, vocab=V)
     with pytest.raises(UsageError, match=r"is a language model, not an EAGLE(-3)? head: to draft"):
         load_drafters(kind, tmp_path, LM_HEAD, EMBEDDING, "fp32", LAYERS)
-    assert open_draft(tmp_path / kind).kind == "lm"
+    assert open_draft(tmp_path / kind).kind.name == "lm"
 
 
 def test_an_adapter_in_the_place_of_a_head_is_named(tmp_path):

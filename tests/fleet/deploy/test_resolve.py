@@ -166,18 +166,20 @@ def test_what_does_not_go_together(home: Path, cluster: str, boards: tuple[str, 
 
 def test_a_strategy_needs_its_draft_model(home: Path) -> None:
     target, boards = 'model = "model/target"', ("a", "b", "c")
-    with pytest.raises(UsageError, match=r"flowspec_plus drafts with eagle2/, which .*/model/target does not "
-                       r'have: in \[cluster\], set draft = "ngram" .*, or take strategy = "autoregressive"'):
-        decide(home, target, *boards)
-    with pytest.raises(UsageError, match=r"and .*/draft-lm is of the kind lm"):
+    cut(home / "model/target", home / "cut-alone", split=[3, 3])
+    with pytest.raises(UsageError, match=r"spd .* does not have: shard it again with --draft DIR"):
+        decide(home, 'model = "cut-alone"\ndraft = "ngram"\nstrategy = "spd"', *boards)
+    for without in (target, 'model = "cut-alone"'):  # as generate and serve do
+        found = decide(home, without, *boards)
+        assert found.cluster.draft_kind == "ngram"
+        assert any("no draft model, so flowspec_plus looks up in the text" in note for note in found.notes)
+    with pytest.raises(UsageError, match=r"and .*/draft-lm is a small language model \(kind lm\): add one"
+                       r'.*, look up in the text: draft = "ngram", or .*: strategy = "autoregressive"'):
         decide(home, f'{target}\ndraft = "model/draft-lm"', *boards)
-    with pytest.raises(UsageError, match=r"spd drafts with spd/, .* does not have: take strategy = "):
+    with pytest.raises(UsageError, match=r"spd drafts with spd/, .* make it with: .*: strategy = "):
         decide(home, f'{target}\ndraft = "ngram"\nstrategy = "spd"', *boards)
     with pytest.raises(UsageError, match="draft mtp: 'llama' models have no MTP layer that can be run"):
         decide(home, f'{target}\ndraft = "mtp"', *boards)
-    cut(home / "model/target", home / "cut-alone", split=[3, 3])
-    with pytest.raises(UsageError, match=r"cut-alone does not have: .*, shard it again with --draft DIR"):
-        decide(home, 'model = "cut-alone"', *boards)
     for runs in ('draft = "ngram"', 'strategy = "autoregressive"', 'draft = "model/eagle2"',
                  'draft = "model/eagle3"', 'draft = "model/draft-lm"\nstrategy = "pipedec"'):
         decide(home, f"{target}\n{runs}", *boards)

@@ -17,6 +17,7 @@ from flowspec_edge.device_profile import (
     load_profile,
 )
 from flowspec_edge.fleet.planning.draft_turn import device_mismatch, draft_turn
+from flowspec_edge.model.draft_kinds import NGRAM
 from flowspec_edge.runtime.request import Request
 from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 
@@ -40,7 +41,7 @@ def test_a_turn_is_one_output_and_one_pass() -> None:
     assert draft_turn(paper(), 0.0309, 16).is_bottleneck is True
     assert draft_turn(paper(), 0.01, 16).passes == 0
     assert "take 31 ms a turn, the slowest stage 20 ms" in draft_turn(paper(), 0.02, 16).warning("a")
-    looked_up = draft_turn(paper(), 0.02, 16, "ngram")
+    looked_up = draft_turn(paper(), 0.02, 16, NGRAM)
     assert (looked_up.draft, looked_up.passes, looked_up.is_bottleneck) == (0, None, False)
 
 
@@ -50,7 +51,7 @@ def test_launches_of_a_turn_are_not_hidden() -> None:
     turn, before = (draft_turn(profile, 0.08, 16) for profile in (dear, paper()))
     assert turn.output - before.output == pytest.approx(0.0005)
     assert turn.draft - before.draft == pytest.approx(0.0016)
-    assert draft_turn(dear, 0.08, 16, "ngram").draft == 0
+    assert draft_turn(dear, 0.08, 16, NGRAM).draft == 0
 
 
 @pytest.mark.parametrize(("measured", "torch_device", "advised"), [

@@ -109,5 +109,5 @@ def test_it_stands_in_for_a_head_and_needs_a_pipeline(target: Path, tmp_path: Pa
     assert result.tokens == plain(target, 8, Sampling())
     named = Request(PROMPT, "flowspec", 8, Sampling(), Params(draft="dflash"))
     assert result.stats == cluster.generate(named).stats  # it takes its own time
-    with pytest.raises(UsageError, match="galaxy cannot draft with the block drafter dflash"):
+    with pytest.raises(UsageError, match="galaxy cannot draft with the model's DFlash block drafter"):
         cluster.generate(Request(PROMPT, "galaxy", 4, Sampling(), Params(draft="dflash")))

@@ -166,7 +166,7 @@ def test_the_head_stands_in_for_one_of_eagle_2(model: Path, known: list[torch.Te
 
 @pytest.mark.parametrize("name", ["megatron", "galaxy"])
 def test_devices_that_share_each_layer_are_refused(model: Path, name: str) -> None:
-    with pytest.raises(UsageError, match=f"{name} cannot draft with an EAGLE-3 head") as caught:
+    with pytest.raises(UsageError, match=f"{name} cannot draft with the model's EAGLE-3 head") as caught:
         cluster(model, 2).generate(Request(PROMPT, name, 4, GREEDY, Params(draft="eagle3")))
     assert "\n" not in str(caught.value)
 

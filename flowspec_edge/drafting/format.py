@@ -1,0 +1,165 @@
+"""The interface by which a kind of draft model is read: its module's ``FORMAT``.
+
+``model.draft_kinds`` names the module of each kind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.checkpoint import EMBEDDING, has_embedding
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.draft_kinds import DraftKind, Shapes
+from flowspec_edge.model.output_head import OutputHead
+from flowspec_edge.util.torchdevice import release
+from flowspec_edge.util.weight_file import Embedding
+
+
+class Fusible(Protocol):
+    """A head that can compute in few kernel launches."""
+
+    def to(self, device: torch.device, /) -> Any: ...
+
+    def fuse_layer(self) -> None: ...
+
+
+_Head = TypeVar("_Head", bound=Fusible)
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a draft model is loaded beside.
+
+    target     directory of the target's tokenizer
+    lm_head    the target's; the drafter works on its device
+    embedding  the target's, or None if it is not needed
+    layers     the target's number
+    dtype      of weights, cache and arithmetic
+    quantise   replaces those linears that have weights; it is called after each tensor
+    fused      whether to compute in few kernel launches; None: on CUDA
+    """
+
+    target: Path
+    lm_head: OutputHead
+    embedding: Embedding | None
+    layers: int
+    dtype: torch.dtype
+    quantise: Callable[[nn.Module], None]
+    fused: bool | None
+
+    def placed(self, head: _Head) -> _Head:
+        """Move a head to the drafter's device, and let it compute in few launches there."""
+        device = self.lm_head.device
+        head.to(device)
+        if device.type == "cuda" or self.fused:
+            head.fuse_layer()
+            release(device)
+        return head
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """directory   with the target's tokenizer
+    width       of its hidden states
+    vocabulary  tokens of its embeddings
+    """
+
+    directory: Path
+    width: int
+    vocabulary: int
+    layers: int
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """make        makes a drafter for a session; drafters share the draft model
+    vocabulary  tokens of the text that the draft model reads; None: compared with the target's already
+    """
+
+    make: Callable[..., Drafter]
+    vocabulary: int | None
+
+
+class DraftFormat(ABC):
+    """Reads one kind of draft model.  ``directory`` is the draft model's, or of a layer in a target's
+    checkpoint that."""
+
+    def needs_embedding(self, directory: Path) -> bool:
+        """Whether :meth:`load` needs the target's embeddings."""
+        return not has_embedding(directory)
+
+    @abstractmethod
+    def load(self, directory: Path, beside: Surroundings) -> Loaded:
+        """UsageError if there is none, FlowspecError for damaged weights or those of another target."""
+
+    @abstractmethod
+    def fields(self, directory: Path) -> dict[str, Any]:
+        """The configuration of its layers, as config.json and the headers of the weights have it."""
+
+    def widths(self, directory: Path, shapes: Shapes, layers: int) -> Iterable[int]:
+        """Every width that its config.json and tensors give to the target's states.
+
+        FlowspecError if it reads states of a layer that a target of ``layers`` lacks.
+        """
+        return ()
+
+    def check_fit(self, directory: Path, shapes: Shapes, target: TargetFacts) -> None:
+        """FlowspecError, with both numbers, for a draft model of another target, by config.json and by the
+        shapes of its tensors."""
+        vocabularies = [self.fields(directory)["vocab_size"]]
+        vocabularies += [shapes[EMBEDDING][0]] if EMBEDDING in shapes else []
+        for width in self.widths(directory, shapes, target.layers):
+            require_fit(directory, "width", width, target.width)
+        for size in vocabularies:
+            require_fit(directory, "vocabulary", size, target.vocabulary)
+
+    def tensors_in_target(self, directory: Path) -> Shapes:
+        """Shapes of the tensors of a layer in a target's checkpoint, by their names there."""
+        raise NotImplementedError
+
+    def unread(self) -> frozenset[str]:
+        """Tensors in its files that are the target's, and are not read, by their authors' names."""
+        return frozenset()
+
+    def on_meta(self, directory: Path) -> nn.Module:
+        """Its module, without memory; ``config`` holds its configuration."""
+        raise NotImplementedError
+
+    def usual(self, target: Any, kind: DraftKind) -> nn.Module:
+        """The module of a usual one for a target of transformers' configuration ``target``, without
+        memory."""
+        raise NotImplementedError
+
+    def cached_layers(self, head: nn.Module) -> int:
+        """Layers of a module that keep keys and values."""
+        return 1
+
+
+def format_of(kind: DraftKind) -> DraftFormat:
+    """Import the module that reads ``kind``."""
+    found: DraftFormat = import_module(kind.module).FORMAT
+    return found
+
+
+def require_fit(directory: Path, what: str, heads: int, targets: int) -> None:
+    """FlowspecError if the head was trained for another target."""
+    if heads != targets:
+        unit = " tokens" if what == "vocabulary" else ""
+        raise FlowspecError(f"{directory}: the head's {what} is {heads}{unit}, the target's {targets}; "
+                            "a head works with the target that it was trained for only")
+
+
+def require_vocabulary(directory: Path, vocabulary: int, target: OutputHead) -> None:
+    """FlowspecError unless a draft model reads as many tokens as the target ranks."""
+    if vocabulary != target.vocabulary:
+        raise FlowspecError(f"{directory}: the draft model's vocabulary has {vocabulary} tokens, "
+                            f"the target's {target.vocabulary}; they must share one tokenizer")

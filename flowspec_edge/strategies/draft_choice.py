@@ -1,0 +1,97 @@
+"""What a strategy drafts with on a model, and what to do if the model lacks it: for every command alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NGRAM
+from flowspec_edge.model.modeldir import ModelDir, missing_own_layer
+from flowspec_edge.strategies.base import Strategy
+from flowspec_edge.strategies.parameters import Parameters
+
+_P = TypeVar("_P", bound=Parameters)
+# How a user writes a setting, of its name and its value: an option, or a line of a cluster file.
+Written = Callable[[str, str], str]
+
+
+def as_option(name: str, value: str) -> str:
+    return f"--{name} {value}"
+
+
+def as_setting(name: str, value: str) -> str:
+    return f'{name} = "{value}"'
+
+
+def draft_kind(chosen: type[Strategy], params: Parameters, model: ModelDir) -> str | None:
+    """The kind of draft model that ``chosen`` uses on ``model``, which may lack it; None: it drafts nothing.
+
+    An EAGLE-3 head, then a block drafter, replaces a missing EAGLE-1/2 head.  UsageError for an unusable
+    kind.
+    """
+    kind = chosen.drafts_with(params)
+    if kind == HEADS[0].name and not model.draft(kind):
+        kind = next((other.name for other in HEADS if model.draft(other.name)), kind)
+    if kind is not None and DRAFT_KINDS[kind].inner_states and chosen.parallelism != "pipeline":
+        raise UsageError(f"{chosen.name} cannot draft with the model's {DRAFT_KINDS[kind].title}: it needs "
+                         "inner states of the target, which devices that share each layer do not send; see "
+                         "--draft for another kind, or leave this strategy out")
+    return kind
+
+
+def draft_label(chosen: type[Strategy], params: Parameters, kind: str | None) -> str:
+    """Name what a request drafts with, for a table: ``kind``, "+ngram" if it also looks up in the text, or
+    "none"."""
+    looked_up = f"+{NGRAM.name}" if kind not in (None, NGRAM.name) and chosen.looks_up(params) else ""
+    return f"{kind or 'none'}{looked_up}"
+
+
+def require_draft(chosen: type[Strategy], params: Parameters, model: ModelDir, write: Written = as_option
+                  ) -> None:
+    """UsageError if ``model`` lacks the draft model that ``chosen`` uses."""
+    kind = draft_kind(chosen, params, model)
+    if kind is not None and kind != NGRAM.name and model.draft(kind) is None:
+        raise UsageError(missing_draft(chosen, kind, model, write))
+
+
+def missing_draft(chosen: type[Strategy], kind: str, model: ModelDir, write: Written, besides: str = ""
+                  ) -> str:
+    """Say that ``model`` lacks the draft model of ``kind``, and what to do.
+
+    besides  what was found in its place, as a clause
+    """
+    found = DRAFT_KINDS[kind]
+    if found.in_target:
+        return missing_own_layer(kind, model)
+    plain = f"do not draft: {write('strategy', 'autoregressive')}"
+    if model.sharded:
+        add = "shard it again with --draft DIR"
+    elif found.is_head:
+        add = f"add one, as flowspec models head {model.path} says"
+    elif found.trained_by:
+        add = f"make it with: {found.trained_by} --model {model.path}"
+    else:
+        add = f"put one into {found.directory}/"
+    others = [] if found.bound else model.drafts
+    own = f", draft with its {others[0].title}: {write('draft', others[0].name)}" if others else ""
+    looked_up = f", look up in the text: {write('draft', NGRAM.name)}" if not found.bound else ""
+    return (f"{chosen.name} drafts with {found.directory}/, which {model.path} does not have{besides}: {add}"
+            f"{own}{looked_up}, or {plain}")
+
+
+def with_a_draft(chosen: type[Strategy], params: _P, model: ModelDir, write: Written = as_option
+                 ) -> tuple[_P, str]:
+    """Let ``chosen`` look up in the text if the model has no draft model that would draft unless it is named.
+
+    Returns the parameters, and a note about the change, or "".
+    """
+    own = [kind for kind in model.drafts if kind.in_target]
+    drafter = DRAFT_KINDS.get(chosen.drafter or "", NGRAM)
+    if params.draft != "own" or drafter is NGRAM or drafter.bound or len(model.drafts) > len(own):
+        return params, ""
+    lacks, other = (("head", f"its {own[0].title}: {write('draft', own[0].name)}") if own else
+                    ("draft model", f"a head: flowspec models head {model.path}"))
+    return (replace(params, draft="ngram"),
+            f"{model.path} has no {lacks}, so {chosen.name} looks up in the text; for {other}")
