@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NGRAM
 from flowspec_edge.model.modeldir import ModelDir, missing_own_layer
-from flowspec_edge.strategies.base import Strategy
 from flowspec_edge.strategies.parameters import Parameters
+
+if TYPE_CHECKING:
+    from flowspec_edge.strategies.base import Strategy  # needs numpy
 
 _P = TypeVar("_P", bound=Parameters)
 # How a user writes a setting, of its name and its value: an option, or a line of a cluster file.

@@ -38,12 +38,14 @@ _TEGRASTATS_S = 3.0
 _JOURNAL = ("journalctl", "--unit", "flowspec-*", "--lines", "200", "--output", "json", "--no-pager")
 _Z85 = r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]"
 _SECRETS = (
+    # CURVE's keys, which may begin with a colon or an equals sign: before the names of secrets are looked for.
+    (re.compile(rf"(?<!\S){_Z85}{{40}}(?!\S)"), "…"),
     (re.compile(r"(?i)\b(bearer)\s+\S+"), r"\1 …"),
     (re.compile(r"(?i)\b([\w-]*(?:key|token|password|secret|authorization))(\"?\s*[=:]\s*)\S+"), r"\1\2…"),
     (re.compile(r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])"), "ADDRESS"),
     (re.compile(r"(?i)(?<![\w:])(?:(?:[0-9a-f]{1,4}:){7}[0-9a-f]{1,4}|[0-9a-f:]*::[0-9a-f:]*)(?![\w:])"),
      "ADDRESS"),
-    (re.compile(rf"(?<!{_Z85}){_Z85}{{40}}(?!{_Z85})"), "…"),  # CURVE's keys
+    (re.compile(rf"(?<!{_Z85}){_Z85}{{40}}(?!{_Z85})"), "…"),  # those within other words
     (re.compile(r"(?<!\S)(?=\S*\d)(?=\S*[A-Za-z])[^\s/]{24,}"), "…"))  # others, and digests
 
 

@@ -229,7 +229,7 @@ def test_a_cluster_file_keeps_roles_and_reads_profiles(tmp_path: Path) -> None:
     ("nothing-like-it", "no profile 'nothing-like-it'"),
     ("paper-7b:0", "the count must be at least 1"),
     ("paper-7b:-2", "the count must be at least 1"),
-    ("away/mine.toml", "cannot read"),
+    ("away/mine.toml", "there is no file away/mine.toml: find your boards with flowspec deploy init"),
 ])
 def test_invalid_devices(given: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
