@@ -38,7 +38,7 @@ _TEGRASTATS_S = 3.0
 _JOURNAL = ("journalctl", "--unit", "flowspec-*", "--lines", "200", "--output", "json", "--no-pager")
 _Z85 = r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]"
 _SECRETS = (
-    # CURVE's keys, which may begin with a colon or an equals sign: before the names of secrets are looked for.
+    # CURVE's keys, which may begin with a colon or an equals sign: before names of secrets are looked for.
     (re.compile(rf"(?<!\S){_Z85}{{40}}(?!\S)"), "…"),
     (re.compile(r"(?i)\b(bearer)\s+\S+"), r"\1 …"),
     (re.compile(r"(?i)\b([\w-]*(?:key|token|password|secret|authorization))(\"?\s*[=:]\s*)\S+"), r"\1\2…"),
