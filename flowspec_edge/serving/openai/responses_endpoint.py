@@ -1,4 +1,5 @@
-"""OpenAI's Responses API, for text: a body is a chat's under other names, and so is the answer.
+"""OpenAI's Responses API, for text and function calls: a body is a chat's under other names, and so is the
+answer, whose output is a list of items: messages and calls.
 
 The server stores nothing, so a conversation is always in the request's ``input``.
 """
@@ -19,10 +20,14 @@ from flowspec_edge.serving.openai.fields import Endpoint
 from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.responses import Answer, Finish, TokenLogprob
 from flowspec_edge.serving.openai.schemas import (
+    MAX_TOOLS,
     ChatBody,
     ChatMessage,
     Ignoring,
+    NamedTool,
     ResponseFormat,
+    ToolChoice,
+    ToolDefinition,
     Whole,
 )
 
@@ -31,18 +36,49 @@ def _messages(value: Any) -> Any:
     """``input``, as a chat's messages."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
-    return [_message(item) for item in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    turns: list[Any] = []
+    for item in value:
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind == "function_call":
+            _add_call(turns, item)
+        elif kind == "function_call_output":
+            turns.append({"role": "tool", "tool_call_id": item.get("call_id"),
+                          "content": _texts(item.get("output"))})
+        elif kind == "message":
+            turns.append({"role": item.get("role"), "content": _texts(item.get("content"))})
+        else:
+            raise ValueError('must be a string, or messages {"role": …, "content": …}, function_call and '
+                             "function_call_output: text is all that this server reads")
+    return turns
 
 
-def _message(item: Any) -> Any:
-    if not isinstance(item, dict) or item.get("type", "message") != "message":
-        raise ValueError('must be a string, or messages {"role": …, "content": …}: text is all that this '
-                         "server reads")
-    content = item.get("content")
-    if isinstance(content, list):
-        content = [{**part, "type": "text"} if isinstance(part, dict)
-                   and part.get("type") in ("input_text", "output_text") else part for part in content]
-    return {"role": item.get("role"), "content": content}
+def _add_call(turns: list[Any], item: dict[str, Any]) -> None:
+    """Add a call to the assistant's turn: a turn's text and its calls are items of their own."""
+    if not turns or turns[-1]["role"] != "assistant":
+        turns.append({"role": "assistant", "content": None})
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    turns[-1].setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
+
+
+def _texts(content: Any) -> Any:
+    """Parts of an item's content under the names that chats give them."""
+    if not isinstance(content, list):
+        return content
+    return [{**part, "type": "text"} if isinstance(part, dict)
+            and part.get("type") in ("input_text", "output_text") else part for part in content]
+
+
+def _tool(tool: Any) -> Any:
+    """A function, whose fields chats have one level deeper."""
+    if isinstance(tool, dict) and tool.get("type") == "function" and "function" not in tool:
+        return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
+    return tool
+
+
+def _tools(value: Any) -> Any:
+    return [_tool(tool) for tool in value] if isinstance(value, list) else value
 
 
 class TextOptions(Ignoring):
@@ -72,6 +108,9 @@ class ResponsesBody(ChatBody):
     messages_name: ClassVar[str] = "input"
 
     messages: Annotated[list[ChatMessage], BeforeValidator(_messages), Field(min_length=1, alias="input")]
+    tools: Annotated[Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None,
+                     BeforeValidator(_tools)] = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_tool)] = None
     instructions: str | None = None
     max_output_tokens: Annotated[Whole, Field(ge=1)] | None = None
     include: list[Included] | None = None
@@ -97,7 +136,7 @@ class ResponsesBody(ChatBody):
 
 
 class ResponseAnswer(Answer):
-    """One message of one text: as an object, or as typed events."""
+    """Messages and calls, in the order in which they are written: as an object, or as typed events."""
 
     end = b""
 
@@ -105,48 +144,85 @@ class ResponseAnswer(Answer):
         super().__init__(body, prepared)
         self._body = body
         self.id = f"resp_{uuid.uuid4().hex}"
-        self._item_id = f"msg_{uuid.uuid4().hex}"
         self._numbers = count()  # of events
-        self._text = ""
+        self._output: list[dict[str, Any]] = []  # the items, of which the last may be open
+        self._open = False
         self._finish: Finish | None = None
         self._details: dict[str, Any] = {}
 
     def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any], figures: dict[str, Any],
                  extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._response(self._status, choices, usage) | {"flowspec": figures | (extra or {})}
+        return self._response(self._status, self._output, usage) | {"flowspec": figures | (extra or {})}
 
     def choice(self, index: int, pieces: Sequence[str | CallPiece], finish: Finish | None,
                logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        self._text, self._finish = "".join(piece for piece in pieces if isinstance(piece, str)), finish
-        return self._item(self._status, [self._part()])
+        self.pieces(index, pieces)
+        self.closing(index, finish or "stop")
+        return {}  # the only one, whose items are the response's output
 
     def encoded(self, item: dict[str, Any]) -> bytes:
         return f"event: {item['type']}\n".encode() + super().encoded(item)
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        return [*(self._event(name, response=self._response("in_progress", []))
-                  for name in ("created", "in_progress")),
-                self._event("output_item.added", output_index=0, item=self._item("in_progress", [])),
-                self._part_event("content_part.added", part=self._part())]
+        """A message is open from the start, unless a call may come in its place."""
+        begun = [self._event(name, response=self._response("in_progress", []))
+                 for name in ("created", "in_progress")]
+        return begun if self.prepared.calls else [*begun, *self._begin(_message_item())]
 
     def pieces(self, index: int, pieces: Sequence[str | CallPiece], logprobs: Sequence[TokenLogprob] = ()
                ) -> list[dict[str, Any]]:
-        texts = [piece for piece in pieces if isinstance(piece, str)]
-        self._text += "".join(texts)
-        return [self._part_event("output_text.delta", delta=text, logprobs=[]) for text in texts]
+        events: list[dict[str, Any]] = []
+        for piece in pieces:
+            if isinstance(piece, CallPiece):
+                if piece.name is not None:
+                    events += [*self._finished(), *self._begin(_call_item(piece))]
+                if piece.arguments:
+                    self._output[-1]["arguments"] += piece.arguments
+                    events.append(self._of_item("function_call_arguments.delta", delta=piece.arguments))
+                continue
+            if not self._open or self._output[-1]["type"] != "message":
+                events += [*self._finished(), *self._begin(_message_item())]
+            self._output[-1]["content"][0]["text"] += piece
+            events.append(self._of_item("output_text.delta", content_index=0, delta=piece, logprobs=[]))
+        return events
 
     def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None
                 ) -> list[dict[str, Any]]:
         self._finish, self._details = finish, extra or {}
-        return [self._part_event("output_text.done", text=self._text, logprobs=[]),
-                self._part_event("content_part.done", part=self._part()),
-                self._event("output_item.done", output_index=0,
-                            item=self._item(self._status, [self._part()]))]
+        begun = [] if self._output else self._begin(_message_item())
+        return [*begun, *self._finished(self._status)]
 
     def counts(self, usage: dict[str, Any], figures: dict[str, Any]) -> list[dict[str, Any]]:
-        output = [self._item(self._status, [self._part()])]
-        return [self._event(self._status, response=self._response(self._status, output, usage)
+        return [self._event(self._status, response=self._response(self._status, self._output, usage)
                             | {"flowspec": figures | self._details})]
+
+    def _begin(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """Open an item; a message's only part is opened with it."""
+        self._output.append(item)
+        self._open = True
+        if item["type"] != "message":
+            return [self._event("output_item.added", output_index=self._at, item=dict(item))]
+        return [self._event("output_item.added", output_index=self._at, item={**item, "content": []}),
+                self._of_item("content_part.added", content_index=0, part=dict(item["content"][0]))]
+
+    def _finished(self, status: str = "completed") -> list[dict[str, Any]]:
+        """Close the open item, if there is one."""
+        if not self._open:
+            return []
+        self._open, item = False, self._output[-1]
+        item["status"] = status
+        if item["type"] == "message":
+            [part] = item["content"]
+            done = [self._of_item("output_text.done", content_index=0, text=part["text"], logprobs=[]),
+                    self._of_item("content_part.done", content_index=0, part=part)]
+        else:
+            done = [self._of_item("function_call_arguments.done", name=item["name"],
+                                  arguments=item["arguments"])]
+        return [*done, self._event("output_item.done", output_index=self._at, item=item)]
+
+    @property
+    def _at(self) -> int:
+        return len(self._output) - 1
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         failed = {"error": {"code": error.code or "server_error", "message": str(error)}}
@@ -174,20 +250,33 @@ class ResponseAnswer(Answer):
                 "background": False, "error": None, "incomplete_details": cut,
                 "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,
                 "metadata": body.metadata or {}, "model": self.model, "output": output,
-                "parallel_tool_calls": True, "previous_response_id": None, "store": False,
-                "temperature": sampling.temperature, "text": {"format": form}, "tool_choice": "auto",
-                "tools": [], "top_p": sampling.top_p, "truncation": "disabled", "usage": usage,
-                "user": body.user}
+                "parallel_tool_calls": body.parallel_tool_calls is not False,
+                "previous_response_id": None, "store": False, "temperature": sampling.temperature,
+                "text": {"format": form},
+                "tool_choice": _flat(body.tool_choice) if body.tool_choice else "auto",
+                "tools": [_flat(tool) for tool in body.tools or ()], "top_p": sampling.top_p,
+                "truncation": "disabled", "usage": usage, "user": body.user}
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "status": status, "role": "assistant",
-                "content": content}
+    def _of_item(self, event: str, /, **fields: Any) -> dict[str, Any]:
+        return self._event(event, item_id=self._output[-1]["id"], output_index=self._at, **fields)
 
-    def _part(self) -> dict[str, Any]:
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
-
-    def _part_event(self, name: str, **fields: Any) -> dict[str, Any]:
-        return self._event(name, item_id=self._item_id, output_index=0, content_index=0, **fields)
-
-    def _event(self, name: str, **fields: Any) -> dict[str, Any]:
+    def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:
         return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
+
+
+def _message_item() -> dict[str, Any]:
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress", "role": "assistant",
+            "content": [part]}
+
+
+def _call_item(piece: CallPiece) -> dict[str, Any]:
+    return {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call", "status": "in_progress",
+            "call_id": piece.id, "name": piece.name, "arguments": ""}
+
+
+def _flat(tool: ToolDefinition | NamedTool | str) -> dict[str, Any] | str:
+    """A tool, or a choice of one, as responses have it: the function's fields beside its type."""
+    if isinstance(tool, str):
+        return tool
+    return {"type": "function", "strict": None, "parameters": None, **tool.function.model_dump()}

@@ -31,7 +31,7 @@ _MAX_CHOICES = 8
 _MAX_PROMPTS = 64
 _MAX_BIASES = 1024
 _MAX_IDS = 300_000  # of tokens, a large vocabulary
-_MAX_TOOLS = 128  # OpenAI's limit
+MAX_TOOLS = 128  # OpenAI's limit
 _OTHER_TYPES = ("string", "number", "integer", "boolean", "array", "null")  # than object, of JSON schemas
 _MOST_URGENT, _LEAST_URGENT = -10, 10  # priorities: 30 s of waiting make up for a step
 
@@ -235,6 +235,9 @@ class NamedTool(Ignoring):
     function: _Named
 
 
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
 def _arguments(value: Any) -> Any:
     """Some clients send the object itself, and null for none."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value or ""
@@ -396,8 +399,8 @@ class ChatBody(Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
-    tools: Annotated[list[ToolDefinition], Field(max_length=_MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tools: Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     logprobs: Annotated[bool | None, BeforeValidator(_flag)] = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None

@@ -10,12 +10,14 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response
 from servekit import NAME, Running, running, served
 
 from flowspec_edge.model.chat import recognise_tool_format
 from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
 from flowspec_edge.serving.openai.detokenize import CallPiece, ToolCallParser
 from flowspec_edge.serving.openai.errors import ApiError
+from flowspec_edge.serving.openai.responses_endpoint import ResponsesBody
 from flowspec_edge.serving.openai.schemas import ChatBody, read_body
 
 HERMES = recognise_tool_format("tools <tool_call>")
@@ -125,6 +127,62 @@ def test_a_call_with_arguments_of_its_schema(server: Running, choice: Any) -> No
     assert (deltas[0].function.name, {delta.index for delta in deltas}) == (call.function.name, {0})
     assert "".join(delta.function.arguments for delta in deltas) == call.function.arguments
     assert not any(part.delta.content for part in parts)
+
+
+def test_a_call_of_a_response_is_the_chats(server: Running) -> None:
+    """As OpenAI's own client reads it, in one piece and as events; and back again as input."""
+    flat = [{"type": "function", **tool["function"]} for tool in (WEATHER, TIME)]
+    choice = {"type": "function", "name": "weather"}
+
+    def respond(**how: Any) -> Any:
+        return server.client.responses.create(**{
+            "model": NAME, "input": HISTORY[0]["content"], "tools": flat, "tool_choice": choice,
+            "max_output_tokens": 400, "temperature": 1, "parallel_tool_calls": False,
+            "extra_body": {"seed": 3}, **how})
+
+    (wanted,) = ask(server, tool_choice={"type": "function", "function": {"name": "weather"}}
+                    ).choices[0].message.tool_calls
+    done = respond()
+    Response.model_validate(json.loads(done.to_json()), strict=True)
+    (call,) = done.output
+    assert (call.type, call.status, call.name, call.arguments) == (
+        "function_call", "completed", "weather", wanted.function.arguments)
+    assert (done.status, done.tool_choice.name, done.tools[0].name) == ("completed", "weather", "weather")
+
+    events = list(respond(stream=True))
+    deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
+    assert [*dict.fromkeys(event.type.removeprefix("response.") for event in events)] == [
+        "created", "in_progress", "output_item.added", "function_call_arguments.delta",
+        "function_call_arguments.done", "output_item.done", "completed"]
+    assert "".join(deltas) == events[-3].arguments == events[-2].item.arguments == call.arguments
+    assert events[-1].response.output[0].name == "weather"
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+
+    said = respond(tool_choice="auto", max_output_tokens=8)
+    assert (said.status, said.output[0].type) == ("incomplete", "message")
+    assert said.output_text == ask(server, max_tokens=8).choices[0].message.content
+    assert [event.type for event in respond(tool_choice="auto", max_output_tokens=8, stream=True)][-2:] == [
+        "response.output_item.done", "response.incomplete"]
+
+
+def test_calls_and_their_outputs_go_back_as_input(model: Path, template: Path) -> None:
+    what = served(model, str(template))
+    (asked, called, told), [call] = HISTORY, HISTORY[1]["tool_calls"]
+    items = [asked, {"type": "function_call", "call_id": call["id"], "id": "fc_1", "status": "completed",
+                     **call["function"]},
+             {"type": "function_call_output", "call_id": call["id"], "output": told["content"]}]
+    said = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Wait."}]}
+
+    def prompts(messages: list[Any], given: list[Any]) -> list[str]:
+        chat = read_body(ChatBody, json.dumps({"model": NAME, "messages": messages}).encode())
+        response = read_body(ResponsesBody, json.dumps({"model": NAME, "input": given}).encode())
+        return [what.tokenizer.decode(what.chat(body).request.prompt) for body in (chat, response)]
+
+    twice = {**called, "tool_calls": [call] * 2}
+    for messages, given in ((HISTORY, items), ([asked, twice, told], [asked, items[1], *items[1:]]),
+                            ([asked, {**called, "content": "Wait."}, told], [asked, said, *items[1:]])):
+        chat, response = prompts(messages, given)
+        assert chat == response
 
 
 def test_left_to_the_model_it_may_say_something(server: Running) -> None:
