@@ -142,7 +142,7 @@ def test_a_command_names_both_ways_without_a_head(no_head: Path, capsys: pytest.
     assert main(["bench", "run", "--model", str(no_head), "--strategies", "flowspec_plus"]) != 0
     said = capsys.readouterr().err
     assert "flowspec_plus drafts with eagle2/, which" in said
-    assert "(it has: none)" in said
+    assert "add one, as flowspec models head" in said
     assert "--draft ngram" in said
     assert "--strategy autoregressive" in said
     assert len(said.strip().splitlines()) == 1
