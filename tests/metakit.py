@@ -2,7 +2,8 @@
 
 A CPU build of PyTorch has no other second device.  What CUDA would refuse, meta lets pass in part (an
 index on the CPU, a product with a CPU matrix), so a dispatch mode looks at the devices of every operation.
-What code copies to the host comes out as zeros, and is written down.
+What code copies to the host is written down.  It comes out as zeros, but numbers of a row fall, so that the
+children of a node have different tokens.
 
     with MetaDevice() as device:
         engine = StageEngine(load_shard(path, 0, 1, "fp16", "meta"))
@@ -60,7 +61,7 @@ class MetaDevice(TorchDispatchMode):
             target, source = given
             if source.is_meta:
                 self.downloads.append(tuple(source.shape))
-                return target.zero_()
+                return target.copy_(_made_up(target.shape, target.dtype))
             self.uploads.append(tuple(source.shape))
             return target
         self._check(func, args, kwargs)
@@ -79,10 +80,16 @@ class MetaDevice(TorchDispatchMode):
         device = torch.device(kwargs.get("device") or source.device)
         if source.is_meta and device.type == "cpu":
             self.downloads.append(tuple(source.shape))
-            return torch.zeros(source.shape, dtype=kwargs.get("dtype") or source.dtype)
+            return _made_up(source.shape, kwargs.get("dtype") or source.dtype)
         if device.type == "meta":
             if source.is_meta:
                 self.launches["_to_copy"] += 1
             else:
                 self.uploads.append(tuple(source.shape))
         return func(*args, **kwargs)
+
+
+def _made_up(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    if len(shape) != 2 or not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype)
+    return torch.arange(shape[1] - 1, -1, -1).to(dtype).expand(shape).clone()

@@ -114,9 +114,11 @@ def test_complete_environments_are_told(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_probe_reads_torch(tmp_path: Path) -> None:
     """The last line of what the import says; a user's own packages are not for services."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "broken"], check=True)
+    [packages] = (tmp_path / "broken/lib").glob("python*/site-packages")
     for name in ("numpy", "torch"):
-        (tmp_path / f"{name}.py").write_text("" if name == "numpy" else "raise OSError('libcudart.so.12')")
-    facts = said([sys.executable], PYTHONPATH=str(tmp_path))
+        (packages / f"{name}.py").write_text("" if name == "numpy" else "raise OSError('libcudart.so.12')")
+    facts = said([str(tmp_path / "broken/bin/python")])
     assert facts["torch"]["why"] == "OSError: libcudart.so.12"
     assert (facts["torch"]["version"], facts["torch"]["cuda"]) == ("", None)
     own = tmp_path / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
