@@ -39,10 +39,10 @@ _Head = TypeVar("_Head", bound=Fusible)
 class Surroundings:
     """What a draft model is loaded beside.
 
-    target     directory of the target's tokenizer
+    target     directory of the target, with its tokenizer
     lm_head    the target's; the drafter works on its device
     embedding  the target's, or None if it is not needed
-    layers     the target's number
+    layers     number of the target's layers
     dtype      of weights, cache and arithmetic
     quantise   replaces those linears that have weights; it is called after each tensor
     fused      whether to compute in few kernel launches; None: on CUDA
@@ -68,7 +68,9 @@ class Surroundings:
 
 @dataclass(frozen=True)
 class TargetFacts:
-    """directory   with the target's tokenizer
+    """What a draft model must fit.
+
+    directory   of the target, with its tokenizer
     width       of its hidden states
     vocabulary  tokens of its embeddings
     """
@@ -81,7 +83,9 @@ class TargetFacts:
 
 @dataclass(frozen=True)
 class Loaded:
-    """make        makes a drafter for a session; drafters share the draft model
+    """A draft model that has been loaded.
+
+    make        makes a drafter for a session; drafters share the draft model
     vocabulary  tokens of the text that the draft model reads; None: compared with the target's already
     """
 
@@ -90,8 +94,10 @@ class Loaded:
 
 
 class DraftFormat(ABC):
-    """Reads one kind of draft model.  ``directory`` is the draft model's, or of a layer in a target's
-    checkpoint that."""
+    """Reads one kind of draft model.
+
+    ``directory`` holds the draft model; for a layer of a target, it is the target's checkpoint.
+    """
 
     def needs_embedding(self, directory: Path) -> bool:
         """Whether :meth:`load` needs the target's embeddings."""
@@ -102,51 +108,79 @@ class DraftFormat(ABC):
         """UsageError if there is none, FlowspecError for damaged weights or those of another target."""
 
     @abstractmethod
-    def fields(self, directory: Path) -> dict[str, Any]:
+    def config(self, directory: Path) -> Any:
         """The configuration of its layers, as config.json and the headers of the weights have it."""
 
-    def widths(self, directory: Path, shapes: Shapes, layers: int) -> Iterable[int]:
+    def fields(self, config: Any) -> dict[str, Any]:
+        """The fields of :meth:`config` by their names."""
+        return dict(config.to_dict())
+
+    def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> Iterable[int]:
         """Every width that its config.json and tensors give to the target's states.
 
         FlowspecError if it reads states of a layer that a target of ``layers`` lacks.
         """
         return ()
 
-    def check_fit(self, directory: Path, shapes: Shapes, target: TargetFacts) -> None:
-        """FlowspecError, with both numbers, for a draft model of another target, by config.json and by the
-        shapes of its tensors."""
-        vocabularies = [self.fields(directory)["vocab_size"]]
-        vocabularies += [shapes[EMBEDDING][0]] if EMBEDDING in shapes else []
-        for width in self.widths(directory, shapes, target.layers):
+    def check_fit(self, directory: Path, config: Any, shapes: Shapes, target: TargetFacts) -> None:
+        """FlowspecError, with both numbers, for a draft model of another target: by its :meth:`config` and
+        by the shapes of its tensors."""
+        vocabularies = [config.vocab_size, *([shapes[EMBEDDING][0]] if EMBEDDING in shapes else [])]
+        for width in self.widths(directory, config, shapes, target.layers):
             require_fit(directory, "width", width, target.width)
         for size in vocabularies:
             require_fit(directory, "vocabulary", size, target.vocabulary)
-
-    def tensors_in_target(self, directory: Path) -> Shapes:
-        """Shapes of the tensors of a layer in a target's checkpoint, by their names there."""
-        raise NotImplementedError
 
     def unread(self) -> frozenset[str]:
         """Tensors in its files that are the target's, and are not read, by their authors' names."""
         return frozenset()
 
+
+class HeadFormat(DraftFormat):
+    """Reads a head, whose size follows from its configuration or from its target's."""
+
+    @abstractmethod
     def on_meta(self, directory: Path) -> nn.Module:
         """Its module, without memory; ``config`` holds its configuration."""
-        raise NotImplementedError
 
+    @abstractmethod
     def usual(self, target: Any, kind: DraftKind) -> nn.Module:
         """The module of a usual one for a target of transformers' configuration ``target``, without
         memory."""
-        raise NotImplementedError
 
     def cached_layers(self, head: nn.Module) -> int:
         """Layers of a module that keep keys and values."""
         return 1
 
 
+class OwnLayerFormat(HeadFormat):
+    """Reads a layer of the target's own checkpoint, which therefore fits."""
+
+    @abstractmethod
+    def tensors(self, config: Any) -> Shapes:
+        """Shapes of its tensors, by their names in the checkpoint."""
+
+    def check_fit(self, directory: Path, config: Any, shapes: Shapes, target: TargetFacts) -> None:
+        """It is the target's own."""
+
+
 def format_of(kind: DraftKind) -> DraftFormat:
     """Import the module that reads ``kind``."""
     found: DraftFormat = import_module(kind.module).FORMAT
+    return found
+
+
+def head_format_of(kind: DraftKind) -> HeadFormat:
+    """For a kind with ``is_head``."""
+    found = format_of(kind)
+    assert isinstance(found, HeadFormat)
+    return found
+
+
+def own_layer_format_of(kind: DraftKind) -> OwnLayerFormat:
+    """For a kind with ``in_target``."""
+    found = format_of(kind)
+    assert isinstance(found, OwnLayerFormat)
     return found
 
 

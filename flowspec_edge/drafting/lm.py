@@ -277,11 +277,14 @@ class LanguageModelFormat(DraftFormat):
         model = load_lm(directory, beside.target, head.vocabulary, beside.dtype, head.device, beside.fused)
         return Loaded(model.clone_session, None)
 
-    def fields(self, directory: Path) -> dict[str, Any]:
+    def config(self, directory: Path) -> dict[str, Any]:
         return checkpoint.read_config(directory, "a draft model")
 
-    def check_fit(self, directory: Path, shapes: Shapes, target: TargetFacts) -> None:
-        own = int(self.fields(directory)["vocab_size"])
+    def fields(self, config: dict[str, Any]) -> dict[str, Any]:
+        return config
+
+    def check_fit(self, directory: Path, config: dict[str, Any], shapes: Shapes, target: TargetFacts) -> None:
+        own = int(config["vocab_size"])
         if own != target.vocabulary:
             require_padding(directory, target.directory, own, target.vocabulary)
 

@@ -9,7 +9,7 @@ Also here: the formats of published draft heads, and how a head's config.json sh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from flowspec_edge.errors import UsageError
@@ -24,8 +24,9 @@ class DraftKind:
     directory       in the directory of a model's parts; "" for the kind that has no files
     title           what it is called after "its" or "an": "EAGLE-2 head"
     module          its ``FORMAT`` reads and runs it: see ``drafting.format``
-    recognise       whether a config.json and the tensors beside it are of this kind; None: never
-    formats         published formats that are read as this kind
+    recognise       whether a config.json and the tensors beside it are of this kind; None: not by them
+    formats         published formats that are read as this kind; those of block drafters are recognised by it
+    files_of        the kind that its files are of, if its directory alone shows that it is another
     choice          place among the heads that draft unless another kind is named, the lowest first; None: it
                     drafts only if it or a strategy that needs it is named
     is_head         a small network on the target's states: its matrices are packed as lm_head is, and its
@@ -40,7 +41,7 @@ class DraftKind:
     launches        kernel launches of a pass: within the layers of a small model, and others
     graph_launches  all of them where passes are CUDA graphs; None: they are not recorded
     usual           the size that a plan assumes for one that is not on this machine
-    trained_by      the command that makes one for a model; "" if none does
+    made_by         the command that makes one for a model, if that takes no choice of a kind
     """
 
     name: str
@@ -50,6 +51,7 @@ class DraftKind:
     launches: tuple[int, int]
     recognise: Callable[[Mapping[str, Any], Shapes], bool] | None = None
     formats: tuple[str, ...] = ()
+    files_of: str = ""
     choice: int | None = None
     is_head: bool = True
     is_block: bool = False
@@ -62,16 +64,12 @@ class DraftKind:
     passes: float = 1.0
     graph_launches: int | None = None
     usual: str = ""
-    trained_by: str = ""
+    made_by: str = ""
 
     @property
     def by_name_only(self) -> bool:
         """Whether a head of this kind drafts only if its name is given."""
         return self.is_head and self.choice is None
-
-
-def _reads(*formats: str) -> Callable[[Mapping[str, Any], Shapes], bool]:
-    return lambda config, shapes: recognise_format(config) in formats
 
 
 def _is_eagle3(config: Mapping[str, Any], shapes: Shapes) -> bool:
@@ -98,35 +96,31 @@ def _is_language_model(config: Mapping[str, Any], shapes: Shapes) -> bool:
             and not _is_spd(config, shapes))
 
 
-_TRAIN_HEAD, _TRAIN_SPD = "flowspec models train-head", "flowspec models train-spd"
-# A block drafter, in passes of an EAGLE head, by bytes at Llama-2-7B: five layers, fc over five states and
-# lm_head in 2.46 GB, beside one layer, fc and lm_head in 0.74.
-_BLOCK_PASSES = 3.3
-_BLOCK: dict[str, Any] = {"module": "flowspec_edge.drafting.block.formats", "is_block": True,
-                          "inner_states": True, "shares_memory": False, "passes": _BLOCK_PASSES,
-                          "usual": "five layers and fc", "trained_by": _TRAIN_HEAD}
-_EAGLE2: dict[str, Any] = {"module": "flowspec_edge.drafting.eagle.eagle2", "launches": (0, 32),
-                           "graph_launches": 6, "usual": "one layer and fc", "trained_by": _TRAIN_HEAD}
+_EAGLE2 = DraftKind("eagle2", "eagle2", "EAGLE-2 head", "flowspec_edge.drafting.eagle.eagle2", (0, 32),
+                    recognise=_is_eagle2, formats=("EAGLE-2",), choice=0, graph_launches=6,
+                    usual="one layer and fc")
+# ``passes``, by bytes at Llama-2-7B: five layers, fc over five states and lm_head in 2.46 GB, beside one
+# layer, fc and lm_head in 0.74.
+_DFLASH = DraftKind("dflash", "dflash", "DFlash block drafter", "flowspec_edge.drafting.block.formats",
+                    (0, 150), formats=("DFlash", "DFlash2", "JetSpec"), choice=3, is_block=True,
+                    inner_states=True, shares_memory=False, passes=3.3, usual="five layers and fc")
 
 # Kernel launches are counted on torch 2.8 (tests/drafting/test_launches.py), block drafters' are estimated.
 DRAFT_KINDS = {kind.name: kind for kind in (
-    DraftKind("eagle2", "eagle2", "EAGLE-2 head", recognise=_is_eagle2, formats=("EAGLE-2",), choice=0,
-              **_EAGLE2),
-    # A second EAGLE-2 head.  Its directory alone shows that it is one: its files are those of any other.
-    DraftKind("eagle2-deep", "eagle2-deep", "second EAGLE-2 head", **_EAGLE2),
+    _EAGLE2,
+    replace(_EAGLE2, name="eagle2-deep", directory="eagle2-deep", title="second EAGLE-2 head",
+            recognise=None, formats=(), files_of="eagle2", choice=None),
     DraftKind("eagle3", "eagle3", "EAGLE-3 head", "flowspec_edge.drafting.eagle.eagle3_formats", (0, 38),
               recognise=_is_eagle3, formats=("EAGLE-3",), choice=1, inner_states=True, graph_launches=5,
-              usual="one layer, fc and an lm_head of 32,000 tokens", trained_by=_TRAIN_HEAD),
+              usual="one layer, fc and an lm_head of 32,000 tokens"),
     DraftKind("lm", "draft-lm", "small language model", "flowspec_edge.drafting.lm", (354, 18),
               recognise=_is_language_model, is_head=False, charged_as="lm_pass_ms", graph_launches=4),
     DraftKind("spd", "spd", "SPD module", "flowspec_edge.drafting.spd.drafter", (0, 38), recognise=_is_spd,
               is_head=False, looks_up_target=True, bound=True, shares_memory=False, charged_as="spd_pass_ms",
-              trained_by=_TRAIN_SPD),
-    DraftKind("dflash", "dflash", "DFlash block drafter", launches=(0, 150),
-              recognise=_reads("DFlash", "DFlash2", "JetSpec"), formats=("DFlash", "DFlash2", "JetSpec"),
-              choice=3, **_BLOCK),
-    DraftKind("dspark", "dspark", "DSpark block drafter", launches=(0, 160), recognise=_reads("DSpark"),
-              formats=("DSpark",), choice=2, **_BLOCK),
+              made_by="flowspec models train-spd"),
+    _DFLASH,
+    replace(_DFLASH, name="dspark", directory="dspark", title="DSpark block drafter", launches=(0, 160),
+            formats=("DSpark",), choice=2),
     DraftKind("mtp", "mtp", "own MTP layer", "flowspec_edge.drafting.eagle.mtp", (0, 110),
               formats=("MTP",), in_target=True, looks_up_target=True, usual="a layer with attention"),
     DraftKind("ngram", "", "n-grams of the text", "", (0, 0), is_head=False, shares_memory=False,
@@ -143,17 +137,19 @@ OWN_LAYERS = tuple(kind for kind in STORED if kind.in_target)
 
 def draft_kind_named(name: str) -> DraftKind:
     """UsageError for a name that no kind with files has."""
-    for kind in STORED:
-        if kind.name == name:
-            return kind
-    raise UsageError(f"unknown kind of draft model {name!r}; there is: "
-                     f"{', '.join(kind.name for kind in STORED)}")
+    found = DRAFT_KINDS.get(name)
+    if found is None or not found.directory:
+        raise UsageError(f"unknown kind of draft model {name!r}; there is: "
+                         f"{', '.join(kind.name for kind in STORED)}")
+    return found
 
 
 def recognise_kind(config: Mapping[str, Any], shapes: Shapes) -> DraftKind | None:
     """The kind of the draft model that has this config.json and these tensors."""
-    blocks_first = sorted(STORED, key=lambda kind: not kind.is_block)  # their fc looks like an EAGLE-3 head's
-    return next((kind for kind in blocks_first if kind.recognise and kind.recognise(config, shapes)), None)
+    named = FORMATS.get(recognise_format(config) or "")
+    if named and DRAFT_KINDS[named].is_block:  # whose fc looks like an EAGLE-3 head's
+        return DRAFT_KINDS[named]
+    return next((kind for kind in STORED if kind.recognise and kind.recognise(config, shapes)), None)
 
 
 # Format of published heads -> kind of draft model; None: cannot be run.  The order is that of preference.

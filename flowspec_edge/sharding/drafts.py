@@ -11,7 +11,7 @@ from typing import Any
 
 from flowspec_edge.drafting import checkpoint as weights
 from flowspec_edge.drafting.checkpoint import EMBEDDING, LM_HEAD, plain_name
-from flowspec_edge.drafting.format import TargetFacts, format_of
+from flowspec_edge.drafting.format import TargetFacts, format_of, own_layer_format_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kinds import STORED, DraftKind, recognise_kind
 from flowspec_edge.model.modeldir import ModelDir, cache_values
@@ -31,6 +31,7 @@ class DraftFiles:
     """A draft model's files, which are copied unchanged; of a layer of the target's own checkpoint none, but
     its ``tensors``.
 
+    config      of its layers, as its format reads it
     files       those in ``directory`` that a loader reads
     embeddings  whether it looks up the target's embeddings
     kv_row      elements of one row's keys and values in its cache
@@ -39,6 +40,7 @@ class DraftFiles:
 
     kind: DraftKind
     directory: Path
+    config: Any
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
     embeddings: bool
@@ -76,8 +78,7 @@ def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[DraftFiles]:
     for kind in STORED:
         if not kind.in_target and (path := model.draft(kind.name)) is not None:
             draft = open_draft(path)
-            unmarked = kind.recognise is None and draft.kind.module == kind.module
-            found[kind] = replace(draft, kind=kind) if unmarked else draft
+            found[kind] = replace(draft, kind=kind) if kind.files_of == draft.kind.name else draft
     new: dict[DraftKind, DraftFiles] = {}
     for path in given:
         draft = open_draft(path)
@@ -92,8 +93,9 @@ def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[DraftFiles]:
 
 def _own_layer(kind: DraftKind, directory: Path) -> DraftFiles | None:
     """A draft layer in a target's checkpoint; None, with a warning, if it cannot be taken along."""
-    read, checkpoint = format_of(kind), Checkpoint(directory)
-    shapes = read.tensors_in_target(directory)
+    read, checkpoint = own_layer_format_of(kind), Checkpoint(directory)
+    config = read.config(directory)
+    shapes = read.tensors(config)
     bad = next((name for name, shape in shapes.items() if name not in checkpoint
                 or checkpoint.stored([name])[name].shape != shape
                 or not checkpoint.stored([name])[name].dtype.is_floating_point), None)
@@ -101,25 +103,26 @@ def _own_layer(kind: DraftKind, directory: Path) -> DraftFiles | None:
         log.warning("%s: the model's %s is left out: tensor %s is missing, or not as config.json asks for",
                     directory, kind.title, bad)
         return None
-    return DraftFiles(kind, directory, (), checkpoint.stored(shapes), embeddings=True,
-                      kv_row=cache_values(read.fields(directory)), fingerprint=checkpoint.digest(shapes))
+    return DraftFiles(kind, directory, config, (), checkpoint.stored(shapes), embeddings=True,
+                      kv_row=cache_values(read.fields(config)), fingerprint=checkpoint.digest(shapes))
 
 
 def open_draft(directory: Path) -> DraftFiles:
     """UsageError if there is no draft model of a known kind; FlowspecError for damaged files."""
-    config = weights.read_config(directory, "a draft model", blocks=True)
+    raw = weights.read_config(directory, "a draft model", blocks=True)
     located.warn_of_unread(directory)
     checkpoint = Checkpoint(directory)
     stored = checkpoint.stored(checkpoint.names)
-    kind = _kind(directory, config, {plain_name(name): info for name, info in stored.items()})
+    kind = _kind(directory, raw, {plain_name(name): info for name, info in stored.items()})
     read = format_of(kind)
     unread = read.unread()
     tensors = {name: info for name, info in stored.items() if plain_name(name) not in unread}
     bare = {plain_name(name) for name in tensors}
-    layer = read.fields(directory)
+    config = read.config(directory)
+    layer = read.fields(config)
     drafted = layer.get("draft_vocab_size")
     copies = drafted and drafted < layer["vocab_size"] and LM_HEAD not in bare
-    return DraftFiles(kind, directory, _files(directory), tensors,
+    return DraftFiles(kind, directory, config, _files(directory), tensors,
                       embeddings=kind.looks_up_target or read.needs_embedding(directory),
                       kv_row=cache_values(layer), fingerprint=checkpoint.digest(checkpoint.names),
                       copied_values=drafted * layer["hidden_size"] if copies else 0)
@@ -128,7 +131,7 @@ def open_draft(directory: Path) -> DraftFiles:
 def check_fit(draft: DraftFiles, target: TargetFacts) -> None:
     """FlowspecError, with both numbers, for a draft model of another target."""
     shapes = {plain_name(name): tuple(t.shape) for name, t in draft.tensors.items()}
-    format_of(draft.kind).check_fit(draft.directory, shapes, target)
+    format_of(draft.kind).check_fit(draft.directory, draft.config, shapes, target)
 
 
 def _kind(directory: Path, config: dict[str, Any], tensors: dict[str, TensorInfo]) -> DraftKind:

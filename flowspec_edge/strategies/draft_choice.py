@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NGRAM
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NGRAM, OWN_LAYERS
 from flowspec_edge.model.modeldir import ModelDir, missing_own_layer
 from flowspec_edge.strategies.parameters import Parameters
 
@@ -15,16 +14,26 @@ if TYPE_CHECKING:
     from flowspec_edge.strategies.base import Strategy  # needs numpy
 
 _P = TypeVar("_P", bound=Parameters)
-# How a user writes a setting, of its name and its value: an option, or a line of a cluster file.
-Written = Callable[[str, str], str]
 
 
-def as_option(name: str, value: str) -> str:
-    return f"--{name} {value}"
+class Written(NamedTuple):
+    """How a user writes settings.
+
+    setting  of a name and its value
+    kinds    what ``draft`` may name
+    """
+
+    setting: str
+    kinds: frozenset[str]
+
+    def __call__(self, name: str, value: str) -> str:
+        return self.setting.format(name=name, value=value)
 
 
-def as_setting(name: str, value: str) -> str:
-    return f'{name} = "{value}"'
+AS_OPTION = Written("--{name} {value}",
+                    frozenset(name for name, kind in DRAFT_KINDS.items() if not kind.bound))
+# A cluster file's; any other value of its ``draft`` is the directory of a head.
+AS_LINE = Written('{name} = "{value}"', frozenset({NGRAM.name, *(kind.name for kind in OWN_LAYERS)}))
 
 
 def draft_kind(chosen: type[Strategy], params: Parameters, model: ModelDir) -> str | None:
@@ -50,7 +59,7 @@ def draft_label(chosen: type[Strategy], params: Parameters, kind: str | None) ->
     return f"{kind or 'none'}{looked_up}"
 
 
-def require_draft(chosen: type[Strategy], params: Parameters, model: ModelDir, write: Written = as_option
+def require_draft(chosen: type[Strategy], params: Parameters, model: ModelDir, write: Written = AS_OPTION
                   ) -> None:
     """UsageError if ``model`` lacks the draft model that ``chosen`` uses."""
     kind = draft_kind(chosen, params, model)
@@ -72,18 +81,18 @@ def missing_draft(chosen: type[Strategy], kind: str, model: ModelDir, write: Wri
         add = "shard it again with --draft DIR"
     elif found.is_head:
         add = f"add one, as flowspec models head {model.path} says"
-    elif found.trained_by:
-        add = f"make it with: {found.trained_by} --model {model.path}"
+    elif found.made_by:
+        add = f"make it with: {found.made_by} --model {model.path}"
     else:
         add = f"put one into {found.directory}/"
-    others = [] if found.bound else model.drafts
+    others = [] if found.bound else [kind for kind in model.drafts if kind.name in write.kinds]
     own = f", draft with its {others[0].title}: {write('draft', others[0].name)}" if others else ""
     looked_up = f", look up in the text: {write('draft', NGRAM.name)}" if not found.bound else ""
     return (f"{chosen.name} drafts with {found.directory}/, which {model.path} does not have{besides}: {add}"
             f"{own}{looked_up}, or {plain}")
 
 
-def with_a_draft(chosen: type[Strategy], params: _P, model: ModelDir, write: Written = as_option
+def with_a_draft(chosen: type[Strategy], params: _P, model: ModelDir, write: Written = AS_OPTION
                  ) -> tuple[_P, str]:
     """Let ``chosen`` look up in the text if the model has no draft model that would draft unless it is named.
 

@@ -109,7 +109,7 @@ class PlanReport:
                           self.torch_device)
 
     def drafts_with(self, strategy: str) -> str:
-        """As ``registry.draft_label``."""
+        """As ``draft_choice.draft_label``."""
         chosen, params = strategy_class(strategy), Params(draft=cast("Draft", self.size.planned.kind.name))
         return draft_label(chosen, params, chosen.drafts_with(params))
 

@@ -29,7 +29,7 @@ from flowspec_edge.drafting.block.drafter import BlockDrafter
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
 from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
 from flowspec_edge.drafting.eagle.eagle2 import check_target_ids
-from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings, require_fit
+from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.draft_kinds import DraftKind, Shapes, recognise_format
 from flowspec_edge.model.modeldir import check_config
@@ -230,7 +230,7 @@ def _own_names(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     return {name: tensor for name, tensor in own.items() if not name.startswith(_NOT_READ)}
 
 
-class BlockFormat(DraftFormat):
+class BlockFormat(HeadFormat):
     """Reads block drafters of all kinds."""
 
     def load(self, directory: Path, beside: Surroundings) -> Loaded:
@@ -239,11 +239,11 @@ class BlockFormat(DraftFormat):
         require_fit(directory, "width", head.config.hidden_size, beside.lm_head.hidden_size)
         return Loaded(partial(BlockDrafter, head, beside.lm_head), head.config.vocab_size)
 
-    def fields(self, directory: Path) -> dict[str, Any]:
-        return dict(block_config(directory).to_dict())
+    def config(self, directory: Path) -> Any:
+        return block_config(directory)
 
-    def widths(self, directory: Path, shapes: Shapes, layers: int) -> list[int]:
-        config, fc = block_config(directory), shapes.get("fc.weight")
+    def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> list[int]:
+        fc = shapes.get("fc.weight")
         check_layers(directory, config, layers)
         return [config.hidden_size, *([fc[1] // len(config.captured)] if fc else [])]
 

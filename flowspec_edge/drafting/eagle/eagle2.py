@@ -27,7 +27,7 @@ from transformers.models.llama.modeling_llama import (
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.checkpoint import StoredTensor
 from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, HeadDrafter, KeyValueCache
-from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings, require_fit, require_vocabulary
+from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit, require_vocabulary
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.drafting.recorded import RecordedPasses
 from flowspec_edge.drafting.tree_cache import CacheMemory
@@ -255,7 +255,7 @@ def head_config(directory: Path) -> LlamaConfig:
     return config
 
 
-class Eagle2Format(DraftFormat):
+class Eagle2Format(HeadFormat):
     """Reads EAGLE-1 and 2 heads."""
 
     def load(self, directory: Path, beside: Surroundings) -> Loaded:
@@ -267,12 +267,12 @@ class Eagle2Format(DraftFormat):
         ranks, drafted = head.ranking(beside.lm_head)
         return Loaded(partial(EagleDrafter, head, ranks, draft_vocabulary=drafted), config.vocab_size)
 
-    def fields(self, directory: Path) -> dict[str, Any]:
-        return dict(head_config(directory).to_dict())
+    def config(self, directory: Path) -> Any:
+        return head_config(directory)
 
-    def widths(self, directory: Path, shapes: Shapes, layers: int) -> list[int]:
+    def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> list[int]:
         fc = shapes.get("fc.weight")
-        return [head_config(directory).hidden_size, *([fc[0]] if fc else [])]
+        return [config.hidden_size, *([fc[0]] if fc else [])]
 
     def unread(self) -> frozenset[str]:
         return frozenset({checkpoint.LM_HEAD})  # a head ranks by the target's; converters store a copy

@@ -32,7 +32,7 @@ from flowspec_edge.drafting.eagle.eagle3 import (
     captured_layers,
     states_of,
 )
-from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings, require_fit, require_vocabulary
+from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit, require_vocabulary
 from flowspec_edge.errors import FlowspecError, last_line
 from flowspec_edge.model.draft_kinds import DraftKind, Shapes
 from flowspec_edge.model.modeldir import check_config
@@ -287,7 +287,7 @@ def _check_draft_vocabulary(directory: Path, head: Eagle3Head) -> None:
                             f"{len(ids)} that d2t maps to")
 
 
-class Eagle3Format(DraftFormat):
+class Eagle3Format(HeadFormat):
     """Reads EAGLE-3 heads."""
 
     def load(self, directory: Path, beside: Surroundings) -> Loaded:
@@ -299,11 +299,11 @@ class Eagle3Format(DraftFormat):
         return Loaded(partial(Eagle3Drafter, placed, captured,
                               lm_head=placed.shared_lm_head(beside.lm_head)), head.config.vocab_size)
 
-    def fields(self, directory: Path) -> dict[str, Any]:
-        return dict(head3_config(directory).to_dict())
+    def config(self, directory: Path) -> Any:
+        return head3_config(directory)
 
-    def widths(self, directory: Path, shapes: Shapes, layers: int) -> list[int]:
-        config, fc = head3_config(directory), shapes.get("fc.weight")
+    def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> list[int]:
+        fc = shapes.get("fc.weight")
         head3_layers(directory, config, layers)
         own = [] if EMBEDDING in shapes else [config.hidden_size]
         return [config.target_hidden_size, *([fc[1] // states_of(config)] if fc else []), *own]

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter
 from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, KeyValueCache
-from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings, TargetFacts, require_fit
+from flowspec_edge.drafting.format import Loaded, OwnLayerFormat, Surroundings, require_fit
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.errors import FlowspecError, last_line
 from flowspec_edge.model.draft_kinds import DraftKind, Shapes
@@ -107,7 +107,7 @@ def load_mtp(directory: Path, embedding: Tensor | Embedding, dtype: torch.dtype,
     return checkpoint.build(MtpHead, config, stored, directory, _WHAT, dtype, shared, quantise)
 
 
-class MtpFormat(DraftFormat):
+class MtpFormat(OwnLayerFormat):
     """Reads the MTP layer in a target's checkpoint, or in what sharding makes of it."""
 
     def load(self, directory: Path, beside: Surroundings) -> Loaded:
@@ -115,14 +115,11 @@ class MtpFormat(DraftFormat):
         head = beside.placed(load_mtp(directory, beside.embedding, beside.dtype, beside.quantise))
         return Loaded(partial(EagleDrafter, head, beside.lm_head), head.config.vocab_size)
 
-    def fields(self, directory: Path) -> dict[str, Any]:
-        return dict(mtp_config(directory).to_dict())
+    def config(self, directory: Path) -> Any:
+        return mtp_config(directory)
 
-    def check_fit(self, directory: Path, shapes: Shapes, target: TargetFacts) -> None:
-        """It is the target's own."""
-
-    def tensors_in_target(self, directory: Path) -> Shapes:
-        return mtp_tensors(mtp_config(directory))
+    def tensors(self, config: Any) -> Shapes:
+        return mtp_tensors(config)
 
     def on_meta(self, directory: Path) -> nn.Module:
         return checkpoint.on_meta(MtpHead, mtp_config(directory))

@@ -168,12 +168,12 @@ class SpdFormat(DraftFormat):
         return Loaded(partial(SpdDrafter, module, beside.embedding.to(device, beside.dtype)),
                       module.config.vocab_size)
 
-    def fields(self, directory: Path) -> dict[str, Any]:
-        return dict(module_config(directory).to_dict())
+    def config(self, directory: Path) -> Any:
+        return module_config(directory)
 
-    def widths(self, directory: Path, shapes: Shapes, layers: int) -> list[int]:
+    def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> list[int]:
         fc = shapes.get("fc.weight")
-        return [module_config(directory).hidden_size, *([fc[0]] if fc else [])]
+        return [config.hidden_size, *([fc[0]] if fc else [])]
 
 
 FORMAT = SpdFormat()

@@ -31,7 +31,7 @@ from flowspec_edge.model.modeldir import (
     shipped_models,
 )
 from flowspec_edge.runtime.draft_device.capacity import cache_rows, tentative_rows
-from flowspec_edge.strategies.draft_choice import as_setting, draft_kind, missing_draft, with_a_draft
+from flowspec_edge.strategies.draft_choice import AS_LINE, draft_kind, missing_draft, with_a_draft
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.util.jetson import process_memory
@@ -192,7 +192,7 @@ def _with_a_draft(inventory: Inventory, path: Path, model: ModelDir, head: Path 
     cluster = inventory.cluster
     chosen, params = strategy_class(cluster.strategy), Params(draft=cluster.draft_kind)
     if head is None:
-        params, note = with_a_draft(chosen, params, model, as_setting)
+        params, note = with_a_draft(chosen, params, model, AS_LINE)
         if note:
             looks_up = cluster.model_copy(update={"draft": params.draft})
             return inventory.model_copy(update={"cluster": looks_up}), [note]
@@ -207,7 +207,7 @@ def _with_a_draft(inventory: Inventory, path: Path, model: ModelDir, head: Path 
         if given.name == kind or (DRAFT_KINDS[kind] in HEADS and given in HEADS):
             return inventory, []
         besides = f", and {head} is a {given.title} (kind {given.name})"
-    raise UsageError(f"{path}: [cluster]: {missing_draft(chosen, kind, model, as_setting, besides)}")
+    raise UsageError(f"{path}: [cluster]: {missing_draft(chosen, kind, model, AS_LINE, besides)}")
 
 
 class _Choice:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from flowspec_edge.device_profile import LAYER_LAUNCHES, OTHER_LAYER_LAUNCHES
-from flowspec_edge.drafting.format import format_of
+from flowspec_edge.drafting.format import head_format_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.fleet.planning.planned_draft import NGRAMS, PlannedDraft, Wanted, choose
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
@@ -174,7 +174,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     planned = choose(draft, here, published)
     draft_dir = here.get(planned.kind.name)
     head = None if planned.by_ngrams else (
-        format_of(planned.kind).on_meta(draft_dir) if draft_dir else assumed_head(config, planned.kind))
+        head_format_of(planned.kind).on_meta(draft_dir) if draft_dir else assumed_head(config, planned.kind))
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
     packed = scheme("int4") if dtype == "int4" else None
     bits = lm_head or default_head_bits(dtype)
@@ -198,7 +198,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         draft_lm_head=rows_read, head_bits=bits,
         kv_row=-(-sum(kind.row_bytes(width) for kind in kinds) // len(kinds)),
         window=min(windows, default=None), windowed=len(windows) / len(kinds),
-        draft_kv_row=(_kv_row(head.config, width) * format_of(planned.kind).cached_layers(head)
+        draft_kv_row=(_kv_row(head.config, width) * head_format_of(planned.kind).cached_layers(head)
                       if head else 0),
         kv_cache=kv_cache,
         from_weights=from_weights, planned=planned,
@@ -259,7 +259,7 @@ def _ranking(head: nn.Module, matrix: int, width: int, how: Scheme | None) -> tu
 
 def assumed_head(config: Any, kind: DraftKind) -> nn.Module:
     """A usual head of ``kind`` for a target of ``config``, on the meta device."""
-    return format_of(kind).usual(config, kind)
+    return head_format_of(kind).usual(config, kind)
 
 
 def head_bytes(head: nn.Module, width: int, how: Scheme | None) -> int:

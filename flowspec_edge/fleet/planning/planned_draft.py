@@ -29,7 +29,7 @@ class PlannedDraft:
 
     @property
     def by_ngrams(self) -> bool:
-        return self.kind is NGRAM
+        return self.kind == NGRAM
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ def choose(wanted: Wanted, here: Collection[str], published: Sequence[tuple[str,
     Heads come first, as when a model is run: an MTP layer drafts only if it is named.
     """
     named = DRAFT_KINDS.get(wanted)
-    if named is NGRAM:
+    if named == NGRAM:
         return NGRAMS
     for kinds in ((named,),) if named else (HEADS, OWN_LAYERS):
         if kind := next((kind for kind in kinds if kind.name in here), None):
@@ -71,7 +71,7 @@ def choose(wanted: Wanted, here: Collection[str], published: Sequence[tuple[str,
 
 def level_seconds(d0: Profile, kind: DraftKind, nodes: int) -> float:
     """D0's time to draft a level of a tree: a pass, or a level's share of a block drafter's only pass."""
-    if kind is NGRAM:
+    if kind == NGRAM:
         return 0.0
     seconds = d0.draft_seconds(kind.name, nodes)
     return seconds / DEPTHS if kind.is_block else seconds

@@ -254,7 +254,8 @@ class ResponseAnswer(Answer):
                 "previous_response_id": None, "store": False, "temperature": sampling.temperature,
                 "text": {"format": form},
                 "tool_choice": _flat(body.tool_choice) if body.tool_choice else "auto",
-                "tools": [_flat(tool) for tool in body.tools or ()], "top_p": sampling.top_p,
+                "tools": [{"strict": None, "parameters": None, **_flat(tool)} for tool in body.tools or ()],
+                "top_p": sampling.top_p,
                 "truncation": "disabled", "usage": usage, "user": body.user}
 
     def _of_item(self, event: str, /, **fields: Any) -> dict[str, Any]:
@@ -275,8 +276,6 @@ def _call_item(piece: CallPiece) -> dict[str, Any]:
             "call_id": piece.id, "name": piece.name, "arguments": ""}
 
 
-def _flat(tool: ToolDefinition | NamedTool | str) -> dict[str, Any] | str:
+def _flat(tool: ToolDefinition | NamedTool | str) -> Any:
     """A tool, or a choice of one, as responses have it: the function's fields beside its type."""
-    if isinstance(tool, str):
-        return tool
-    return {"type": "function", "strict": None, "parameters": None, **tool.function.model_dump()}
+    return tool if isinstance(tool, str) else {"type": "function", **tool.function.model_dump()}

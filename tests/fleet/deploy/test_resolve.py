@@ -167,6 +167,12 @@ def test_what_does_not_go_together(home: Path, cluster: str, boards: tuple[str, 
 def test_a_strategy_needs_its_draft_model(home: Path) -> None:
     target, boards = 'model = "model/target"', ("a", "b", "c")
     cut(home / "model/target", home / "cut-alone", split=[3, 3])
+    (home / "head-alone").mkdir()
+    for part in ("target", "eagle2"):
+        (home / "head-alone" / part).symlink_to(home / "model" / part)
+    with pytest.raises(UsageError, match=r"pipedec drafts with draft-lm/.*: put one into draft-lm/, look up "
+                       'in the text: draft = "ngram", or do not'):  # draft = "eagle2" would be a directory
+        decide(home, 'model = "head-alone"\nstrategy = "pipedec"', *boards)
     with pytest.raises(UsageError, match=r"spd .* does not have: shard it again with --draft DIR"):
         decide(home, 'model = "cut-alone"\ndraft = "ngram"\nstrategy = "spd"', *boards)
     for without in (target, 'model = "cut-alone"'):  # as generate and serve do
