@@ -56,10 +56,10 @@ test-slow: $(READY)
 STRICT := $(BIN)/python tests/strictdevice $(PARALLEL)
 NOT_STRICT := not nf4 and not fp4 and not bnb and not test_every_kind_is_tried and not test_all_is_right_here \
 	and not test_graphs_of_cuda
-ANYWHERE := $(addprefix tests/runtime/virtual/,test_grammar.py test_penalties.py \
+ANYWHERE := $(addprefix tests/drivers/virtual/,test_grammar.py test_penalties.py \
 		test_lm_head_bits.py::test_tokens_are_those_of_generate) \
-	$(addprefix tests/runtime/draft_device/,test_chat_turns.py test_prefix_cache.py test_scheduler.py) \
-	tests/training/test_train_head.py
+	$(addprefix tests/d0/,test_chat_turns.py test_prefix_cache.py test_scheduler.py) \
+	tests/lab/training/test_train_head.py
 test-strict: $(READY)
 	$(STRICT) -m '(cuda or strict) and not soak and not fleet and not aarch64' -k '$(NOT_STRICT)' \
 		--ignore tests/microbench
@@ -102,7 +102,7 @@ bench: $(READY)
 
 # Renews the timelines in the documents from real runs.
 timelines: $(READY)
-	$(BIN)/python -m flowspec_edge.bench.timeline docs/strategies.md docs/benchmarks.md
+	$(BIN)/python -m flowspec_edge.lab.bench.timeline docs/strategies.md docs/benchmarks.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

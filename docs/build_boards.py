@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from flowspec_edge.boards.planning import planner
+from flowspec_edge.boards.planning.board_spec import parse_devices
+from flowspec_edge.boards.planning.estimate import predict
+from flowspec_edge.boards.planning.layer_split import problem_for
+from flowspec_edge.boards.planning.model_size import PlanDtype, model_bytes
 from flowspec_edge.cli.boards.plan import prediction_requests
-from flowspec_edge.fleet.planning import planner
-from flowspec_edge.fleet.planning.board_spec import parse_devices
-from flowspec_edge.fleet.planning.estimate import predict
-from flowspec_edge.fleet.planning.layer_split import problem_for
-from flowspec_edge.fleet.planning.model_size import PlanDtype, model_bytes
 from flowspec_edge.model.modeldir import DEMO, resolve_model
 from flowspec_edge.strategies.parameters import Draft
 

@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from flowspec_edge.bench.plots import draw_curve, finish, new_figure, save_figure
-from flowspec_edge.bench.results import load_sweep
-from flowspec_edge.bench.styles import style_of
+from flowspec_edge.lab.bench.plots import draw_curve, finish, new_figure, save_figure
+from flowspec_edge.lab.bench.results import load_sweep
+from flowspec_edge.lab.bench.styles import style_of
 
 _CHAIN = "chain"
 

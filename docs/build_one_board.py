@@ -2,7 +2,7 @@
 
     python docs/build_one_board.py      writes it between its marks
 
-``tests/fleet/planning/test_published_speeds.py`` compares the file with it.
+``tests/boards/planning/test_published_speeds.py`` compares the file with it.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flowspec_edge.boards.planning.board_spec import BoardSpec
+from flowspec_edge.boards.planning.layer_split import problem_for
+from flowspec_edge.boards.planning.model_size import model_bytes
+from flowspec_edge.boards.planning.one_board import plain_tokens_per_second
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.fleet.planning.board_spec import BoardSpec
-from flowspec_edge.fleet.planning.layer_split import problem_for
-from flowspec_edge.fleet.planning.model_size import model_bytes
-from flowspec_edge.fleet.planning.one_board import plain_tokens_per_second
 from flowspec_edge.model.manifest import HeadBits
 
 DOCUMENT = Path(__file__).resolve().parent / "comparison.md"

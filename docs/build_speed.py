@@ -19,12 +19,12 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
-from flowspec_edge.bench.estimates import Estimate, speed, speedup
-from flowspec_edge.bench.exactness import types_of
-from flowspec_edge.bench.results import BenchReport, load_report
-from flowspec_edge.bench.rows import BASELINE
-from flowspec_edge.bench.samples import Sample, is_short
-from flowspec_edge.bench.styles import style_of
+from flowspec_edge.lab.bench.estimates import Estimate, speed, speedup
+from flowspec_edge.lab.bench.exactness import types_of
+from flowspec_edge.lab.bench.results import BenchReport, load_report
+from flowspec_edge.lab.bench.rows import BASELINE
+from flowspec_edge.lab.bench.samples import Sample, is_short
+from flowspec_edge.lab.bench.styles import style_of
 from flowspec_edge.strategies.registry import STRATEGIES
 
 _TITLE_WIDTH = 105  # characters that fit beside the methods' names

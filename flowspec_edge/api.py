@@ -17,17 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from flowspec_edge.device_profile import Profile, load_profile
-from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
-from flowspec_edge.fleet.planning.testbed import profile_or_testbed
-from flowspec_edge.messages import Segment
-from flowspec_edge.model.manifest import ComputeDtype, Manifest, types_text
-from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
-from flowspec_edge.model.text import TextStream, Tokenizer
-from flowspec_edge.runtime.cluster.clusters import open_cluster
-from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Virtual
-from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.request import (
+from flowspec_edge.boards.planning.testbed import profile_or_testbed
+from flowspec_edge.d0.request import (
     FinishReason,
     Request,
     Result,
@@ -35,8 +26,17 @@ from flowspec_edge.runtime.request import (
     Stats,
     different_tokens,
 )
-from flowspec_edge.runtime.virtual.clock import Span
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.device_profile import Profile, load_profile
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec, Here, Virtual
+from flowspec_edge.drivers.virtual.clock import Span
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
+from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.messages import Segment
+from flowspec_edge.model.manifest import ComputeDtype, Manifest, types_text
+from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
+from flowspec_edge.model.text import TextStream, Tokenizer
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.strategies.base import Pipeline, Strategy
 from flowspec_edge.strategies.parameters import Parameters

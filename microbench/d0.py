@@ -19,17 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowspec_edge.d0.jobs import Job
+from flowspec_edge.d0.lm_head import LmHead
+from flowspec_edge.d0.request import Request
+from flowspec_edge.d0.scheduler import Scheduler
+from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.slot_curve import SlotCurve
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.recorded import PassInputs, PassModel
 from flowspec_edge.drafting.tree_cache import CacheShape
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.messages import Batch, Credit, Output, Payload, Segment, parts_of
-from flowspec_edge.runtime.draft_device.draft_session import DraftSession
-from flowspec_edge.runtime.draft_device.lm_head import LmHead
-from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
-from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
-from flowspec_edge.runtime.draft_device.scheduling.slot_curve import SlotCurve
-from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params

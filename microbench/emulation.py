@@ -9,14 +9,14 @@ from __future__ import annotations
 from contextlib import closing
 from statistics import fmean
 
+from flowspec_edge.d0.request import ClusterBackend, Request, Result, Stats
 from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.drivers.virtual.devices import Devices
+from flowspec_edge.lab.emulation.durations import Emulation
 from flowspec_edge.model.modeldir import resolve_model
-from flowspec_edge.runtime.cluster.clusters import open_cluster
-from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here
-from flowspec_edge.runtime.emulation.durations import Emulation
-from flowspec_edge.runtime.request import ClusterBackend, Request, Result, Stats
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
-from flowspec_edge.runtime.virtual.devices import Devices
 from microbench._common import demo_prompts, options
 
 STRATEGIES = ("chunk_pp", "flowspec", "flowspec_plus")

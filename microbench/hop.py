@@ -15,8 +15,8 @@ from multiprocessing.connection import Connection
 import numpy as np
 import zmq
 
+from flowspec_edge.boards.measurement.link import segment, spin
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.measurement.link import segment, spin
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.codec import encode
 from flowspec_edge.transport.zmq_links import ZmqTransport

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from flowspec_edge.bench.samples import repeats_itself
-from flowspec_edge.bench.tasks import load_prompts
+from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.lab.bench.samples import repeats_itself
+from flowspec_edge.lab.bench.tasks import load_prompts
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.request import Request
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.layered import Chain
 from flowspec_edge.strategies.params import Params

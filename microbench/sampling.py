@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowspec_edge.fleet.measurement.memory import seconds_of
+from flowspec_edge.boards.measurement.memory import seconds_of
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sampling.sampler import choose, rank_children
 

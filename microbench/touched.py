@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flowspec_edge.fleet.planning.testbed import profile_or_testbed
+from flowspec_edge.boards.planning.testbed import profile_or_testbed
+from flowspec_edge.d0.request import Request
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.messages import Segment, unpack_bits
 from flowspec_edge.model.modeldir import resolve_model
-from flowspec_edge.runtime.request import Request
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.engine import Poll, Results, StageEngine
 from flowspec_edge.strategies.params import Params

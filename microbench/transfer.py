@@ -22,11 +22,11 @@ from pathlib import Path
 from statistics import median
 
 import flowspec_edge
+from flowspec_edge.boards.commands import SshRunner, search_path
+from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory
+from flowspec_edge.boards.transfer.push import push
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
-from flowspec_edge.fleet.commands import SshRunner, search_path
-from flowspec_edge.fleet.inventory import ClusterSettings, DeviceEntry, Inventory
-from flowspec_edge.fleet.transfer.push import push
+from flowspec_edge.lab.links.namespaces import NetnsTestbed
 from flowspec_edge.model.manifest import Manifest, ModelOrigin, PartFile, ShardPart
 from flowspec_edge.util.bounded_read import sha256_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import hypothesis
 import pytest
-from propertykit import examples
+from kits.hypothesis_examples import examples
 
 # The models are tiny: a second thread costs more than it computes, on a loaded machine a hundred times more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -57,7 +57,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model directory of two layers with every kind of draft; any text is a prompt.  Only read it: all
     tests of a process share it that define no ``model`` of their own."""
-    from tiny_dir import tiny_model_dir  # after the settings above
+    from kits.tiny_model_dir import tiny_model_dir  # after the settings above
 
     return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 

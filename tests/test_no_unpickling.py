@@ -13,8 +13,8 @@ UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "m
 # To name the error that torch.load raises for what it refuses; and to exchange requests and results with
 # processes of its own, or with the workers of a Dask cluster that the user names.
 MAY_NAME = {"model/weights/files.py": {"pickle.UnpicklingError"},
-            "bench/parallel.py": {"joblib.Parallel", "joblib.delayed", "joblib.parallel_config",
-                                  "joblib.externals"}}
+            "lab/bench/parallel.py": {"joblib.Parallel", "joblib.delayed", "joblib.parallel_config",
+                                      "joblib.externals"}}
 
 
 def faults(text: str, may_name: set[str]) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flowspec_edge.fleet.deploy.wheels import build_wheel, rebuild
+from flowspec_edge.boards.deploy.wheels import build_wheel, rebuild
 
 ROOT = Path(__file__).resolve().parent.parent
 ASK = """

@@ -115,7 +115,7 @@ DRAFT_KINDS = {kind.name: kind for kind in (
               usual="one layer, fc and an lm_head of 32,000 tokens"),
     DraftKind("lm", "draft-lm", "small language model", "flowspec_edge.drafting.lm", (354, 18),
               recognise=_is_language_model, is_head=False, charged_as="lm_pass_ms", graph_launches=4),
-    DraftKind("spd", "spd", "SPD module", "flowspec_edge.drafting.spd.drafter", (0, 38), recognise=_is_spd,
+    DraftKind("spd", "spd", "SPD module", "flowspec_edge.lab.spd.drafter", (0, 38), recognise=_is_spd,
               is_head=False, looks_up_target=True, bound=True, shares_memory=False, charged_as="spd_pass_ms",
               made_by="flowspec models train-spd"),
     _DFLASH,

@@ -12,9 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
-from flowspec_edge.runtime.cluster.stage_links import ADVICE
-from flowspec_edge.runtime.request import (
+from flowspec_edge.d0.request import (
     ClusterState,
     Likelihood,
     Request,
@@ -22,6 +20,8 @@ from flowspec_edge.runtime.request import (
     Result,
     SharedCluster,
 )
+from flowspec_edge.drivers.processes.stage_links import ADVICE
+from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
 from flowspec_edge.serving.fair_queue import Caller, FairQueue
 
 log = logging.getLogger(__name__)

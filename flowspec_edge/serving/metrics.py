@@ -16,14 +16,14 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from flowspec_edge.d0.counters import HeartbeatCounters, increase
+from flowspec_edge.d0.energy import once_per_board
+from flowspec_edge.d0.jobs import Job
+from flowspec_edge.d0.observer import DropReason, Observer
+from flowspec_edge.d0.request import Result
+from flowspec_edge.d0.session import DraftSession, Verify
+from flowspec_edge.drivers.observe.timeline import AcceptanceTracker
 from flowspec_edge.messages import Heartbeat
-from flowspec_edge.runtime.draft_device.draft_session import DraftSession, Verify
-from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
-from flowspec_edge.runtime.observe.counters import HeartbeatCounters, increase
-from flowspec_edge.runtime.observe.observer import DropReason, Observer
-from flowspec_edge.runtime.observe.power import once_per_board
-from flowspec_edge.runtime.observe.timeline import AcceptanceTracker
-from flowspec_edge.runtime.request import Result
 from flowspec_edge.serving.access_log import GONE, AccessRecord
 from flowspec_edge.serving.admission import Readiness
 

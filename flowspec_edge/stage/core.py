@@ -8,8 +8,8 @@
     core.finish(begun, start, end, now)
     core.take_outgoing()                   # Credits, Taps, Computed for D0; a result for the next device
 
-A state machine without sockets, clocks or threads.  Drivers: ``runtime.worker`` in real time,
-``runtime.virtual.stage`` on an event queue.  The data and the control channel are not ordered: the first
+A state machine without sockets, clocks or threads.  Drivers: ``drivers.stage`` in real time,
+``drivers.virtual.stage`` on an event queue.  The data and the control channel are not ordered: the first
 segments of a session may overtake its Open.  They wait for it, and other sessions' segments pass them.
 """
 

@@ -104,7 +104,7 @@ class _Boards(_Strict):
 
 @cache
 def power_rails() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """As ``runtime.observe.power_rails.total_rails`` takes them."""
+    """As ``drivers.observe.power_rails.total_rails`` takes them."""
     boards = load_toml(resource_dir("profiles") / "jetson" / "boards.toml", _Boards).board
     return tuple((board.model, board.rails) for board in boards)
 

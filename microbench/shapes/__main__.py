@@ -20,9 +20,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flowspec_edge.bench.host_info import host_info, versions
-from flowspec_edge.bench.tables import frame, show
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.lab.bench.host_info import host_info, versions
+from flowspec_edge.lab.bench.tables import frame, show
 from flowspec_edge.util.files import check_writable, write_output
 from flowspec_edge.util.torchdevice import architectures, gpus, memory_errors, pick
 from microbench.shapes.d0 import CONTEXT, PartTime, part_times

@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.model.catalogue import known_models
-from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.sharding.writer import TensorFile
 from flowspec_edge.stage.weights.tensor_names import EMBEDDING
 from flowspec_edge.util.bounded_read import UncachedFile

@@ -26,18 +26,18 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from flowspec_edge.boards.planning.layer_split import problem_for
+from flowspec_edge.boards.planning.model_size import assumed_head, model_bytes
+from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config, save_head
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
 from flowspec_edge.drafting.eagle.eagle3_formats import save_head3
 from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.planning.layer_split import problem_for
-from flowspec_edge.fleet.planning.model_size import assumed_head, model_bytes
 from flowspec_edge.model.catalogue import known_models
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS
 from flowspec_edge.model.manifest import DRAFT, CacheBits, Manifest, PartFile, stage_part
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.draft_device.models import DraftModels
 from flowspec_edge.sharding.job import Journal, run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import describe

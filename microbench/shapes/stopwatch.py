@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from flowspec_edge.fleet.measurement.memory import seconds_of
+from flowspec_edge.boards.measurement.memory import seconds_of
 
 _COPY_BYTES = 256 * 1024**2
 _LEAST, _MOST = 3, 30

@@ -8,7 +8,7 @@ from typing import Any
 from demo_lm import MAX_POSITIONS, LMRecipe
 from demo_recipe import DemoRecipe
 
-from flowspec_edge.training.python_source import HELD_OUT_ONE_IN, TokenizedCorpus
+from flowspec_edge.lab.training.python_source import HELD_OUT_ONE_IN, TokenizedCorpus
 from flowspec_edge.util.tomlfile import toml_table
 
 _NAMES = {"stdlib": "Python's standard library"}

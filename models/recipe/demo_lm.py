@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from flowspec_edge.training.loop import (
+from flowspec_edge.lab.training.loop import (
     LoopOptions,
     Optimiser,
     Run,
@@ -26,7 +26,7 @@ from flowspec_edge.training.loop import (
     train,
     windows,
 )
-from flowspec_edge.training.python_source import TokenizedCorpus, prepare
+from flowspec_edge.lab.training.python_source import TokenizedCorpus, prepare
 
 EOS = "<|endoftext|>"
 MAX_POSITIONS = 2048

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from demo_lm import LMRecipe
 from demo_unlikelihood import UnlikelihoodRecipe
 
-from flowspec_edge.training.eagle import EagleRecipe
-from flowspec_edge.training.loop import QUICK as QUICK_LOOP
-from flowspec_edge.training.loop import LoopOptions
-from flowspec_edge.training.python_source import QUICK_CHARACTERS
+from flowspec_edge.lab.training.eagle import EagleRecipe
+from flowspec_edge.lab.training.loop import QUICK as QUICK_LOOP
+from flowspec_edge.lab.training.loop import LoopOptions
+from flowspec_edge.lab.training.python_source import QUICK_CHARACTERS
 
 
 @dataclass(frozen=True)

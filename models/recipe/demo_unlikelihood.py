@@ -20,9 +20,9 @@ from demo_lm import bits_per_byte
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from flowspec_edge.bench.samples import PERIOD
-from flowspec_edge.training.heads import greedy_text
-from flowspec_edge.training.loop import (
+from flowspec_edge.lab.bench.samples import PERIOD
+from flowspec_edge.lab.training.heads import greedy_text
+from flowspec_edge.lab.training.loop import (
     LoopOptions,
     Optimiser,
     Run,
@@ -32,7 +32,7 @@ from flowspec_edge.training.loop import (
     train,
     windows,
 )
-from flowspec_edge.training.python_source import TokenizedCorpus
+from flowspec_edge.lab.training.python_source import TokenizedCorpus
 
 _SHORTEST = 12  # equal tokens in a row before the next equal one counts, however short the period
 _LARGEST = 1 - 1e-4  # probability; keeps the loss finite

@@ -25,11 +25,11 @@ from transformers.utils import logging
 
 from flowspec_edge.drafting.eagle.eagle2 import load_head, save_head
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.training.eagle import Eagle2, new_head
-from flowspec_edge.training.heads import agreement, greedy_text, train_head
-from flowspec_edge.training.loop import device
-from flowspec_edge.training.python_source import TokenizedCorpus
-from flowspec_edge.training.text_files import bind, make_part
+from flowspec_edge.lab.training.eagle import Eagle2, new_head
+from flowspec_edge.lab.training.heads import agreement, greedy_text, train_head
+from flowspec_edge.lab.training.loop import device
+from flowspec_edge.lab.training.python_source import TokenizedCorpus
+from flowspec_edge.lab.training.text_files import bind, make_part
 from flowspec_edge.util.files import make_directory
 
 _SAMPLE_PROMPT = "def read_lines(path"

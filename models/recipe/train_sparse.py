@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.training.loop import (
+from flowspec_edge.lab.training.loop import (
     LoopOptions,
     Optimiser,
     Run,
@@ -39,8 +39,8 @@ from flowspec_edge.training.loop import (
     train,
     windows,
 )
-from flowspec_edge.training.python_source import TokenizedCorpus, prepare_for
-from flowspec_edge.training.text_files import make_part
+from flowspec_edge.lab.training.python_source import TokenizedCorpus, prepare_for
+from flowspec_edge.lab.training.text_files import make_part
 from flowspec_edge.util.files import make_directory
 from flowspec_edge.util.tomlfile import toml_table
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
-import fleetkit
+from kits import network_beds
 
 from tests.chaos.schedule import LINKS, LOCAL, RANKS, Fault
 from tests.chaos.services import LinkedService, LocalService, Service, until
@@ -35,7 +35,7 @@ def able() -> set[str]:
         kinds.discard("disk_full")
     if not shutil.which("gcc"):
         kinds.discard("clock_back")
-    if fleetkit.why_no_bed():
+    if network_beds.why_no_bed():
         kinds -= {"link_cut", "link_slow"}
     return kinds
 

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 
 import httpx2
-from servicekit import Services, command, free_port, own_address
-from shardkit import cut
+from kits.services import Services, command, free_port, own_address
+from kits.sharded_models import cut
 
-from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
+from flowspec_edge.lab.links.namespaces import NetnsTestbed
 from flowspec_edge.model.modeldir import ModelDir
 from tests.chaos.processes import children, command_line, descendants, running
 

@@ -11,8 +11,8 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-import fleetkit
 import pytest
+from kits import network_beds
 
 from flowspec_edge.sampling.rule import Sampling
 from tests.chaos.clients import Question, Violation, compare
@@ -48,12 +48,12 @@ def test_every_kind_comes_and_nothing_that_the_machine_cannot(faults: int) -> No
     assert {episode.setup for episode in episodes} == {*SETUPS}
 
 
-@fleetkit.needs("every kind of fault", ", ".join(EVERYWHERE - able()))
+@network_beds.needs("every kind of fault", ", ".join(EVERYWHERE - able()))
 def test_this_machine_can_do_it_all() -> None:
     assert able() >= EVERYWHERE
 
 
-@fleetkit.needs("a compiler", "" if shutil.which("gcc") else "no gcc")
+@network_beds.needs("a compiler", "" if shutil.which("gcc") else "no gcc")
 def test_the_wall_clock_of_one_process_is_set_back(tmp_path: Path) -> None:
     shim = build_clock(tmp_path)
     (tmp_path / "offset").write_bytes((-(10**9)).to_bytes(8, sys.byteorder, signed=True))
@@ -82,7 +82,7 @@ def test_what_a_server_gained_is_told() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("setups", [FEW, pytest.param(SMALL, marks=pytest.mark.soak)], ids=["few", "all"])
 def test_faults_of_many_kinds(short_tmp_path: Path, setups: tuple[Setup, ...]) -> None:
-    if fleetkit.why_no_bed():
+    if network_beds.why_no_bed():
         setups = setups[:1]
     faults = sum(len(setup.kinds) for setup in setups)
     report = chaos(1, faults, short_tmp_path, written("chaos-small"), setups=setups, prompts=2, tokens=(4, 8),

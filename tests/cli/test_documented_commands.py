@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-import dockit
 import pytest
-from optionkit import refusal
+from kits import documents
+from kits.command_options import refusal
 
 DOCUMENTS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
 # Not docs/experiments, a log whose commands are those of their day.
@@ -34,7 +34,7 @@ def flowspec_words(command: str) -> list[list[str]]:
 def test_documented_commands_are_parsed(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
                                         ) -> None:
     monkeypatch.chdir(tmp_path)
-    wrong = [f"{command}: {message}" for command in dockit.commands(document.read_text(encoding="utf-8"))
+    wrong = [f"{command}: {message}" for command in documents.commands(document.read_text(encoding="utf-8"))
              for words in flowspec_words(command) if words and (message := refusal(words))]
     assert not wrong, "\n".join(wrong)
 

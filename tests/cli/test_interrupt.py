@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from clusterkit import PATIENCE
+from kits.process_clusters import PATIENCE
 
 # The program, which writes a byte to the descriptor in its first argument once it handles signals.
 PROGRAM = """

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import typer
-from tiny_dir import tiny_model_dir
+from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.cli.bench.reproduce import reproduce
 from flowspec_edge.cli.boards import device

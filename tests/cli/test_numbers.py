@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import typer
-from optionkit import all_commands, options, refusal
+from kits.command_options import all_commands, options, refusal
 
 from flowspec_edge.cli.common.options import not_nan
 from flowspec_edge.cli.main import app, main

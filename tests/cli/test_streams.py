@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_dir import tiny_model_dir
+from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.cli.common import streams
 from flowspec_edge.cli.main import main

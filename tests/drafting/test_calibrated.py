@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.calibrated import CalibratedDrafter
 from flowspec_edge.drafting.ngram import NgramDrafter
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import resolve_model
-from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.request import Request
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.registry import STRATEGIES
 from flowspec_edge.tree.draft_api import ABSENT, DraftNode, DraftRequest

@@ -10,18 +10,18 @@ import torch
 from strictdevice import Log, counting
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
+from flowspec_edge.d0.lm_head import LmHead
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, Eagle3Head
 from flowspec_edge.drafting.eagle.mtp import MtpHead
 from flowspec_edge.drafting.fused import fuse_model
 from flowspec_edge.drafting.lm import LMDrafter
-from flowspec_edge.drafting.spd.drafter import SpdDrafter
-from flowspec_edge.drafting.spd.module import SpdModule
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
+from flowspec_edge.lab.spd.drafter import SpdDrafter
+from flowspec_edge.lab.spd.module import SpdModule
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.model.output_head import as_output_head
-from flowspec_edge.runtime.draft_device.lm_head import LmHead
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import choose, rank_children
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpukit import needs_cuda
-from tiny import tiny_model, tiny_tokenizer
+from kits.tiny_models import tiny_model, tiny_tokenizer
+from kits.torch_devices import needs_cuda
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from flowspec_edge.drafting.fused import LLAMA_LIKE, RotaryTable

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from propertykit import examples
+from kits.hypothesis_examples import examples
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.lm import LMDrafter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from lookupkit import brute_force
+from kits.text_lookup import brute_force
 
 from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.errors import ProtocolError

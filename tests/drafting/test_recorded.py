@@ -1,6 +1,6 @@
 """Recorded draft passes: the drafts of passes one by one, on memory that never moves.
 
-On a CPU ``recordkit`` stands in for CUDA graphs: it repeats a pass's operations on the same memory."""
+On a CPU ``kits.graph_recorder`` stands in for CUDA graphs: it repeats a pass's operations on the same memory."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpukit import needs_cuda
-from recordkit import Recording, record
+from kits.graph_recorder import Recording, record
+from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
+from kits.torch_devices import needs_cuda
 from strictdevice import allocations, counting
-from tiny_dir import tiny_eagle3, tiny_model_dir
 
+from flowspec_edge.d0.models import DraftModels
+from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import SharedMemory, load_drafters
 from flowspec_edge.drafting.recorded import ROWS, RecordedPasses
 from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, TreeCache
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.messages import Tap
-from flowspec_edge.runtime.draft_device.models import DraftModels
-from flowspec_edge.runtime.request import Request
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES

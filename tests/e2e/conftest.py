@@ -6,37 +6,34 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
-import deploykit
-import imagekit
-import jetsonkit
-import nspawnkit
 import pytest
-from enginekit import PLACES, Bench
+from kits import board_images, container_boards, deployments, jetson_boards
+from kits.deployment_phases import PLACES, Bench
 
-from flowspec_edge.fleet import paths
-from flowspec_edge.fleet.deploy.wheels import WheelTarget, build_wheel, environment, fill
+from flowspec_edge.boards import paths
+from flowspec_edge.boards.deploy.wheels import WheelTarget, build_wheel, environment, fill
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
 @pytest.fixture(scope="session")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[nspawnkit.Fleet]:
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[container_boards.Fleet]:
     """Five boards, freshly made, and on: a test leaves them as bare as it found them, and on."""
-    with nspawnkit.fleet(tmp_path_factory.mktemp("fleet")) as running:
+    with container_boards.fleet(tmp_path_factory.mktemp("fleet")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def cluster(fleet: nspawnkit.Fleet, tmp_path_factory: pytest.TempPathFactory) -> deploykit.Cluster:
+def cluster(fleet: container_boards.Fleet, tmp_path_factory: pytest.TempPathFactory) -> deployments.Cluster:
     """A cluster file for the boards, and the wheels that they need; nothing is deployed yet."""
-    return deploykit.Cluster(fleet, tmp_path_factory.mktemp("cluster"))
+    return deployments.Cluster(fleet, tmp_path_factory.mktemp("cluster"))
 
 
 @pytest.fixture(scope="module")
-def bench(fleet: nspawnkit.Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench(fleet: container_boards.Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """Boards with the software."""
-    house = imagekit.cache() / "wheelhouse"
+    house = board_images.cache() / "wheelhouse"
     build_wheel(house)
     torch = fleet.shell(1, "python3 -c 'import torch; print(torch.__version__)'").strip()
     target = WheelTarget("3.11", "x86_64", torch)
@@ -67,18 +64,18 @@ def running(bench: Bench) -> Iterator[Bench]:
 
 
 @pytest.fixture(scope="session")
-def orins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[jetsonkit.Orins]:
+def orins(tmp_path_factory: pytest.TempPathFactory) -> Iterator[jetson_boards.Orins]:
     """Four boards that pass for Jetsons, as flashed, and a Debian 11: orin-0 to orin-4."""
-    if why_not := jetsonkit.why_no_orins():
+    if why_not := jetson_boards.why_no_orins():
         pytest.skip(f"boards that pass for Jetsons: {why_not}")
-    running = jetsonkit.Orins(tmp_path_factory.mktemp("orins"), old=True)
+    running = jetson_boards.Orins(tmp_path_factory.mktemp("orins"), old=True)
     yield running
     running.close()
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    from pagekit import CHROMIUM, QUIET
+    from kits.browser import CHROMIUM, QUIET
     from playwright.sync_api import sync_playwright
 
     with (sync_playwright() as playwright,

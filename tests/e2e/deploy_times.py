@@ -13,8 +13,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import nspawnkit
-from deploykit import Cluster
+from kits import container_boards
+from kits.deployments import Cluster
 from rich.console import Console
 from rich.table import Table
 
@@ -25,7 +25,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         (place / "fleet").mkdir()
-        with nspawnkit.fleet(place / "fleet") as fleet:
+        with container_boards.fleet(place / "fleet") as fleet:
             cluster = Cluster(fleet, place)
             for name, arguments, settings in (
                     ("up, from bare", ["up"], {}), ("up, nothing to do", ["up"], {}), ("plan", ["plan"], {}),

@@ -1,4 +1,4 @@
-"""Every fault at every step of `up`, `rollback` and `keys rotate` (faultkit), each on boards of its own.
+"""Every fault at every step of `up`, `rollback` and `keys rotate` (kits.fault_trials), each on boards of its own.
 
     python tests/e2e/fault_matrix.py DIRECTORY                (root; what `make test-fleet` needs)
     python tests/e2e/fault_matrix.py DIRECTORY --table        prints what has run, as Markdown
@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from faultkit import FAULTS, Case, Ground, Trial, make_ground, survives, trial_on
+from kits.fault_trials import FAULTS, Case, Ground, Trial, make_ground, survives, trial_on
 
 _RECORD = Path(__file__).resolve().parents[2] / "docs" / "experiments" / "fault-matrix.jsonl"
 _EVIDENCE = ("ls -l /opt/flowspec /opt/flowspec/releases /etc/flowspec; "

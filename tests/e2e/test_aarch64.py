@@ -15,15 +15,14 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-import fleetkit
-import imagekit
 import pytest
+from kits import board_images, network_beds
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from flowspec_edge.fleet.commands import search_path
+from flowspec_edge.boards.commands import search_path
 
-REQUIREMENTS = imagekit.REPOSITORY / "tests" / "aarch64.txt"
+REQUIREMENTS = board_images.REPOSITORY / "tests" / "aarch64.txt"
 _NATIVE = platform.machine() == "aarch64"
 _EMULATOR = "qemu-aarch64-static"
 _TOOLS = (("debootstrap", "debootstrap"), ("dpkg-deb", "dpkg"), ("unshare", "util-linux"),
@@ -32,7 +31,7 @@ _TOOLS = (("debootstrap", "debootstrap"), ("dpkg-deb", "dpkg"), ("unshare", "uti
 _MAGIC = r"\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00"
 _MASK = r"\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff"
 
-BOARD = imagekit.Recipe(
+BOARD = board_images.Recipe(
     name="aarch64", machine="aarch64", packages=("python3",), configured=False,
     wheels=[line for line in REQUIREMENTS.read_text().splitlines() if not line.startswith("#")])
 
@@ -62,7 +61,7 @@ exec env -i PATH=/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 HOME=/tmp OMP_NUM_
 @cache
 def why_no_aarch64() -> str:
     """Why this machine cannot run the boards' programs; empty if it can."""
-    if lacking := imagekit.lacking(_TOOLS):
+    if lacking := board_images.lacking(_TOOLS):
         return lacking
     done = _emulating(["true"], 60)
     return f"the kernel cannot be told of an emulator: {done.stdout.strip()}" if done.returncode else ""
@@ -70,13 +69,13 @@ def why_no_aarch64() -> str:
 
 def run(argv: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
     """Run ``argv`` in the root, from this repository, which it cannot write to; stdout has stderr, too."""
-    root = imagekit.image(BOARD)
-    return _emulating(["sh", "-ec", _ENTER, "sh", str(root), str(imagekit.REPOSITORY), *argv], timeout)
+    root = board_images.image(BOARD)
+    return _emulating(["sh", "-ec", _ENTER, "sh", str(root), str(board_images.REPOSITORY), *argv], timeout)
 
 
 def _emulating(argv: Sequence[str], timeout: float) -> subprocess.CompletedProcess[str]:
     """Run ``argv`` where programs for aarch64 run, in mounts and processes of its own."""
-    emulator = imagekit.which(_EMULATOR)
+    emulator = board_images.which(_EMULATOR)
     rule = "" if _NATIVE else f":qemu-aarch64:M::{_MAGIC}:{_MASK}:{emulator}:OCF"
     command = ["unshare", "--user", "--", "sh", "-c", 'echo; read go; exec "$@"', "sh",
                "setpriv", "--pdeathsig", "KILL", "--",
@@ -104,12 +103,12 @@ else:
 # Every program is emulated, and importing torch alone takes half a minute: a few of each kind.
 SMOKE = ("tests/tree", "tests/transport/test_codec.py",
          "tests/stage/quant/test_quant.py::test_a_linear_multiplies_by_what_is_stored",
-         "tests/runtime/cluster/test_process_cluster.py::test_greedy_text_is_that_of_transformers[flowspec]")
+         "tests/drivers/processes/test_process_cluster.py::test_greedy_text_is_that_of_transformers[flowspec]")
 PATIENCE = 3000.0  # seconds
 
 
 @pytest.mark.aarch64
-@fleetkit.needs("aarch64 programs", why_no_aarch64())
+@network_beds.needs("aarch64 programs", why_no_aarch64())
 def test_the_smoke_of_the_tests() -> None:
     machine = run(["python3", "-c", "import platform; print(platform.machine())"], PATIENCE)
     assert machine.stdout.strip() == "aarch64"
@@ -123,7 +122,7 @@ def test_the_smoke_of_the_tests() -> None:
 
 def test_what_it_installs_is_the_oldest_that_is_allowed() -> None:
     """uv writes the list with the lowest versions: where pyproject.toml changes, it is made anew."""
-    project = tomllib.loads((imagekit.REPOSITORY / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((board_images.REPOSITORY / "pyproject.toml").read_text())["project"]
     listed = dict(line.split("==") for line in BOARD.wheels)
     floors = {need.name: need.specifier for need in map(Requirement, project["dependencies"])}
     del floors["torch"]  # what JetPack 6 has, not the oldest

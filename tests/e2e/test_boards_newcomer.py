@@ -1,6 +1,6 @@
 """The way of someone with boards: the commands of the documents, run as they stand there.
 
-The hub is a local directory (``hubkit``), the models are tiny.  What needs boards is run by the tests of a
+The hub is a local directory (``kits.hub_server``), the models are tiny.  What needs boards is run by the tests of a
 fleet (``test_first_hour.py`` and others); tests/cli/test_documented_commands.py checks its options.
 """
 
@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-import dockit
 import pytest
-from hubkit import hub
-from tiny_dir import tiny_eagle3, tiny_model_dir
+from kits import documents
+from kits.hub_server import hub
+from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 
 from flowspec_edge.model.catalogue import find_known
 
@@ -104,7 +104,7 @@ def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 @pytest.mark.parametrize("document", ["five-boards", "boards", "models"])
 def test_every_command_that_needs_no_board_runs(document: str, desk: tuple[Path, dict[str, str]]) -> None:
     directory, environment = desk
-    commands = [c for c in dockit.commands((DOCS / f"{document}.md").read_text()) if RUN_HERE.match(c)]
+    commands = [c for c in documents.commands((DOCS / f"{document}.md").read_text()) if RUN_HERE.match(c)]
     assert not any(sign in command for command in commands for sign in ("sudo", ";", "|", ">"))
     assert len(commands) >= 4
     wrong = []

@@ -9,17 +9,17 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-import nspawnkit
 import pytest
-from enginekit import PLACES, Bench
-from nspawnkit import Fleet
+from kits import container_boards
+from kits.container_boards import Fleet
+from kits.deployment_phases import PLACES, Bench
 
-from flowspec_edge.fleet import paths
-from flowspec_edge.fleet.deploy.actions import BoardState
-from flowspec_edge.fleet.deploy.steps.power import power_script
+from flowspec_edge.boards import paths
+from flowspec_edge.boards.deploy.actions import BoardState
+from flowspec_edge.boards.deploy.steps.power import power_script
 from flowspec_edge.util.resources import resource_dir
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 # Stand-ins for a Jetson's tools, with the words of theirs that count.  The mode outlives a reboot, the clocks
 # do not; jetson_clocks asks before it writes over a file.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import nspawnkit
 import pytest
-from deploykit import Cluster
+from kits import container_boards
+from kits.deployments import Cluster
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 
 @dataclass(frozen=True)

@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import imagekit
-import nspawnkit
 import pytest
-from deploykit import PATIENCE, PROMPT, Cluster
+from kits import board_images, container_boards
+from kits.deployments import PATIENCE, PROMPT, Cluster
 
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 # Releases of the draft device that have made no token.
 UNTRIED = "cd /opt/flowspec/releases; ls -d */untried 2>/dev/null || true"
@@ -58,7 +57,7 @@ def broken(tmp_path: Path) -> Iterator[Path]:
     """This source tree, but for a worker that ends as soon as a board starts it."""
     tree = tmp_path / "tree"
     left_out = shutil.ignore_patterns(".*", "tests", "docs", "__pycache__", "build", "dist")
-    shutil.copytree(imagekit.REPOSITORY, tree, ignore=left_out)
+    shutil.copytree(board_images.REPOSITORY, tree, ignore=left_out)
     with (tree / "flowspec_edge/cli/serve/daemons.py").open("a") as worker:
         worker.write("\nimport os\nimport sys\n\n"
                      'if "NOTIFY_SOCKET" in os.environ:\n    sys.exit("broken on purpose")\n')

@@ -10,22 +10,22 @@ import signal
 import subprocess
 import sys
 
-import nspawnkit
 import pytest
-from enginekit import PLACES, Bench
+from kits import container_boards
+from kits.deployment_phases import PLACES, Bench
 
-from flowspec_edge.fleet import paths
+from flowspec_edge.boards import paths
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
 
 # Runs a step that never ends, where the boards are in reach.  setsid: a sudo with use_pty ends the command's
 # process group with the connection, and nothing beyond.
 _ENDLESS = """
 import sys
 from pathlib import Path
-from flowspec_edge.fleet.deploy.actions import Action
-from flowspec_edge.fleet.deploy.actions import run
-from flowspec_edge.fleet.inventory import load_inventory
+from flowspec_edge.boards.deploy.actions import Action
+from flowspec_edge.boards.deploy.actions import run
+from flowspec_edge.boards.inventory import load_inventory
 inventory = load_inventory(Path(sys.argv[1]))
 [outcome] = run(inventory, [(inventory.device[int(sys.argv[2])], [
     Action("endless", ("setsid sleep infinity",), timeout_s=float(sys.argv[3]))])])
@@ -90,11 +90,11 @@ def test_a_board_ends_a_step_that_exceeds_its_limit(bench: Bench) -> None:
 
 def test_what_a_board_lacks_is_said_before_anything_runs_there(bench: Bench) -> None:
     fleet = bench.fleet
-    fleet.shell(1, f"mv /etc/sudoers.d/{nspawnkit.USER} /srv/")
+    fleet.shell(1, f"mv /etc/sudoers.d/{container_boards.USER} /srv/")
     try:
         first, second = bench.run("software")
     finally:
-        fleet.shell(1, f"mv /srv/{nspawnkit.USER} /etc/sudoers.d/")
+        fleet.shell(1, f"mv /srv/{container_boards.USER} /etc/sudoers.d/")
     assert first.error == f"connect: board-1 ({fleet.address(1)}): sudo: a password is required"
     assert (second.error, second.changes) == ("", 0)
 

@@ -1,4 +1,4 @@
-"""Faults at steps of `up` and `rollback`: a release answers, the same command completes (faultkit).
+"""Faults at steps of `up` and `rollback`: a release answers, the same command completes (kits.fault_trials).
 
 Two of the trials of ``fault_matrix.py``, which `make soak-fleet` runs; and releases that do not work, whose
 control host dies before it can go back.
@@ -11,11 +11,11 @@ import shutil
 import signal
 from pathlib import Path
 
-import nspawnkit
 import pytest
-from faultkit import DRAFT, STAGE, Case, Ground, Step, make_ground, survives, trial_on
+from kits import container_boards
+from kits.fault_trials import DRAFT, STAGE, Case, Ground, Step, make_ground, survives, trial_on
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
 
 # What is wrong with a release, and for how long its draft device waits for stages.
 BROKEN = {
@@ -24,7 +24,7 @@ BROKEN = {
     "the stage ends": ("cli/serve/daemons.py", "    release = ReleaseLink(config)\n",
                        '    raise UsageError("a release that does not work")\n'),
 }
-WAITS = ("runtime/draft_device/config.py", "start_within_s: Positive = 600.0",
+WAITS = ("d0/config.py", "start_within_s: Positive = 600.0",
          "start_within_s: Positive = 5.0")
 
 

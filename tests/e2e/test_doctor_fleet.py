@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import nspawnkit
 import pytest
-from deploykit import Cluster
+from kits import container_boards
+from kits.deployments import Cluster
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 # What makes a Jetson of a board here: its release, a package of L4T, and a desktop's display manager.
 _JETSON = """

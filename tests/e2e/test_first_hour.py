@@ -11,17 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import deploykit
-import dockit
-import imagekit
-import jetsonkit
-import nspawnkit
 import pytest
-from jetsonkit import Orins
+from kits import board_images, container_boards, deployments, documents, jetson_boards
+from kits.jetson_boards import Orins
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
-DOCUMENT = imagekit.REPOSITORY / "docs" / "first-hour.md"
+DOCUMENT = board_images.REPOSITORY / "docs" / "first-hour.md"
 PATIENCE = 900.0
 UPDATE = bool(os.environ.get("FLOWSPEC_UPDATE_DOCS"))
 # What may differ between two runs, and what is too long to be printed in a document.
@@ -42,11 +38,11 @@ class Pc:
         tools = directory / "bin"
         tools.mkdir()
         # The boards' keys and addresses, as a user has them in ~/.ssh.
-        for name, command in (("ssh", f"{imagekit.which('ssh')} -F {fleet.ssh_config}"),
+        for name, command in (("ssh", f"{board_images.which('ssh')} -F {fleet.ssh_config}"),
                               ("flowspec", f"{sys.executable} -m flowspec_edge.cli.main")):
             (tools / name).write_text(f'#!/bin/sh\nexec {command} "$@"\n')
             (tools / name).chmod(0o755)
-        deploykit.fill_wheelhouse(fleet, directory / "wheelhouse")  # there is no network
+        deployments.fill_wheelhouse(fleet, directory / "wheelhouse")  # there is no network
 
     def run(self, script: str) -> tuple[str, int]:
         """What the commands print, errors included, in the document's words; and how they end."""
@@ -55,13 +51,13 @@ class Pc:
             self._fleet.command(["bash", "-c", self._theirs(script)]), cwd=self._directory, check=False,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             timeout=PATIENCE, env={**os.environ, "PATH": f"{self._directory}/bin:{os.environ['PATH']}",
-                                   "PYTHONPATH": str(imagekit.REPOSITORY), "COLUMNS": "110"})
+                                   "PYTHONPATH": str(board_images.REPOSITORY), "COLUMNS": "110"})
         return self._ours(done.stdout), done.returncode
 
     def _theirs(self, script: str) -> str:
         for board in range(4):
             script = script.replace(f"10.0.0.{10 + board}", self._fleet.address(board))
-        return re.sub(r"\bme\b", nspawnkit.USER, script)
+        return re.sub(r"\bme\b", container_boards.USER, script)
 
     def _ours(self, printed: str) -> str:
         for board in range(4):
@@ -69,14 +65,14 @@ class Pc:
         printed = printed.replace(f"{self._directory}/", "")
         # How far a command is: on the document's terminal a bar that goes.
         printed = re.sub(r"(?m)^flowspec: (?!error: ).*, \d+ s(?:, about \d+ s left)?\n", "", printed)
-        return re.sub(rf"(?<![\w.-]){nspawnkit.USER}(?![\w.-])", "me", printed)
+        return re.sub(rf"(?<![\w.-]){container_boards.USER}(?![\w.-])", "me", printed)
 
 
 def on_each_board(fleet: Orins, script: str) -> None:
     """Run what a user types at each board, who is asked for a password once."""
     for board in range(4):
         own = script.replace("orin-0", fleet.name(board))
-        done = fleet.ssh(board, f"set -e; echo {jetsonkit.PASSWORD} | sudo -S -p '' -v; {own}")
+        done = fleet.ssh(board, f"set -e; echo {jetson_boards.PASSWORD} | sudo -S -p '' -v; {own}")
         assert done.returncode == 0, done.stderr
 
 
@@ -99,7 +95,7 @@ def test_the_hour_goes_as_the_document_says(orins: Orins, tmp_path: Path) -> Non
     pc = Pc(orins, tmp_path)
     outputs: list[str | None] = []
     wrong = []
-    for step in dockit.steps(text):
+    for step in documents.steps(text):
         printed = ""
         if not step.script:
             by_hand(orins, step.what)
@@ -107,16 +103,16 @@ def test_the_hour_goes_as_the_document_says(orins: Orins, tmp_path: Path) -> Non
             on_each_board(orins, step.script)
         else:
             said, status = pc.run(step.script)
-            printed = dockit.masked(said, ABRIDGED)
+            printed = documents.masked(said, ABRIDGED)
             # Alone and with a board that is off, `status` says so by its exit code, too.
             if status and step.script != "flowspec deploy status\n":
                 wrong.append(f"{step.script}ends with {status}: {printed}")
                 break  # what follows would wait for what is not there
         expected = step.output or ""
-        unlike = dockit.difference(dockit.masked(expected, VARIABLE), dockit.masked(printed, VARIABLE))
+        unlike = documents.difference(documents.masked(expected, VARIABLE), documents.masked(printed, VARIABLE))
         outputs.append(printed if unlike else None)  # figures alone are no reason to change the document
         if unlike and step.output is not None and not UPDATE:
             wrong.append(f"{step.script}{unlike!r} is not what was printed: {printed}")
     if UPDATE and not wrong:
-        DOCUMENT.write_text(dockit.renewed(text, outputs))
+        DOCUMENT.write_text(documents.renewed(text, outputs))
     assert not wrong, "\n".join(wrong)

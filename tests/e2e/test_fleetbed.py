@@ -9,13 +9,12 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import fleetkit
-import nspawnkit
 import pytest
-from clusterkit import until
-from nspawnkit import Fleet
+from kits import container_boards, network_beds
+from kits.container_boards import Fleet
+from kits.process_clusters import until
 
-pytestmark = [pytest.mark.fleet, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 # Reports how a connection to each address ends.
 _CONNECT = """
@@ -85,27 +84,28 @@ def test_services_are_each_board_s_own(fleet: Fleet) -> None:
 
 
 def test_a_fleet_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
-    script = ("import sys, pathlib, nspawnkit\nfleet = nspawnkit.Fleet(pathlib.Path(sys.argv[1]), 2)\n"
+    script = ("import sys, pathlib\nfrom kits import container_boards\n"
+              "fleet = container_boards.Fleet(pathlib.Path(sys.argv[1]), 2)\n"
               "print(*(fleet.leader(board) for board in range(2)), flush=True)\nsys.stdin.read()")
-    paths = os.pathsep.join(str(path) for path in (Path(nspawnkit.__file__).parent, Path.cwd()))
+    paths = os.pathsep.join(str(path) for path in (Path(container_boards.__file__).parent, Path.cwd()))
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, text=True,
                           stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}) as process:
         assert process.stdout is not None
         leaders = [int(pid) for pid in process.stdout.readline().split()]
         assert len(leaders) == 2
-        inside = fleetkit.namespaces_of(leaders)
+        inside = network_beds.namespaces_of(leaders)
         process.send_signal(signal.SIGKILL)
     for leader in leaders:
-        assert fleetkit.ended(leader, nspawnkit.PATIENCE)
+        assert network_beds.ended(leader, container_boards.PATIENCE)
     for namespace in inside:
-        for pid in fleetkit.processes_in(namespace):
-            assert fleetkit.ended(pid, nspawnkit.PATIENCE)
+        for pid in network_beds.processes_in(namespace):
+            assert network_beds.ended(pid, container_boards.PATIENCE)
     assert str(tmp_path) not in Path("/proc/mounts").read_text()
 
     def removed() -> bool:
-        nspawnkit.remove_stale_cgroups()  # not those in which a process is still ending
+        container_boards.remove_stale_cgroups()  # not those in which a process is still ending
         with suppress(OSError):  # a group of another test may vanish meanwhile
             return not list(Path("/sys/fs/cgroup").glob(f"**/flowspec-fleet-{process.pid}-*"))
         return False
 
-    until(removed, nspawnkit.PATIENCE)
+    until(removed, container_boards.PATIENCE)

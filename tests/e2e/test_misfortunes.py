@@ -1,6 +1,6 @@
 """Whatever may be wrong with an Orin out of the box, one at a time: one line says what, where and what to do.
 
-The boards pass for Jetsons (jetsonkit): orin-0 drafts, orin-1 has the misfortune, orin-4 is too old.
+The boards pass for Jetsons (kits.jetson_boards): orin-0 drafts, orin-1 has the misfortune, orin-4 is too old.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import imagekit
-import nspawnkit
 import pytest
-from deploykit import Cluster
-from jetsonkit import Orins
+from kits import board_images, container_boards
+from kits.deployments import Cluster
+from kits.jetson_boards import Orins
 
-from flowspec_edge.fleet import paths
+from flowspec_edge.boards import paths
 from flowspec_edge.util.resources import resource_dir
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
 
 UNLUCKY, OLD = 1, 4
 TORCH = "/usr/lib/jetson/torch"
@@ -92,7 +91,7 @@ def prepared(orins: Orins) -> Orins:
     for board in range(OLD + 1):
         orins.shell(board, f"""
 hostnamectl set-hostname {orins.name(board)}
-echo '{nspawnkit.USER} ALL=(ALL) NOPASSWD: ALL' > /etc/sudoers.d/flowspec
+echo '{container_boards.USER} ALL=(ALL) NOPASSWD: ALL' > /etc/sudoers.d/flowspec
 [ ! -e /etc/systemd/system/nvzramconfig.service ] || systemctl disable --quiet nvzramconfig
 systemctl set-default --quiet multi-user.target
 apt-mark hold 'nvidia-l4t-*' || true""")
@@ -255,7 +254,7 @@ def test_a_full_card_is_found_before_an_upgrade(cluster: Cluster, tmp_path: Path
     assert cluster.deploy("up")["ok"]
     before = cluster.becomes_ready()["release"]
     tree = tmp_path / "tree"
-    shutil.copytree(imagekit.REPOSITORY, tree, ignore=shutil.ignore_patterns(
+    shutil.copytree(board_images.REPOSITORY, tree, ignore=shutil.ignore_patterns(
         ".*", "tests", "docs", "__pycache__", "build", "dist"))
     (tree / "flowspec_edge" / "newer.py").write_text("")
     fill = "fallocate --length $(($(stat -f -c '%a * %S' /mnt) - 50000000)) /mnt/full"

@@ -14,21 +14,21 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from clusterkit import PATIENCE, until
 from hypothesis import given
 from hypothesis import strategies as st
-from livekit import Watchable, Watched, watchable, watched_cluster
-from pagekit import DESK, PHONE, board_names, loaded, needs_browser, painted, scrolls_sideways, visit
+from kits.browser import DESK, PHONE, board_names, loaded, needs_browser, painted, scrolls_sideways, visit
+from kits.http_server import LONG, placed, post
+from kits.hypothesis_examples import examples
+from kits.process_clusters import PATIENCE, until
+from kits.rail_files import board
+from kits.tiny_model_dir import never_ends, tiny_model_dir
+from kits.watched_server import Watchable, Watched, watchable, watched_cluster
 from playwright.sync_api import Browser, Locator, Page, expect
-from powerkit import board
-from propertykit import examples
-from servekit import LONG, placed, post
-from tiny_dir import never_ends, tiny_model_dir
 
+from flowspec_edge.drivers.observe.power import board_meter
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.observe.power import board_meter
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
 # Of every visible text: [words, contrast with the nearest background that is not transparent]

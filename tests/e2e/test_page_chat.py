@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clusterkit import until
 from hypothesis import example, given
 from hypothesis import strategies as st
-from livekit import Watchable, Watched, watchable, watched_cluster
-from pagekit import board_names, loaded, needs_browser, scrolls_sideways, visit
+from kits.browser import board_names, loaded, needs_browser, scrolls_sideways, visit
+from kits.hypothesis_examples import examples
+from kits.process_clusters import until
+from kits.tiny_model_dir import never_ends, tiny_model_dir
+from kits.watched_server import Watchable, Watched, watchable, watched_cluster
 from playwright.sync_api import Browser, Page, Request, Route, expect
-from propertykit import examples
-from tiny_dir import never_ends, tiny_model_dir
 
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.dashboard.stats import RequestStats
 

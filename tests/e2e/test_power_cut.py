@@ -2,7 +2,7 @@
 whole release, and the next `up` completes.
 
 The tests follow one another: each finds the cluster as the one before it left it.  Two boards; what a board
-had not synced when its power failed is lost (``powercutkit``).
+had not synced when its power failed is lost (``kits.power_cuts``).
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import imagekit
-import nspawnkit
 import pytest
-from deploykit import PATIENCE, PROMPT, Cluster
-from powercutkit import PowerFleet, power_fleet
+from kits import board_images, container_boards
+from kits.deployments import PATIENCE, PROMPT, Cluster
+from kits.power_cuts import PowerFleet, power_fleet
 
-from flowspec_edge.fleet import paths
+from flowspec_edge.boards import paths
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
 
 COUNT = 8
 DRAFT, STAGE = 0, 1  # the boards
@@ -52,7 +51,7 @@ def interrupted(fleet: PowerFleet, cluster: Cluster, command: tuple[str, ...], w
     line = [sys.executable, "-m", "flowspec_edge.cli.main", *command, "--json", "--cluster"]
     with subprocess.Popen(fleet.command([*line, str(cluster.file)]), stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                          cwd=imagekit.REPOSITORY) as running:
+                          cwd=board_images.REPOSITORY) as running:
         fleet.held(board, running)
         yield
         said, complaint = running.communicate(timeout=PATIENCE)

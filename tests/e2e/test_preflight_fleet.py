@@ -9,19 +9,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import nspawnkit
 import pytest
-from deploykit import Cluster
+from kits import container_boards
+from kits.deployments import Cluster
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
 
 BOARD = 2
 # Runs at the control place: a board's facts, and what the preflight makes of them.
 _ASK = """
 import dataclasses, json, sys
 from pathlib import Path
-from flowspec_edge.fleet.inventory import load_inventory
-from flowspec_edge.fleet.probe.checks import Needs, preflight
+from flowspec_edge.boards.inventory import load_inventory
+from flowspec_edge.boards.probe.checks import Needs, preflight
 found = preflight(load_inventory(Path(sys.argv[1])), {sys.argv[2]: Needs()})
 torch = dataclasses.asdict(found.facts[sys.argv[2]].system.torch)
 print(json.dumps([torch, [str(problem) for problem in found.problems]]))
@@ -30,19 +30,19 @@ TORCH = "/usr/local/lib/python3.11/dist-packages/torch"
 
 
 @pytest.fixture(scope="module")
-def file(fleet: nspawnkit.Fleet, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def file(fleet: container_boards.Fleet, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return fleet.write_cluster(tmp_path_factory.mktemp("preflight") / "cluster.toml")
 
 
-def ask(fleet: nspawnkit.Fleet, file: Path) -> tuple[dict[str, Any], list[str]]:
-    done = fleet.run([sys.executable, "-c", _ASK, str(file), fleet.name(BOARD)], nspawnkit.PATIENCE)
+def ask(fleet: container_boards.Fleet, file: Path) -> tuple[dict[str, Any], list[str]]:
+    done = fleet.run([sys.executable, "-c", _ASK, str(file), fleet.name(BOARD)], container_boards.PATIENCE)
     assert not done.returncode, done.stderr
     torch, problems = json.loads(done.stdout)
     return torch, problems
 
 
 @contextmanager
-def changed(fleet: nspawnkit.Fleet, breaks: str, mends: str) -> Iterator[None]:
+def changed(fleet: container_boards.Fleet, breaks: str, mends: str) -> Iterator[None]:
     fleet.shell(BOARD, breaks)
     try:
         yield
@@ -50,7 +50,7 @@ def changed(fleet: nspawnkit.Fleet, breaks: str, mends: str) -> Iterator[None]:
         fleet.shell(BOARD, mends)
 
 
-def test_torch_is_tried_as_a_service_will_use_it(fleet: nspawnkit.Fleet, file: Path) -> None:
+def test_torch_is_tried_as_a_service_will_use_it(fleet: container_boards.Fleet, file: Path) -> None:
     torch, problems = ask(fleet, file)
     assert problems == []
     assert (torch["unit"], torch["outside"]) == ("user nobody, groups video, render", None)
@@ -58,7 +58,7 @@ def test_torch_is_tried_as_a_service_will_use_it(fleet: nspawnkit.Fleet, file: P
     assert torch["why"] == torch["numpy_fault"] == ""
 
 
-def test_the_trial_has_all_protections_of_the_units(fleet: nspawnkit.Fleet, file: Path) -> None:
+def test_the_trial_has_all_protections_of_the_units(fleet: container_boards.Fleet, file: Path) -> None:
     """A torch that writes down what its process may do, against the protections that the unit file names."""
     spy = ("import json, os; from pathlib import Path as P; s = dict(l.split(':', 1) for l in "
            "P('/proc/self/status').read_text().splitlines()); "
@@ -76,7 +76,7 @@ def test_the_trial_has_all_protections_of_the_units(fleet: nspawnkit.Fleet, file
     assert (home, writable, others, temporary) == (False, False, False, [])
 
 
-def test_a_torch_that_only_root_can_read(fleet: nspawnkit.Fleet, file: Path) -> None:
+def test_a_torch_that_only_root_can_read(fleet: container_boards.Fleet, file: Path) -> None:
     with changed(fleet, f"chmod 700 {TORCH}", f"chmod 755 {TORCH}"):
         torch, [problem] = ask(fleet, file)
     assert torch["outside"]["version"]
@@ -85,11 +85,11 @@ def test_a_torch_that_only_root_can_read(fleet: nspawnkit.Fleet, file: Path) -> 
     assert f"let every user read {TORCH}/__init__.py" in problem
 
 
-def test_a_torch_that_only_the_user_has(fleet: nspawnkit.Fleet, file: Path) -> None:
+def test_a_torch_that_only_the_user_has(fleet: container_boards.Fleet, file: Path) -> None:
     """Asked by root through sudo, of the user that ssh came in as."""
-    own = f"/home/{nspawnkit.USER}/.local/lib/python3.11/site-packages"
+    own = f"/home/{container_boards.USER}/.local/lib/python3.11/site-packages"
     with changed(fleet, f"mv {TORCH} {TORCH}-away; mkdir -p {own}; ln -s {TORCH}-away {own}/torch",
-                 f"mv {TORCH}-away {TORCH}; rm -r /home/{nspawnkit.USER}/.local"):
+                 f"mv {TORCH}-away {TORCH}; rm -r /home/{container_boards.USER}/.local"):
         torch, [problem] = ask(fleet, file)
     assert torch["own"] == {"torch": f"{own}/torch/__init__.py"}
     assert problem == (f"board-2: torch: only in {own}, which services do not see; install it for all users: "

@@ -11,7 +11,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tiny_dir import tiny_model_dir
+from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import nspawnkit
 import pytest
-from nspawnkit import Fleet
+from kits import container_boards
+from kits.container_boards import Fleet
 
-from flowspec_edge.runtime.worker import sd_notify
+from flowspec_edge.drivers.stage import sd_notify
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, nspawnkit.needs_fleet]
+pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
 
 WATCHDOG_S = 1
 # What blocks is longer than the watchdog's time: it stands for a library that is read from a slow card.

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import msgpack
 import numpy as np
-from fuzz.fuzzkit import amounts, corpus, fuzz
+from kits.byte_mutations import amounts, corpus, fuzz
 
 from flowspec_edge import messages as m
 from flowspec_edge.errors import ProtocolError

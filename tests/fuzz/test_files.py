@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from fuzz.fuzzkit import CORPUS, FEW, amounts, corpus, fuzz
+from kits.byte_mutations import CORPUS, FEW, amounts, corpus, fuzz
 from pydantic import BaseModel
 from safetensors.torch import save
 
+from flowspec_edge.boards.inventory import Inventory
+from flowspec_edge.d0.config import DraftConfig
 from flowspec_edge.device_profile import Profile
+from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.inventory import Inventory
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.modeldir import check_config, position_limit
 from flowspec_edge.model.weights.files import WeightFiles
-from flowspec_edge.runtime.draft_device.config import DraftConfig
-from flowspec_edge.runtime.worker.config import WorkerConfig
 from flowspec_edge.stage.families import load_config, skeleton
 from flowspec_edge.util.bounded_read import parse_json
 from flowspec_edge.util.terminal import printable

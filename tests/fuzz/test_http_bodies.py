@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fuzz.fuzzkit import amounts, corpus, fuzz
-from servekit import served
-from tiny_dir import tiny_model_dir
+from kits.byte_mutations import amounts, corpus, fuzz
+from kits.http_server import served
+from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.prepare import PreparedRequest, ServedModel

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from fuzz.fuzzkit import FEW
-from schemakit import hostile_schemas, hostile_templates, random_schema
-from tiny import tiny_tokenizer
+from kits.byte_mutations import FEW
+from kits.json_schemas import hostile_schemas, hostile_templates, random_schema
+from kits.tiny_models import tiny_tokenizer
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.grammar import GrammarCompiler

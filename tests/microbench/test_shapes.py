@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpukit import DEVICES, needs_cuda, without_cuda
+from kits.torch_devices import DEVICES, needs_cuda, without_cuda
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny import EOS, tiny_llama, tiny_tokenizer
-from tokenizerkit import save, sentencepiece_style
+from kits.small_tokenizers import save, sentencepiece_style
+from kits.tiny_models import EOS, tiny_llama, tiny_tokenizer
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import (

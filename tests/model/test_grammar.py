@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from schemakit import chain
-from tiny import tiny_tokenizer
-from tokenizerkit import sentencepiece_style, unigram_style
+from kits.json_schemas import chain
+from kits.small_tokenizers import sentencepiece_style, unigram_style
+from kits.tiny_models import tiny_tokenizer
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model import grammar

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import tiny_llama
+from kits.tiny_models import tiny_llama
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import (

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from kits.tiny_model_dir import tiny_model_dir
+from kits.tiny_models import tiny_llama
 from safetensors.torch import save_file
-from tiny import tiny_llama
-from tiny_dir import tiny_model_dir
 from transformers import AutoConfig
 
 from flowspec_edge.errors import UsageError

@@ -12,8 +12,8 @@ import pytest
 import sentencepiece
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_llama, tiny_tokenizer
-from tokenizerkit import sentencepiece_style
+from kits.small_tokenizers import sentencepiece_style
+from kits.tiny_models import tiny_llama, tiny_tokenizer
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Message

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from tiny import tiny_tokenizer
+from kits.tiny_models import tiny_tokenizer
 from tokenizers import AddedToken
 
 from flowspec_edge.model.chat import Tool, ToolFormat, recognise_tool_format

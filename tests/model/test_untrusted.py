@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clusterkit import until
 from hypothesis import given
 from hypothesis import strategies as st
-from propertykit import examples
-from schemakit import hostile_templates
-from tokenizerkit import sentencepiece_style
+from kits.hypothesis_examples import examples
+from kits.json_schemas import hostile_templates
+from kits.process_clusters import until
+from kits.small_tokenizers import sentencepiece_style
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.untrusted.processes import (

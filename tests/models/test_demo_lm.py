@@ -10,7 +10,7 @@ from demo_lm import EOS, bits_per_byte, save_lm, tokenized_corpus
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from flowspec_edge.training.python_source import TokenizedCorpus, documents, is_held_out
+from flowspec_edge.lab.training.python_source import TokenizedCorpus, documents, is_held_out
 
 V = 23
 SMALL = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drafting.spd.module import load_module
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.lab.spd.module import load_module
+from flowspec_edge.lab.training.spd import depths, speculate
+from flowspec_edge.lab.training.target import load_target
 from flowspec_edge.model.modeldir import ModelDir, resolve_model
-from flowspec_edge.runtime.request import Request, Result
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.training.spd import depths, speculate
-from flowspec_edge.training.target import load_target
 from flowspec_edge.util.resources import resource_dir
 
 PROMPTS = 3

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flowspec_edge.bench.samples import repeats_itself
+from flowspec_edge.lab.bench.samples import repeats_itself
 
 
 def goes_on(tokens, at, period):

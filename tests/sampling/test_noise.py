@@ -10,9 +10,9 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from gpukit import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.torch_devices import DEVICES
 
 from flowspec_edge.sampling import sampler
 from flowspec_edge.sampling.rule import gumbel, gumbel_at, gumbel_from, keys, splitmix64

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gpukit import DEVICES
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from propertykit import examples
+from kits.hypothesis_examples import examples
+from kits.torch_devices import DEVICES
 
 import flowspec_edge.sampling.sampler
 from flowspec_edge.sampling import rule as definition

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servekit import AT_ONCE, Held, Watch
-from tiny_dir import never_ends, tiny_model_dir
+from kits.http_server import AT_ONCE, Held, Watch
+from kits.tiny_model_dir import never_ends, tiny_model_dir
 
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
-from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec
+from flowspec_edge.lab.plain import PlainDecoder
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,10 @@ from typing import Any
 
 import httpx2
 import pytest
-from clusterkit import PATIENCE
 from hypothesis import given
 from hypothesis import strategies as st
-from servekit import Held, running, served
+from kits.http_server import Held, running, served
+from kits.process_clusters import PATIENCE
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 

@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from clusterkit import PATIENCE, on_third
+from kits.process_clusters import PATIENCE, on_third
 
+from flowspec_edge.d0.observer import Observers
+from flowspec_edge.d0.request import Request
+from flowspec_edge.drivers.observe.timeline import SessionEnded, SessionOpened
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import PeerLost
-from flowspec_edge.runtime.cluster.clusters import open_cluster
-from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.observe.observer import Observers
-from flowspec_edge.runtime.observe.timeline import SessionEnded, SessionOpened
-from flowspec_edge.runtime.request import Request
 from flowspec_edge.serving.admission import Readiness
 from flowspec_edge.serving.dashboard.feed import Feed
 from flowspec_edge.serving.metrics import Metrics

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from clusterkit import PATIENCE, until
-from servekit import Held, served
+from kits.http_server import Held, served
+from kits.process_clusters import PATIENCE, until
 from starlette.types import Receive, Scope, Send
 
 from flowspec_edge.serving.admission import AdmissionQueue

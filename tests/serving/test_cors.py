@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servekit import NAME, Held, running, served
+from kits.http_server import NAME, Held, running, served
 
 from flowspec_edge.cli.serve.daemons import _service
+from flowspec_edge.d0.config import DraftConfig
 from flowspec_edge.errors import RequestFailed
-from flowspec_edge.runtime.draft_device.config import DraftConfig
 from flowspec_edge.serving.intake import MAX_BODY_BYTES
 
 PAGE, OTHER, KEY = "https://page.example:3000", "https://other.example", "correct horse"

@@ -7,14 +7,14 @@ import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from clusterkit import PATIENCE
-from servekit import NAME, running, served
+from kits.http_server import NAME, running, served
+from kits.process_clusters import PATIENCE
 from transformers import AutoTokenizer
 
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.clusters import open_cluster
-from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x): return"

@@ -14,9 +14,9 @@ from typing import Any
 
 import openai
 import pytest
-from clusterkit import until
-from schemakit import chain, hostile_schemas, hostile_templates
-from servekit import NAME, Held, Running, ask, post, running, served
+from kits.http_server import NAME, Held, Running, ask, post, running, served
+from kits.json_schemas import chain, hostile_schemas, hostile_templates
+from kits.process_clusters import until
 
 from flowspec_edge.model.untrusted.processes import LimitedProcesses
 from flowspec_edge.serving.openai.prepare import ServedModel

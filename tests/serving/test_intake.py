@@ -9,8 +9,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from clusterkit import PATIENCE, until
-from servekit import NAME, Held, Running, ask, running, served
+from kits.http_server import NAME, Held, Running, ask, running, served
+from kits.process_clusters import PATIENCE, until
 
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.serving import app as app_module

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from servekit import NAME, Held, running, served
+from kits.http_server import NAME, Held, running, served
 
+from flowspec_edge.boards.probe.onboard.service import ask_ready
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.probe.onboard.service import ask_ready
 from flowspec_edge.serving.server import listen, url_of
 
 KEY = "correct horse"

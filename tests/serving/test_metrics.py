@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import fleetkit
 import pytest
-from clusterkit import PATIENCE, until
+from kits import network_beds
+from kits.http_server import AT_ONCE, LONG, NAME, Running, running, served
+from kits.process_clusters import PATIENCE, until
 from openai import APIStatusError
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from servekit import AT_ONCE, LONG, NAME, Running, running, served
 
+from flowspec_edge.d0.observer import Observers
+from flowspec_edge.drivers.observe.system_stats import SystemStats
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.messages import Heartbeat
-from flowspec_edge.runtime.cluster.clusters import open_cluster
-from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.observe.observer import Observers
-from flowspec_edge.runtime.observe.system_stats import SystemStats
 from flowspec_edge.serving.access_log import GONE, AccessRecord
 from flowspec_edge.serving.admission import Readiness
 from flowspec_edge.serving.dashboard.feed import Feed
@@ -169,7 +169,7 @@ def test_an_unreadable_accept_header_gets_the_usual_format(server: Running) -> N
 
 
 # Prometheus' own check; prometheus_client's parsers read the page everywhere.
-@fleetkit.needs("promtool", "" if shutil.which("promtool") else "it is missing (Debian package prometheus)")
+@network_beds.needs("promtool", "" if shutil.which("promtool") else "it is missing (Debian package prometheus)")
 def test_promtool_has_nothing_to_say(server: Running) -> None:
     done = subprocess.run(["promtool", "check", "metrics"], input=server.http.get("/metrics").content,
                           capture_output=True, check=False)

@@ -12,15 +12,15 @@ from typing import Any
 
 import openai
 import pytest
-from clusterkit import PATIENCE, alive, until
-from servekit import NAME, Held, Running, running, served
+from kits.http_server import NAME, Held, Running, running, served
+from kits.process_clusters import PATIENCE, alive, until
 from transformers import AutoTokenizer
 
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import PeerLost, RequestFailed
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
-from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.admission import AdmissionQueue, ClusterUnavailable
 

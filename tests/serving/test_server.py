@@ -10,10 +10,10 @@ from pathlib import Path
 
 import openai
 import pytest
-from servekit import NAME, Held, running, served
+from kits.http_server import NAME, Held, running, served
 
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster
 from flowspec_edge.errors import FlowspecError, PeerLost
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.app import make_app
 from flowspec_edge.serving.server import listen, serve_app

@@ -14,16 +14,16 @@ from typing import Any
 import httpx2
 import openai
 import pytest
-from clusterkit import PATIENCE, until
-from servekit import LONG, NAME, Held, Running, Watch, ask, placed, post, running, served
+from kits.http_server import LONG, NAME, Held, Running, Watch, ask, placed, post, running, served
+from kits.process_clusters import PATIENCE, until
 from transformers import AutoTokenizer
 
+from flowspec_edge.d0.capacity import cache_rows
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
-from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
-from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.draft_device.capacity import cache_rows
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.access_log import GONE
 from flowspec_edge.strategies.params import Params

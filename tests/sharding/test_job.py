@@ -16,13 +16,13 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-import fleetkit
 import pytest
 import torch
+from kits import network_beds
+from kits.sharded_models import all_tensors, as_bin, cut, edit
+from kits.tiny_model_dir import tiny_model_dir
+from kits.tiny_models import tiny_llama
 from safetensors.torch import load_file
-from shardkit import all_tensors, as_bin, cut, edit
-from tiny import tiny_llama
-from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
@@ -219,7 +219,7 @@ def test_one_at_a_time(plain: Path, tmp_path: Path) -> None:
     run(plan_of(plain), out)
 
 
-@fleetkit.needs("a small file system", "" if os.geteuid() == 0 else "only root may mount one")
+@network_beds.needs("a small file system", "" if os.geteuid() == 0 else "only root may mount one")
 def test_a_full_disk_is_foreseen_or_said(plain: Path, tmp_path: Path) -> None:
     """On a real file system of 200 kB, in a mount namespace of a forked process."""
     out = tmp_path / "disk" / "out"

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kits.sharded_models import all_tensors, cut, edit, quantised
+from kits.stages import Book, Oracle, engines, through
+from kits.tiny_models import tiny_llama, tiny_model
 from safetensors.torch import load_file, save_file
-from shardkit import all_tensors, cut, edit, quantised
-from stagekit import Book, Oracle, engines, through
-from tiny import tiny_llama, tiny_model
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.runtime.plain import load_reference_model
+from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.quant.grouped import GroupedLinear
 from flowspec_edge.util.tensors import to_torch

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from headkit import VARIANTS, published_eagle3
 from hypothesis import given
 from hypothesis import strategies as st
+from kits.draft_heads import VARIANTS, published_eagle3
+from kits.sharded_models import as_bin, edit
+from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
+from kits.tiny_models import tiny_llama, tiny_model
 from safetensors.torch import load_file, save_file
-from shardkit import as_bin, edit
-from tiny import tiny_llama, tiny_model
-from tiny_dir import tiny_eagle3, tiny_model_dir
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.drafting.format import TargetFacts

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from propertykit import examples
-from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens
-from tiny import tiny_llama
+from kits.hypothesis_examples import examples
+from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens
+from kits.tiny_models import tiny_llama
 
 from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment
 from flowspec_edge.stage.engine import StageEngine

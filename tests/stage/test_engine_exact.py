@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
-from tiny import tiny_llama, tiny_model
+from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
+from kits.tiny_models import tiny_llama, tiny_model
 
 from flowspec_edge.messages import Cancel, Open, Segment
 from flowspec_edge.stage.engine import StageEngine

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
-from tiny import tiny_llama
+from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
+from kits.tiny_models import tiny_llama
 
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Cancel, Close, Open, Output, Payload, Prune, Segment

@@ -15,11 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from playkit import LAYERS, SLOTS, STAGES, Control, Step, passed_on, passes, places, play
-from propertykit import examples
-from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through, windowed
-from storykit import VOCAB, stories
-from tiny import tiny_llama
+from kits.hypothesis_examples import examples
+from kits.session_messages import VOCAB, stories
+from kits.stage_schedules import LAYERS, SLOTS, STAGES, Control, Step, passed_on, passes, places, play
+from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through, windowed
+from kits.tiny_models import tiny_llama
 
 from flowspec_edge.messages import Cancel, Close, Open, Output, Segment
 from flowspec_edge.stage.engine import StageEngine

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from familykit import FAMILIES, VOCAB, WINDOW, family_model
-from gpukit import needs_cuda
-from stagekit import Book, engines, random_tokens, through
-from tiny import tiny_model
+from kits.family_checkpoints import FAMILIES, VOCAB, WINDOW, family_model
+from kits.stages import Book, engines, random_tokens, through
+from kits.tiny_models import tiny_model
+from kits.torch_devices import needs_cuda
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gpukit import needs_cuda
-from quantkit import DEVICES
-from stagekit import Book, engines, random_tokens
-from tiny import tiny_llama
+from kits.int4_matrices import DEVICES
+from kits.stages import Book, engines, random_tokens
+from kits.tiny_models import tiny_llama
+from kits.torch_devices import needs_cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowspec_edge.messages import Cancel, Output, Prune

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gpukit import needs_cuda
-from recordkit import Recording, record, recorded
-from shardkit import cut
-from stagekit import Book, Oracle, assert_rows, engines, random_tokens, through
-from storykit import VOCAB
-from tiny import tiny_llama, tiny_model
+from kits.graph_recorder import Recording, record, recorded
+from kits.session_messages import VOCAB
+from kits.sharded_models import cut
+from kits.stages import Book, Oracle, assert_rows, engines, random_tokens, through
+from kits.tiny_models import tiny_llama, tiny_model
+from kits.torch_devices import needs_cuda
 
 from flowspec_edge.messages import Open
 from flowspec_edge.stage.engine import StageEngine

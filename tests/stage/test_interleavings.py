@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from propertykit import examples
-from stagekit import Oracle, assert_cache, assert_rows, recurring, windowed
-from storykit import VOCAB, Story, stories
-from tiny import tiny_llama
+from kits.hypothesis_examples import examples
+from kits.session_messages import VOCAB, Story, stories
+from kits.stages import Oracle, assert_cache, assert_rows, recurring, windowed
+from kits.tiny_models import tiny_llama
 
 from flowspec_edge.messages import Open, Output, Prune, Segment
 from flowspec_edge.stage.engine import StageEngine

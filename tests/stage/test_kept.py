@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from playkit import LAYERS, SLOTS, STAGES, Control, Step, during, passed_on, passes, places, play
-from propertykit import examples
-from recordkit import recorded
-from stagekit import (
+from kits.graph_recorder import recorded
+from kits.hypothesis_examples import examples
+from kits.session_messages import VOCAB, Story, stories
+from kits.stage_schedules import LAYERS, SLOTS, STAGES, Control, Step, during, passed_on, passes, places, play
+from kits.stages import (
     Book,
     Oracle,
     assert_cache,
@@ -25,8 +26,7 @@ from stagekit import (
     through,
     windowed,
 )
-from storykit import VOCAB, Story, stories
-from tiny import tiny_llama
+from kits.tiny_models import tiny_llama
 
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Close, Open, Output, Segment

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from familykit import family_model
-from recordkit import Recording, recorded
-from shardkit import cut
-from stagekit import Book, random_tokens, through
+from kits.family_checkpoints import family_model
+from kits.graph_recorder import Recording, recorded
+from kits.sharded_models import cut
+from kits.stages import Book, random_tokens, through
+from kits.tiny_models import tiny_llama, tiny_model
 from strictdevice import allocations, counting
-from tiny import tiny_llama, tiny_model
 
 from flowspec_edge.messages import Close, Open, Segment, pack_bits
 from flowspec_edge.stage.engine import StageEngine

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpukit import needs_cuda
-from stagekit import Book, engines
-from tiny import tiny_llama
+from kits.stages import Book, engines
+from kits.tiny_models import tiny_llama
+from kits.torch_devices import needs_cuda
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Open

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from familykit import FAMILIES, VOCAB, family_model
-from metakit import MetaDevice
-from stagekit import Book, engines, random_tokens, through
+from kits.family_checkpoints import FAMILIES, VOCAB, family_model
+from kits.meta_device import MetaDevice
+from kits.stages import Book, engines, random_tokens, through
 from torch import Tensor
 
 from flowspec_edge.messages import Close, Open, Output

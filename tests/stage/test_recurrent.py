@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from familykit import VOCAB, family_model
+from kits.family_checkpoints import VOCAB, family_model
+from kits.sharded_models import cut
+from kits.stages import Book, Oracle, assert_rows, engines, random_tokens, through
 from safetensors.torch import load_file, save_file
-from shardkit import cut
-from stagekit import Book, Oracle, assert_rows, engines, random_tokens, through
 from torch import Tensor
 
 from flowspec_edge.errors import ProtocolError, UsageError
+from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.messages import Close, Open
 from flowspec_edge.model.modeldir import ModelDir, cache_values
-from flowspec_edge.runtime.plain import load_reference_model
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers import recurrent

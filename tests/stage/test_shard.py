@@ -10,8 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kits.tiny_models import tiny_llama, tiny_model
 from safetensors.torch import load_file, save_file
-from tiny import tiny_llama, tiny_model
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError

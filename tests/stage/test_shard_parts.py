@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from quantkit import DEVICES, grouped_weights
-from shardkit import all_tensors, as_bin, cut, edit
-from tensorkit import groups
-from tiny import tiny_llama, tiny_model
+from kits.int4_matrices import DEVICES, grouped_weights
+from kits.sharded_models import all_tensors, as_bin, cut, edit
+from kits.tensor_parallel import groups
+from kits.tiny_models import tiny_llama, tiny_model
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.plain import load_reference_model
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import load_shard, stage_ranges
 from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard

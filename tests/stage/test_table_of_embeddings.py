@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from kits.sharded_models import cut, edit
+from kits.stages import Book, Oracle, assert_rows
+from kits.tiny_models import tiny_llama
 from safetensors.torch import load_file, save_file
-from shardkit import cut, edit
-from stagekit import Book, Oracle, assert_rows
-from tiny import tiny_llama
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Close, Open, Output

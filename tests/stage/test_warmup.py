@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantkit import DEVICES
-from stagekit import Book, engines, random_tokens, through
-from tiny import tiny_llama
+from kits.int4_matrices import DEVICES
+from kits.stages import Book, engines, random_tokens, through
+from kits.tiny_models import tiny_llama
 
 from flowspec_edge.messages import Open
 from flowspec_edge.stage.engine import StageEngine
@@ -54,7 +54,7 @@ def test_what_comes_after_is_what_would_have_come(tmp_path: Path) -> None:
 _NEW_LIBRARIES = """
 import sys
 from pathlib import Path
-from stagekit import Book, engines, random_tokens, through
+from kits.stages import Book, engines, random_tokens, through
 from flowspec_edge.messages import Open
 from flowspec_edge.stage.preparation import warm_up
 

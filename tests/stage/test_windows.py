@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from familykit import VOCAB, family_model
-from shardkit import cut
-from stagekit import Book, Oracle, assert_cache, assert_rows, random_tokens, through
+from kits.family_checkpoints import VOCAB, family_model
+from kits.sharded_models import cut
+from kits.stages import Book, Oracle, assert_cache, assert_rows, random_tokens, through
 
+from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.errors import ProtocolError
-from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.messages import Close, Open
 from flowspec_edge.model.manifest import SESSIONS, WINDOW_SLACK, stage_part
 from flowspec_edge.stage.engine import StageEngine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scripted import OTHER, ROOT, A, B, C, Children, Device0, tokens
+from kits.scripted_strategy import OTHER, ROOT, A, B, C, Children, Device0, tokens
 
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.registry import STRATEGIES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scripted import OTHER, ROOT, A, B, C, D, Device0, E, F, G, H, tokens
+from kits.scripted_strategy import OTHER, ROOT, A, B, C, D, Device0, E, F, G, H, tokens
 
 from flowspec_edge.messages import Prune, Segment
 from flowspec_edge.strategies.base import Pipeline

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from scripted import OTHER, ROOT, A, B, C, D, Device0, E, F, G, tokens
+from kits.scripted_strategy import OTHER, ROOT, A, B, C, D, Device0, E, F, G, tokens
 
 from flowspec_edge.messages import Prune
 from flowspec_edge.strategies.base import Pipeline

@@ -17,13 +17,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from propertykit import examples
+from kits.hypothesis_examples import examples
 
+from flowspec_edge.d0.lm_head import LmHead
+from flowspec_edge.d0.request import Request
+from flowspec_edge.d0.scheduler import Scheduler
+from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.messages import Cancel, Credit, Output, Payload, Prune, Segment, unpack_bits
-from flowspec_edge.runtime.draft_device.draft_session import DraftSession
-from flowspec_edge.runtime.draft_device.lm_head import LmHead
-from flowspec_edge.runtime.draft_device.scheduling.scheduler import Scheduler
-from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params

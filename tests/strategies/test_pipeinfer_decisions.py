@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from scripted import OTHER, ROOT, A, B, C, D, Device0, E, F, G, tokens
+from kits.scripted_strategy import OTHER, ROOT, A, B, C, D, Device0, E, F, G, tokens
 
 from flowspec_edge.messages import Cancel, Segment, unpack_bits
 from flowspec_edge.strategies.pipeinfer import PipeInfer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from scripted import ROOT, A, B, Device0
+from kits.scripted_strategy import ROOT, A, B, Device0
 
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.slot_worth import SlotWorth

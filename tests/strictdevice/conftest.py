@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flowspec_edge.runtime.draft_device.models import DraftModels
-from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.virtual.cluster import StageWeights, VirtualCluster
+from flowspec_edge.d0.models import DraftModels
+from flowspec_edge.drivers.virtual.cluster import StageWeights, VirtualCluster
+from flowspec_edge.lab.plain import PlainDecoder
 
 
 def _on_the_device(function: Any) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from stagekit import Book, engines, through
+from kits.stages import Book, engines, through
 from torch import Tensor
 
+from flowspec_edge.d0.request import Request
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.request import Request
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage import forward
 from flowspec_edge.stage.layers import attention, kinds

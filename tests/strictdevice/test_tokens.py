@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from tiny_dir import tiny_eagle3, tiny_model_dir
+from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 
+from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.runtime.request import Request
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES

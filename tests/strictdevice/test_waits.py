@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from flowspec_edge.d0.request import Request
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.request import Request
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 from strictdevice import counting

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 
-import fleetkit
 import pytest
+from kits import network_beds
 
 from flowspec_edge.errors import PeerLost
-from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
+from flowspec_edge.lab.links.namespaces import NetnsTestbed
 from flowspec_edge.messages import Cancel, Close
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.keys import KeyPair
@@ -188,7 +188,7 @@ def until(true: Callable[[], object]) -> None:
         time.sleep(0.01)  # between two looks, up to the deadline
 
 
-@fleetkit.needs_netns
+@network_beds.needs_netns
 @pytest.mark.slow
 @pytest.mark.parametrize("writes", [False, True], ids=["idle", "data under way"])
 def test_a_peer_whose_cable_is_out_is_noticed_and_found_again(writes: bool) -> None:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from propertykit import examples
+from kits.hypothesis_examples import examples
 
 from flowspec_edge import messages as m
 from flowspec_edge.errors import ProtocolError

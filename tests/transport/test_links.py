@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 import zmq
-from memorykit import MemoryTransport
+from kits.memory_links import MemoryTransport
 
 from flowspec_edge.errors import FlowspecError, PeerFault, PeerLost
 from flowspec_edge.messages import Cancel, Close, Credit, Failed, Hello, Message, Output, Payload

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from propertykit import examples
+from kits.hypothesis_examples import examples
 
 from flowspec_edge.tree.acceptance import AcceptanceEstimator, Evidence, accepted_path
 from flowspec_edge.tree.best_first_tree import BestFirstTree

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lookupkit import brute_force
-from propertykit import examples
+from kits.hypothesis_examples import examples
+from kits.text_lookup import brute_force
 
 from flowspec_edge.tree.text_index import TextIndex
 

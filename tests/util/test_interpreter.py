@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tiny_dir import tiny_model_dir
+from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.util.interpreter import code_command, module_command
 
@@ -23,7 +23,7 @@ HOSTILE = ("random", "json", "typing", "types", "enum", "signal", "collections",
            "venv")
 # Programs that are not Python take such options, too.
 NOT_PYTHON = {"sh", "nvpmodel", "install", "-d", "-I"}  # install -d -m; python -I is isolated itself
-MAY_START = {"util.interpreter", "fleet.probe.onboard.system"}  # the latter asks for -I, on a board
+MAY_START = {"util.interpreter", "boards.probe.onboard.system"}  # the latter asks for -I, on a board
 
 
 @pytest.fixture
@@ -100,12 +100,12 @@ def test_an_empty_entry_of_pythonpath_is_not_the_current_directory(tmp_path: Pat
 PROCESSES = """
 import sys
 from pathlib import Path
-from flowspec_edge.fleet.measurement.link import measure_hop
+from flowspec_edge.boards.measurement.link import measure_hop
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
-from flowspec_edge.runtime.cluster.forkserver import preload
-from flowspec_edge.runtime.cluster.process_cluster import ProcessCluster
-from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.request import Request
+from flowspec_edge.drivers.processes.forkserver import preload
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec
+from flowspec_edge.d0.request import Request
 
 if __name__ == "__main__":
     preload()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from propertykit import examples
+from kits.hypothesis_examples import examples
 
 from flowspec_edge.util.kernels import HeadNorms, RmsNorm, angles, rotate_in_place, rotation
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny import tiny_llama
+from kits.tiny_models import tiny_llama
 
 from flowspec_edge.errors import ProtocolError, UsageError
 from flowspec_edge.messages import Payload
@@ -74,7 +74,7 @@ def test_wrong_types_are_refused() -> None:
 def test_libraries_show_no_bars_while_a_model_loads(tmp_path: Path) -> None:
     """In a process without the commands' environment; bars of others are shown as before."""
     tiny_llama(tmp_path, layers=1)
-    program = ("import sys; from pathlib import Path; from flowspec_edge.runtime.plain import PlainDecoder; "
+    program = ("import sys; from pathlib import Path; from flowspec_edge.lab.plain import PlainDecoder; "
                "from transformers import AutoModel; PlainDecoder(Path(sys.argv[1])); "
                "print('LOADED', file=sys.stderr); AutoModel.from_pretrained(sys.argv[1])")
     environment = {key: value for key, value in os.environ.items() if key != "TQDM_DISABLE"}

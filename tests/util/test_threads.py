@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_dir import tiny_model_dir
+from kits.tiny_model_dir import tiny_model_dir
 
+from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.request import Request
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.util import threads
 

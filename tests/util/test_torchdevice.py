@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpukit import needs_cuda, without_cuda
+from kits.torch_devices import needs_cuda, without_cuda
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.util import procfs

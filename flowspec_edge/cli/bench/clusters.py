@@ -9,21 +9,21 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from flowspec_edge.bench.axes import Axis, Value
-from flowspec_edge.bench.results import Links
-from flowspec_edge.bench.runner import OpenPoint, PointCluster
 from flowspec_edge.cli.bench.options import BenchOptions
 from flowspec_edge.cli.common.clusters import ClockSettings, local_processes, opened
 from flowspec_edge.cli.common.options import dtype_of
 from flowspec_edge.device_profile import Profile
+from flowspec_edge.drivers.processes.spec import ClusterSpec, Here, Virtual
+from flowspec_edge.lab.bench.axes import Axis, Value
+from flowspec_edge.lab.bench.results import Links
+from flowspec_edge.lab.bench.runner import OpenPoint, PointCluster
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Virtual
 from flowspec_edge.util.threads import share_of_cores
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.parallel import ParallelRun
-    from flowspec_edge.fleet.inventory import Inventory
-    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+    from flowspec_edge.boards.inventory import Inventory
+    from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+    from flowspec_edge.lab.bench.parallel import ParallelRun
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def _processes(setup: ClusterSetup) -> Iterator[OpenPoint]:
 @contextmanager
 def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
     """Points share the weights."""
-    from flowspec_edge.runtime.cluster.clusters import open_cluster
+    from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.util.torchdevice import memory_errors
 
     loaded: list[VirtualCluster] = []
@@ -106,9 +106,9 @@ def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
 @contextmanager
 def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
     """Real processes that take the profile's time and send its bytes, over links that the kernel shapes."""
-    from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed, measure_links
-    from flowspec_edge.runtime.emulation.durations import Emulation
-    from flowspec_edge.runtime.virtual.devices import Devices
+    from flowspec_edge.drivers.virtual.devices import Devices
+    from flowspec_edge.lab.emulation.durations import Emulation
+    from flowspec_edge.lab.links.namespaces import NetnsTestbed, measure_links
 
     with NetnsTestbed(setup.options.stages) as bed:
 
@@ -126,9 +126,9 @@ def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
 @contextmanager
 def _cluster(setup: ClusterSetup) -> Iterator[OpenPoint]:
     """Real boards in their own time; their kernels shape what they send."""
-    from flowspec_edge.fleet.board_links.shaping import RemoteShaping
-    from flowspec_edge.fleet.ssh_stages import SshBoards
-    from flowspec_edge.runtime.observe.power import board_meter
+    from flowspec_edge.boards.ssh_stages import SshBoards
+    from flowspec_edge.drivers.observe.power import board_meter
+    from flowspec_edge.lab.links.shaping import RemoteShaping
 
     assert setup.inventory is not None
     inventory = setup.inventory
@@ -154,7 +154,7 @@ def _cluster(setup: ClusterSetup) -> Iterator[OpenPoint]:
 
 def parallel_points(setup: ClusterSetup, names: Sequence[str]) -> tuple[ParallelRun, OpenPoint]:
     """Processes of --jobs, or Dask's, and points in virtual time whose requests they compute."""
-    from flowspec_edge.bench.parallel import ParallelRun, Workplace, plugins_of
+    from flowspec_edge.lab.bench.parallel import ParallelRun, Workplace, plugins_of
 
     o = setup.options
     threads = 0 if o.dask else share_of_cores(o.jobs)

@@ -66,11 +66,11 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     """
     from rich.console import Console
 
-    from flowspec_edge.bench.exactness import types_of
-    from flowspec_edge.bench.results import BenchReport
-    from flowspec_edge.bench.tables import rows_to_show, show, table, title
     from flowspec_edge.cli.bench.measure import MeasureRequest, measure
     from flowspec_edge.cli.common.workload import fail_if_different
+    from flowspec_edge.lab.bench.exactness import types_of
+    from flowspec_edge.lab.bench.results import BenchReport
+    from flowspec_edge.lab.bench.tables import rows_to_show, show, table, title
 
     report = measure(MeasureRequest(FLOWSPEC_AND_ABLATIONS), options, sampling, params)
     assert isinstance(report, BenchReport)
@@ -108,11 +108,11 @@ def tables(
       flowspec bench tables --prompts mt_bench.jsonl --prompts gsm8k.jsonl --json seven.json --out tables.md
       flowspec bench tables --from seven.json --from thirteen.json --published
     """
-    from flowspec_edge.bench.paper_results import load_paper_results
-    from flowspec_edge.bench.paper_tables import ABLATION, COMPARED, paper_tables
-    from flowspec_edge.bench.results import BenchReport, load_report
     from flowspec_edge.cli.bench.measure import MeasureRequest, measure
     from flowspec_edge.cli.common.workload import fail_if_different
+    from flowspec_edge.lab.bench.paper_results import load_paper_results
+    from flowspec_edge.lab.bench.paper_tables import ABLATION, COMPARED, paper_tables
+    from flowspec_edge.lab.bench.results import BenchReport, load_report
     from flowspec_edge.strategies.registry import STRATEGIES
     from flowspec_edge.util.files import check_writable, write_output
     from flowspec_edge.util.terminal import printable
@@ -156,9 +156,9 @@ def compare(
       flowspec bench compare before.json after.json
       flowspec bench compare before.json after.json --json
     """
-    from flowspec_edge.bench.compare import about_text, comparison_notes, comparison_table
-    from flowspec_edge.bench.compare import compare as compared
-    from flowspec_edge.bench.results import load_report
+    from flowspec_edge.lab.bench.compare import about_text, comparison_notes, comparison_table
+    from flowspec_edge.lab.bench.compare import compare as compared
+    from flowspec_edge.lab.bench.results import load_report
     from flowspec_edge.util.terminal import printable
 
     if len(files) != 2:
@@ -172,7 +172,7 @@ def compare(
 
     from rich.console import Console
 
-    from flowspec_edge.bench.tables import show
+    from flowspec_edge.lab.bench.tables import show
 
     for name, about in zip("AB", found.files, strict=True):
         print(printable(f"{name}: {about_text(about)}"))
@@ -193,9 +193,9 @@ def plot(
       flowspec bench plot --from out.json --out speed.svg
       flowspec bench plot --from n4.json --from n8.json --from n14.json --out stages.png
     """
-    from flowspec_edge.bench.plots import check_figure
-    from flowspec_edge.bench.plots import plot as draw
-    from flowspec_edge.bench.results import load_report
+    from flowspec_edge.lab.bench.plots import check_figure
+    from flowspec_edge.lab.bench.plots import plot as draw
+    from flowspec_edge.lab.bench.results import load_report
 
     paths = require_files(files)
     if out is None:
@@ -235,17 +235,17 @@ def timeline(
       flowspec bench timeline --strategy chunk_pp --turns 10 --skip-turns 20 --out chunk_pp.svg
       flowspec bench timeline --strategy megatron --turns 40
     """
-    from flowspec_edge.bench.plots import check_figure, gantt
-    from flowspec_edge.bench.tables import title
-    from flowspec_edge.bench.tasks import Prompt, load_prompts
-    from flowspec_edge.bench.timeline import draw, window
+    from flowspec_edge.boards.planning.testbed import profile_or_testbed
     from flowspec_edge.cli.common.clusters import opened
     from flowspec_edge.cli.common.options import device_of, dtype_of, stages_of
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for, require_runnable
-    from flowspec_edge.fleet.planning.testbed import profile_or_testbed
+    from flowspec_edge.drivers.processes.spec import ClusterSpec, Virtual
+    from flowspec_edge.lab.bench.plots import check_figure, gantt
+    from flowspec_edge.lab.bench.tables import title
+    from flowspec_edge.lab.bench.tasks import Prompt, load_prompts
+    from flowspec_edge.lab.bench.timeline import draw, window
     from flowspec_edge.model.modeldir import resolve_model
     from flowspec_edge.model.text import Tokenizer
-    from flowspec_edge.runtime.cluster.spec import ClusterSpec, Virtual
     from flowspec_edge.strategies.registry import strategy_class
 
     chosen = strategy_class(strategy)

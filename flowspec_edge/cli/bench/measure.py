@@ -11,10 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flowspec_edge.bench.axes import Axis, Value
-from flowspec_edge.bench.results import BenchReport, Links, Results, Sweep, load_report, load_sweep
-from flowspec_edge.bench.runner import BenchPlan, Plans, Workload, measure_points, steps
-from flowspec_edge.bench.tasks import Task, load_tasks
+from flowspec_edge.boards.planning.testbed import profile_or_testbed
 from flowspec_edge.cli.bench.clusters import ClusterSetup, open_points, parallel_points
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies, parse_temperatures
 from flowspec_edge.cli.common.clusters import ClockSettings, choose_clock
@@ -30,7 +27,10 @@ from flowspec_edge.cli.common.workload import (
 )
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
-from flowspec_edge.fleet.planning.testbed import profile_or_testbed
+from flowspec_edge.lab.bench.axes import Axis, Value
+from flowspec_edge.lab.bench.results import BenchReport, Links, Results, Sweep, load_report, load_sweep
+from flowspec_edge.lab.bench.runner import BenchPlan, Plans, Workload, measure_points, steps
+from flowspec_edge.lab.bench.tasks import Task, load_tasks
 from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.settings import Sampling
@@ -91,12 +91,12 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
     if options.out is not None:
         check_writable(options.out)
     if figure is not None:
-        from flowspec_edge.bench.plots import check_figure
+        from flowspec_edge.lab.bench.plots import check_figure
 
         check_figure(figure)
     inventory, reference, dtype = None, "cpu", dtype_of(model, options.dtype)
     if request.cluster is not None:
-        from flowspec_edge.fleet.inventory import load_inventory
+        from flowspec_edge.boards.inventory import load_inventory
 
         if options.device != "auto":
             raise UsageError("give --cluster or --device, not both: the cluster file says torch_device")
@@ -149,8 +149,8 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
 def _results(request: MeasureRequest, options: BenchOptions, clock: ClockSettings, settings: dict[str, Any]
              ) -> Results:
     """Empty ones, or those of the file to resume."""
-    from flowspec_edge.bench.host_info import host_info  # numpy, when all options are checked
-    from flowspec_edge.bench.paper_results import load_paper_results
+    from flowspec_edge.lab.bench.host_info import host_info  # numpy, when all options are checked
+    from flowspec_edge.lab.bench.paper_results import load_paper_results
 
     shared = clock.profile_name, clock.clock, settings, host_info(options.device), str(date.today())
     if request.axis is None:
@@ -211,7 +211,7 @@ def workloads_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir,
 def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, profile: Profile | None,
                  sampling: Sampling, params: Params) -> dict[str, Any]:
     """Everything that a row depends on, except the machine."""
-    from flowspec_edge.bench.host_info import commit, versions
+    from flowspec_edge.lab.bench.host_info import commit, versions
 
     shared = {"clients": options.clients, "arrival_rate": options.arrival_rate}
     drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}

@@ -36,7 +36,7 @@ from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.runner import ArrivalPattern
+    from flowspec_edge.lab.bench.runner import ArrivalPattern
 
 # The same head for all, or what stands in for a missing one, and no look-up in the text.
 EQUAL = partial(Params, draft="eagle2", ngram=False)
@@ -126,7 +126,7 @@ class BenchOptions:
 
     @property
     def pattern(self) -> ArrivalPattern | None:
-        from flowspec_edge.bench.runner import ArrivalPattern
+        from flowspec_edge.lab.bench.runner import ArrivalPattern
 
         if self.clients is None and self.arrival_rate is None:
             return None

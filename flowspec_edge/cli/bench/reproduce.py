@@ -26,9 +26,9 @@ from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.util.files import make_directory
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.reproduce.catalogue import Artefact, Measurement
-    from flowspec_edge.bench.reproduce.documents import PaperDocument
-    from flowspec_edge.bench.reproduce.records import Measured
+    from flowspec_edge.lab.reproduce.catalogue import Artefact, Measurement
+    from flowspec_edge.lab.reproduce.documents import PaperDocument
+    from flowspec_edge.lab.reproduce.records import Measured
 
 _DEMO_PROMPTS = 16  # of the 64: some minutes
 
@@ -79,8 +79,8 @@ def reproduce(
       flowspec reproduce flowspec-table-2 --prompts mt_bench.jsonl --prompts gsm8k.jsonl --jobs 4
       flowspec reproduce all --limit 8 --out DIR --resume
     """
-    from flowspec_edge.bench.reproduce.catalogue import ARTEFACTS, chosen
     from flowspec_edge.cli.common.listing import print_columns
+    from flowspec_edge.lab.reproduce.catalogue import ARTEFACTS, chosen
 
     if not names:
         if as_json:
@@ -91,8 +91,8 @@ def reproduce(
         return
     wanted = chosen(names)
 
-    from flowspec_edge.bench.plots import check_figure
-    from flowspec_edge.bench.reproduce.documents import document_of, write_all
+    from flowspec_edge.lab.bench.plots import check_figure
+    from flowspec_edge.lab.reproduce.documents import document_of, write_all
 
     options = BenchOptions(
         prompts=prompts, by_category=by_category, limit=limit or (None if prompts else _DEMO_PROMPTS),
@@ -148,8 +148,8 @@ def _as_json(artefact: Artefact, document: PaperDocument, paths: list[Path]) -> 
 def _show(document: PaperDocument, paths: list[Path]) -> None:
     from rich.console import Console
 
-    from flowspec_edge.bench.reproduce.tables import terminal
-    from flowspec_edge.bench.tables import show
+    from flowspec_edge.lab.bench.tables import show
+    from flowspec_edge.lab.reproduce.tables import terminal
     from flowspec_edge.util.terminal import printable
 
     console = Console(highlight=False)
@@ -163,10 +163,10 @@ def _show(document: PaperDocument, paths: list[Path]) -> None:
 
 
 def _measured(wanted: Measurement, options: BenchOptions, sampling: Sampling) -> Measured:
-    from flowspec_edge.bench.axes import AXES
-    from flowspec_edge.bench.reproduce.records import Measured
+    from flowspec_edge.boards.planning.testbed import profile_or_testbed
     from flowspec_edge.cli.bench.measure import MeasureRequest, measure
-    from flowspec_edge.fleet.planning.testbed import profile_or_testbed
+    from flowspec_edge.lab.bench.axes import AXES
+    from flowspec_edge.lab.reproduce.records import Measured
 
     request = MeasureRequest(
         ",".join(wanted.strategies), axis=AXES[wanted.axis] if wanted.axis else None, values=wanted.values,

@@ -26,8 +26,8 @@ from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.axes import AxisName
     from flowspec_edge.cli.bench.measure import MeasureRequest
+    from flowspec_edge.lab.bench.axes import AxisName
 
 app = typer.Typer(help="How tokens/s change with the links, the stages, the segment, the tree.",
                   no_args_is_help=True)
@@ -63,8 +63,8 @@ def _sweep(axis: AxisName, strategies: str, *without: str) -> Callable[[Ask], As
         @wraps(ask)
         def command(*, figure: Path | None, options: BenchOptions, sampling: Sampling, params: Params,
                     **own: object) -> None:
-            from flowspec_edge.bench.axes import AXES
             from flowspec_edge.cli.bench.measure import MeasureRequest
+            from flowspec_edge.lab.bench.axes import AXES
 
             request = MeasureRequest(strategies, axis=AXES[axis], label="sweep", **ask(**own))
             _run(request, options, sampling, params, figure)
@@ -251,11 +251,11 @@ def _run(request: MeasureRequest, options: BenchOptions, sampling: Sampling, par
     """Measure, save, print and draw; an error at the end if a text differs from plain decoding's."""
     from rich.console import Console
 
-    from flowspec_edge.bench.plots import plot_sweep
-    from flowspec_edge.bench.results import Sweep
-    from flowspec_edge.bench.tables import show, sweep_notes, sweep_tables
     from flowspec_edge.cli.bench.measure import measure
     from flowspec_edge.cli.common.workload import fail_if_different
+    from flowspec_edge.lab.bench.plots import plot_sweep
+    from flowspec_edge.lab.bench.results import Sweep
+    from flowspec_edge.lab.bench.tables import show, sweep_notes, sweep_tables
     from flowspec_edge.util.terminal import printable
 
     sweep = measure(request, options, sampling, params, figure)

@@ -29,8 +29,8 @@ from flowspec_edge.model.modeldir import DEMO
 from flowspec_edge.util.terminal import plain, printable
 
 if TYPE_CHECKING:
+    from flowspec_edge.boards.measurement.kernels import KernelReport
     from flowspec_edge.device_profile import Profile
-    from flowspec_edge.fleet.measurement.kernels import KernelReport
 
 Device = Literal["auto", "cpu", "cuda"]
 
@@ -106,8 +106,8 @@ def profile(
     found = resolve_model(model)
     address = parse_peer(peer) if peer else None
 
+    from flowspec_edge.boards.measurement.profile import QUICK, Effort, ProfileOptions, measure_profile
     from flowspec_edge.device_profile import render
-    from flowspec_edge.fleet.measurement.profile import QUICK, Effort, ProfileOptions, measure_profile
 
     on = _torch_device(device)
     chosen: Dtype = dtype or ("fp32" if on == "cpu" else "fp16")
@@ -140,10 +140,10 @@ def _torch_device(wanted: Device) -> Literal["cpu", "cuda"]:
 
 
 def _measure_cluster(path: Path, arguments: Sequence[str], again: bool, as_json: bool) -> None:
-    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.boards.inventory import load_inventory
 
     inventory = load_inventory(path)
-    from flowspec_edge.fleet.measurement.cluster import measure_boards
+    from flowspec_edge.boards.measurement.cluster import measure_boards
     from flowspec_edge.util.files import check_writable
 
     check_writable(path)
@@ -179,7 +179,7 @@ def peer_command(
 
       flowspec device peer --for 600
     """
-    from flowspec_edge.fleet.board_links.linktest import serve_link
+    from flowspec_edge.boards.links.linktest import serve_link
 
     def ready(chosen: int) -> None:
         print(f"listening on {host}:{chosen}; on the other device run: "
@@ -246,7 +246,7 @@ def kernels(
 
     import torch
 
-    from flowspec_edge.fleet.measurement.kernels import measure_kernels
+    from flowspec_edge.boards.measurement.kernels import measure_kernels
 
     if threads:
         torch.set_num_threads(threads)

@@ -14,8 +14,8 @@ from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.errors import FlowspecError, UsageError
 
 if TYPE_CHECKING:
-    from flowspec_edge.fleet.doctor.cluster import BoardFindings
-    from flowspec_edge.fleet.gpu_check.report import GpuReport
+    from flowspec_edge.boards.doctor.cluster import BoardFindings
+    from flowspec_edge.boards.gpu_check.report import GpuReport
 
 _MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "failed": "[red]failed[/red]",
           "unknown": "[dim]unknown[/dim]", "skipped": "[dim]skipped[/dim]"}
@@ -70,12 +70,12 @@ def doctor(
     for option, value in (("--device", device), ("--report", report)):
         if value is not None:
             raise UsageError(f"{option} works with --gpu only: add --gpu, or leave out {option}")
+    from flowspec_edge.boards.inventory import load_inventory
     from flowspec_edge.cli.common.progress import asking_boards
-    from flowspec_edge.fleet.inventory import load_inventory
 
     inventory = load_inventory(cluster) if cluster else None
-    from flowspec_edge.fleet.doctor.cluster import BoardFindings, check_cluster
-    from flowspec_edge.fleet.doctor.run import check_machine
+    from flowspec_edge.boards.doctor.cluster import BoardFindings, check_cluster
+    from flowspec_edge.boards.doctor.run import check_machine
 
     with asking_boards("trying torch and its kernels") as show:
         if inventory is None:
@@ -116,9 +116,9 @@ def _check_gpu(device: str, as_json: bool, out: Path | None) -> None:
 
     if out is not None:
         check_writable(out)
+    from flowspec_edge.boards.doctor.board_report import PARTS
+    from flowspec_edge.boards.gpu_check.report import GROUPS, check_gpu
     from flowspec_edge.cli.common.progress import progress
-    from flowspec_edge.fleet.doctor.board_report import PARTS
-    from flowspec_edge.fleet.gpu_check.report import GROUPS, check_gpu
     from flowspec_edge.model.modeldir import DEMO, resolve_model
 
     with progress(GROUPS + (0 if out is None else PARTS), device, "parts") as doing:
@@ -142,7 +142,7 @@ def _write_report(out: Path, gpu: dict[str, Any], device: str, doing: Callable[[
     import sys
     from datetime import date
 
-    from flowspec_edge.fleet.doctor.board_report import board_report
+    from flowspec_edge.boards.doctor.board_report import board_report
     from flowspec_edge.util.files import write_output
 
     found = board_report(gpu, device, str(date.today()), report=doing)

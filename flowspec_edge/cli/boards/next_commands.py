@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+from flowspec_edge.boards.inventory import ClusterSettings, load_inventory
+from flowspec_edge.boards.planning.board_spec import is_cluster
 from flowspec_edge.cli.boards.plan_output import PlanReport
-from flowspec_edge.fleet.inventory import ClusterSettings, load_inventory
-from flowspec_edge.fleet.planning.board_spec import is_cluster
 from flowspec_edge.model.catalogue import find_known, is_repository_name
 from flowspec_edge.model.draft_kinds import HEADS
 from flowspec_edge.model.modeldir import is_here, shipped_models

@@ -13,12 +13,12 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import DEMO, ModelDir, require_name, resolve_model
 
 if TYPE_CHECKING:
+    from flowspec_edge.boards.planning.board_spec import BoardSpec
+    from flowspec_edge.boards.planning.planned_draft import PlannedDraft
     from flowspec_edge.cli.boards.plan_cases import Case, Cases
     from flowspec_edge.cli.boards.plan_output import PlanReport
-    from flowspec_edge.fleet.planning.board_spec import BoardSpec
-    from flowspec_edge.fleet.planning.planned_draft import PlannedDraft
+    from flowspec_edge.d0.request import Request
     from flowspec_edge.model.draft_kinds import DraftKind
-    from flowspec_edge.runtime.request import Request
     from flowspec_edge.strategies.parameters import Draft
 
 _PROMPTS, _TOKENS = 2, 48  # of a prediction, which takes seconds
@@ -92,15 +92,15 @@ def plan(
         raise UsageError("give --devices: a profile (see: flowspec profiles), NAME:5 for five, "
                          "or a cluster file")
 
-    from flowspec_edge.fleet.planning.board_spec import parse_devices
+    from flowspec_edge.boards.planning.board_spec import parse_devices
 
     members = parse_devices(devices)  # wrong names are found before torch is imported
     require_name(model)
+    from flowspec_edge.boards.planning.estimate import STRATEGIES, check_strategies
     from flowspec_edge.cli.bench.options import parse_strategies
     from flowspec_edge.cli.boards.next_commands import next_commands
     from flowspec_edge.cli.boards.plan_cases import choose_dtype, unpredicted
     from flowspec_edge.cli.boards.plan_output import show
-    from flowspec_edge.fleet.planning.estimate import STRATEGIES, check_strategies
 
     names = parse_strategies(strategies) if strategies else list(STRATEGIES)
     check_strategies(names)
@@ -110,8 +110,8 @@ def plan(
     report = _predicted(cases, members, model, names) if predict else unpredicted(cases, members)
     report.next = next_commands(report, model, devices)
     if heads and report.plan:
-        from flowspec_edge.fleet.planning.draft_heads import head_costs
-        from flowspec_edge.fleet.planning.model_size import target_config
+        from flowspec_edge.boards.planning.draft_heads import head_costs
+        from flowspec_edge.boards.planning.model_size import target_config
 
         report.heads = head_costs(target_config(model), report.plan.d0.profile)
     if as_json:
@@ -121,9 +121,9 @@ def plan(
 
 
 def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Sequence[str]) -> PlanReport:
+    from flowspec_edge.boards.planning import estimate
     from flowspec_edge.cli.boards.plan_cases import Runs, Tokens
     from flowspec_edge.cli.common.workload import progress, require_runnable
-    from flowspec_edge.fleet.planning import estimate
 
     known: dict[DraftKind, Tokens] = {}
 
@@ -159,8 +159,8 @@ def _source(model: str, planned: PlannedDraft) -> tuple[ModelDir, Draft]:
 
 def prediction_requests(source: ModelDir, kind: Draft) -> list[Request]:
     """All strategies draft with one kind of ``source``'s draft models, or all by look-up."""
-    from flowspec_edge.bench.tasks import load_prompts
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for
+    from flowspec_edge.lab.bench.tasks import load_prompts
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.sampling.settings import Sampling
     from flowspec_edge.strategies.params import Params

@@ -7,17 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from flowspec_edge.cli.bench.options import PUBLISHED_SHARE
-from flowspec_edge.cli.boards.plan_output import QUALITY, Alternative, PlanReport, Recommendation
-from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.planning import estimate, planner
-from flowspec_edge.fleet.planning.board_spec import BoardSpec
-from flowspec_edge.fleet.planning.draft_turn import device_mismatch
-from flowspec_edge.fleet.planning.estimate import Prediction
-from flowspec_edge.fleet.planning.layer_split import Ranges, plan_as_listed, problem_for
-from flowspec_edge.fleet.planning.memory_check import memory_error
-from flowspec_edge.fleet.planning.model_size import ModelBytes, PlanDtype, model_bytes
-from flowspec_edge.fleet.planning.one_board import (
+from flowspec_edge.boards.planning import estimate, planner
+from flowspec_edge.boards.planning.board_spec import BoardSpec
+from flowspec_edge.boards.planning.draft_turn import device_mismatch
+from flowspec_edge.boards.planning.estimate import Prediction
+from flowspec_edge.boards.planning.layer_split import Ranges, plan_as_listed, problem_for
+from flowspec_edge.boards.planning.memory_check import memory_error
+from flowspec_edge.boards.planning.model_size import ModelBytes, PlanDtype, model_bytes
+from flowspec_edge.boards.planning.one_board import (
     SingleBoardEstimate,
     best_alone,
     other_programs,
@@ -26,14 +23,17 @@ from flowspec_edge.fleet.planning.one_board import (
     single_board_headroom,
     smallest_board,
 )
-from flowspec_edge.fleet.planning.plan_table import alone_rows, plan_rows
-from flowspec_edge.fleet.planning.planned_draft import Wanted
-from flowspec_edge.fleet.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
-from flowspec_edge.fleet.planning.scaling import Scaling
-from flowspec_edge.fleet.planning.throughput import Throughput
+from flowspec_edge.boards.planning.plan_table import alone_rows, plan_rows
+from flowspec_edge.boards.planning.planned_draft import Wanted
+from flowspec_edge.boards.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
+from flowspec_edge.boards.planning.scaling import Scaling
+from flowspec_edge.boards.planning.throughput import Throughput
+from flowspec_edge.cli.bench.options import PUBLISHED_SHARE
+from flowspec_edge.cli.boards.plan_output import QUALITY, Alternative, PlanReport, Recommendation
+from flowspec_edge.d0.request import Request
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import CacheBits, HeadBits
 from flowspec_edge.model.modeldir import DEMO, ModelDir
-from flowspec_edge.runtime.request import Request
 
 _COMPARED_TYPES: tuple[PlanDtype, ...] = ("fp16", "int4")
 _COMPARED = 3  # splits over different boards with the best rates

@@ -10,12 +10,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from flowspec_edge.cli.common.options import Clock
-from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here, Place, Processes, Virtual
+from flowspec_edge.drivers.processes.spec import ClusterSpec, Here, Place, Processes, Virtual
 
 if TYPE_CHECKING:
+    from flowspec_edge.d0.request import ClusterBackend, OnTokens, Request, Result, SharedCluster
     from flowspec_edge.device_profile import Profile
-    from flowspec_edge.runtime.request import ClusterBackend, OnTokens, Request, Result, SharedCluster
-    from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+    from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 
 
 INTERRUPTED = 130  # exit code: 128 + SIGINT, the shells' convention
@@ -50,7 +50,7 @@ class ClockSettings:
 
 def choose_clock(clock: Clock, profile: str, emulate: str | None) -> ClockSettings:
     """UsageError for an unknown profile."""
-    from flowspec_edge.fleet.planning.testbed import profile_or_testbed  # pydantic takes a while
+    from flowspec_edge.boards.planning.testbed import profile_or_testbed  # pydantic takes a while
 
     described = profile_or_testbed(profile)  # in real time, too: a wrong name is an error
     if emulate is not None:
@@ -62,13 +62,13 @@ def local_processes(stages: int, device: str, emulate: Profile | None = None) ->
     """Processes on this machine, in their own time or that of ``emulate``. Those on a CPU begin to import
     torch now, while this process does."""
     if device == "cpu":
-        from flowspec_edge.runtime.cluster.forkserver import preload
+        from flowspec_edge.drivers.processes.forkserver import preload
 
         preload()
     if emulate is None:
         return Here()
-    from flowspec_edge.runtime.emulation.durations import Emulation
-    from flowspec_edge.runtime.virtual.devices import Devices
+    from flowspec_edge.drivers.virtual.devices import Devices
+    from flowspec_edge.lab.emulation.durations import Emulation
 
     return Here(emulation=Emulation(Devices.of(emulate, stages)))
 
@@ -83,8 +83,8 @@ def opened(spec: ClusterSpec, place: Place) -> AbstractContextManager[ClusterBac
 def opened(spec: ClusterSpec, place: Place) -> Iterator[Any]:
     """``open_cluster`` with one-line errors where memory is short and, if its times are real, with this
     board's power meter, unless the spec has one."""
-    from flowspec_edge.runtime.cluster.clusters import open_cluster
-    from flowspec_edge.runtime.observe.power import board_meter
+    from flowspec_edge.drivers.observe.power import board_meter
+    from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.util.torchdevice import memory_errors
 
     profiled = isinstance(place, Virtual) or (isinstance(place, Here) and place.emulation is not None)
@@ -109,7 +109,7 @@ def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Re
 
     with first_interrupt(stop, lambda: begun):
         if cluster.clock == "virtual":
-            from flowspec_edge.runtime.virtual.cluster import VirtualCluster
+            from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 
             assert isinstance(cluster, VirtualCluster)
             return cluster.generate_many([request], on_tokens=[on_new_tokens], stop=lambda: stopped)[0]

@@ -176,7 +176,7 @@ def loaded_bytes(model: ModelDir, dtype: Dtype, copies: int = 1, rows: int | Non
         stages = [part for name, part in manifest.parts.items() if name != "draft"]
         held = copies * sum(part.weight_bytes for part in stages) + d0.weight_bytes
         return int(wider * (held + sum(part.cache_bytes(rows) for part in (*stages, d0))))
-    from flowspec_edge.fleet.planning.model_size import model_bytes
+    from flowspec_edge.boards.planning.model_size import model_bytes
 
     size = model_bytes(str(model.path), dtype)
     caches = size.layers * (rows * size.kv_row + size.state) + rows * size.draft_kv_row

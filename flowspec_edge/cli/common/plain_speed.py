@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from flowspec_edge.cli.common.clusters import ClockSettings
+from flowspec_edge.d0.request import ClusterBackend, Request, Result
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.runtime.request import ClusterBackend, Request, Result
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.util.threads import cores
 

@@ -66,7 +66,7 @@ def every(seconds: float, act: Callable[[], object]) -> Iterator[None]:
 
 def long_waits() -> str:
     """The boards that are slow to answer, such as "waiting for orin-2 (10.0.0.12), 35 s"; "" without any."""
-    from flowspec_edge.fleet.commands import waited_for
+    from flowspec_edge.boards.commands import waited_for
 
     waits = [f"{where}, {seconds:.0f} s" for where, seconds in waited_for() if seconds >= _LONG_S]
     return f"waiting for {'; '.join(waits)}" if waits else ""

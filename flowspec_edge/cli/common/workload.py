@@ -15,12 +15,12 @@ from flowspec_edge.model.modeldir import DEMO, ModelDir
 from flowspec_edge.util.resources import resource_dir
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.near_ties import NearTies
-    from flowspec_edge.bench.runner import NearTieJudge, PlainDecoding
-    from flowspec_edge.bench.tasks import Prompt
+    from flowspec_edge.d0.request import Request
+    from flowspec_edge.lab.bench.near_ties import NearTies
+    from flowspec_edge.lab.bench.runner import NearTieJudge, PlainDecoding
+    from flowspec_edge.lab.bench.tasks import Prompt
+    from flowspec_edge.lab.plain import PlainDecoder
     from flowspec_edge.model.text import Tokenizer
-    from flowspec_edge.runtime.plain import PlainDecoder
-    from flowspec_edge.runtime.request import Request
     from flowspec_edge.sampling.settings import Sampling
     from flowspec_edge.strategies.params import Params
 
@@ -34,7 +34,7 @@ def requests_for(tokenizer: Tokenizer, model: ModelDir, prompts: Sequence[Prompt
                  sampling: Sampling, params: Params, truncate: int | None = None,
                  advice: str = "lower --max-new-tokens") -> list[Request]:
     """One request per prompt, of its last ``truncate`` tokens; UsageError for a prompt that does not fit."""
-    from flowspec_edge.runtime.request import Request
+    from flowspec_edge.d0.request import Request
 
     requests = []
     for prompt in prompts:
@@ -86,7 +86,7 @@ def with_a_draft(strategy: str, model: ModelDir, params: Params) -> Params:
 def plain_decoding(model: ModelDir, dtype: DtypeChoice, device: str = "cpu"
                    ) -> tuple[PlainDecoding, NearTieJudge | None]:
     """The unsharded model, token by token; in 16 bits also a check for differences by near ties alone."""
-    from flowspec_edge.runtime.plain import PlainDecoder
+    from flowspec_edge.lab.plain import PlainDecoder
 
     decoder = PlainDecoder(model.path, dtype_of(model, dtype), device)
     explains = near_tie_judge(model, dtype, device, decoder)
@@ -101,8 +101,8 @@ def near_tie_judge(model: ModelDir, dtype: DtypeChoice, device: str, decoder: Pl
 
     @cache
     def judge() -> NearTies:
-        from flowspec_edge.bench.near_ties import NearTies
-        from flowspec_edge.runtime.plain import PlainDecoder
+        from flowspec_edge.lab.bench.near_ties import NearTies
+        from flowspec_edge.lab.plain import PlainDecoder
 
         return NearTies((decoder or PlainDecoder(model.path, dtype_of(model, dtype), device)).model)
 

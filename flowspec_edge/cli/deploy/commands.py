@@ -18,7 +18,7 @@ from flowspec_edge.model.modeldir import DEMO
 from flowspec_edge.util.terminal import printable
 
 if TYPE_CHECKING:
-    from flowspec_edge.fleet.doctor.discover import DiscoveredBoard
+    from flowspec_edge.boards.doctor.discover import DiscoveredBoard
 
 app = typer.Typer(help="A cluster of boards: from bare to running, and back.", no_args_is_help=True)
 
@@ -61,14 +61,14 @@ def init(
       flowspec deploy init 10.0.0.10 10.0.0.11 --user ubuntu --key ~/.ssh/boards --out lab.toml
       flowspec deploy init orin-0 orin-1 --power-mode MAXN_SUPER --all-boards
     """
-    from flowspec_edge.cli.common.progress import asking_boards
-    from flowspec_edge.fleet.doctor.discover import (
+    from flowspec_edge.boards.doctor.discover import (
         NotFound,
         discover,
         parse_hosts,
         render_cluster_toml,
         require_mode,
     )
+    from flowspec_edge.cli.common.progress import asking_boards
     from flowspec_edge.util.files import check_writable, write_output
 
     if out.exists() and not force:
@@ -104,7 +104,7 @@ def init(
 
 
 def _require_model(model: str, cluster: Path) -> None:
-    from flowspec_edge.fleet.inventory import beside
+    from flowspec_edge.boards.inventory import beside
     from flowspec_edge.model.catalogue import find_known
     from flowspec_edge.model.modeldir import shipped_models
 
@@ -114,7 +114,7 @@ def _require_model(model: str, cluster: Path) -> None:
 
 
 def _print_boards(boards: Sequence[DiscoveredBoard]) -> None:
-    from flowspec_edge.fleet.doctor.discover import describe_torch
+    from flowspec_edge.boards.doctor.discover import describe_torch
 
     for board in boards:
         print(printable(f"{board.device.name}: {board.board.title or board.arch}; {describe_torch(board)}"))
@@ -140,7 +140,7 @@ def change(
       flowspec deploy set power_mode=MAXN_SUPER
       flowspec deploy set torch_device=cpu --board orin-2
     """
-    from flowspec_edge.fleet.inventory import with_settings
+    from flowspec_edge.boards.inventory import with_settings
     from flowspec_edge.util.files import write_output
 
     pairs = [setting.partition("=") for setting in settings]
@@ -188,11 +188,11 @@ def rollback(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> N
 
       flowspec deploy rollback --cluster lab.toml
     """
-    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.boards.inventory import load_inventory
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.boards.deploy.rollback import roll_back
     from flowspec_edge.cli.deploy.rollout_output import changing, print_report
-    from flowspec_edge.fleet.deploy.rollback import roll_back
 
     with changing(cluster, inventory.cluster.name, as_json) as watch:
         report = roll_back(inventory, watch)
@@ -212,11 +212,11 @@ def down(
       flowspec deploy down
       flowspec deploy down --purge
     """
-    from flowspec_edge.fleet.inventory import beside, load_inventory
+    from flowspec_edge.boards.inventory import beside, load_inventory
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.boards.deploy.rollback import take_down
     from flowspec_edge.cli.deploy.rollout_output import changing, print_report
-    from flowspec_edge.fleet.deploy.rollback import take_down
 
     with changing(cluster, inventory.cluster.name, as_json) as watch:
         report = take_down(inventory, beside(cluster, inventory.cluster.keys), purge, watch)
@@ -224,14 +224,14 @@ def down(
 
 
 def _roll_out(cluster: Path, as_json: bool, dry_run: bool = False) -> None:
-    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.boards.inventory import load_inventory
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.boards.deploy.resolve import resolve_deployment
     from flowspec_edge.cli.deploy.rollout_output import changing, print_report, show_roles, watch_rollout
-    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
 
     deployment = resolve_deployment(inventory, cluster)  # errors in the file come before torch is imported
-    from flowspec_edge.fleet.deploy.rollout import Rollout
+    from flowspec_edge.boards.deploy.rollout import Rollout
 
     if not as_json:
         show_roles(deployment)

@@ -11,7 +11,7 @@ import typer
 from flowspec_edge.errors import FlowspecError
 
 if TYPE_CHECKING:
-    from flowspec_edge.fleet.services.keys import BoardKey
+    from flowspec_edge.boards.services.keys import BoardKey
 
 app = typer.Typer(name="keys", help="The keys that encrypt the links between boards.", no_args_is_help=True)
 
@@ -35,12 +35,12 @@ def show(
 
       flowspec keys show --cluster cluster.toml
     """
-    from flowspec_edge.fleet.inventory import beside, load_inventory
+    from flowspec_edge.boards.inventory import beside, load_inventory
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.boards.commands import python_for
+    from flowspec_edge.boards.services.keys import recorded, shown
     from flowspec_edge.cli.common.progress import asking_boards
-    from flowspec_edge.fleet.commands import python_for
-    from flowspec_edge.fleet.services.keys import recorded, shown
 
     directory, devices = beside(cluster, inventory.cluster.keys), inventory.device
     known = recorded(devices, directory)
@@ -71,17 +71,17 @@ def rotate(
 
       flowspec keys rotate --cluster cluster.toml
     """
-    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.boards.inventory import load_inventory
 
     inventory = load_inventory(cluster)
-    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
+    from flowspec_edge.boards.deploy.resolve import resolve_deployment
 
     deployment = resolve_deployment(inventory, cluster)  # errors in the file come before torch is imported
+    from flowspec_edge.boards.commands import python_for
+    from flowspec_edge.boards.deploy.rollout import Rollout
+    from flowspec_edge.boards.services.keys import is_half_rotated, rotate_keys
+    from flowspec_edge.boards.services.status import look
     from flowspec_edge.cli.deploy.rollout_output import changing
-    from flowspec_edge.fleet.commands import python_for
-    from flowspec_edge.fleet.deploy.rollout import Rollout
-    from flowspec_edge.fleet.services.keys import is_half_rotated, rotate_keys
-    from flowspec_edge.fleet.services.status import look
 
     inventory = deployment.decided
     pythons = {device.name: python_for(inventory, device) for device in deployment.boards}

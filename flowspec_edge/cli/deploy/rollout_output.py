@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from flowspec_edge.boards.deploy.rollout_log import Watch
 from flowspec_edge.cli.common.progress import every, long_waits, plain_lines
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.deploy.rollout_log import Watch
 from flowspec_edge.util.files import locked
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from flowspec_edge.fleet.deploy.actions import Step
-    from flowspec_edge.fleet.deploy.resolve import Deployment
-    from flowspec_edge.fleet.deploy.rollout_log import DeployReport
+    from flowspec_edge.boards.deploy.actions import Step
+    from flowspec_edge.boards.deploy.resolve import Deployment
+    from flowspec_edge.boards.deploy.rollout_log import DeployReport
 
 
 class RolloutProgress(Watch):

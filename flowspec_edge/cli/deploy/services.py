@@ -15,8 +15,8 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.util.terminal import plain
 
 if TYPE_CHECKING:
-    from flowspec_edge.fleet.probe.facts import BoardStatus
-    from flowspec_edge.fleet.services.status import FleetStatus, Verb
+    from flowspec_edge.boards.probe.facts import BoardStatus
+    from flowspec_edge.boards.services.status import FleetStatus, Verb
 
 ClusterOption = Annotated[Path, typer.Option("--cluster", help="The cluster's file.", metavar="FILE")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")]
@@ -38,8 +38,8 @@ def status(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> Non
       flowspec deploy status
       flowspec deploy status --cluster lab.toml --json
     """
-    from flowspec_edge.fleet.inventory import load_inventory
-    from flowspec_edge.fleet.services.status import look
+    from flowspec_edge.boards.inventory import load_inventory
+    from flowspec_edge.boards.services.status import look
 
     inventory = load_inventory(cluster)
     with asking_boards():
@@ -68,8 +68,8 @@ def logs(
       flowspec deploy logs
       flowspec deploy logs orin-3 -f
     """
-    from flowspec_edge.fleet.inventory import load_inventory
-    from flowspec_edge.fleet.services.status import chosen, logs_command, look_at
+    from flowspec_edge.boards.inventory import load_inventory
+    from flowspec_edge.boards.services.status import chosen, logs_command, look_at
 
     inventory = load_inventory(cluster)
     device = chosen(inventory, [board])[0] if board else inventory.draft
@@ -122,8 +122,8 @@ def start(boards: BoardsArgument = None, cluster: ClusterOption = CLUSTER,
 def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None:
     from rich.console import Console
 
-    from flowspec_edge.fleet.inventory import load_inventory
-    from flowspec_edge.fleet.services.status import chosen, control
+    from flowspec_edge.boards.inventory import load_inventory
+    from flowspec_edge.boards.services.status import chosen, control
 
     inventory = load_inventory(cluster)
     chosen_names = [device.name for device in chosen(inventory, names)]

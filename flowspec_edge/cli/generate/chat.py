@@ -35,18 +35,18 @@ from flowspec_edge.cli.common.options import (
 )
 from flowspec_edge.cli.common.workload import require_runnable, with_a_draft
 from flowspec_edge.cli.generate.command import explicit_options
+from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Rendering, require_template
 from flowspec_edge.model.modeldir import DEMO, choose_sampling, resolve_model
-from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
 
 if TYPE_CHECKING:
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
+    from flowspec_edge.d0.request import Result, SharedCluster
     from flowspec_edge.model.text import Tokenizer
-    from flowspec_edge.runtime.request import Result, SharedCluster
     from flowspec_edge.serving.conversation import Conversation
 
 _QUOTES = '"""'
@@ -113,8 +113,8 @@ def chat(
 
     from flowspec_edge.cli.common.plain_speed import shared_processors, sharing_note
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
+    from flowspec_edge.d0.capacity import cache_rows
     from flowspec_edge.model.text import Tokenizer
-    from flowspec_edge.runtime.draft_device.capacity import cache_rows
     from flowspec_edge.serving.conversation import Conversation
 
     tokenizer = Tokenizer(found, chat_template)
@@ -153,7 +153,7 @@ class ChatSession:
 
     def start(self) -> None:
         """Generate one token, so that the first question does not wait for the stages to start."""
-        from flowspec_edge.runtime.request import Request
+        from flowspec_edge.d0.request import Request
 
         with self.screen.working("starting the stages"):
             self.cluster.generate(Request([0], self.strategy, 1, params=self.params))
@@ -174,8 +174,8 @@ class ChatSession:
                 self.screen.note(str(error))
 
     def answer(self, text: str) -> None:
+        from flowspec_edge.d0.request import Request
         from flowspec_edge.model.text import TextStream
-        from flowspec_edge.runtime.request import Request
 
         question = self.conversation.ask(text)
         if question.left_out:

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from rich.console import Console
 from rich.table import Table
 
-from flowspec_edge.bench.tables import frame, number, show
-from flowspec_edge.runtime.request import Result
+from flowspec_edge.d0.request import Result
+from flowspec_edge.lab.bench.tables import frame, number, show
 
-_LIVE = "flowspec_edge.runtime.observe.counters"
+_LIVE = "flowspec_edge.d0.counters"
 
 
 class ChatScreen(logging.Handler):

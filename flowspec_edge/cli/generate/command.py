@@ -39,10 +39,10 @@ from flowspec_edge.cli.common.options import (
 from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.cli.common.workload import require_fitting, require_runnable, with_a_draft
 from flowspec_edge.cli.generate.remote import RemoteRequest, figures_line, generate_remotely, refuse_local
+from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Message, Rendering, require_template
 from flowspec_edge.model.modeldir import DEMO, Origin, choose_sampling, not_applied, resolve_model
-from flowspec_edge.runtime.cluster.spec import ClusterSpec
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
@@ -50,10 +50,10 @@ from flowspec_edge.util.bounded_read import as_text, bounded, read_bytes, read_j
 from flowspec_edge.util.files import check_writable, write_output
 
 if TYPE_CHECKING:
+    from flowspec_edge.d0.observer import Observer
+    from flowspec_edge.d0.request import Request, Result
     from flowspec_edge.model.grammar import Grammar
     from flowspec_edge.model.text import Tokenizer
-    from flowspec_edge.runtime.observe.observer import Observer
-    from flowspec_edge.runtime.request import Request, Result
 
 _MAX_PROMPT = 4 * 1024 * 1024  # bytes; a million tokens of English
 
@@ -154,8 +154,8 @@ def generate(
         logging.getLogger("flowspec_edge").setLevel(logging.INFO)
 
     from flowspec_edge.cli.common.plain_speed import PLAIN, plain_speed, shared_processors
+    from flowspec_edge.d0.request import Request
     from flowspec_edge.model.text import TextStream, Tokenizer
-    from flowspec_edge.runtime.request import Request
 
     tokenizer = Tokenizer(found, chat_template)
     if chat:
@@ -196,7 +196,7 @@ def generate(
                                for name, value in asdict(sampling).items()}}
         print(json.dumps(result.as_json("".join(pieces)) | labels))
     else:
-        from flowspec_edge.bench.tables import timing as timing_label
+        from flowspec_edge.lab.bench.tables import timing as timing_label
 
         label = timing_label(clock_settings.clock, clock_settings.profile_name)
         where = "" if device == "cpu" else f"{device}, "
@@ -277,8 +277,8 @@ def write_trace(path: Path | None, request: Request, stages: int, about: dict[st
     if path is None:
         yield None
         return
-    from flowspec_edge.runtime.observe.chrome_trace import chrome_trace
-    from flowspec_edge.runtime.observe.timeline import RequestTimeline
+    from flowspec_edge.drivers.observe.chrome_trace import chrome_trace
+    from flowspec_edge.drivers.observe.timeline import RequestTimeline
 
     trace, written = RequestTimeline(request), False
     try:

@@ -20,14 +20,14 @@ from flowspec_edge.cli.common.options import (
     StagesOption,
     not_nan,
 )
+from flowspec_edge.drivers.processes.spec import ClusterSpec, Virtual
 from flowspec_edge.model.modeldir import DEMO, resolve_model
-from flowspec_edge.runtime.cluster.spec import ClusterSpec, Virtual
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.results import BenchReport
-    from flowspec_edge.bench.runner import Advance, NearTieJudge, PlainDecoding
-    from flowspec_edge.bench.tasks import Prompt
-    from flowspec_edge.runtime.request import ClusterBackend, Request
+    from flowspec_edge.d0.request import ClusterBackend, Request
+    from flowspec_edge.lab.bench.results import BenchReport
+    from flowspec_edge.lab.bench.runner import Advance, NearTieJudge, PlainDecoding
+    from flowspec_edge.lab.bench.tasks import Prompt
 
 _STRATEGIES = ("flowspec_plus", "chunk_pp", "flowspec", "autoregressive")  # the first two are never left out
 _PROFILE = "paper-7b"
@@ -64,10 +64,6 @@ def demo(
 
     from rich.console import Console
 
-    from flowspec_edge.bench.exactness import exactness_text, types_of
-    from flowspec_edge.bench.results import BenchReport
-    from flowspec_edge.bench.tables import show, table, title
-    from flowspec_edge.bench.tasks import load_prompts
     from flowspec_edge.cli.common.options import (
         device_of,
         dtype_of,
@@ -83,6 +79,10 @@ def demo(
         requests_for,
     )
     from flowspec_edge.device_profile import load_profile
+    from flowspec_edge.lab.bench.exactness import exactness_text, types_of
+    from flowspec_edge.lab.bench.results import BenchReport
+    from flowspec_edge.lab.bench.tables import show, table, title
+    from flowspec_edge.lab.bench.tasks import load_prompts
     from flowspec_edge.sampling.settings import Sampling
     from flowspec_edge.strategies.params import Params
 
@@ -154,8 +154,8 @@ def _measure(report: BenchReport, cluster: ClusterBackend, plain: PlainDecoding,
              prompt: int, strategies: Sequence[str], explains: NearTieJudge | None,
              advance: Advance = lambda _: None) -> None:
     """Add a prompt's samples to ``report``, whose cells are then incomplete: it is not resumed."""
-    from flowspec_edge.bench.results import BenchReport
-    from flowspec_edge.bench.runner import BenchPlan, Workload, measure
+    from flowspec_edge.lab.bench.results import BenchReport
+    from flowspec_edge.lab.bench.runner import BenchPlan, Workload, measure
 
     part = BenchReport(None, cluster.clock)
     measure(cluster, plain, BenchPlan(strategies, [Workload("", requests)], [0.0]), part, advance,

@@ -16,7 +16,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling.settings import Sampling
 
 if TYPE_CHECKING:
-    from flowspec_edge.fleet.inventory import DeviceEntry, Inventory
+    from flowspec_edge.boards.inventory import DeviceEntry, Inventory
 
 _ACCEPTED = {"prompt", "prompt_file", "chat", "system", "strategy", "max_new_tokens", "as_json", "cluster",
              "json_schema", "json_object", "chat_template_kwargs", *asdict(Sampling())}
@@ -73,8 +73,8 @@ def refuse_local(options: Collection[str]) -> None:
 
 def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> None:
     """Stream the answer to stdout; errors are those of DraftClient."""
-    from flowspec_edge.fleet.inventory import load_inventory
-    from flowspec_edge.fleet.services.client import DraftClient
+    from flowspec_edge.boards.inventory import load_inventory
+    from flowspec_edge.boards.services.client import DraftClient
 
     inventory = load_inventory(cluster)
     board = _draft_board(inventory, cluster)
@@ -145,6 +145,6 @@ def _origin(name: str, request: RemoteRequest) -> str:
 def _draft_board(inventory: Inventory, path: Path) -> DeviceEntry:
     if inventory.decided:
         return inventory.draft
-    from flowspec_edge.fleet.deploy.resolve import resolve_deployment
+    from flowspec_edge.boards.deploy.resolve import resolve_deployment
 
     return resolve_deployment(inventory, path).draft

@@ -13,8 +13,8 @@ from flowspec_edge.model.draft_kinds import HEADS
 from flowspec_edge.model.modeldir import ModelDir, is_here, require_name, resolve_model
 
 if TYPE_CHECKING:
+    from flowspec_edge.lab.training.cost import TrainingCost
     from flowspec_edge.model.catalogue import KnownModel, PublishedHead
-    from flowspec_edge.training.cost import TrainingCost
 
 _MEGA, _GIGA = 1e6, 1e9
 
@@ -57,7 +57,7 @@ def head(
       flowspec models head qwen3-8b --no-measure --json
     """
     require_name(model)  # a wrong name is found before torch is imported
-    from flowspec_edge.fleet.planning.model_size import model_bytes
+    from flowspec_edge.boards.planning.model_size import model_bytes
     from flowspec_edge.model.catalogue import find_known
 
     size = model_bytes(model, "fp16")  # an error for a model that stages cannot run
@@ -191,12 +191,12 @@ def _figures(cost: TrainingCost) -> dict[str, Any]:
 
 
 def _cost(name: str, kind: str, steps: int | None) -> TrainingCost:
-    from flowspec_edge.fleet.measurement.memory import device_memory, read_gpu
-    from flowspec_edge.fleet.planning.model_size import target_config
-    from flowspec_edge.fleet.probe.board import read_board
-    from flowspec_edge.training.cost import training_cost
-    from flowspec_edge.training.loop import device
-    from flowspec_edge.training.train_head import HeadOptions, recipe_for
+    from flowspec_edge.boards.measurement.memory import device_memory, read_gpu
+    from flowspec_edge.boards.planning.model_size import target_config
+    from flowspec_edge.boards.probe.board import read_board
+    from flowspec_edge.lab.training.cost import training_cost
+    from flowspec_edge.lab.training.loop import device
+    from flowspec_edge.lab.training.train_head import HeadOptions, recipe_for
 
     free = device_memory(read_board(), read_gpu(str(device()))).usable_mb
     recipe = recipe_for(kind, HeadOptions(steps=steps))

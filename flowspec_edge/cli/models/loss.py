@@ -15,7 +15,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.util.bounded_read import read_text
 
 if TYPE_CHECKING:
-    from flowspec_edge.bench.weight_loss import WeightLoss
+    from flowspec_edge.lab.bench.weight_loss import WeightLoss
     from flowspec_edge.model.text import Tokenizer
 
 _TEXT_TOKENS = 256  # of one text; the caches hold one at a time
@@ -55,8 +55,8 @@ def loss(
         raise UsageError(f"--against {against} is sharded: give the checkpoint that both were made from")
     if text is not None and not text.is_file():
         raise UsageError(f"--text: no file {text}")
-    from flowspec_edge.bench.weight_loss import steps, weight_losses
     from flowspec_edge.cli.common.workload import progress
+    from flowspec_edge.lab.bench.weight_loss import steps, weight_losses
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.util.torchdevice import architectures, gpus, pick
 
@@ -74,8 +74,8 @@ def loss(
 
 def _texts(tokenizer: Tokenizer, path: Path | None, tokens: int, longest: int) -> list[list[int]]:
     """About equal pieces of the file, or of the prompts."""
-    from flowspec_edge.bench.tasks import load_prompts
     from flowspec_edge.cli.common.workload import demo_prompts
+    from flowspec_edge.lab.bench.tasks import load_prompts
 
     if path is None:
         ids = [tokenizer.encode(prompt.text) for prompt in load_prompts(demo_prompts())]

@@ -200,7 +200,7 @@ def _fastest_here() -> QuantKind:
     """Measuring takes some seconds."""
     import torch
 
-    from flowspec_edge.fleet.measurement.kernels import measure_kernels
+    from flowspec_edge.boards.measurement.kernels import measure_kernels
 
     report = measure_kernels("cuda" if torch.cuda.is_available() else "cpu")
     if report.fastest is None:

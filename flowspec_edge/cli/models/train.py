@@ -33,7 +33,7 @@ def train_spd(
       flowspec models train-spd --model my-demo
     """
     found = resolve_model(model)  # a wrong name is found before torch is imported
-    from flowspec_edge.training.spd import train_spd as train
+    from flowspec_edge.lab.training.spd import train_spd as train
 
     train(found, out=out, work=work, quick=quick)
 
@@ -85,7 +85,7 @@ def train_head(
       flowspec models train-head --model my-demo --kind eagle2 --start my-demo/eagle2 --depth 8 --out deep
     """
     found = resolve_model(model)  # a wrong name is found before torch is imported
-    from flowspec_edge.training.train_head import HeadOptions, train_head_part
+    from flowspec_edge.lab.training.train_head import HeadOptions, train_head_part
 
     options = HeadOptions(tuple(data or ()), steps, draft_vocab, quick, depth, start)
     train_head_part(found, kind, options, date.today().isoformat(), out=out, work=work)

@@ -35,19 +35,19 @@ from flowspec_edge.cli.common.options import (
 )
 from flowspec_edge.cli.common.workload import require_runnable, with_a_draft
 from flowspec_edge.cli.serve.service import Service
+from flowspec_edge.d0.capacity import cache_rows
+from flowspec_edge.d0.request import SchedulingPolicy
+from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import require_template
 from flowspec_edge.model.modeldir import DEMO, resolve_model
-from flowspec_edge.runtime.cluster.spec import ClusterSpec, Here
-from flowspec_edge.runtime.draft_device.capacity import cache_rows
-from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy
 from flowspec_edge.util.urls import origin_problem
 
 if TYPE_CHECKING:
-    from flowspec_edge.fleet.inventory import Inventory
-    from flowspec_edge.fleet.ssh_stages import SshBoards
+    from flowspec_edge.boards.inventory import Inventory
+    from flowspec_edge.boards.ssh_stages import SshBoards
 
 
 
@@ -178,7 +178,7 @@ def serve(
         if boards is None:
             place = local_processes(stages, device, clock_settings.profile)
         else:
-            from flowspec_edge.fleet.ssh_stages import SshBoards
+            from flowspec_edge.boards.ssh_stages import SshBoards
 
             place = SshBoards(boards, board_model or str(found.path.resolve()), service.dtype)
             device = place.device
@@ -196,6 +196,6 @@ def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: 
               "--device": device != "auto"}
     if given := [name for name, is_given in others.items() if is_given]:
         raise UsageError(f"give --cluster or {given[0]}, not both: the cluster file names the devices")
-    from flowspec_edge.fleet.inventory import load_inventory
+    from flowspec_edge.boards.inventory import load_inventory
 
     return load_inventory(cluster)

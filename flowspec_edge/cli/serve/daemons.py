@@ -16,7 +16,7 @@ from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
-    from flowspec_edge.runtime.draft_device.config import DraftConfig
+    from flowspec_edge.d0.config import DraftConfig
 
 ConfigOption = Annotated[Path, typer.Option("--config", metavar="FILE", help="Its configuration, as TOML.")]
 KeyFileOption = Annotated[Path | None, typer.Option(
@@ -39,9 +39,9 @@ def worker(
 
       flowspec worker --config /opt/flowspec/current/etc/verify-1.toml
     """
-    from flowspec_edge.runtime.worker.process import serve
-    from flowspec_edge.runtime.worker.release_link import ReleaseLink
-    from flowspec_edge.runtime.worker.sd_notify import Notifier
+    from flowspec_edge.drivers.stage.process import serve
+    from flowspec_edge.drivers.stage.release_link import ReleaseLink
+    from flowspec_edge.drivers.stage.sd_notify import Notifier
 
     changes = {"key_file": str(key_file)} if key_file else {}
     release = ReleaseLink(config)
@@ -67,8 +67,8 @@ def draft(
 
       flowspec draft --config /opt/flowspec/current/etc/draft.toml
     """
-    from flowspec_edge.runtime.draft_device.config import DraftConfig
-    from flowspec_edge.runtime.worker.sd_notify import Notifier
+    from flowspec_edge.d0.config import DraftConfig
+    from flowspec_edge.drivers.stage.sd_notify import Notifier
     from flowspec_edge.util.tomlfile import load_toml
 
     settings = load_toml(config, DraftConfig)
@@ -83,7 +83,7 @@ def draft(
     service = _service(settings, api_key_file if settings.api_key_file else None)
     notifier = Notifier(os.environ)
 
-    from flowspec_edge.runtime.cluster.clusters import OutageStatus, Services
+    from flowspec_edge.drivers.processes.clusters import OutageStatus, Services
     from flowspec_edge.serving.server import listen
 
     def ready(line: str) -> None:

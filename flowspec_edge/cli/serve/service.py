@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from flowspec_edge.cli.common.options import Dtype
 from flowspec_edge.cli.common.workload import require_runnable
+from flowspec_edge.d0.request import SchedulingPolicy
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.request import SchedulingPolicy
 from flowspec_edge.strategies.draft_choice import draft_kind
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES, strategy_class
 
 if TYPE_CHECKING:
-    from flowspec_edge.runtime.cluster.spec import ClusterSpec, Processes
-    from flowspec_edge.runtime.observe.observer import Observer
+    from flowspec_edge.d0.observer import Observer
+    from flowspec_edge.drivers.processes.spec import ClusterSpec, Processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +60,11 @@ class Service:
         """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` gets a line after the first token.
         ``spec``: without what this class determines: how requests share the stages, and who observes them."""
         from flowspec_edge.cli.common.clusters import opened
+        from flowspec_edge.d0.capacity import cache_rows
+        from flowspec_edge.d0.observer import Observers
+        from flowspec_edge.drivers.observe.power import board_meter
+        from flowspec_edge.drivers.observe.system_stats import SystemStats
         from flowspec_edge.model.text import Tokenizer
-        from flowspec_edge.runtime.draft_device.capacity import cache_rows
-        from flowspec_edge.runtime.observe.observer import Observers
-        from flowspec_edge.runtime.observe.power import board_meter
-        from flowspec_edge.runtime.observe.system_stats import SystemStats
         from flowspec_edge.serving.admission import AdmissionQueue
         from flowspec_edge.serving.app import make_app
         from flowspec_edge.serving.dashboard.feed import Feed

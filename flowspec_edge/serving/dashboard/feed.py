@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flowspec_edge.messages import Cancel, Heartbeat, Prune, Segment
-from flowspec_edge.runtime.draft_device.draft_session import DraftSession, Verify
-from flowspec_edge.runtime.draft_device.scheduling.jobs import Job
-from flowspec_edge.runtime.observe.timeline import (
+from flowspec_edge.d0.jobs import Job
+from flowspec_edge.d0.request import Result
+from flowspec_edge.d0.session import DraftSession, Verify
+from flowspec_edge.drivers.observe.timeline import (
     Cancelled,
     DraftDeviceWork,
     OutputArrived,
@@ -28,7 +28,7 @@ from flowspec_edge.runtime.observe.timeline import (
     Timeline,
     TimelineEvent,
 )
-from flowspec_edge.runtime.request import Result
+from flowspec_edge.messages import Cancel, Heartbeat, Prune, Segment
 from flowspec_edge.serving.dashboard.stats import Boards, RequestStats, with_tree
 from flowspec_edge.tree.draft_tree import Node
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
-from flowspec_edge.runtime.observe.counters import HeartbeatCounters
+from flowspec_edge.d0.counters import HeartbeatCounters
 from flowspec_edge.serving import sse
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.dashboard.feed import Feed, FlowEvents, TreeEvents

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from flowspec_edge.runtime.draft_device.draft_session import DraftSession
-from flowspec_edge.runtime.observe.counters import HeartbeatCounters, increase
-from flowspec_edge.runtime.observe.power import once_per_board
-from flowspec_edge.runtime.observe.timeline import AcceptanceTracker
-from flowspec_edge.runtime.request import Result
+from flowspec_edge.d0.counters import HeartbeatCounters, increase
+from flowspec_edge.d0.energy import once_per_board
+from flowspec_edge.d0.request import Result
+from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.drivers.observe.timeline import AcceptanceTracker
 from flowspec_edge.serving.admission import WaitingRequest
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 

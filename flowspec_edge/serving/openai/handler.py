@@ -11,7 +11,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from flowspec_edge.runtime.request import Request, Result
+from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.serving import sse
 from flowspec_edge.serving.admission import AdmissionQueue, Event, PendingRequest
 from flowspec_edge.serving.fair_queue import Caller

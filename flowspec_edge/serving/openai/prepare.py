@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from flowspec_edge.d0.request import Request
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Message, Rendering, Tool, ToolCall, ToolFormat, check_values
 from flowspec_edge.model.grammar import GrammarText
 from flowspec_edge.model.modeldir import ModelDir, choose_sampling
 from flowspec_edge.model.text import THINKING, Tokenizer
-from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.serving.openai.answer_formats import wanted_answer
 from flowspec_edge.serving.openai.detokenize import Detokenizer

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flowspec_edge.runtime.request import Likelihood, Result
+from flowspec_edge.d0.request import Likelihood, Result
 from flowspec_edge.serving.openai.detokenize import CallPiece
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.fields import told

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from flowspec_edge.runtime.request import Result
+from flowspec_edge.d0.request import Result
 from flowspec_edge.serving.openai.detokenize import CallPiece
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.fields import Endpoint

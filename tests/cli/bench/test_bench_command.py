@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from powerkit import board, once_measured
+from kits.rail_files import board, once_measured
 
 from flowspec_edge.cli.bench.options import parse_strategies
 from flowspec_edge.cli.main import main

@@ -6,7 +6,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from reportkit import report
+from kits.bench_reports import report
 
 from flowspec_edge.cli.main import main
 

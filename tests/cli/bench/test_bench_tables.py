@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from reportkit import report
+from kits.bench_reports import report
 
 from flowspec_edge.cli.main import main
 

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_dir import tiny_model_dir
+from kits.tiny_model_dir import tiny_model_dir
 
-from flowspec_edge.bench.reproduce.catalogue import ARTEFACTS
 from flowspec_edge.cli.main import main
+from flowspec_edge.lab.reproduce.catalogue import ARTEFACTS
 
 
 def test_without_a_name_it_lists(capsys: pytest.CaptureFixture[str]) -> None:

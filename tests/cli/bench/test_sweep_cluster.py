@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sshkit
+from kits import ssh_boards
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.util.interpreter import module_command
@@ -18,8 +18,8 @@ SWEEP = ["sweep", "bandwidth", "--strategies", "autoregressive,chunk_pp", "--lim
 
 
 @pytest.fixture(scope="module")
-def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshkit.Boards]:
-    with sshkit.boards(1, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(0):
+def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_boards.Boards]:
+    with ssh_boards.boards(1, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(0):
         yield boards
 
 
@@ -31,10 +31,10 @@ def prompts(tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow
-@sshkit.needs_boards
+@ssh_boards.needs_boards
 @pytest.mark.parametrize("rates", [[50], pytest.param([50, 10], marks=pytest.mark.soak)])
 def test_real_boards_are_shaped_measured_and_put_back(
-        boards: sshkit.Boards, model: Path, prompts: Path, tmp_path: Path, rates: list[int],
+        boards: ssh_boards.Boards, model: Path, prompts: Path, tmp_path: Path, rates: list[int],
         capsys: pytest.CaptureFixture[str]) -> None:
     """Each rate starts the board's stage anew, which imports for seconds."""
     before = [boards.shown(place) for place in (0, 1)]
@@ -53,14 +53,14 @@ def test_real_boards_are_shaped_measured_and_put_back(
         assert [row["identical"] for row in point["rows"]] == [True, True]
     assert "wall clock, a cluster's shaped links, 1 stages" in capsys.readouterr().out
     assert [boards.shown(place) for place in (0, 1)] == before
-    worker = " ".join(module_command("flowspec_edge.runtime.worker", python=sys.executable))
+    worker = " ".join(module_command("flowspec_edge.drivers.stage", python=sys.executable))
     assert boards.left(1, worker) == 0
 
 
-@sshkit.needs_boards
+@ssh_boards.needs_boards
 @pytest.mark.soak
 def test_a_board_without_the_model_is_named_and_all_are_put_back(
-        boards: sshkit.Boards, model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        boards: ssh_boards.Boards, model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = [boards.shown(place) for place in (0, 1)]
     code = main([*SWEEP, "--cluster", str(boards.file), "--mbps", "200", "--model", str(model),
                  "--prompts", str(prompts), "--board-model", "/nowhere"])

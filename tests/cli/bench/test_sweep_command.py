@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flowspec_edge.bench.results import load_sweep
 from flowspec_edge.cli.bench.sweep import app
 from flowspec_edge.cli.main import main
+from flowspec_edge.lab.bench.results import load_sweep
 
 COMMANDS = ["bandwidth", "depth", "stages", "segment", "latency", "acceptance"]
 

@@ -10,8 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fleetkit
 import pytest
+from kits import network_beds
 
 from flowspec_edge.cli.main import main
 
@@ -31,12 +31,12 @@ def sweep(out: Path, *more: str) -> dict[tuple[float, str], float]:
 
 
 @pytest.mark.soak
-@fleetkit.needs_netns
+@network_beds.needs_netns
 def test_shaped_links_agree_with_virtual_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Within 10 %, the links' measured rates too; other work on the machine only makes it slower, so the
     best of a few tries counts."""
     expected = sweep(tmp_path / "virtual.json")
-    outside = fleetkit.interfaces()
+    outside = network_beds.interfaces()
     best: dict[tuple[float, str], float] = {}
     rates: dict[float, float] = {}
     for turn in range(TRIES):
@@ -53,8 +53,8 @@ def test_shaped_links_agree_with_virtual_time(tmp_path: Path, capsys: pytest.Cap
     assert rates == pytest.approx({mbps: mbps for mbps in (1000, 125)}, rel=0.1)
     assert (written["links"], written["emulated"], written["clock"]) == ("namespaces", True, "wall")
     assert "EMULATED: wall clock, shaped links of this machine" in capsys.readouterr().out
-    assert fleetkit.made_by(os.getpid()) == set()
-    assert fleetkit.interfaces() == outside
+    assert network_beds.made_by(os.getpid()) == set()
+    assert network_beds.interfaces() == outside
 
 
 def agrees(found: dict[object, float], expected: dict[object, float]) -> bool:
@@ -62,26 +62,26 @@ def agrees(found: dict[object, float], expected: dict[object, float]) -> bool:
 
 
 @pytest.mark.slow
-@fleetkit.needs_netns
+@network_beds.needs_netns
 @pytest.mark.parametrize("number", [
     signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
 def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None:
-    outside = fleetkit.interfaces()
+    outside = network_beds.interfaces()
     screen, terminal = pty.openpty()  # a terminal, so that there is a progress bar to wait for
     command = subprocess.Popen(
         [sys.executable, "-m", "flowspec_edge.cli.main", *SWEEP, "--links", "namespaces", "--mbps", "125",
          "--max-new-tokens", "400"],
         stdout=subprocess.DEVNULL, stderr=terminal, start_new_session=True,
-        preexec_fn=fleetkit.heed_ctrl_c)
+        preexec_fn=network_beds.heed_ctrl_c)
     os.close(terminal)
     try:
         shown = b""
         while b"chunk_pp" not in shown:
             shown += os.read(screen, 4096)
-        made = fleetkit.made_by(command.pid)
+        made = network_beds.made_by(command.pid)
         assert len(made) == 4  # D0's, two stages', the switch's
         # As long as they are held, no namespace that another test makes gets the number of one of these.
-        pids = [next(iter(fleetkit.processes_in(namespace))) for namespace in made]
+        pids = [next(iter(network_beds.processes_in(namespace))) for namespace in made]
         held = [os.open(f"/proc/{pid}/ns/net", os.O_RDONLY) for pid in pids]
         command.send_signal(number)
         while True:  # the terminal must be read, or the command waits
@@ -90,14 +90,14 @@ def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None
                     break
             except OSError:  # what Linux says when no process has the terminal open any more
                 break
-        assert fleetkit.ended(command.pid, PATIENCE_S)
+        assert network_beds.ended(command.pid, PATIENCE_S)
     finally:
         command.kill()
         command.wait()
         os.close(screen)
     # Processes of the sweep may end a moment after the command; one that never does fails here.
-    while left := [pid for namespace in made for pid in fleetkit.processes_in(namespace)]:
-        assert all(fleetkit.ended(pid, PATIENCE_S) for pid in left)
+    while left := [pid for namespace in made for pid in network_beds.processes_in(namespace)]:
+        assert all(network_beds.ended(pid, PATIENCE_S) for pid in left)
     for namespace in held:
         os.close(namespace)
-    assert fleetkit.interfaces() == outside
+    assert network_beds.interfaces() == outside

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from kits.tiny_model_dir import tiny_model_dir
 from safetensors import safe_open
-from tiny_dir import tiny_model_dir
 
+from flowspec_edge.boards.measurement.stage import ROWS
 from flowspec_edge.cli.main import main
 from flowspec_edge.device_profile import LaunchCost, load_profile, profile_names, render
-from flowspec_edge.fleet.measurement.stage import ROWS
 
 PEER = [sys.executable, "-m", "flowspec_edge.cli.main",
         "device", "peer", "--host", "127.0.0.1", "--port", "0"]

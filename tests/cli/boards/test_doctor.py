@@ -8,18 +8,18 @@ from typing import Literal
 
 import pytest
 import torch
-from gpukit import without_cuda
+from kits.torch_devices import without_cuda
 
+from flowspec_edge.boards.doctor import run
+from flowspec_edge.boards.gpu_check import report as gpu_report
+from flowspec_edge.boards.gpu_check.report import GpuReport, Group
+from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.cli.main import main
-from flowspec_edge.fleet.doctor import run
-from flowspec_edge.fleet.gpu_check import report as gpu_report
-from flowspec_edge.fleet.gpu_check.report import GpuReport, Group
-from flowspec_edge.fleet.probe.findings import Finding
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """What computing finds: tests/fleet asks the real libraries, which takes seconds."""
+    """What computing finds: tests/boards asks the real libraries, which takes seconds."""
     findings = [Finding("torch", "ok", "2.13.0")]
     monkeypatch.setattr(run, "check_compute", lambda l4t: findings)
     return findings
@@ -54,7 +54,7 @@ def test_what_failed_is_the_exit_code_and_has_its_next_step(quick: list[Finding]
 
 def test_fixes_are_reported_only_with_fix(quick: list[Finding], monkeypatch: pytest.MonkeyPatch,
                                                    capsys: pytest.CaptureFixture[str]) -> None:
-    """The machine's own findings are left alone here: what is done with remedies, tests/fleet shows."""
+    """The machine's own findings are left alone here: what is done with remedies, tests/boards shows."""
     found = [Finding("memory", "ok", "enough")]
     monkeypatch.setattr(run, "judge", lambda place, subject: found)
     assert main(["doctor", "--json", "--fix"]) == 0
@@ -70,7 +70,7 @@ def test_fixes_are_reported_only_with_fix(quick: list[Finding], monkeypatch: pyt
 @pytest.mark.parametrize("state", ["ok", "failed"])
 def test_the_report_on_a_gpu(state: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
                              ) -> None:
-    """As a table and as JSON; tests/fleet makes a real one."""
+    """As a table and as JSON; tests/boards makes a real one."""
     tokens: Literal["ok", "failed"] = "failed" if state == "failed" else "ok"
     checks: dict[Group, list[Finding]] = {
         "products": [Finding("fp16", "ok", error=4e-4), Finding("nf4", "skipped", "not [here]")],

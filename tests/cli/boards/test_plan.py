@@ -11,25 +11,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from familykit import family_model
-from mtpkit import with_mtp
-from plankit import profile
-from tiny_dir import tiny_model_dir
+from kits.family_checkpoints import family_model
+from kits.mtp_layers import with_mtp
+from kits.planned_boards import profile
+from kits.tiny_model_dir import tiny_model_dir
 
+from flowspec_edge.boards.deploy.resolve import resolve_deployment
+from flowspec_edge.boards.inventory import load_inventory
+from flowspec_edge.boards.planning.draft_heads import head_costs
+from flowspec_edge.boards.planning.model_size import assumed_head, head_bytes, model_bytes, target_config
+from flowspec_edge.boards.planning.one_board import rate_text
+from flowspec_edge.boards.planning.planned_draft import PlannedDraft, charged_as, level_seconds
+from flowspec_edge.boards.planning.planner import DoesNotFit
+from flowspec_edge.boards.planning.scaling import scaled
 from flowspec_edge.cli.boards import plan
 from flowspec_edge.cli.boards.plan_cases import Cases
 from flowspec_edge.cli.main import main
+from flowspec_edge.d0.capacity import cache_rows
 from flowspec_edge.device_profile import load_profile, render
-from flowspec_edge.fleet.deploy.resolve import resolve_deployment
-from flowspec_edge.fleet.inventory import load_inventory
-from flowspec_edge.fleet.planning.draft_heads import head_costs
-from flowspec_edge.fleet.planning.model_size import assumed_head, head_bytes, model_bytes, target_config
-from flowspec_edge.fleet.planning.one_board import rate_text
-from flowspec_edge.fleet.planning.planned_draft import PlannedDraft, charged_as, level_seconds
-from flowspec_edge.fleet.planning.planner import DoesNotFit
-from flowspec_edge.fleet.planning.scaling import scaled
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS
-from flowspec_edge.runtime.draft_device.capacity import cache_rows
 from flowspec_edge.strategies.params import Params
 
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from gpukit import needs_cuda, without_cuda
-from shardkit import cut
-from tiny_dir import tiny_model_dir
+from kits.sharded_models import cut
+from kits.tiny_model_dir import tiny_model_dir
+from kits.torch_devices import needs_cuda, without_cuda
 
 from flowspec_edge.cli.common.options import device_of, loaded_bytes, plain_device_of
 from flowspec_edge.cli.main import main

@@ -7,8 +7,8 @@ import threading
 import time
 
 import pytest
-from clusterkit import PATIENCE
-from clusterkit import until as wait_until
+from kits.process_clusters import PATIENCE
+from kits.process_clusters import until as wait_until
 
 from flowspec_edge.cli.common import progress as progress_module
 from flowspec_edge.cli.common.progress import done_of, progress

@@ -8,26 +8,26 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import sshkit
+from kits import ssh_boards
 
+from flowspec_edge.boards.deploy.resolve import resolve_deployment
+from flowspec_edge.boards.inventory import load_inventory
 from flowspec_edge.cli.main import main
-from flowspec_edge.fleet.deploy.resolve import resolve_deployment
-from flowspec_edge.fleet.inventory import load_inventory
 
 
 @pytest.fixture(scope="module")
-def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sshkit.Boards]:
-    with sshkit.boards(2, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(boards.outside):
+def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_boards.Boards]:
+    with ssh_boards.boards(2, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(boards.outside):
         yield boards
 
 
-def options(boards: sshkit.Boards, key: str = "user") -> list[str]:
+def options(boards: ssh_boards.Boards, key: str = "user") -> list[str]:
     return ["--user", "root", "--key", f"{boards.directory}/{key}", "--ssh-config",
             f"{boards.directory}/config"]
 
 
-@sshkit.needs_boards
-def test_the_file_that_is_written_loads(boards: sshkit.Boards, tmp_path: Path,
+@ssh_boards.needs_boards
+def test_the_file_that_is_written_loads(boards: ssh_boards.Boards, tmp_path: Path,
                                         capsys: pytest.CaptureFixture[str]) -> None:
     hosts, out = [boards.bed.address(place) for place in (0, 1, boards.outside)], tmp_path / "my lab.toml"
     assert main(["deploy", "init", *hosts, *options(boards), "--out", str(out), "--json"]) == 0
@@ -55,9 +55,9 @@ def test_the_file_that_is_written_loads(boards: sshkit.Boards, tmp_path: Path,
         assert f"#   → {fault}\n" in before
 
 
-@sshkit.needs_boards
+@ssh_boards.needs_boards
 def test_an_unreachable_board_is_named_and_nothing_written(
-        boards: sshkit.Boards, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        boards: ssh_boards.Boards, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     here, other, out = boards.bed.address(0), boards.bed.address(2), tmp_path / "cluster.toml"
 
     def refused(*arguments: str) -> str:
@@ -82,8 +82,8 @@ def test_an_unreachable_board_is_named_and_nothing_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@sshkit.needs_boards
-def test_each_silent_board_has_a_line(boards: sshkit.Boards, tmp_path: Path,
+@ssh_boards.needs_boards
+def test_each_silent_board_has_a_line(boards: ssh_boards.Boards, tmp_path: Path,
                                       capsys: pytest.CaptureFixture[str]) -> None:
     here, first, second = (boards.bed.address(place) for place in (0, 1, 2))
     out = tmp_path / "cluster.toml"
@@ -100,8 +100,8 @@ def test_each_silent_board_has_a_line(boards: sshkit.Boards, tmp_path: Path,
     assert not out.exists()
 
 
-@sshkit.needs_boards
-def test_two_boards_with_one_machine_id_are_an_error(boards: sshkit.Boards, tmp_path: Path,
+@ssh_boards.needs_boards
+def test_two_boards_with_one_machine_id_are_an_error(boards: ssh_boards.Boards, tmp_path: Path,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
     """By one kernel: one machine; by two: a copied SD card."""
     hosts, out = [boards.bed.address(place) for place in (0, 1, 2)], tmp_path / "cluster.toml"
@@ -130,8 +130,8 @@ def test_two_boards_with_one_machine_id_are_an_error(boards: sshkit.Boards, tmp_
 
 
 @pytest.mark.slow
-@sshkit.needs_boards
-def test_doctor_names_the_board_whose_machine_id_is_anothers(boards: sshkit.Boards, tmp_path: Path,
+@ssh_boards.needs_boards
+def test_doctor_names_the_board_whose_machine_id_is_anothers(boards: ssh_boards.Boards, tmp_path: Path,
                                                              capsys: pytest.CaptureFixture[str]) -> None:
     """Slow because it measures the links, too."""
     copied, machine = tmp_path / "machine-id", "/etc/machine-id"

@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
+from flowspec_edge.boards.deploy.actions import BoardOutcome, Step
+from flowspec_edge.boards.deploy.rollout_log import DeployReport
 from flowspec_edge.cli.deploy.rollout_output import RolloutProgress, print_report
 from flowspec_edge.cli.main import main
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.fleet.deploy.actions import BoardOutcome, Step
-from flowspec_edge.fleet.deploy.rollout_log import DeployReport
 
 
 def test_boards_tell_of_themselves_while_the_phase_changes() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import fleetkit
 import pytest
+from kits import network_beds
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.fleet.board_links.namespaces import NetnsTestbed
+from flowspec_edge.lab.links.namespaces import NetnsTestbed
 
-pytestmark = fleetkit.needs_netns
+pytestmark = network_beds.needs_netns
 
 
 def test_a_plan_says_which_boards_were_not_reached(tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -15,14 +15,14 @@ from multiprocessing import connection
 from pathlib import Path
 
 import pytest
-from clusterkit import PATIENCE
-from tiny_dir import tiny_model_dir
+from kits.process_clusters import PATIENCE
+from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.chat import Message
 from flowspec_edge.model.modeldir import ModelDir, resolve_model
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.conversation import Conversation
 

@@ -6,13 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny_dir import tiny_model_dir
+from kits.tiny_model_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flowspec_edge.bench.tasks import load_prompts
 from flowspec_edge.cli.common.workload import demo_prompts
 from flowspec_edge.cli.generate.demo import choose_prompts
 from flowspec_edge.cli.main import main
+from flowspec_edge.lab.bench.tasks import load_prompts
 
 
 def test_streams_over_processes_then_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

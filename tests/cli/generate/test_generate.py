@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from clusterkit import PATIENCE
-from tiny_dir import never_ends, tiny_model_dir
+from kits.process_clusters import PATIENCE
+from kits.tiny_model_dir import never_ends, tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x):\n    return"

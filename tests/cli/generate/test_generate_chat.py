@@ -7,9 +7,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from kits.small_tokenizers import save, sentencepiece_style
+from kits.tiny_model_dir import tiny_model_dir
 from safetensors.torch import load_file, save_file
-from tiny_dir import tiny_model_dir
-from tokenizerkit import save, sentencepiece_style
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.cli.main import main

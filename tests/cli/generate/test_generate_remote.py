@@ -8,18 +8,18 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-import sshkit
-from servekit import NAME, Running, running, served
-from servicekit import free_port
-from tiny_dir import tiny_model_dir
+from kits import ssh_boards
+from kits.http_server import NAME, Running, running, served
+from kits.services import free_port
+from kits.tiny_model_dir import tiny_model_dir
 from transformers import AutoTokenizer
 
 from flowspec_edge.cli.main import main
+from flowspec_edge.d0.request import Request
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster, open_cluster
-from flowspec_edge.runtime.cluster.spec import ClusterSpec
-from flowspec_edge.runtime.plain import PlainDecoder
-from flowspec_edge.runtime.request import Request
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x): return"
@@ -68,12 +68,12 @@ def generate(file: str, *arguments: str) -> int:
     return main(["generate", "--cluster", file, "--max-new-tokens", "12", *arguments])
 
 
-@sshkit.needs_boards
+@ssh_boards.needs_boards
 def test_over_ssh(model: Path, cluster: OnDemandCluster, tmp_path: Path,
                   monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The service listens on the loopback of its board, in a network of its own, and wants a key.  The first
     test: there is one cluster, and no other test may own it meanwhile."""
-    with sshkit.boards(1, tmp_path) as boards:
+    with ssh_boards.boards(1, tmp_path) as boards:
         port = free_port()
         text = boards.file.read_text()
         file = str(boards.file)

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tracekit import check_format, tracks
+from kits.chrome_traces import check_format, tracks
 
 from flowspec_edge.cli.main import main
 

@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from familykit import family_dir
-from headkit import published_eagle3
-from hubkit import hub
-from mtpkit import with_mtp
-from tiny import tiny_llama
-from tiny_dir import tiny_model_dir
+from kits.draft_heads import published_eagle3
+from kits.family_checkpoints import family_dir
+from kits.hub_server import hub
+from kits.mtp_layers import with_mtp
+from kits.tiny_model_dir import tiny_model_dir
+from kits.tiny_models import tiny_llama
 from transformers import AutoConfig
 
+from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.cli.main import main
-from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.model.catalogue import find_known, known_models
 from flowspec_edge.model.chat import BUILT_IN, recognise
 from flowspec_edge.model.modeldir import ModelDir, resolve_model

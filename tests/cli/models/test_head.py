@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from optionkit import refusal
-from tiny import tiny_llama
+from kits.command_options import refusal
+from kits.tiny_models import tiny_llama
 from torch.utils.flop_counter import FlopCounterMode
 
 from flowspec_edge.cli.main import main
+from flowspec_edge.lab.training import cost
+from flowspec_edge.lab.training.eagle import EagleRecipe
+from flowspec_edge.lab.training.heads import optimiser_for
 from flowspec_edge.stage.families import load_config
-from flowspec_edge.training import cost
-from flowspec_edge.training.eagle import EagleRecipe
-from flowspec_edge.training.heads import optimiser_for
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hubkit import COMMIT, hub
-from shardkit import as_bin
-from tiny import tiny_llama
-from tiny_dir import tiny_model_dir
+from kits.hub_server import COMMIT, hub
+from kits.sharded_models import as_bin
+from kits.tiny_model_dir import tiny_model_dir
+from kits.tiny_models import tiny_llama
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.messages import Open

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_dir import tiny_model_dir
+from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
 

@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clusterkit import PATIENCE
+from kits.process_clusters import PATIENCE
+from kits.services import Ear, Services, drafting
+from kits.sharded_models import cut
+from kits.tiny_model_dir import tiny_model_dir
 from openai import OpenAI
-from servicekit import Ear, Services, drafting
-from shardkit import cut
-from tiny_dir import tiny_model_dir
 from transformers import AutoTokenizer
 
 from flowspec_edge.cli.main import main
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x): return"

@@ -9,14 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import sshkit
-from clusterkit import PATIENCE
+from kits import ssh_boards
+from kits.process_clusters import PATIENCE
+from kits.tiny_model_dir import tiny_model_dir
 from openai import OpenAI
-from tiny_dir import tiny_model_dir
 from transformers import AutoTokenizer
 
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.util.interpreter import module_command
 
@@ -24,10 +24,10 @@ PROMPT = "def f(x): return"
 
 
 @pytest.mark.soak
-@sshkit.needs_boards
+@ssh_boards.needs_boards
 def test_boards_answer_clients_and_nothing_stays_on_them(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path / "model", layers=2, hidden=32, vocab=97)
-    with sshkit.boards(2, tmp_path) as boards, boards.bed.entered(0):
+    with ssh_boards.boards(2, tmp_path) as boards, boards.bed.entered(0):
         command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--cluster", str(boards.file),
                    "--model", str(model), "--name", "tiny", "--port", "0"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -44,7 +44,7 @@ def test_boards_answer_clients_and_nothing_stays_on_them(tmp_path: Path) -> None
             finally:
                 process.kill()
         assert process.returncode == 0, said
-        worker = " ".join(module_command("flowspec_edge.runtime.worker", python=sys.executable))
+        worker = " ".join(module_command("flowspec_edge.drivers.stage", python=sys.executable))
         for place in (1, 2):
             assert boards.left(place, worker) == 0
     tokenizer = AutoTokenizer.from_pretrained(model / "target")

@@ -18,18 +18,18 @@ from typing import IO, Any
 
 import httpx2
 import pytest
-from clusterkit import PATIENCE, alive, until
+from kits.process_clusters import PATIENCE, alive, until
+from kits.rail_files import board, once_measured
+from kits.sharded_models import cut
+from kits.tiny_model_dir import tiny_model_dir
 from openai import BadRequestError, OpenAI
 from openai.types import Completion
-from powerkit import board, once_measured
-from shardkit import cut
-from tiny_dir import tiny_model_dir
 from transformers import AutoTokenizer
 
 from flowspec_edge.cli.common.options import require_room
 from flowspec_edge.cli.main import main
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 from tests.chaos.processes import descendants
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from blockkit import VARIANTS, VOCABULARY, WIDTH, published_block
+from kits.block_drafters import VARIANTS, VOCABULARY, WIDTH, published_block
 
 from flowspec_edge.drafting.block.formats import block_config, load_block_head, save_block_head
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead

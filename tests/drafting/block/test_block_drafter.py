@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from blockkit import VARIANTS, VOCABULARY, WIDTH, Block, published_block
-from headkit import TOLERANCE, log_softmax
+from kits.block_drafters import VARIANTS, VOCABULARY, WIDTH, Block, published_block
+from kits.draft_heads import TOLERANCE, log_softmax
 
 from flowspec_edge.drafting.block.drafter import BlockDrafter
 from flowspec_edge.drafting.block.formats import load_block_head

@@ -5,7 +5,7 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from headkit import KeptRows
+from kits.draft_heads import KeptRows
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.eagle.eagle2 import load_head, save_head

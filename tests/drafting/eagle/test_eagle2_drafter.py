@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from headkit import GREEDY, Eagle2, Session, log_softmax
+from kits.draft_heads import GREEDY, Eagle2, Session, log_softmax
 from transformers import LlamaConfig
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead, load_head, save_head

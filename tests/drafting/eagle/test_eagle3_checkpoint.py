@@ -5,7 +5,7 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from headkit import VARIANTS, KeptRows, published_eagle3
+from kits.draft_heads import VARIANTS, KeptRows, published_eagle3
 from transformers import Qwen3Config
 
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers, load_head3, save_head3

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from gpukit import needs_cuda
-from headkit import GREEDY, SWITCHES, VARIANTS, Eagle3, Session, log_softmax, published_eagle3
+from kits.draft_heads import GREEDY, SWITCHES, VARIANTS, Eagle3, Session, log_softmax, published_eagle3
+from kits.torch_devices import needs_cuda
 
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, captured_layers
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_layers, load_head3

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from familykit import FAMILIES, VOCAB, family_dir, family_model
-from headkit import Session
-from mtpkit import Mtp, with_mtp
-from shardkit import cut, edit
-from tiny import tiny_llama, tiny_model
+from kits.draft_heads import Session
+from kits.family_checkpoints import FAMILIES, VOCAB, family_dir, family_model
+from kits.mtp_layers import Mtp, with_mtp
+from kits.sharded_models import cut, edit
+from kits.tiny_models import tiny_llama, tiny_model
 
 from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from headkit import Eagle2, Eagle3, Session, published_eagle3
-from tiny import tiny_llama
+from kits.draft_heads import Eagle2, Eagle3, Session, published_eagle3
+from kits.tiny_models import tiny_llama
 
 from flowspec_edge.drafting.format import TargetFacts
 from flowspec_edge.drafting.load import load_drafters, needs_embedding

@@ -10,9 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kits.sharded_models import as_bin, edit
+from kits.tiny_models import tiny_llama, tiny_model
 from safetensors.torch import load_file, save_file
-from shardkit import as_bin, edit
-from tiny import tiny_llama, tiny_model
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from kits.sharded_models import all_tensors, as_bin, cut
+from kits.tiny_model_dir import tiny_model_dir
+from kits.tiny_models import tiny_llama
 from safetensors.torch import load_file, save_file
-from shardkit import all_tensors, as_bin, cut
-from tiny import tiny_llama
-from tiny_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.drafting.checkpoint import read_weights
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir, resolve_model
 from flowspec_edge.model.weights import located
 from flowspec_edge.model.weights.checkpoint import Checkpoint
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
 SAFE, BIN = "model.safetensors", "pytorch_model.bin"

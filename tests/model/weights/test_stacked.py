@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from familykit import VOCAB, family_model
+from kits.family_checkpoints import VOCAB, family_model
+from kits.sharded_models import all_tensors, cut
+from kits.stages import Book, engines, random_tokens, through
 from safetensors.torch import load_file, save_file
-from shardkit import all_tensors, cut
-from stagekit import Book, engines, random_tokens, through
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors

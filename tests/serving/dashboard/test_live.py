@@ -13,14 +13,14 @@ from typing import Any
 
 import httpx2
 import pytest
-from clusterkit import PATIENCE, until
-from livekit import STAGES, Watchable, Watched, Watcher, watchable, watched_cluster
+from kits.http_server import LONG, NAME, placed, post
+from kits.process_clusters import PATIENCE, until
+from kits.watched_server import STAGES, Watchable, Watched, Watcher, watchable, watched_cluster
 from openai import APIError
-from servekit import LONG, NAME, placed, post
 
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x): return"

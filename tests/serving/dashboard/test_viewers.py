@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from clusterkit import PATIENCE
+from kits.process_clusters import PATIENCE
 
-from flowspec_edge.runtime.request import Request
+from flowspec_edge.d0.request import Request
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.dashboard.feed import Feed, Snapshot
 from flowspec_edge.serving.dashboard.live import Description, Live, Viewer, encoded

@@ -9,11 +9,11 @@ from typing import Any
 
 import openai
 import pytest
-from servekit import NAME, Running, ask, running, served
+from kits.http_server import NAME, Running, ask, running, served
 
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = [40, 41, 42, 43]

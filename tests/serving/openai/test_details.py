@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from servekit import NAME, Running, ask, running, served
+from kits.http_server import NAME, Running, ask, running, served
 
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster
 
 WANTED = {"flowspec": {"tokens": True}}
 

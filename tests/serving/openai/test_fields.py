@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kits.http_server import NAME, Running, running, served
 from openai.types import completion_create_params as completion_params
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
-from servekit import NAME, Running, running, served
 from transformers import AutoTokenizer
 
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.serving.openai.fields import ENDPOINTS, FIELDS, Endpoint, Source, rows
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from clusterkit import until
-from servekit import NAME, Running, running, served
-from servicekit import free_port
+from kits.http_server import NAME, Running, running, served
+from kits.process_clusters import until
+from kits.services import free_port
 
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster
 
 pytest.importorskip("llguidance")
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("default")]

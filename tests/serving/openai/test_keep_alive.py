@@ -8,8 +8,8 @@ from pathlib import Path
 
 import openai
 import pytest
-from clusterkit import PATIENCE, until
-from servekit import LONG, Held, ask, post, running, served
+from kits.http_server import LONG, Held, ask, post, running, served
+from kits.process_clusters import PATIENCE, until
 
 SHORT = 0.05  # seconds
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from clusterkit import PATIENCE
-from servekit import NAME, Held, Running, running, served
+from kits.http_server import NAME, Held, Running, running, served
+from kits.process_clusters import PATIENCE
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.runtime.plain import PlainDecoder
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = list(range(40, 60))

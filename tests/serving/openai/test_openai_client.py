@@ -8,15 +8,15 @@ from typing import Any
 
 import openai
 import pytest
-from clusterkit import until
-from servekit import NAME, Running, running, served
+from kits.http_server import NAME, Running, running, served
+from kits.process_clusters import until
 from transformers import AutoTokenizer
 
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.chat import Message
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.settings import Penalties, Sampling
 from flowspec_edge.serving.intake import MAX_BODY_BYTES
 

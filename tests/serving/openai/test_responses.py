@@ -9,16 +9,16 @@ from typing import Any
 
 import openai
 import pytest
-from clusterkit import until
+from kits.http_server import NAME, Held, Running, running, served
+from kits.process_clusters import until
 from openai.types.responses import Response
-from servekit import NAME, Held, Running, running, served
 
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster
 from flowspec_edge.errors import RequestFailed
+from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.chat import Message
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
-from flowspec_edge.runtime.plain import PlainDecoder
 from flowspec_edge.sampling.settings import Sampling
 
 TURNS: list[Any] = [{"role": "user", "content": "hello"},

@@ -10,11 +10,11 @@ from typing import Any
 
 import openai
 import pytest
+from kits.http_server import NAME, Running, running, served
 from openai.types.responses import Response
-from servekit import NAME, Running, running, served
 
+from flowspec_edge.drivers.processes.clusters import OnDemandCluster
 from flowspec_edge.model.chat import recognise_tool_format
-from flowspec_edge.runtime.cluster.clusters import OnDemandCluster
 from flowspec_edge.serving.openai.detokenize import CallPiece, ToolCallParser
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.responses_endpoint import ResponsesBody

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from propertykit import examples
+from kits.hypothesis_examples import examples
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs

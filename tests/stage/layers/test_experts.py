@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from familykit import family_dir
 from hypothesis import given
 from hypothesis import strategies as st
+from kits.family_checkpoints import family_dir
+from kits.stages import Book, engines, random_tokens, through
 from safetensors.torch import load_file, save_file
-from stagekit import Book, engines, random_tokens, through
 from torch import nn
 from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.fleet.planning.model_size import model_bytes
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import load_shard

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from familykit import shake
-from quantkit import DEVICES
-from shardkit import cut
-from stagekit import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
-from tiny import tiny_llama, tiny_model
+from kits.family_checkpoints import shake
+from kits.int4_matrices import DEVICES
+from kits.sharded_models import cut
+from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
+from kits.tiny_models import tiny_llama, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_dir import tiny_model_dir
+from kits.tiny_model_dir import tiny_model_dir
 
-from flowspec_edge.bench.weight_loss import weight_losses
+from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.lab.bench.weight_loss import weight_losses
+from flowspec_edge.lab.plain import PlainDecoder, load_reference_model
 from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.runtime.plain import PlainDecoder, load_reference_model
-from flowspec_edge.runtime.request import Request
-from flowspec_edge.runtime.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for

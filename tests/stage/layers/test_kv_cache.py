@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from propertykit import examples
+from kits.hypothesis_examples import examples
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowspec_edge.errors import FlowspecError

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kits.int4_matrices import DEVICES, grouped_weights
 from numpy.typing import NDArray
-from quantkit import DEVICES, grouped_weights
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError

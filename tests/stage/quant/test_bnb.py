@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from quantkit import DEVICES, random_matrix
+from kits.int4_matrices import DEVICES, random_matrix
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.quant.base import Kind

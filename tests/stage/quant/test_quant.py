@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantkit import DEVICES, grouped_weights, random_matrix
+from kits.int4_matrices import DEVICES, grouped_weights, random_matrix
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

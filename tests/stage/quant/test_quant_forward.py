@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from quantkit import DEVICES
-from tiny import tiny_model
+from kits.int4_matrices import DEVICES
+from kits.tiny_models import tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kits.stages import Book, Oracle, assert_rows, random_tokens
+from kits.tensor_parallel import KINDS, Ranks
+from kits.tiny_models import tiny_model
 from safetensors.torch import load_file, save_file
-from stagekit import Book, Oracle, assert_rows, random_tokens
-from tensorkit import KINDS, Ranks
-from tiny import tiny_model
 
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Cancel, Close, Open

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorkit import KINDS, groups, together
+from kits.tensor_parallel import KINDS, groups, together
 from torch import Tensor
 
 from flowspec_edge.errors import PeerLost

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from kits.tiny_models import tiny_llama
 from safetensors.torch import load_file, save_file
-from tiny import tiny_llama
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.stage.shard import load_lm_head, load_shard

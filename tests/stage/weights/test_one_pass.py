@@ -21,9 +21,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kits.sharded_models import cut
+from kits.tiny_models import tiny_llama, tiny_model
 from safetensors.torch import load_file
-from shardkit import cut
-from tiny import tiny_llama, tiny_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.checkpoint import read_weights

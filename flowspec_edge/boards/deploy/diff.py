@@ -1,0 +1,138 @@
+"""Decides what a deployment changes: `deploy plan` prints the diff, `deploy up` executes it.
+
+Pure except for host name lookups and reading the packaged units (``release.render``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from flowspec_edge.boards.deploy.actions import Action, BoardState, Environment, PartWanted, Step
+from flowspec_edge.boards.deploy.release import render
+from flowspec_edge.boards.deploy.resolve import Deployment
+from flowspec_edge.boards.deploy.rollback import releases_before
+from flowspec_edge.boards.deploy.steps.phases import decide
+from flowspec_edge.boards.inventory import DeviceEntry
+from flowspec_edge.boards.paths import DRAFT_UNIT, VENVS, model_dir, verify_unit
+from flowspec_edge.boards.probe.facts import BoardFacts, BoardStatus, Installed
+from flowspec_edge.boards.services.keys import KeyAction, changed_key
+from flowspec_edge.boards.services.status import FleetStatus
+from flowspec_edge.model.manifest import DRAFT, Manifest, stage_part
+from flowspec_edge.model.weights.located import MANIFEST
+from flowspec_edge.util.bounded_read import sha256_of
+
+_NO_KEY = "0" * 40  # placeholder for a key that does not exist yet
+
+
+@dataclass(frozen=True)
+class BoardDiff:
+    """The actions of each phase on one board."""
+
+    device: DeviceEntry
+    state: BoardState
+    key: KeyAction  # "undo" an interrupted rotation
+    transfer: bool  # whether files of its part have to be sent
+    software: tuple[Action, ...]
+    release: tuple[Action, ...]
+    switch: tuple[Action, ...]
+    activate: tuple[Action, ...]
+    settle: tuple[Action, ...]
+
+    @property
+    def python(self) -> str:
+        """The interpreter of the new environment."""
+        assert self.state.environment
+        return f"{VENVS}/{self.state.environment.digest}/bin/python"
+
+    def steps(self) -> list[Step]:
+        def steps_of(actions: tuple[Action, ...]) -> list[Step]:
+            return [Step(self.device.name, action.step, action.changes) for action in actions]
+
+        return [*steps_of(self.software), Step(self.device.name, "key", self.key != "show"),
+                Step(self.device.name, "shards", self.transfer), *steps_of(self.release),
+                *steps_of((*self.switch, *self.activate, *self.settle))]
+
+
+@dataclass(frozen=True)
+class Diff:
+    release: str | None  # None while a board has no key yet, on which the id depends
+    boards: tuple[BoardDiff, ...]  # the ring: D0, V1…VN
+    problems: tuple[str, ...]  # why the diff cannot be executed, one line each
+
+
+def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[str, Environment],
+              facts: Mapping[str, BoardFacts], recorded: Mapping[str, str], status: FleetStatus,
+              digests: Sequence[str]) -> Diff:
+    """The difference between the boards' state and the deployment; mappings are by board.
+
+    recorded  the recorded public keys
+    status    the running releases, whose parts of models are kept, and to which the boards can return
+    digests   of the stages' shards, V1's first (``release.digests_of``)
+    """
+    names = [device.name for device in deployment.boards]
+    running = {board.name: board.current.public_key for board in status.boards if board.current}
+    keys = {name: _key_action(facts[name], recorded.get(name, ""), running.get(name, "")) for name in names}
+    now = {name: replace(there, key=there.key_before, public=there.public_before)
+           if keys[name] == "undo" else there for name, there in facts.items()}
+    release, files = render(deployment, manifest, {name: now[name].public or _NO_KEY for name in names},
+                            digests, {name: venv.digest for name, venv in environments.items()})
+    boards, befores = [], releases_before(status)
+    for place, device in enumerate(deployment.boards):
+        name = device.name
+        before = befores[name]
+        state = replace(
+            state_of(deployment, place, environments[name]), release=release, files=files[name],
+            before=before.id if before else "",
+            parts=_needed_parts(manifest, place, release, before, status.boards[names.index(name)]))
+        boards.append(BoardDiff(
+            device, state, keys[name], now[name].part_changes,
+            *(tuple(decide(phase, state, now[name])) for phase in (
+                "software", "release", "switch", "activate", "settle"))))
+    problems = [error for name in names if keys[name] != "make" and (
+        error := changed_key(name, now[name].public, recorded, deployment.keys))]
+    problems += [f"{board.device.name}: {action.step}: {action.error}" for board in boards
+                 for action in (*board.software, *board.release, *board.switch) if action.error]
+    return Diff(None if "make" in keys.values() else release, tuple(boards), tuple(problems))
+
+
+def state_of(deployment: Deployment, place: int, environment: Environment) -> BoardState:
+    """The desired state, without a release's files, of the board at ``place`` of the ring (D0: 0)."""
+    device = deployment.boards[place]
+    return BoardState(device.name, unit=verify_unit(place) if place else DRAFT_UNIT, environment=environment,
+                      power_mode=deployment.inventory.power_mode(device),
+                      client_key=not place and deployment.cluster.serves_others)
+
+
+def part_wanted(manifest: Manifest, place: int) -> PartWanted:
+    return PartWanted(
+        Path(model_dir(manifest.request)).name,
+        tuple((file.path, file.size, file.sha256) for file in manifest.part(part_name(place)).files),
+        sha256_of(manifest.directory / MANIFEST))
+
+
+def part_name(place: int) -> str:
+    """D0's part for place 0, Vi's for place i."""
+    return stage_part(place - 1) if place else DRAFT
+
+
+def _key_action(facts: BoardFacts, recorded: str, running: str) -> KeyAction:
+    """``running``: the public key that the board's release needs; its pair stays, though the records, which
+    another machine may have changed since, know only the former one."""
+    if not facts.public:
+        return "make"
+    return "undo" if recorded and facts.public_before == recorded and facts.public != running else "show"
+
+
+def _needed_parts(manifest: Manifest, place: int, release: str, before: Installed | None, board: BoardStatus
+                  ) -> tuple[str, ...]:
+    """The board's parts of this release, and of the release that is ``previous`` once this one runs
+    (``steps.activate``)."""
+    current = board.current
+    if current and current.id == release:
+        previous = board.previous
+    else:
+        previous = before if before and before.id != release else current
+    needed = {(manifest.request, place)} | {(kept.model, kept.stage) for kept in (previous,) if kept}
+    return tuple(sorted(f"{Path(model_dir(model)).name}/{part_name(stage)}" for model, stage in needed))

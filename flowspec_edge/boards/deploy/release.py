@@ -1,0 +1,170 @@
+"""The boards' sharded model, and the files of a release: release.json, configuration, units.
+
+A release's id is a hash of its files, which contain no date: the same input gives the same id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from flowspec_edge.boards import paths
+from flowspec_edge.boards.deploy.resolve import Deployment
+from flowspec_edge.boards.deploy.steps.power import power_script
+from flowspec_edge.boards.inventory import DeviceEntry
+from flowspec_edge.boards.links.addresses import network_address
+from flowspec_edge.d0.config import DraftConfig
+from flowspec_edge.drivers.stage.config import WorkerConfig
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.manifest import Manifest
+from flowspec_edge.sharding.job import finished, run, total_size
+from flowspec_edge.sharding.plan import make_plan, recipe_for
+from flowspec_edge.sharding.source import open_source
+from flowspec_edge.stage.weights.load import shard_digest
+from flowspec_edge.util.resources import resource_dir
+
+Files = dict[str, str]  # path in the release's directory -> text
+_ID = 16  # hex digits
+_PLACEHOLDER = "0" * _ID
+
+
+def render(deployment: Deployment, manifest: Manifest, publics: Mapping[str, str], digests: Sequence[str],
+           environments: Mapping[str, str]) -> tuple[str, dict[str, Files]]:
+    """The release's id, and its files by board.
+
+    manifest      of the sharded model, cut into the deployment's ranges
+    publics       the boards' public CURVE keys, Z85, by board
+    digests       of the stages' shards, V1's first, as in Hello; empty: any
+    environments  the digests of the boards' venvs, by board
+
+    FlowspecError if the manifest has other ranges than the deployment, a key is missing, or a host name does
+    not resolve.
+    """
+    if manifest.ranges != deployment.ranges:
+        raise FlowspecError(f"{manifest.directory} is cut into {list(manifest.ranges)}, and the cluster's "
+                            f"boards are to have {list(deployment.ranges)}: cut it again")
+    for device in deployment.boards:
+        if device.name not in publics:
+            raise FlowspecError(f"{device.name}: its public key is missing in {deployment.keys}")
+    cluster = _Rendering(deployment, manifest, publics, digests, environments)
+    release = _digest(cluster.files(_PLACEHOLDER))[:_ID]
+    return release, cluster.files(release)
+
+
+def _digest(files: Mapping[str, Files]) -> str:
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
+class _Rendering:
+    def __init__(self, deployment: Deployment, manifest: Manifest, publics: Mapping[str, str],
+                 digests: Sequence[str], environments: Mapping[str, str]) -> None:
+        self._deployment, self._manifest, self._digests = deployment, manifest, list(digests)
+        self._environments = environments
+        self._boards = deployment.boards  # the ring: D0, V1 … VN
+        self._keys = [publics[device.name] for device in self._boards]
+        self._units = {f"units/{path.name}": path.read_text(encoding="utf-8")
+                       for path in sorted((resource_dir("deploy") / "units").glob("*.service"))}
+        cluster = deployment.cluster
+        addresses = [network_address(deployment.inventory, device) for device in self._boards]
+        self._data = [f"tcp://{address}:{cluster.data_port}" for address in addresses]
+        self._cache_rows = deployment.cache_rows
+        self._control = f"tcp://{addresses[0]}:{cluster.control_port}"
+
+    def files(self, release: str) -> dict[str, Files]:
+        files: dict[str, Files] = {}
+        for place, device in enumerate(self._boards):
+            name = f"etc/verify-{place}.toml" if place else "etc/draft.toml"
+            text = self._worker(release, place, device) if place else self._draft(release)
+            board = {"release.json": self._release(release, place), name: text, **self._units}
+            if mode := self._deployment.inventory.power_mode(device):
+                board["etc/power-mode.sh"] = power_script(mode)
+            else:
+                board.pop(f"units/{paths.POWER_UNIT}", None)
+            files[device.name] = board
+        return files
+
+    def _release(self, release: str, place: int) -> str:
+        fields: dict[str, Any] = {
+            "id": release, "cluster": self._deployment.cluster.name, "version": version("flowspec-edge"),
+            "role": "verify" if place else "draft", "stage": place,
+            "layers": list(self._deployment.ranges[place - 1]) if place else None,
+            "model": self._manifest.request, "environment": self._environments[self._boards[place].name],
+            "public_key": self._keys[place]}
+        return json.dumps(fields, indent=2, sort_keys=True) + "\n"
+
+    def _worker(self, release: str, place: int, device: DeviceEntry) -> str:
+        following = (place + 1) % len(self._boards)
+        return WorkerConfig(
+            instance=_instance(release, place), stage=place, stages=len(self._boards) - 1,
+            model=self._model, dtype=self._manifest.compute_dtype,
+            device=self._deployment.inventory.torch_device(device), cache_rows=self._cache_rows,
+            requests=self._deployment.at_once,
+            control=self._control, listen=self._data[place], next=self._data[following], key_file=paths.KEY,
+            public_key=self._keys[place], control_key=self._keys[0], previous_key=self._keys[place - 1],
+            next_key=self._keys[following]).dump()
+
+    def _draft(self, release: str) -> str:
+        cluster, stages = self._deployment.cluster, len(self._boards) - 1
+        return DraftConfig(
+            cluster=cluster.name, model=self._model, name=self._manifest.source.name,
+            strategy=cluster.strategy, draft=cluster.draft_kind,
+            dtype=self._manifest.compute_dtype,
+            device=self._deployment.inventory.torch_device(self._boards[0]), control=self._control,
+            output=self._data[0], first=self._data[1],
+            instances=[_instance(release, place) for place in range(1, stages + 1)], digests=self._digests,
+            key_file=paths.KEY, public_key=self._keys[0], worker_keys=self._keys[1:], context=cluster.context,
+            at_once=self._deployment.at_once, scheduling_policy=cluster.scheduling_policy,
+            host=cluster.serve_host, port=cluster.serve_port, forwarded_allow_ips=cluster.forwarded_allow_ips,
+            cors_origins=cluster.cors_origins,
+            api_key_file=paths.API_KEY if cluster.serves_others else "").dump()
+
+    @property
+    def _model(self) -> str:
+        return paths.model_dir(self._manifest.request)
+
+
+def _instance(release: str, stage: int) -> str:
+    """The stage's instance id.  The release's id is part of it, so D0 rejects stages of other releases."""
+    return f"v{stage}-{release[:8]}"
+
+
+def sharded_model(deployment: Deployment, progress: Callable[[int, int], None] = lambda done, total: None
+                  ) -> Manifest:
+    """The manifest of the boards' model.  A model that is not sharded yet is cut here; an interrupted run
+    resumes.
+
+    progress  called with the bytes written so far and the total; not called if nothing has to be written
+
+    UsageError if a given sharded model lacks a part, FlowspecError for unreadable weights or a full disk.
+    """
+    model = deployment.model
+    if model.sharded:
+        manifest = Manifest.read(model.path)
+        if absent := [name for name in manifest.parts if not manifest.has_part(name)]:
+            raise UsageError(f"{model.path} lacks {', '.join(absent)}: give the directory that "
+                             "`flowspec models shard` wrote")
+        return manifest
+    source = open_source(str(model.path), [deployment.head] if deployment.head else [])
+    recipe = recipe_for(source, deployment.dtype, lm_head=deployment.lm_head,
+                        kv_cache=deployment.cluster.kv_cache)
+    plan = make_plan(source, recipe, deployment.ranges)
+    out = deployment.work / "models" / plan.request[:16]
+    if (complete := finished(plan, out)) is not None:
+        return complete
+    total, done = total_size(plan), 0
+
+    def written(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, total)
+
+    return run(plan, out, written)
+
+
+def digests_of(manifest: Manifest) -> list[str]:
+    """The shard digests that stages report in Hello, V1's first."""
+    stages = len(manifest.ranges)
+    return [shard_digest(manifest.directory, index, stages) for index in range(stages)]

@@ -1,0 +1,221 @@
+"""Brings a release to all boards of a cluster.
+
+1. Here: shard the model, gather the wheels.
+2. Read every board's state and make the diff; any problem ends the rollout with no board changed.
+3. Install environment, keys, shards and files next to the running release, which keeps running if a step
+   fails.
+4. Switch the stages to the new release, then the draft device (``steps.activate`` says what an interruption
+   leaves).  Restart their services, and wait until a token has come through all stages.  On a failure all
+   boards go back to the previous release.
+5. Stop the services of boards that an earlier deployment used, and this one does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from flowspec_edge.boards.deploy import wheels
+from flowspec_edge.boards.deploy.actions import BoardState, Environment, Step, ask_boards
+from flowspec_edge.boards.deploy.diff import Diff, make_diff, part_name, part_wanted, state_of
+from flowspec_edge.boards.deploy.release import digests_of, sharded_model
+from flowspec_edge.boards.deploy.resolve import Deployment, needs_of
+from flowspec_edge.boards.deploy.rollback import go_back
+from flowspec_edge.boards.deploy.rollout_log import DeployReport, RolloutLog, Watch
+from flowspec_edge.boards.deploy.wheels import WheelTarget
+from flowspec_edge.boards.probe.checks import Needs, PreflightReport, preflight, room_problems
+from flowspec_edge.boards.probe.facts import BoardFacts
+from flowspec_edge.boards.probe.findings import no_facts, unreachable
+from flowspec_edge.boards.services import keys
+from flowspec_edge.boards.services.status import look
+from flowspec_edge.boards.transfer.push import push
+from flowspec_edge.errors import FlowspecError
+
+
+class Rollout:
+    def __init__(self, deployment: Deployment, watch: Watch | None = None) -> None:
+        self._deployment = deployment
+        self._inventory = deployment.decided
+        self._boards = deployment.boards
+        self._log = RolloutLog(self._inventory, [device.name for device in self._boards], watch or Watch())
+        self._watch = self._log.watch
+        self._activated = False  # whether the running release may have changed
+
+    def plan(self) -> DeployReport:
+        """What ``up`` would change; boards are only read."""
+        diff = self._decide(end_others=False)
+        for board in diff.boards if diff else ():
+            for step in board.steps():
+                self._log.add_step(step)
+        if diff:
+            self._stop_unused(dry_run=True)
+        return self._log.report(diff.release if diff else None)
+
+    def up(self, going_back: bool = True) -> DeployReport:
+        """Bring all boards to the release that the cluster file, this package and the model define.
+
+        ``going_back``: return to the previous release if the new one does not become ready.  If False, the
+        caller decides whether to call ``take_back``.  UsageError for errors in the input, FlowspecError if
+        the model cannot be sharded or the wheels cannot be gathered here; failures on boards are in the
+        report.
+        """
+        diff = self._decide(end_others=True)
+        if diff is None:
+            return self._log.report()
+        log = self._log
+        if not log.carry_out([(board.device, board.software) for board in diff.boards],
+                             "software and environments"):
+            return log.report()
+        diff = self._make_keys(diff)
+        if log.failed or not self._send_parts(diff):
+            return log.report()
+        if not log.carry_out([(board.device, board.release) for board in diff.boards], "the release's files"):
+            return log.report(diff.release)
+        self._activated = True
+        if self._activate(diff):
+            if going_back and any(self._facts[board.device.name].public_before and board.key != "undo"
+                                  for board in diff.boards):  # else a rotation is still in progress
+                keys.settle(self._inventory, self._boards, _pythons(diff), self._deployment.keys)
+            self._stop_unused()
+            return log.report(diff.release)
+        rolled_back, left = self.take_back() if going_back else (None, "")
+        return log.report(diff.release, rolled_back=rolled_back, left=left)
+
+    def take_back(self) -> tuple[str | None, str]:
+        """Restore the release that ran before ``up``, if ``up`` activated another; returns as ``go_back``."""
+        return go_back(self._inventory, self._status, self._log) if self._activated else (None, "")
+
+    # ---- the decision --------------------------------------------------------------------------
+
+    def _decide(self, end_others: bool) -> Diff | None:
+        """The diff; None if a problem prevents the deployment, which is then in the report.  ``end_others``:
+        as for ``ask_boards``."""
+        self._watch.phase("looking at the boards")
+        self._status = look(self._inventory)
+        silent = [(device, board) for device, board in zip(self._inventory.device, self._status.boards,
+                                                           strict=True) if board.unreached]
+        if silent:  # reported now, because sharding the model may take an hour
+            self._log.unreached = [device.name for device, _ in silent]
+            self._log.problems = [str(unreachable(device, board.error)) for device, board in silent]
+            return None
+        self._watch.phase("the model's parts")
+        self._manifest = sharded_model(self._deployment,
+                                       lambda done, total: self._watch.amount("here", done, total))
+        needs = needs_of(self._deployment, self._manifest)
+        checked = self._check(needs)
+        if checked is None:
+            return None
+        environments = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
+                                            for name, facts in checked.facts.items()})
+        self._watch.phase("looking at the boards")
+        asked = ask_boards(self._inventory, [
+            (device, state_of(self._deployment, place, environments[device.name]),
+             part_wanted(self._manifest, place)) for place, device in enumerate(self._boards)], end_others)
+        self._log.problems = [str(no_facts(device, facts))
+                              for device, facts in zip(self._boards, asked, strict=True)
+                              if isinstance(facts, FlowspecError)]
+        if self._log.problems:
+            return None
+        self._environments = environments
+        self._facts: Mapping[str, BoardFacts] = {
+            device.name: facts for device, facts in zip(self._boards, asked, strict=True)
+            if isinstance(facts, BoardFacts)}
+        # Again, because boards of an interrupted rollout may have changed their release since.  A failed one
+        # goes back to that release.
+        self._status = look(self._inventory)
+        self._log.problems = [
+            *(board.error for board in self._status.boards if board.error),
+            *map(str, room_problems(
+                checked, needs, {name: environment.digest for name, environment in environments.items()},
+                {name: facts.missing_bytes for name, facts in self._facts.items()}))]
+        if self._log.problems:
+            return None
+        self._recorded = keys.recorded(self._boards, self._deployment.keys)
+        diff = self._diff(self._facts)
+        self._log.problems = [*diff.problems]
+        return None if diff.problems else diff
+
+    def _diff(self, facts: Mapping[str, BoardFacts]) -> Diff:
+        return make_diff(self._deployment, self._manifest, self._environments, facts, self._recorded,
+                         self._status, digests_of(self._manifest))
+
+    def _check(self, needs: Mapping[str, Needs]) -> PreflightReport | None:
+        """None as in ``_decide``."""
+        self._watch.phase("looking at the boards")
+        checked = preflight(self._inventory, needs)
+        self._log.notes = [str(problem) for problem in checked.problems if problem.state == "warning"]
+        self._log.problems = [str(problem) for problem in checked.problems if problem.state == "failed"]
+        return None if self._log.problems else checked
+
+    def _gather_wheels(self, targets: Mapping[str, WheelTarget]) -> dict[str, Environment]:
+        self._watch.phase("wheels")
+        house, python = self._deployment.wheelhouse, self._inventory.cluster.board_python
+        wheels.build_wheel(house)
+        wheels.fill(house, targets.values(), lambda text: self._watch.phase(f"wheels: {text}"))
+        by_target = {target: wheels.environment(house, target, python) for target in set(targets.values())}
+        return {name: by_target[target] for name, target in targets.items()}
+
+    # ---- its execution -------------------------------------------------------------------------
+
+    def _make_keys(self, diff: Diff) -> Diff:
+        """Make and record the boards' keys; return the diff with all keys."""
+        self._watch.phase("keys")
+        changed = {board.device.name for board in diff.boards if board.key != "show"}
+        if not changed:
+            keys.record(self._deployment.keys, {
+                name: facts.public for name, facts in self._facts.items() if name not in self._recorded})
+            for device in self._boards:
+                self._log.add_step(Step(device.name, "key", changed=False))
+            return diff
+        board_keys = keys.change_keys(self._inventory, self._boards, _pythons(diff),
+                                      {board.device.name: board.key for board in diff.boards},
+                                      self._deployment.keys)
+        for key in board_keys:
+            self._log.add_step(Step(key.name, "key", key.name in changed), key.error)
+        if self._log.failed:
+            return diff
+        return self._diff({key.name: replace(self._facts[key.name], public=key.public)
+                           if board.key == "make" else self._facts[key.name]
+                           for board, key in zip(diff.boards, board_keys, strict=True)})
+
+    def _send_parts(self, diff: Diff) -> bool:
+        """Send missing parts; return whether every board has its part."""
+        self._watch.phase("shards")
+        for board in diff.boards:
+            if not board.transfer:
+                self._log.add_step(Step(board.device.name, "shards", changed=False))
+        sent = push(self._manifest.directory, [
+            (board.device, part_name(place), board.python) for place, board in enumerate(diff.boards)
+            if board.transfer], self._inventory, progress=self._watch.amount)
+        for result in sent:
+            self._log.add_step(Step(result.board, "shards", changed=True), result.error)
+        return not self._log.failed
+
+    def _stop_unused(self, dry_run: bool = False) -> None:
+        """Boards of the cluster file that have a release, and no part in this deployment."""
+        left_out = [device for device, _ in self._deployment.left_out]
+        if not left_out:
+            return
+        status = look(self._deployment.inventory.model_copy(update={"device": left_out}))
+        unused = [device for device, board in zip(left_out, status.boards, strict=True) if board.current]
+        if unused:
+            self._log.include(device.name for device in unused)
+            self._log.run("leave", [(device, BoardState(device.name)) for device in unused],
+                          "stopping what is no longer used", dry_run)
+
+    def _activate(self, diff: Diff) -> bool:
+        """Switch and restart all boards; return whether a token came through."""
+        draft, *stages = diff.boards
+        carry_out = self._log.carry_out
+        ready = (carry_out([(stage.device, stage.switch) for stage in stages], "switching to the release")
+                and carry_out([(draft.device, draft.switch)], "switching to the release: the draft device")
+                and carry_out([(stage.device, stage.activate) for stage in stages], "stages")
+                and carry_out([(draft.device, draft.activate)],
+                              "the draft device, until a token comes through"))
+        if ready:  # a board that fails to settle is reported, but the rollout is not undone
+            carry_out([(board.device, board.settle) for board in diff.boards], "settling")
+        return ready
+
+
+def _pythons(diff: Diff) -> dict[str, str]:
+    return {board.device.name: board.python for board in diff.boards}

@@ -1,0 +1,112 @@
+"""Whether a model writes the same tokens on a device as on the CPU.
+
+The draft device and all stages run on the device in virtual time.  Every token is judged given its
+predecessors, by transformers' model on the CPU in float32 with weights rounded to the device's dtype: it must
+be the choice of plain decoding, or nearly tie with it.  In child processes, as in ``kernel_check``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from flowspec_edge.boards.gpu_check.kernel_check import guarded, run_in_children
+from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.d0.request import Request
+from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.sampling.rule import Sampling, choose
+from flowspec_edge.util.tensors import no_loading_bars, parse_dtype
+
+SAMPLINGS = {"greedy": Sampling(), "T=1": Sampling(1.0, seed=1),
+             "T=0.8 top-p": Sampling(0.8, 50, 0.9, seed=2)}
+STRATEGIES = ("autoregressive", "flowspec_plus")  # a row at a time; trees, and a draft head
+DTYPES = ("fp32", "fp16", "bf16")
+# Two tokens nearly tie if their logits differ by less than this share of the logits' standard deviation:
+# sums in another order move a logit by less (docs/models.md).
+NEAR_TIE = {"fp32": 1e-4, "fp16": 0.05, "bf16": 0.05}
+_STAGES = 2
+
+
+def token_kinds(dtypes: Sequence[str] = DTYPES) -> tuple[str, ...]:
+    """The names of the checks: dtype, strategy and sampling."""
+    return tuple(" ".join(parts) for parts in product(dtypes, STRATEGIES, SAMPLINGS))
+
+
+def check_tokens(model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int,
+                 kinds: Sequence[str]) -> list[Finding]:
+    """Generate ``new_tokens`` after each of ``prompts`` (token ids), for each of ``kinds``."""
+    return run_in_children(__name__, kinds, model=str(model), device=device,
+                           prompts=[list(p) for p in prompts], new_tokens=new_tokens)
+
+
+def attempt(kind: str, model: str, device: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> Finding:
+    return guarded(kind, lambda: _compare(kind, Path(model), device, prompts, new_tokens))
+
+
+def _compare(kind: str, model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int
+             ) -> Finding:
+    dtype, strategy, name = kind.split(" ", 2)
+    total = ties = 0
+    for prompt in prompts:
+        request = Request(list(prompt), strategy, new_tokens, SAMPLINGS[name])
+        tokens = _cluster(model, device, dtype).generate(request).tokens
+        if len(tokens) != new_tokens:
+            return Finding(kind, "failed", f"{len(tokens)} tokens, and {new_tokens} were asked for")
+        logits = _logits(model, dtype, [*prompt, *tokens])[len(prompt) - 1 : -1]
+        firsts, wrong = judge(logits, len(prompt) - 1, tokens, SAMPLINGS[name], NEAR_TIE[dtype])
+        if wrong is not None:
+            return Finding(kind, "failed", f"token {wrong + 1} after a prompt of {len(prompt)} is "
+                               f"{tokens[wrong]}, and on the CPU {firsts[wrong]}, which is no near tie")
+        total += len(tokens)
+        ties += sum(first != token for first, token in zip(firsts, tokens, strict=True))
+    near = f", {ties} of them near tie{'s' if ties > 1 else ''}" if ties else ", the same"
+    return Finding(kind, "ok", f"{total} tokens{near}")
+
+
+def judge(logits: NDArray[np.float32], position: int, tokens: Sequence[int], sampling: Sampling,
+          near: float) -> tuple[list[int], int | None]:
+    """The reference's tokens, and the first index where ``tokens`` differs by more than a near tie or None.
+
+    logits    [n, V]  of the reference, at the rows whose successors are ``tokens``
+    position  of the first row
+    near      share of the logits' standard deviation; a near tie is a token that plain decoding would choose
+              with its logit raised by this much
+    """
+    positions = position + np.arange(len(tokens))
+    firsts = choose(logits, positions, sampling).tolist()
+    raised = logits.copy()
+    raised[np.arange(len(tokens)), tokens] += near * logits.std()
+    nearly = choose(raised, positions, sampling).tolist()
+    wrong = [i for i, (token, first, near) in enumerate(zip(tokens, firsts, nearly, strict=True))
+             if token not in (first, near)]
+    return firsts, wrong[0] if wrong else None
+
+
+@cache
+def _cluster(model: Path, device: str, dtype: str) -> VirtualCluster:
+    return VirtualCluster(model, _STAGES, load_profile("paper-7b"), dtype, device=device)
+
+
+@cache
+def _reference(model: Path, dtype: str) -> Any:
+    with no_loading_bars():
+        found = AutoModelForCausalLM.from_pretrained(ModelDir(model).target, dtype=parse_dtype(dtype),
+                                                     trust_remote_code=False)
+    return found.eval().float()
+
+
+@torch.inference_mode()
+def _logits(model: Path, dtype: str, text: Sequence[int]) -> NDArray[np.float32]:
+    """[len(text), V] of one pass over the whole text, in float32 on the CPU."""
+    logits = _reference(model, dtype)(torch.tensor([list(text)]), use_cache=False).logits[0]
+    return np.asarray(logits.float().numpy())

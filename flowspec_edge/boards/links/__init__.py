@@ -1,0 +1,1 @@
+"""Links between boards: addresses, and their measurement.  Begin with ``linktest``."""

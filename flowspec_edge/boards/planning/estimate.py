@@ -1,0 +1,118 @@
+"""Predicts the tokens/s of a plan and of one board alone, in virtual time.
+
+The tokens come from a real model and its draft model; a prediction holds for models of equal acceptance rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import fmean
+
+from flowspec_edge.boards.planning.one_board import SingleBoardEstimate, plain_tokens_per_second, rate_text
+from flowspec_edge.boards.planning.planned_draft import charged_as
+from flowspec_edge.boards.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
+from flowspec_edge.boards.planning.scaling import at_context
+from flowspec_edge.d0.request import Request
+from flowspec_edge.device_profile import LinkCost, Profile
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.drivers.virtual.devices import Devices
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.strategies.registry import strategy_class
+
+STRATEGIES = ("flowspec_plus", "flowspec", "chunk_pp", "pipedec", "speculative", "autoregressive")
+ALONE = ("speculative", "autoregressive")  # in which D0 and V1 never compute at the same time
+_NO_LINK = LinkCost(mbps=1e9, latency_ms=0.0)  # D0 and V1 on one board
+Advance = Callable[[str], None]  # called before each request with its strategy
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """speedup   over Chunk-PP among the same predictions
+    tokens_per_second_calibrated  with a head as fallible as a published one (``VirtualCluster``'s
+                                  ``right_children``), if that was run
+    first_token_s                 until the first token, on average, after prompts of ``prompt_tokens``
+    """
+
+    strategy: str
+    tokens_per_second: float
+    tokens_per_turn: float
+    speedup: float | None = None
+    tokens_per_second_calibrated: float | None = None
+    first_token_s: float | None = None
+    prompt_tokens: float | None = None
+
+
+def check_strategies(names: Sequence[str]) -> None:
+    """UsageError for a strategy that is not a pipeline of layers."""
+    for name in names:
+        if strategy_class(name).parallelism != "pipeline":
+            raise UsageError(f"{name} is tensor parallel: every device holds a part of every layer, so a "
+                             "plan of layers does not apply; remove it from --strategies")
+
+
+def predict(plan: PipelinePlan, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
+            advance: Advance = lambda _: None, right_children: float = 1.0) -> list[Prediction]:
+    """``model_dir`` only generates the tokens, with the draft model that the requests name; times and bytes
+    are the plan's, at the plan's context."""
+    size, context = plan.problem.size, plan.problem.context
+    devices = Devices(
+        _drafting(at_context(plan.d0.profile, size, context), plan.problem, requests),
+        tuple(at_context(stage.board.profile, size, context) for stage in plan.stages),
+        tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan")
+    return _run(devices, strategies, model_dir, requests, advance, right_children)
+
+
+def predict_alone(board: CandidateBoard, problem: SplitProblem, model_dir: Path, requests: Sequence[Request],
+                  advance: Advance = lambda _: None, strategies: Sequence[str] = ALONE) -> list[Prediction]:
+    scaled = _drafting(at_context(board.profile, problem.size, problem.context), problem, requests)
+    profile = scaled.model_copy(update={"link": _NO_LINK})
+    devices = Devices(profile, (profile,), (float(problem.size.layers),), board.name)
+    return _run(devices, strategies, model_dir, requests, advance)
+
+
+def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -> Profile:
+    """``d0`` with the time of what is planned to draft, whatever the requests draft with."""
+    return charged_as(d0, problem.size.planned.kind, requests[0].params.draft)
+
+
+def _run(devices: Devices, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
+         advance: Advance, right_children: float = 1.0) -> list[Prediction]:
+    cluster = VirtualCluster(model_dir, len(devices.stages), devices, right_children=right_children)
+    found = []
+    for name in strategies:
+        stats = []
+        for request in requests:
+            advance(name)
+            stats.append(cluster.generate(replace(request, strategy=name)).stats)
+        speeds = [s.tokens_per_second for s in stats if s.tokens_per_second is not None]
+        turns = [s.alt for s in stats if s.alt is not None]
+        if not (speeds and turns):
+            raise FlowspecError(f"{name}: no answer to the plan's prompts has a second token, so none has a "
+                                "speed; predict with another model's text")
+        found.append(Prediction(name, fmean(speeds), fmean(turns),
+                                first_token_s=fmean(s.ttft_s for s in stats),
+                                prompt_tokens=fmean(len(request.prompt) for request in requests)))
+    return with_speedup(found)
+
+
+def with_speedup(found: Sequence[Prediction]) -> list[Prediction]:
+    base = next((p.tokens_per_second for p in found if p.strategy == "chunk_pp"), None)
+    return [replace(p, speedup=p.tokens_per_second / base if base else None) for p in found]
+
+
+def compare(board: CandidateBoard, problem: SplitProblem, own: Sequence[Prediction], boards: int,
+            pipeline: Sequence[Prediction]) -> SingleBoardEstimate:
+    """The best of one board's predictions against the best of a pipeline of ``boards`` boards (empty if none
+    fits)."""
+    best = max(own, key=lambda p: p.tokens_per_second)
+    others = max(pipeline, key=lambda p: p.tokens_per_second, default=None)
+    enough = others is None or best.tokens_per_second >= others.tokens_per_second
+    text = f"{board.name} alone makes {rate_text(best.tokens_per_second, 2)} tokens/s with {best.strategy}"
+    if others is not None:
+        text += (f", the plan's {boards} boards {rate_text(others.tokens_per_second, 2)} with "
+                 f"{others.strategy}")
+    return SingleBoardEstimate(
+        board.name, f"one board is enough: {text}" if enough else text,
+        plain_tokens_per_second(board, problem), best.strategy, best.tokens_per_second, enough)

@@ -1,0 +1,194 @@
+"""Scales a board's profile, measured with one model, to another model by the bytes of its parts.
+
+int4 weights need their kernel's times (``[int4]`` of a profile).  Without them a stage is charged for the
+memory bandwidth that the profile states, which other engines reach.  A pass reads the keys and values of the
+whole context once: a profile without measured times for that (``context_ms``) is charged the cache's bytes at
+its memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Literal
+
+from flowspec_edge.device_profile import ModelShape, Profile, StageCurve
+from flowspec_edge.errors import UsageError
+
+if TYPE_CHECKING:
+    from flowspec_edge.boards.planning.model_size import ModelBytes
+    from flowspec_edge.model.manifest import HeadBits
+
+# Of a stage's times: the profile's own kind of weights; the profile's int4 kernel; bytes over bandwidth.
+Basis = Literal["profile", "kernel", "bandwidth"]
+_TOLERANCE = 0.01  # layers whose bytes differ by no more count as equal
+_SPARSE_ROWS = {1, 2, 4, 8, 16, 32}  # corners of the curve of a model with experts, which is steepest there
+_INT4_ROWS = 16  # for which PyTorch's int4 kernel reads the weights once
+_INT4_BYTES = 0.5 + 4 / 128  # a weight of lm_head, with its share of scale and zero
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a profile was scaled: ``note`` is "" if it was measured with that model."""
+
+    note: str = ""
+    basis: Basis = "profile"
+
+
+def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
+    """The profile for another model.
+
+    A layer's time scales with the bytes that a pass reads of it: with experts, those that as many rows touch,
+    which choose them independently (``ms``) or alike (``shared_ms``); what it reads of a recurrent state
+    comes at the memory's bandwidth.  Its time per cached token scales with the hidden width.  lm_head, EAGLE
+    head and SPD's module (two layers) take their bytes at a layer's read rate.  A segment's overhead, a small
+    draft model's pass, the price of a launch, the link and the memory do not change.  UsageError without
+    layer_mb for another model.
+    """
+    fitted, how = _scaled(profile, size)
+    curve = fitted.stage
+    if not curve.context_ms:
+        read = round(size.kv_row * (1 - size.windowed))  # a window's time does not grow with the text
+        added = curve.layers * 1e3 * cache_seconds(profile, read, 1000)
+        if added:
+            curve = curve.model_copy(update={"context_ms": [added] * len(curve.rows)})
+    if how.note and (added := curve.layers * 1e3 * cache_seconds(profile, size.state_read, 1)):
+        curve = curve.model_copy(update={"ms": [ms + added for ms in curve.ms],
+                                         "shared_ms": [ms + added for ms in curve.shared_ms]})
+    launch = fitted.launch and fitted.launch.model_copy(update={
+        "layer": size.layer_launches, "experts": size.experts or None, "chosen": size.chosen or None})
+    return fitted.model_copy(update={"stage": curve, "launch": launch}), how
+
+
+def cache_seconds(profile: Profile, row: int, context: int) -> float:
+    """To read ``context`` cached rows of ``row`` bytes; 0 for a profile without the memory's bandwidth."""
+    rate = profile.memory.gb_per_s if profile.memory else None
+    return row * context / (rate * 1e9) if rate else 0.0
+
+
+def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
+    shape = ModelShape(layers=size.layers, hidden_width=size.hidden_width,
+                       bytes_per_value=size.bytes_per_value, layer_mb=size.layer / 1e6,
+                       quantised=size.dtype == "int4")
+    measured = profile.model
+    same_shape = (measured.layers, measured.hidden_width) == (size.layers, size.hidden_width)
+    other_bits = measured.quantised != shape.quantised
+    if measured.layer_mb is None:
+        if not same_shape or measured.bytes_per_value != size.bytes_per_value or other_bits:
+            raise UsageError(
+                f"profile {profile.name} is for {measured.layers} layers of width {measured.hidden_width} "
+                f"and does not say how large they are, so it cannot be scaled to {size.name} in "
+                f"{size.dtype}: add layer_mb to its [model], or measure with: flowspec device profile "
+                "--model DIR")
+        return profile.model_copy(update={"model": shape}), Scaling()
+    same_bytes = abs(size.layer / 1e6 / measured.layer_mb - 1) <= _TOLERANCE
+    if same_shape and same_bytes and measured.bytes_per_value == size.bytes_per_value and not other_bits:
+        return profile.model_copy(update={"model": shape}), Scaling()
+    per_mb, ratio = _read_ms(profile), size.layer_read(1) / 1e6 / measured.layer_mb
+    stage, basis = _stage(profile, size)
+    d0_per_mb = weight_read_ms(profile, size.head_bits)
+    head = size.lm_head / 1e6 * d0_per_mb
+    passes = size.planned.kind.passes  # as ``Profile.draft_seconds`` counts
+    draft = profile.draft.model_copy(update={
+        "pass_ms": (size.draft - size.draft_unread + size.draft_lm_head) / 1e6 * d0_per_mb / passes,
+        "spd_pass_ms": 2 * size.layer_read(1) / 1e6 * per_mb + head,
+        "row_ms": profile.draft.row_ms * ratio,
+    })
+    own = profile.lm_head
+    lm_head = own.model_copy(update={"ms": head, "row_ms": own.row_ms * (head / own.ms if own.ms else ratio)})
+    update = {"model": shape, "stage": stage, "draft": draft, "lm_head": lm_head}
+    return profile.model_copy(update=update), Scaling(
+        f"scaled from layers of {measured.layer_mb:,.4g} MB and width {measured.hidden_width} "
+        f"to {size.layer / 1e6:,.4g} MB and {size.hidden_width}"
+        + (f", of which 1 row reads {size.layer_read(1) / 1e6:,.4g} MB" if size.experts else ""), basis)
+
+
+def weight_read_ms(profile: Profile, bits: HeadBits) -> float:
+    """The time to read 10^6 bytes of a head's weights of these bits, with the rows of a segment."""
+    per_mb = _read_ms(profile)
+    return per_mb if bits == "16bit" else _read_quantised_ms(profile, per_mb)
+
+
+def _read_ms(profile: Profile) -> float:
+    """The time to read 10^6 bytes of weights in 16 bits."""
+    if profile.model.quantised and profile.memory and profile.memory.gb_per_s:
+        return 1 / profile.memory.gb_per_s
+    assert profile.model.layer_mb
+    return profile.stage.ms[0] / profile.stage.layers / profile.model.layer_mb
+
+
+def _read_quantised_ms(profile: Profile, per_mb: float) -> float:
+    """The time for 10^6 bytes of int4 weights and a segment's rows; int8 is two of its products."""
+    measured, kernel = profile.model, profile.int4
+    if measured.quantised:
+        assert measured.layer_mb
+        return profile.stage.milliseconds(_INT4_ROWS) / profile.stage.layers / measured.layer_mb
+    return per_mb * kernel.ratio(_INT4_ROWS) * measured.bytes_per_value / _INT4_BYTES if kernel else per_mb
+
+
+def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:
+    measured, curve, kernel = profile.model, profile.stage, profile.int4
+    assert measured.layer_mb
+    rows = set(curve.rows) | (_SPARSE_ROWS if size.experts else set())
+    basis: Basis = "profile"
+    if size.dtype == "int4" and not measured.quantised:
+        basis = "kernel" if kernel else "bandwidth"
+        rows |= set(kernel.rows) if kernel else {_INT4_ROWS}
+    elif measured.quantised and size.dtype != "int4":
+        basis = "bandwidth"
+    corners = sorted(rows)
+    # A sparse layer's time goes from that of independent rows to that of rows which choose the same experts.
+    ms, *shared = [_layer_ms(profile, size, basis, corners, correlation)
+                   for correlation in ((0.0, 1.0) if size.experts else (0.0,))]
+    wider = size.hidden_width / measured.hidden_width
+    added = [(curve.milliseconds(n, 1000) - curve.milliseconds(n)) * wider for n in corners]
+    return StageCurve(layers=curve.layers, rows=corners, ms=list(accumulate(ms, max)),
+                      context_ms=list(accumulate(added, max)) if curve.context_ms else [],
+                      overhead_ms=curve.overhead_ms, correlation=curve.correlation,
+                      shared_ms=list(accumulate(shared[0], max)) if shared else []), basis
+
+
+def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequence[float], correlation: float
+              ) -> list[float]:
+    """Of the profile's layers, by rows."""
+    measured, curve, kernel = profile.model, profile.stage, profile.int4
+    assert measured.layer_mb
+    by_bytes = {n: size.layer_read(n, correlation) / 1e6 / measured.layer_mb for n in corners}
+    if basis == "kernel":
+        assert kernel
+        full = size.layer_values / size.layer * measured.bytes_per_value  # of 16-bit weights for a byte here
+        return [curve.milliseconds(n) * by_bytes[n] * full * kernel.ratio(n) for n in corners]
+    if basis == "bandwidth" and size.dtype == "int4" and size.experts:
+        return [curve.milliseconds(n) * _read_in_all(size, n, correlation) / 1e6 / measured.layer_mb
+                for n in corners]
+    if basis == "bandwidth" and size.dtype == "int4":
+        return [max(curve.milliseconds(n), curve.ms[0] * n / _INT4_ROWS) * by_bytes[n] for n in corners]
+    return [curve.milliseconds(n) * by_bytes[n] for n in corners]
+
+
+def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:
+    """Bytes of a layer if every matrix is read once for 16 of the rows that it multiplies."""
+    from flowspec_edge.util.experts import correlated  # torch: not for a usage error
+
+    touched = correlated(size.experts, size.chosen, rows, correlation)
+    dense = size.layer - size.expert * size.experts
+    return (dense * max(1.0, rows / _INT4_ROWS)
+            + size.expert * touched * max(1.0, rows * size.chosen / touched / _INT4_ROWS))
+
+
+def at_context(profile: Profile, size: ModelBytes, context: int) -> Profile:
+    """A scaled profile whose passes all read ``context`` cached tokens: stages, EAGLE head, SPD's module."""
+    curve, draft = profile.stage, profile.draft
+
+    def with_cache(times: list[float]) -> list[float]:
+        if not curve.context_ms:
+            return times
+        return [own + added * context / 1e3 for own, added in zip(times, curve.context_ms, strict=True)]
+
+    draft = draft.model_copy(update={
+        "pass_ms": draft.pass_ms + 1e3 * cache_seconds(profile, size.draft_kv_row, context),
+        "spd_pass_ms": draft.spd_pass_ms + 1e3 * cache_seconds(profile, 2 * size.kv_row, context)})
+    return profile.model_copy(update={"draft": draft, "stage": StageCurve(
+        layers=curve.layers, rows=curve.rows, ms=with_cache(curve.ms), overhead_ms=curve.overhead_ms,
+        shared_ms=with_cache(curve.shared_ms) if curve.shared_ms else [], correlation=curve.correlation)})

@@ -1,0 +1,146 @@
+"""The section "deployment": what of flowspec is on a board.  It needs root."""
+
+from __future__ import annotations
+
+import grp
+import json
+import os
+import pwd
+import re
+from pathlib import Path
+from typing import Any
+
+from flowspec_edge.boards.paths import (
+    API_KEY,
+    CACHE,
+    CURRENT,
+    ETC,
+    HOME,
+    KEY,
+    MODELS,
+    POWER_BEFORE,
+    POWER_UNIT,
+    PREVIOUS,
+    RELEASES,
+    STATE,
+    UNITS,
+    UNSETTLED,
+    UNTRIED,
+    USER,
+    VENVS,
+    WHEELS,
+)
+from flowspec_edge.boards.probe.onboard.tools import assignments, link, ntp, output, text
+from flowspec_edge.boards.transfer.store import File, lacking, parts_in, sha256_of
+
+_STOP_S = 60
+_PLACES = (HOME, RELEASES, VENVS, WHEELS, STATE, MODELS, CACHE, ETC, UNSETTLED)
+_OURS = re.compile(r"flowspec-(draft|verify@\d+)\.service")
+
+
+def facts(environment: str, part: list[Any] | None, others: str) -> dict[str, Any]:
+    """The fields of ``probe.facts.BoardFacts``.
+
+    environment  its digest; ""
+    part         for ``lacking``
+    others       pattern of units to stop first; ""
+    """
+    if others:
+        output("systemctl", "stop", others, seconds=_STOP_S)
+    home, units, models = Path(HOME), Path(UNITS), Path(MODELS)
+    venvs = {path.name: text(f"{path}/.complete").strip() == path.name for path in children(home / "venvs")}
+    found: dict[str, Any] = {
+        "ntp": ntp(output("timedatectl", "show")),
+        "groups": [entry.gr_name for entry in grp.getgrall()], "user": user(USER),
+        "modes": {path: mode(path) for path in _PLACES},
+        "venvs": venvs,
+        "wheels": digests(home / "wheels") if environment and not venvs.get(environment) else {},
+        "releases": {path.name: {"files": digests(path), "venv": link(f"{path}/venv")} for path in
+                     sorted(children(home / "releases"), key=lambda path: -path.stat().st_mtime)},
+        "current": link(CURRENT), "previous": link(PREVIOUS),
+        "units": {path.name: sha256_of(path) for path in units.glob("flowspec-*.service")
+                  if path.is_file() and not path.is_symlink()},
+        "services": {name: service(name) for name in services(units)},
+        "key": sha256(KEY), "key_before": sha256(KEY + ".old"),
+        "public": public(KEY), "public_before": public(KEY + ".old"),
+        "client_key": bool(text(API_KEY)), "parts": parts_in(models), **power()}
+    if part is not None:
+        name, files, manifest = part
+        found["missing_bytes"], found["part_changes"] = lacking(
+            models, name, [File(*file) for file in files], manifest)
+    return found
+
+
+def children(path: Path) -> list[Path]:
+    return [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+
+
+def sha256(path: str) -> str:
+    """An empty text if the file cannot be read."""
+    return sha256_of(Path(path)) if os.path.isfile(path) else ""
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """The sha256 of all files below a directory except links and ``UNTRIED``, by relative path."""
+    return {str(path.relative_to(directory)): sha256_of(path) for path in directory.rglob("*")
+            if path.is_file() and not path.is_symlink() and path != directory / UNTRIED}
+
+
+def mode(path: str) -> str | None:
+    """Permissions and owner as for install, "755 root"; None without such a path."""
+    try:
+        state = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return f"{state.st_mode & 0o7777:o} {owner(state.st_uid)}"
+
+
+def owner(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def user(name: str) -> dict[str, Any] | None:
+    try:
+        entry = pwd.getpwnam(name)
+    except KeyError:
+        return None
+    return {"home": entry.pw_dir, "shell": entry.pw_shell,
+            "groups": [group.gr_name for group in grp.getgrall() if name in group.gr_mem]}
+
+
+def public(path: str) -> str:
+    """The public half in a key file; "" without one."""
+    try:
+        return str(json.loads(text(path))["public"])
+    except (ValueError, LookupError, TypeError):
+        return ""
+
+
+def services(units: Path) -> list[str]:
+    """Units of flowspec's that run, have failed, or start at boot."""
+    listed = output("systemctl", "list-units", "--all", "--plain", "--no-legend", "flowspec-*.service")
+    names = [line.split()[0] for line in listed.splitlines() if line.split()]
+    return [name for name in names + [path.name for path in units.glob("*.wants/flowspec-*")]
+            if _OURS.fullmatch(name)]
+
+
+def service(unit: str) -> dict[str, Any]:
+    """``release``: working directory of the process; ``key``: sha256 of the key that it was started with."""
+    shown = assignments(output("systemctl", "show", "--property=ActiveState,MainPID,UnitFileState", unit))
+    process = shown.get("MainPID", "0")
+    return {"active": shown.get("ActiveState") == "active",
+            "enabled": shown.get("UnitFileState") == "enabled",
+            "release": link(f"/proc/{process}/cwd") if process != "0" else "",
+            "key": sha256(f"/run/credentials/{unit}/curve")}
+
+
+def power() -> dict[str, Any]:
+    query = [line for line in output("nvpmodel", "-q").split("\n") if line]
+    states = [output("systemctl", verb, POWER_UNIT).strip() for verb in ("is-enabled", "is-active")]
+    return {"power_modes": text("/etc/nvpmodel.conf"), "power_number": "".join(query[-1:]),
+            "power_kept": os.path.isdir(POWER_BEFORE) and bool(os.listdir(POWER_BEFORE)),
+            "power_unit_installed": os.path.exists(f"{UNITS}/{POWER_UNIT}"),
+            "power_unit_runs": states == ["enabled", "active"]}

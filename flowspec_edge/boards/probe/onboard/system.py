@@ -1,0 +1,264 @@
+"""The section "system": whether a board can take a release, and how its kernel and system are set up.
+
+It changes nothing on the board.
+"""
+
+from __future__ import annotations
+
+import glob
+import grp
+import json
+import os
+import pwd
+import re
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+from flowspec_edge.boards.paths import USER
+from flowspec_edge.boards.probe.onboard.tools import doing, last_line, ntp, output, run, text
+from flowspec_edge.errors import ended
+from flowspec_edge.util.interfaces import ipv4_addresses
+from flowspec_edge.util.interpreter import code_command
+from flowspec_edge.util.procfs import sizes
+
+GPU_GROUPS = ("video", "render")  # whose members may use a Tegra's GPU; not every release has both
+# Names or patterns below the root; the contents are sent for ``board.board_of`` and the doctor's checks.
+FILES = ("etc/nv_tegra_release", "sys/firmware/devicetree/base/model", "proc/cpuinfo", "proc/meminfo",
+         "proc/swaps", "etc/machine-id", "proc/sys/kernel/random/boot_id", "etc/nvpmodel.conf",
+         "var/lib/nvpmodel/status", "etc/group", "sys/class/thermal/thermal_zone*/temp")
+_GPUS = ("/dev/nvhost-gpu", "/dev/nvgpu", "/dev/nvidia0")  # Tegra's, older and newer, and a discrete GPU's
+_NET_CLASS = "/sys/class/net"
+_IMPORT_S = 240  # a small board reads torch from its SD card
+_OTHERS_S = 60  # for what comes after it
+_UNITS = ["flowspec-draft.service", "flowspec-verify@*.service"]
+
+
+def facts(address: str, paths: list[str], ports: list[int], torch_check: dict[str, Any]) -> dict[str, Any]:
+    """``machine_facts``, and those that only a board is asked for.
+
+    address      the board's, as the control host knows it
+    ports        TCP ports that will be listened on
+    torch_check  for ``torch``
+    """
+    return {**machine_facts(paths), "hostname": socket.gethostname(),
+            "user": pwd.getpwuid(os.getuid()).pw_name, "sudo": why_not_root(),
+            "machine": os.uname().machine, "torch": torch(torch_check), "interface": interface_of(address),
+            "ports": foreign_holders(ports)}
+
+
+def machine_facts(paths: list[str]) -> dict[str, Any]:
+    """``paths``: directories that will be written to."""
+    shown = output("timedatectl", "show")
+    return {"files": files(), "nvpmodel": output("nvpmodel", "-q"), "systemd": systemd(), "gpu": gpu(),
+            "timedatectl": shown, "ntp": ntp(shown), "desktop": desktop(),
+            "python": list(sys.version_info[:3]), "packages": l4t_packages(),
+            "environments": environments(paths), "links": links(),
+            "disks": {path: disk(path) for path in paths}, "memory": memory(own_processes())}
+
+
+def files() -> dict[str, str]:
+    found = {}
+    for name in FILES:
+        for path in sorted(glob.glob("/" + name)) or ["/" + name]:
+            found[path[1:]] = text(path)
+    return found
+
+
+def systemd() -> dict[str, Any]:
+    words = output("systemctl", "--version").split()
+    version = words[1] if len(words) > 1 and words[1].isdigit() else "0"
+    return {"version": int(version), "runs": os.path.isdir("/run/systemd/system")}
+
+
+def gpu() -> bool:
+    return any(os.path.exists(path) for path in _GPUS)
+
+
+def desktop() -> bool:
+    """Whether a display manager starts at boot.  graphical.target proves nothing: servers have it, too."""
+    return (output("systemctl", "get-default").strip() == "graphical.target"
+            and output("systemctl", "show", "--property=LoadState", "--value", "display-manager.service"
+                       ).strip() == "loaded")
+
+
+def l4t_packages() -> dict[str, bool]:
+    """Installed package of L4T → whether apt holds it."""
+    lines = output("dpkg-query", "-W", "-f", "${Package} ${db:Status-Want} ${db:Status-Status}\n",
+                    "nvidia-l4t-*")
+    return {words[0]: words[1] == "hold" for words in (line.split() for line in lines.splitlines())
+            if len(words) == 3 and words[2] == "installed"}
+
+
+def environments(paths: list[str]) -> list[str]:
+    """The digests of the complete environments below ``paths``."""
+    found = [file for path in paths for file in glob.glob(f"{path}/venvs/*/.complete")]
+    return sorted(os.path.basename(os.path.dirname(file)) for file in found)
+
+
+def interface_of(address: str) -> str:
+    """The interface that has ``address``, else the one of the ssh connection, else ""."""
+    own = ipv4_addresses()
+    for wanted in (address, *os.environ.get("SSH_CONNECTION", "").split()[2:3]):
+        for name, there in own.items():
+            if wanted in there:
+                return name
+    return ""
+
+
+def links() -> dict[str, dict[str, Any]]:
+    """Interfaces with an IPv4 address; ``mbps``: negotiated, None on loopback; ``dynamic``: leased (DHCP)."""
+    leased = dynamic_interfaces(output("ip", "-4", "-o", "addr", "show"))
+    found = {}
+    for name in ipv4_addresses():
+        place = f"{_NET_CLASS}/{name}"
+        speed = text(f"{place}/speed").strip()
+        found[name] = {
+            "wireless": any(os.path.exists(f"{place}/{kind}") for kind in ("wireless", "phy80211")),
+            "mbps": int(speed) if speed.isdigit() and int(speed) else None, "dynamic": name in leased}
+    return found
+
+
+def dynamic_interfaces(shown: str) -> set[str]:
+    """The interfaces with a leased address in the output of `ip -4 -o addr show`."""
+    lines = [line.split() for line in shown.splitlines()]
+    return {words[1] for words in lines if len(words) > 3 and "dynamic" in words[4:]}
+
+
+def disk(path: str) -> dict[str, Any]:
+    """Device, free bytes and writability of the file system that ``path`` is or will be on."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    state = os.statvfs(path)
+    return {"device": os.stat(path).st_dev, "free": state.f_bavail * state.f_frsize,
+            "writable": not state.f_flag & os.ST_RDONLY}
+
+
+def memory(own: set[int]) -> dict[str, int]:
+    """Bytes of memory in total, available, and held by flowspec's processes ``own``."""
+    found = sizes(Path("/proc/meminfo"))
+    held = sum(sizes(Path(f"/proc/{pid}/status")).get("RssAnon", 0) for pid in own)
+    return {"total": found.get("MemTotal", 0), "available": found.get("MemAvailable", 0),
+            "held": held + gpu_buffers(own)}
+
+
+def gpu_buffers(own: set[int]) -> int:
+    """Bytes of a Jetson's GPU buffers, which no process's size includes; only root can read them."""
+    held = 0
+    for line in text("/sys/kernel/debug/nvmap/iovmm/clients").splitlines():
+        words = line.split()  # CLIENT PROCESS PID SIZE
+        if len(words) >= 4 and words[2].isdigit() and int(words[2]) in own and words[3][:-1].isdigit():
+            held += int(words[3][:-1]) * 1024
+    return held
+
+
+def own_processes() -> set[int]:
+    found = set()
+    for line in output("systemctl", "show", "--property=ControlGroup", *_UNITS).splitlines():
+        group = line.partition("=")[2]
+        for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/systemd"):  # the unified hierarchy, and cgroup v1
+            if group:
+                found |= {int(pid) for pid in text(f"{root}{group}/cgroup.procs").split()}
+    return found
+
+
+def holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
+    """Port → (pid, name) of the process that listens on it; (None, "") if only root may see the process."""
+    found: dict[int, tuple[Any, str]] = {}
+    for line in output("ss", "-H", "-l", "-t", "-n", "-p").splitlines():
+        port = line.split()[3].rpartition(":")[2]
+        holder = re.search(r'\(\("([^"]*)",pid=(\d+)', line)
+        if port.isdigit() and int(port) in ports:
+            found[int(port)] = (int(holder[2]), holder[1]) if holder else (None, "")
+    return found
+
+
+def foreign_holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
+    """:func:`holders` without flowspec's services.
+
+    The services are listed before and after: one that cannot reach its neighbours restarts again and again.
+    """
+    before = own_processes()
+    found = holders(ports)
+    own = before | own_processes()
+    return {port: holder for port, holder in found.items()
+            if not isinstance(holder[0], int) or holder[0] not in own}
+
+
+def why_not_root() -> str:
+    """Why this user cannot become root without a password; "" if they can."""
+    if os.geteuid() == 0:
+        return ""
+    done = run(["sudo", "-n", "true"])
+    if done is None:
+        return "there is no sudo"
+    return "" if done.returncode == 0 else last_line(done.stderr) or "sudo -n true fails"
+
+
+def torch(wanted: dict[str, Any]) -> dict[str, Any]:
+    """The facts of ``torch_check``, for the torch that this Python imports for every user (-I).
+
+    Runs in a transient unit with the service's groups and sandboxing, if root and systemd are available.
+    ``wanted``: program (``torch_check`` with a call of its main), device, protections (lines of the unit).
+    Further facts:
+
+    unit     the transient unit's user and groups in words; "" without one
+    outside  the same facts without the unit, if the check fails inside it; else None
+    own      {"torch": its file} for packages of the ssh user alone, if the import fails
+    """
+    python = [sys.executable, "-I", "-c", wanted["program"]]
+    doing("import torch as a service would", 2 * _IMPORT_S + _OTHERS_S)
+    unit, described = transient_unit(wanted["protections"])
+    found = run_torch_check([*unit, *python])
+    outside = None
+    unseen = wanted["device"] != "cpu" and gpu() and not found["cuda"]
+    if unit and (found["why"] or found["numpy_fault"] or found["gpu_fault"] or unseen):
+        outside = run_torch_check(python)
+    return {**found, "unit": described, "outside": outside, "own": user_packages() if found["why"] else {}}
+
+
+def run_torch_check(command: list[str]) -> dict[str, Any]:
+    done = run(command, _IMPORT_S)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+    except (AttributeError, LookupError, ValueError):
+        if done is not None and done.returncode == -signal.SIGKILL:
+            why = "MemoryError: the kernel killed the process, as it does when memory runs out"
+        else:
+            why = f"importing it took more than {_IMPORT_S} s" if done is None else (
+                last_line(done.stderr) or f"importing it ends its process: {ended(done.returncode)}")
+        return {"version": "", "file": "", "build": "", "numpy": "", "cuda": None, "built_for": None,
+                "gpu": "", "why": why, "numpy_fault": "", "gpu_fault": ""}
+
+
+def transient_unit(protections: list[str]) -> tuple[list[str], str]:
+    """The prefix that runs a command as the service does, and its user and groups; empty if unavailable."""
+    if os.geteuid() != 0 or not systemd()["runs"] or run(["systemd-run", "--version"]) is None:
+        return [], ""
+    names = {group.gr_name for group in grp.getgrall()}
+    groups = [name for name in GPU_GROUPS if name in names]
+    user = USER if any(entry.pw_name == USER for entry in pwd.getpwall()) else "nobody"
+    settings = [f"User={user}", f"SupplementaryGroups={' '.join(groups)}", "Environment=HOME=/tmp",
+                f"RuntimeMaxSec={_IMPORT_S}", *protections]
+    described = f"user {user}, groups {', '.join(groups)}" if groups else f"user {user}"
+    return ["systemd-run", "--quiet", "--pipe", "--wait", "--collect",
+            *(f"--property={setting}" for setting in settings), "--"], described
+
+
+def user_packages() -> dict[str, str]:
+    """The files of numpy and torch in the ssh user's own site-packages, which no service sees."""
+    code = ("import importlib.util, json, site; own = site.getusersitepackages(); "
+            "found = {name: importlib.util.find_spec(name) for name in ('numpy', 'torch')}; "
+            "print(json.dumps({name: spec.origin for name, spec in found.items() "
+            "if spec and str(spec.origin).startswith(own)}))")
+    user = os.environ.get("SUDO_USER", "") if os.geteuid() == 0 else ""
+    become = ["sudo", "-n", "-H", "-u", user, "--"] if user else []
+    done = run([*become, *code_command(code, python=sys.executable)])
+    try:
+        found: dict[str, str] = json.loads(done.stdout)
+        return found
+    except (AttributeError, ValueError):
+        return {}

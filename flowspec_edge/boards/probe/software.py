@@ -1,0 +1,168 @@
+"""The rules on a board's JetPack, Python and torch (``checks.CHECKS``), and what to install."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import PurePosixPath
+
+from packaging.requirements import Requirement
+from packaging.version import InvalidVersion, Version
+
+from flowspec_edge.boards.probe.facts import SystemFacts, TorchFacts
+from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.errors import UsageError
+from flowspec_edge.util.jetson import jetpack_of, shared_library_of
+
+_PYTHON = (3, 10)
+_ORIN = (8, 7)  # its GPU's compute capability
+_DEVICES = "/dev/nvhost* /dev/nvmap /dev/nvidia*"
+
+
+@cache
+def required() -> Requirement:
+    """From the package's metadata; UsageError if flowspec is not installed."""
+    try:
+        needs = map(Requirement, requires("flowspec-edge") or ())
+        return next(need for need in needs if need.name == "torch")
+    except PackageNotFoundError:
+        raise UsageError("flowspec-edge is not installed: clone its repository, and make setup") from None
+
+
+def unfit(version: str) -> str:
+    """Why flowspec cannot use a torch of this version; "" if it can.
+
+    By PEP 440, as in transformers: 2.6.0+cu126 is 2.6.0, but 2.6.0a0+ecf3bae40a.nv25.01 is older than 2.6.0.
+    """
+    need = required()
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        return f"{version!r} is no version that Python knows"
+    if need.specifier.contains(found, prereleases=True):
+        return ""
+    early = found.is_prerelease and need.specifier.contains(Version(found.base_version))
+    why = f", and a pre-release of {found.base_version} counts as older" if early else ""
+    return f"{version}; flowspec and transformers need torch{need.specifier}{why}"
+
+
+def install(l4t: str, python: str) -> str:
+    """How to install a suitable torch for all users of ``python``; ``l4t``: "" if the board is no Jetson."""
+    known = jetpack_of(l4t) if l4t else None
+    if known and known.torch:
+        return known.install(python)
+    if l4t:
+        return f"there install {required()} as made for L4T {l4t}, and numpy, for all users"
+    pip = "pip3" if python == "python3" else f"{python} -m pip"
+    return f"sudo {pip} install '{required()}' numpy"
+
+
+def judge_jetpack(l4t: str) -> Finding | None:
+    """The fault of a release of L4T; None if it is supported, or "" (no Jetson)."""
+    known = jetpack_of(l4t)
+    if known is None:
+        return Finding("board", "warning", f"L4T {l4t} is a release that this flowspec does not know",
+                     "go on if nothing else is in the way") if l4t else None
+    if known.supported:
+        return None
+    return Finding("board", "failed", f"L4T {l4t} (JetPack {known.name}): {known.reason}", known.advice)
+
+
+def python_fault(facts: SystemFacts, python: str) -> Finding | None:
+    """``python``: its name in the cluster file."""
+    if facts.python >= _PYTHON:
+        return None
+    return Finding("python", "failed", f"{python} is {'.'.join(map(str, facts.python))}",
+                   "name one that is 3.10 or newer, board_python in the cluster file")
+
+
+def judge_torch(torch: TorchFacts, python: str, l4t: str, torch_device: str, dtype: str = "",
+                busy: bool = False) -> Iterator[Finding]:
+    """Causes before their consequences.
+
+    dtype   of the weights that a stage multiplies
+    busy    whether a flowspec service holds memory on the board, so that the GPU check may run out of it
+    """
+    how, outside = install(l4t, python), torch.outside
+    if _fault(torch, torch_device) and outside and not _fault(outside, torch_device):
+        yield Finding(
+            "torch", "failed", f"{outside.version} works as root, but not with the service's protections "
+                     f"({torch.unit}): {_fault(torch, torch_device)}",
+            f"let every user read {outside.file}, and those groups use the GPU: ls -l {_DEVICES}")
+        return
+    torch = replace(outside, own=torch.own) if outside else torch
+    if torch.why:
+        yield _not_imported(torch, python, l4t, how)
+    elif why := unfit(torch.version):
+        yield Finding("torch", "failed", why, how)
+    elif torch.numpy_fault:
+        yield Finding(
+            "numpy", "failed",
+            f"torch {torch.version} cannot use numpy {torch.numpy}: {torch.numpy_fault}",
+            f"install a numpy that it was built against: {how}")
+    else:
+        yield from _gpu(torch, l4t, torch_device, dtype, how, busy)
+
+
+def _fault(torch: TorchFacts, torch_device: str) -> str:
+    if torch.why or torch.numpy_fault:
+        return str(torch.why or torch.numpy_fault)
+    if torch_device == "cpu":
+        return ""
+    return str(torch.gpu_fault or ("" if torch.cuda else "it sees no GPU"))
+
+
+def _not_imported(torch: TorchFacts, python: str, l4t: str, how: str) -> Finding:
+    missing = re.fullmatch(r"ModuleNotFoundError: No module named '(torch|numpy)'", torch.why)
+    if missing and (own := torch.own.get(missing[1])):
+        return Finding(missing[1], "failed",
+                            f"only in {PurePosixPath(own).parent.parent}, which services do not see",
+                            f"install it for all users: {how}")
+    if missing:
+        return Finding("torch", "failed",
+                            f"{python} has no {missing[1]} that every user can import ({torch.why})",
+                            f"install it: {how}")
+    if torch.why.startswith("MemoryError"):
+        return Finding("torch", "failed", f"there is not enough memory to import it ({torch.why})",
+                            "end what else runs there; a service of flowspec's: flowspec deploy stop")
+    file = re.search(r"(lib\S+\.so\S*): cannot open shared object file", torch.why)
+    library = shared_library_of(l4t, file[1]) if file and l4t else None
+    return Finding("torch", "failed", f"{python} cannot import torch and numpy: {torch.why}",
+                        f"install that library: {library.install}" if library else
+                        f"install what is missing, or torch again: {how}")
+
+
+def _gpu(torch: TorchFacts, l4t: str, torch_device: str, dtype: str, how: str, busy: bool
+         ) -> Iterator[Finding]:
+    """A service for CUDA does not start without a GPU; a Jetson on its CPU is merely many times slower."""
+    version, on_gpu = torch.version, torch_device.startswith("cuda")
+    if on_gpu and not torch.cuda:
+        cuda, why = torch.built_for, torch.gpu_fault
+        build = f"built for CUDA {cuda}, " if cuda else "built without CUDA, "
+        yield Finding(
+            "torch", "failed",
+            f"{version}, {build}sees no CUDA GPU{why and f' ({why})'}, and torch_device is "
+                     f"{torch_device!r}",
+            f'install the torch that was made for this board: {how}; or set torch_device = "cpu" for it in '
+            "the cluster file")
+    elif on_gpu and torch.gpu_fault:
+        capability = ".".join(map(str, torch.cuda or ()))
+        found = (f"{version}: a product on {torch.gpu or 'the GPU'} (compute capability {capability}) "
+                 f"fails: {torch.gpu_fault}")
+        if busy:
+            yield Finding("gpu", "warning", found, "the service that runs there may hold the memory: "
+                                                   "flowspec deploy stop, and try again")
+        else:
+            yield Finding("gpu", "failed", found, f"install a torch with kernels for this GPU: {how}")
+    elif l4t and torch_device == "cpu":
+        yield Finding("torch", "warning", 'torch_device is "cpu", so this Jetson computes on its CPU',
+                           'set torch_device = "cuda" in the cluster file')
+    elif dtype in ("nf4", "fp4") and torch.cuda == _ORIN and torch_device != "cpu":
+        yield Finding(
+            "torch", "warning",
+            f"the weights are in {dtype}, whose matrices bitsandbytes expands on this GPU for every product "
+            "of more than 4 rows",
+            "use int4, which has a kernel for them: dtype in the cluster file, or shard the model again")

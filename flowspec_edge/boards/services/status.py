@@ -1,0 +1,154 @@
+"""Status, journals, start and stop of the services of a deployed cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from flowspec_edge.boards.commands import Unreached, as_root, on_each, runner_for
+from flowspec_edge.boards.inventory import DeviceEntry, Inventory
+from flowspec_edge.boards.probe.facts import BoardStatus, ask_service
+from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.errors import FlowspecError, UsageError
+
+_START_S = 960.0  # longer than any unit's TimeoutStartSec, so that systemd reports the failure
+# reset-failed: a manual start ignores systemd's start limit.
+_ACT = 'verb=$1; shift; [ "$verb" = stop ] || systemctl reset-failed "$1" 2>/dev/null; ' \
+       'exec systemctl "$verb" "$@"'
+_DIFFERENT = "the boards have different releases: flowspec deploy up brings all to one"
+Verb = Literal["start", "stop", "restart"]
+
+
+@dataclass(frozen=True)
+class FleetStatus:
+    """All boards, in the inventory's order."""
+
+    boards: list[BoardStatus]
+
+    @property
+    def release(self) -> str | None:
+        """The common release; None without one, or if they differ.  Boards outside the cluster have none."""
+        found = {board.current.id for board in self.boards if board.current}
+        return next(iter(found)) if len(found) == 1 else None
+
+    @property
+    def ready(self) -> bool:
+        """Whether a token came through the pipeline recently."""
+        return any(board.ready for board in self.boards)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong: "service" of a board, "release" and "ready" of the cluster."""
+        found = [Finding("service", "failed", f"{board.name} was not reached" if board.current is None else
+                         f"{board.current.unit} on {board.name} is {board.state}", board=board.name)
+                 for board in self.boards if board.error or (board.current and board.state != "active")]
+        deployed = any(board.current for board in self.boards)
+        if deployed and self.release is None:
+            found.append(Finding("release", "failed", _DIFFERENT))
+        elif not deployed and not found:
+            found.append(Finding("release", "failed", "nothing is deployed: flowspec deploy up"))
+        if not self.ready:
+            reasons = (board.reason for board in self.boards if board.reason)
+            found.append(Finding("ready", "failed", next(reasons, "")))
+        return found
+
+    @property
+    def ok(self) -> bool:
+        """Whether every board answers, all releases are the same, and the pipeline is ready."""
+        return not self.findings
+
+    @property
+    def reason(self) -> str:
+        """Why the cluster is not ready; "" if it is, or the reason is unknown."""
+        return "; ".join(finding.found for finding in self.findings
+                         if finding.check != "service" and finding.found)
+
+    @property
+    def disorder(self) -> str:
+        """Faults of a ready cluster; "" without any."""
+        by_check = {finding.check: finding.found for finding in self.findings}
+        return by_check.get("release") or ", ".join(finding.found for finding in self.findings
+                                                    if finding.check == "service")
+
+    def as_json(self) -> dict[str, Any]:
+        return {"ok": self.ok, "release": self.release, "ready": self.ready, "reason": self.reason,
+                "boards": [board.as_json() for board in self.boards]}
+
+
+def look(inventory: Inventory) -> FleetStatus:
+    """All boards in parallel."""
+    return FleetStatus(on_each(lambda device: look_at(inventory, device), inventory.device))
+
+
+def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
+    """Never raises FlowspecError: an error is in the status."""
+    try:
+        told = ask_service(inventory, device).running
+    except FlowspecError as error:
+        return BoardStatus(device.name, error=str(error), unreached=isinstance(error, Unreached))
+    return replace(told, name=device.name, error="", unreached=False)
+
+
+def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
+            done: Callable[[str, str], None] = lambda name, error: None) -> dict[str, str]:
+    """``systemctl verb`` on the boards ``names`` (default: all); returns the errors, by board.
+
+    Stages start before the draft device, which waits for a token through all of them, and stop after it.  If
+    a stage failed to start, the draft device starts without waiting and becomes ready when the stage does.
+    Without ``names``, boards outside the cluster are skipped.  ``done`` receives each board and its error
+    ("": none).  UsageError for an unknown board.
+    """
+    boards = {device.name: device for device in chosen(inventory, names)}
+    status = {board.name: board for board in look(inventory).boards if board.name in boards}
+    failed = {name: board.error or f"{name}: nothing is deployed there: flowspec deploy up"
+              for name, board in status.items() if board.current is None}
+    if not names and any(board.current for board in status.values()):
+        failed = {name: error for name, error in failed.items() if status[name].error}
+    stages = [b for b in status.values() if b.current is not None and b.current.role == "verify"]
+    drafts = [b for b in status.values() if b.current is not None and b.current.role == "draft"]
+
+    def act(verb: Verb, board: BoardStatus) -> None:
+        assert board.current is not None
+        error = ""
+        try:
+            runner = runner_for(inventory, boards[board.name], _START_S)
+            lost = verb != "stop" and board.current.role == "draft" and failed
+            runner.run(as_root(["sh", "-c", _ACT, "sh", verb, board.current.unit,
+                                *(["--no-block"] if lost else [])]))
+        except FlowspecError as failure:
+            now = look_at(inventory, boards[board.name])
+            error = f"{board.name}: {board.current.unit}: {now.said}" if now.said else str(failure)
+            failed[board.name] = error
+        done(board.name, error)
+
+    for name, error in failed.items():
+        done(name, error)
+    if verb == "restart" and stages and drafts:  # else the draft device would wait for stopped stages
+        rounds: list[tuple[Verb, list[BoardStatus]]] = [("stop", drafts), ("restart", stages),
+                                                        ("start", drafts)]
+    elif verb == "stop":
+        rounds = [(verb, drafts), (verb, stages)]
+    else:
+        rounds = [(verb, stages), (verb, drafts)]
+    for what, group in rounds:
+        on_each(partial(act, what), group)
+    return failed
+
+
+def logs_command(inventory: Inventory, device: DeviceEntry, unit: str, lines: int, follow: bool) -> list[str]:
+    options = ["--follow"] if follow else []
+    return runner_for(inventory, device).command(as_root(
+        ["journalctl", "--unit", unit, "--lines", str(lines), "--output", "short-iso", "--no-pager",
+         "--no-hostname", *options]))
+
+
+def chosen(inventory: Inventory, names: Sequence[str]) -> list[DeviceEntry]:
+    """The boards of these names, default all; UsageError for an unknown name."""
+    known = {device.name: device for device in inventory.device}
+    for name in names:
+        if name not in known:
+            raise UsageError(f"no board {name!r} in cluster {inventory.cluster.name}; there are "
+                             f"{', '.join(known)}")
+    return [known[name] for name in names] or list(inventory.device)

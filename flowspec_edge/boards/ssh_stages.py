@@ -1,0 +1,177 @@
+"""The stages of a run on boards, started over ssh: D0 is here, one worker on each verify device.
+
+The worker receives its configuration and keys on stdin; neither is written to the board's disk.  The ssh
+connection stays open for the whole run: when it closes, a shell on the board kills the worker, and a worker
+whose sshd has died exits.  So the stages of one run end before those of the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO, Any
+
+from flowspec_edge.boards.commands import BEGUN, SshRunner, end_process, failure
+from flowspec_edge.boards.inventory import Inventory
+from flowspec_edge.boards.links.addresses import network_address
+from flowspec_edge.drivers.processes.addresses import Addresses
+from flowspec_edge.drivers.processes.spec import Connected
+from flowspec_edge.drivers.stage.config import WorkerConfig
+from flowspec_edge.model.manifest import ComputeDtype
+from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.transport import keys
+from flowspec_edge.util import torchdevice
+from flowspec_edge.util.interpreter import module_command
+
+# A shell on the board runs this with a line count and the worker's command as arguments.  Stdin has one line
+# with the key, then that many lines of configuration without ``parent``.  The shell execs the worker, which
+# reads both from file descriptors; $PPID is the connection's sshd.
+_START = """
+IFS= read -r key
+config=$(head -n "$0")
+exec 5<&0
+(cat <&5; kill $$) >/dev/null 2>&1 &
+exec "$@" 5<&- 3<<CONFIG 4<<KEY
+parent = $PPID
+$config
+CONFIG
+$key
+KEY
+"""
+
+_BEGINNING = 1 << 16  # bytes of a stage's output that its login may have printed
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    name: str
+    client: subprocess.Popen[bytes]
+    said: IO[bytes]  # stdout and stderr
+    runner: SshRunner
+    since: float  # time.monotonic() at its start
+
+
+class SshBoards:
+    """``spec.BoardStages``: a worker on each verify device; must be used on the inventory's draft device."""
+
+    def __init__(self, inventory: Inventory, model: str, dtype: ComputeDtype = "fp32",
+                 refresh: Callable[[], None] = lambda: None) -> None:
+        """``model``: directory on the boards, the same on all; each needs only its own part.  UsageError
+        without D0's torch device."""
+        self.device = inventory.torch_device(inventory.draft)  # of D0
+        torchdevice.require(self.device)
+        self._inventory, self._model = inventory, model
+        self._dtype: ComputeDtype = dtype
+        self.refresh = refresh
+        self._stages: list[_Stage] = []
+        self._undo = ExitStack()
+
+    def connect(self, parallelism: Parallelism) -> Connected:
+        """Start the workers without waiting: D0's handshake finds out whether they run.
+
+        Links are encrypted, with keys generated for this run; the collectives of tensor-parallel ranks cannot
+        be.  FlowspecError if a host name does not resolve.
+        """
+        inventory = self._inventory
+        try:
+            directory = Path(self._undo.enter_context(TemporaryDirectory(prefix="flowspec-")))
+            pairs = [keys.generate() for _ in inventory.device]
+            for place, pair in enumerate(pairs):
+                keys.save(pair, directory / f"key{place}")
+            addresses = _addresses(inventory, pairs, directory / "key0")
+            configs = _configs(inventory, addresses, pairs, {
+                "model": self._model, "dtype": self._dtype, "parallelism": parallelism})
+            for device, config in zip(inventory.verify, configs, strict=True):
+                key = (directory / f"key{config.stage}").read_text(encoding="ascii")
+                runner = SshRunner(inventory, device, own_connection=True)
+                lines = _without_parent(config)
+                worker = module_command("flowspec_edge.drivers.stage", "--config", "/dev/fd/3",
+                                        python=inventory.python(device))
+                self._start(device.name, runner,
+                            runner.announced(["sh", "-c", _START, str(len(lines)), *worker]),
+                            "".join([key, *lines]))
+        except BaseException:
+            self.disconnect()
+            raise
+        return Connected(addresses, self._exited)
+
+    def disconnect(self) -> None:
+        """Close the connections, which ends the stages; idempotent."""
+        clients = [stage.client for stage in self._stages]
+        for client in clients:
+            client.terminate()
+        for client in clients:
+            assert client.stdin is not None
+            with suppress(BrokenPipeError):
+                client.stdin.close()
+            end_process(client)
+        self._stages = []
+        self._undo.close()
+
+    def _exited(self) -> str | None:
+        """The first stage that has exited, and why; None while all run."""
+        for stage in self._stages:
+            code = stage.client.poll()
+            if code is not None:
+                stage.said.seek(0)
+                text = stage.said.read().decode(errors="replace")
+                return f"{stage.name}: " + failure("flowspec worker", ["ssh"], code, text)
+            assert stage.runner.login_s is not None
+            if time.monotonic() - stage.since > stage.runner.login_s:
+                beginning = os.pread(stage.said.fileno(), _BEGINNING, 0)  # the client writes on at the end
+                if BEGUN.encode() not in beginning:
+                    return str(stage.runner.hangs_at_login(beginning))
+        return None
+
+    def _start(self, name: str, runner: SshRunner, command: list[str], stdin: str) -> None:
+        said: IO[bytes] = self._undo.enter_context(TemporaryFile())  # noqa: SIM115
+        client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said,
+                                  start_new_session=True)  # Ctrl-C is for D0
+        self._stages.append(_Stage(name, client, said, runner, time.monotonic()))
+        assert client.stdin is not None
+        with suppress(BrokenPipeError):  # the client's stderr has the reason
+            client.stdin.write(stdin.encode())
+            client.stdin.flush()
+
+
+def _addresses(inventory: Inventory, pairs: Sequence[keys.KeyPair], key_file: Path) -> Addresses:
+    cluster, life = inventory.cluster, uuid.uuid4().hex[:8]
+    d0, first = (network_address(inventory, device) for device in (inventory.draft, inventory.verify[0]))
+    return Addresses(
+        control=f"tcp://{d0}:{cluster.control_port}", output=f"tcp://{d0}:{cluster.data_port}",
+        first=f"tcp://{first}:{cluster.data_port}",
+        instances=[f"v{stage}-{life}" for stage in range(1, len(inventory.verify) + 1)],
+        key_file=key_file, worker_keys=[pair.public for pair in pairs[1:]])
+
+
+def _configs(inventory: Inventory, addresses: Addresses, pairs: Sequence[keys.KeyPair],
+             shared: dict[str, Any]) -> list[WorkerConfig]:
+    """Without ``parent``, which only the board knows."""
+    devices = inventory.verify
+    public = [pair.public.decode() for pair in pairs]
+    hosts = [network_address(inventory, device) for device in devices]
+    listen = [f"tcp://{host}:{inventory.cluster.data_port}" for host in hosts]
+    following = [*listen[1:], addresses.output]
+    found = []
+    for i, device in enumerate(devices):
+        own: dict[str, Any] = {}
+        if shared["parallelism"] != "pipeline":
+            own = {"group": f"tcp://{hosts[0]}:{inventory.cluster.group_port}", "unencrypted": True,
+                   "interface": inventory.interface(device)}
+        found.append(WorkerConfig(
+            instance=addresses.instances[i], stage=i + 1, stages=len(devices),
+            device=inventory.torch_device(device), control=addresses.control, listen=listen[i],
+            next=following[i], key_file="/dev/fd/4", control_key=public[0], previous_key=public[i],
+            next_key=public[(i + 2) % len(public)], **own, **shared))
+    return found
+
+
+def _without_parent(config: WorkerConfig) -> list[str]:
+    return [line for line in config.dump().splitlines(keepends=True) if not line.startswith("parent = ")]

@@ -1,0 +1,37 @@
+"""A cluster's power and energy, from the counters that its processes report."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+from flowspec_edge.d0.counters import HeartbeatCounters
+
+POWER = ("watts", "energy_j", "board")  # the keys of ``drivers.observe.power.PowerMeter.read``
+
+Place = TypeVar("Place")
+
+
+def cluster_energy(processes: Iterable[HeartbeatCounters]) -> tuple[float | None, float | None]:
+    """Sum a session's joules, in total and above idle, over the processes' ``SessionEnergy.close``;
+    each board counts once. None if a board is missing: such a sum could not be compared."""
+    boards: dict[float, HeartbeatCounters] = {}
+    for energy in processes:
+        if not {"session_j", "board"} <= energy.keys():
+            return None, None
+        boards.setdefault(energy["board"], energy)
+    above = [energy.get("session_above_idle_j") for energy in boards.values()]
+    known = [joules for joules in above if joules is not None]
+    whole = sum(energy["session_j"] for energy in boards.values())
+    return whole, sum(known) if len(known) == len(above) else None
+
+
+def once_per_board(devices: dict[Place, HeartbeatCounters]) -> dict[Place, HeartbeatCounters]:
+    """Keep each board's power and energy only at its first device."""
+    seen: set[float] = set()
+    found = {}
+    for place, counters in devices.items():
+        again = counters.get("board", -1.0) in seen
+        seen |= {counters["board"]} if "board" in counters else set()
+        found[place] = {k: v for k, v in counters.items() if k not in POWER} if again else counters
+    return found

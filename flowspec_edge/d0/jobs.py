@@ -1,0 +1,90 @@
+"""D0's work for one or several requests, whose matrix products are computed together.
+
+An lm_head or draft head takes about as long as reading its weights, however many rows it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flowspec_edge.d0.session import DraftPass, DraftSession, Task, Verify
+from flowspec_edge.drafting.tree_drafter import TreeDrafter
+
+Failure = tuple[DraftSession, Exception]
+
+
+@dataclass(frozen=True)
+class Job:
+    """``parts``: outputs to verify, or draft passes of drafters that can share one; one part a request."""
+
+    parts: tuple[tuple[DraftSession, Task], ...]
+
+    @property
+    def is_draft(self) -> bool:
+        return isinstance(self.parts[0][1], DraftPass)
+
+    @property
+    def sessions(self) -> tuple[int, ...]:
+        return tuple(draft_session.builder.session for draft_session, _ in self.parts)
+
+    def without(self, sessions: Sequence[int]) -> Job | None:
+        """The job for the other requests, if there are any."""
+        parts = tuple(part for part in self.parts if part[0].builder.session not in sessions)
+        return Job(parts) if parts else None
+
+    def complete(self) -> list[Failure]:
+        """Do the work; return the requests that failed, with their errors. An error in a request's own
+        strategy, drafter or sampling fails this request alone, an error in the common work fails all."""
+        try:
+            if len(self.parts) > 1:
+                return self._draft() if self.is_draft else self._verify()
+            [(draft_session, task)] = self.parts
+            draft_session.complete(task)
+            return []
+        except Exception as error:
+            return [(draft_session, error) for draft_session, _ in self.parts]
+
+    def _verify(self) -> list[Failure]:
+        failures: list[Failure] = []
+        begun: list[tuple[DraftSession, Tensor, Callable[[Tensor], None]]] = []
+        for draft_session, task in self.parts:
+            try:
+                assert isinstance(task, Verify)
+                begun.append((draft_session, *draft_session.begin(task)))
+            except Exception as error:
+                failures.append((draft_session, error))
+        if begun:
+            states = [rows for _, rows, _ in begun]
+            logits = begun[0][0].head.logits(torch.cat(states)).split([len(rows) for rows in states])
+            failures += _each((draft_session, partial(verified, rows))
+                              for (draft_session, _, verified), rows in zip(begun, logits, strict=True))
+        return failures
+
+    def _draft(self) -> list[Failure]:
+        asked = [(draft_session, draft_session.drafter, task.request) for draft_session, task in self.parts
+                 if isinstance(task, DraftPass) and isinstance(draft_session.drafter, TreeDrafter)]
+        assert len(asked) == len(self.parts)
+        outputs = TreeDrafter.expand_together([(drafter, request) for _, drafter, request in asked])
+        return _each((draft_session, partial(draft_session.drafted, request, output))
+                     for (draft_session, _, request), output in zip(asked, outputs, strict=True))
+
+
+def can_share(first: DraftSession, other: DraftSession) -> bool:
+    """Whether one pass can serve both drafters."""
+    return (isinstance(first.drafter, TreeDrafter) and other.drafter is not None
+            and first.drafter.shares_passes_with(other.drafter))
+
+
+def _each(steps: Iterable[tuple[DraftSession, Callable[[], None]]]) -> list[Failure]:
+    failures: list[Failure] = []
+    for draft_session, step in steps:
+        try:
+            step()
+        except Exception as error:
+            failures.append((draft_session, error))
+    return failures

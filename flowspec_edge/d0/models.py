@@ -1,0 +1,183 @@
+"""D0's models: lm_head, and draft models that are loaded on first use."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from flowspec_edge.d0.lm_head import LmHead
+from flowspec_edge.d0.prefix_cache import PrefixHit
+from flowspec_edge.d0.request import Request
+from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.load import SharedMemory, load_drafters, needs_embedding
+from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter
+from flowspec_edge.errors import UsageError
+from flowspec_edge.messages import Tap
+from flowspec_edge.model.manifest import DRAFT
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.layers.kinds import layer_kinds
+from flowspec_edge.stage.output_head import load_output_head
+from flowspec_edge.stage.quant.schemes import quantise_linears
+from flowspec_edge.stage.shard import find_embedding, stage_ranges
+from flowspec_edge.stage.weights.load import head_scheme_of, opened_part
+from flowspec_edge.strategies.base import Pipeline
+from flowspec_edge.strategies.draft_choice import draft_kind, draft_label
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
+from flowspec_edge.util.graphs import CudaRecorder, Recorder
+from flowspec_edge.util.tensors import from_torch
+from flowspec_edge.util.torchdevice import allocation, make_current, use_exact_kernels
+
+log = logging.getLogger(__name__)
+
+_TIMED_PASSES = 6
+_MEMORY_ADVICE = "end other programs, take a smaller draft model, or let D0 compute on the CPU (torch_device)"
+
+
+class DraftModels:
+    def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu",
+                 slow: Callable[[], AbstractContextManager[None]] = nullcontext, cache_rows: int = 0,
+                 record: Recorder | None = None, loaded: Callable[[int], None] = lambda sizes: None) -> None:
+        """device  torch device for lm_head and the draft models; the tree stays on the CPU
+        slow    entered while a draft model is loaded and makes its first passes
+        cache_rows  on CUDA: rows for a draft model's caches, of all sessions, which are allocated when it is
+                loaded; 0: each session's grow
+        record  records draft passes over them; None: as CUDA graphs
+        loaded  called when a draft model has been loaded, with the number of its ``graph_sizes``
+
+        ``kinds``: of the layers on the stages.
+        """
+        self._slow = slow
+        self._rows, self._record, self._loaded = cache_rows, record, loaded
+        self.graph_sizes: dict[str, int] = {}  # numbers of rows for which passes are graphs, by kind
+        use_exact_kernels()
+        make_current(device)
+        self._model = ModelDir(model_dir)
+        self._dtype = dtype
+        self._scheme = head_scheme_of(model_dir)
+        # Compares every file of a sharded model: those of draft models, which are loaded later, too.
+        with (opened_part(model_dir, DRAFT) as files,
+              allocation("lm_head on the draft device", 0, _MEMORY_ADVICE)):
+            self._lm_head = LmHead(load_output_head(self._model.target, dtype, device, self._scheme, files))
+        # Refuses a model that stages cannot run.
+        self.kinds = layer_kinds(load_config(self._model.target))
+        self._limit = self._model.max_positions
+        self._drafters: dict[str, Callable[[], Drafter]] = {}
+        if self._lm_head.head.device.type == "cuda":
+            self._lm_head.warm_up()
+
+    def can_share_drafter(self, one: Request, other: Request) -> bool:
+        """Return whether one request's drafter can serve the other; UsageError if either cannot run."""
+        return self._drafter_key(one) == self._drafter_key(other)
+
+    def _drafter_key(self, request: Request) -> tuple[object, ...]:
+        params = request.params
+        chosen = strategy_class(request.strategy)
+        kind = draft_kind(chosen, params, self._model)
+        looks_up = kind == "ngram" or (kind is not None and chosen.merges_look_up(params))
+        return (kind, looks_up, *((params.ngram_max, params.ngram_min) if looks_up else ()))
+
+    def draft_session(self, request: Request, stages: int, clock: Callable[[], float], session: int,
+                      passes: Callable[[str], float], slot: Callable[[int], float] | None = None,
+                      predecessor: DraftSession | None = None, prefix: PrefixHit | None = None,
+                      around: Callable[[Drafter], Drafter] | None = None, sparse: bool = False
+                      ) -> DraftSession:
+        """Create D0's side of one request; UsageError if it cannot run on this model.
+
+        passes       kind of draft model -> passes per full segment's latency through the pipeline
+        slot         rows -> time of a segment in the slowest stage and on a link, if known
+        predecessor  the request's draft session in an earlier session
+        prefix       retained rows of a request that :meth:`can_share_drafter` with this one
+        around       wraps a new drafter
+        sparse       rows choose experts, or those of the emulated model do
+        """
+        chosen = strategy_class(request.strategy)
+        length = len(request.prompt) + request.max_new_tokens
+        if length > self._limit:
+            raise UsageError(
+                f"the prompt has {len(request.prompt)} tokens and {request.max_new_tokens} more are "
+                f"asked for, but the model stops at {self._limit}; shorten the prompt or lower "
+                "--max-new-tokens"
+            )
+        vocabulary = self._lm_head.vocabulary
+        if not all(0 <= token < vocabulary for token in request.prompt):
+            raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
+        named = {"logit_bias": request.penalties.logit_bias if request.penalties else (),
+                 "restrictions": request.restrictions.tokens if request.restrictions else ()}
+        for name, tokens in named.items():
+            if not all(0 <= token < vocabulary for token in tokens):
+                raise UsageError(f"{name}: a token id is outside the vocabulary of {vocabulary}")
+        kind = draft_kind(chosen, request.params, self._model)
+        drafter = prefix.prefix.drafter if prefix else None
+        ranking = request.sampling, request.params.rank, request.params.tau
+        if prefix and drafter and not drafter.rewind(prefix.rows + 1, *ranking):
+            prefix = drafter = None
+        if kind and drafter is None:
+            drafter = self._drafter(kind, request.params, chosen.merges_look_up(request.params))
+            drafter = around(drafter) if around else drafter
+        cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
+        depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
+        pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot,
+                            sparse)
+        return DraftSession(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
+                            self._lm_head, clock, session, predecessor=predecessor,
+                            cached_rows=cached_rows, parent_session=parent,
+                            draft=draft_label(chosen, request.params, kind))
+
+    def pass_seconds(self, kind: str) -> float:
+        """Measure a pass over one row on this machine: the fastest of a few."""
+        drafter = self._drafter(kind, Params())
+        with self._slow():
+            drafter.reset(Sampling(), "draft", 1.0)
+            head = self._lm_head.head
+            state = torch.zeros(1, head.hidden_size, dtype=head.dtype, device=head.device)
+            for layer in drafter.taps:
+                drafter.tap(Tap(0, 0, 0, layer, np.zeros(1, np.int32), from_torch(state)))
+            drafter.commit([0], None)
+            drafter.commit([0], state, [0])
+            request = DraftRequest(0, (DraftNode(0, -1, 0, 1),), 1)
+            seconds = []
+            for child in range(1, _TIMED_PASSES + 1):
+                start = time.perf_counter()
+                drafter.expand(request)
+                seconds.append(time.perf_counter() - start)
+                request = DraftRequest(0, (DraftNode(child, child - 1, 0, child + 1),), 1)
+            return min(seconds[1:])  # the first one reads the text
+
+    def _drafter(self, kind: str, params: Params, merged: bool = False) -> Drafter:
+        looked_up = NgramDrafter(params.ngram_max, params.ngram_min)
+        if kind == "ngram":
+            return looked_up
+        if kind not in self._drafters:
+            with self._slow(), allocation(f"the draft model {kind}", 0, _MEMORY_ADVICE):
+                head = self._lm_head.head
+                embedding = (find_embedding(self._model.target, self._dtype, head.device)
+                             if needs_embedding(kind, self._model.parts) else None)
+                same_bits = (partial(quantise_linears, how=self._scheme, device=head.device)
+                             if self._scheme else lambda module: None)
+                memory = self._shared_memory()
+                self._drafters[kind] = load_drafters(kind, self._model.parts, head, embedding, self._dtype,
+                                                     self._model.layers, same_bits, memory)
+            if memory and memory.choice:
+                log.info("D0, %s: %s", kind, memory.choice)
+                self.graph_sizes[kind] = len(memory.choice.ms)
+            self._loaded(self.graph_sizes.get(kind, 0))
+        drafter = self._drafters[kind]()
+        return MergedDrafter(drafter, looked_up) if merged else drafter
+
+    def _shared_memory(self) -> SharedMemory | None:
+        device = self._lm_head.head.device
+        if not self._rows or (device.type != "cuda" and self._record is None):
+            return None
+        return SharedMemory(self._rows, self._record or CudaRecorder(device))

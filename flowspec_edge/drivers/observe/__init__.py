@@ -1,0 +1,1 @@
+"""What listens to a cluster: traces, counters, power.  ``d0.observer`` defines the events."""

@@ -1,0 +1,122 @@
+"""What a cluster is (``ClusterSpec``), and where its devices are (``Place``), for ``clusters.open_cluster``.
+
+This module imports quickly, because the command line builds both values before it imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from flowspec_edge.d0.observer import Observer
+    from flowspec_edge.d0.request import SchedulingPolicy
+    from flowspec_edge.device_profile import Profile
+    from flowspec_edge.drivers.observe.power import PowerMeter
+    from flowspec_edge.drivers.processes.addresses import Addresses, Placement
+    from flowspec_edge.drivers.virtual.devices import Devices
+    from flowspec_edge.lab.emulation.durations import Emulation
+    from flowspec_edge.strategies.base import Parallelism
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """A model on a draft device (D0) and ``stages`` stages.
+
+    model          the model's directory, as D0 sees it
+    dtype          "fp32", "bf16" or "fp16", for activations, caches and all weights that are not in 4 bits
+    device         torch device of D0, and of the stages that D0 starts
+    threads        torch threads per process; None divides the cores. Not for stages on boards
+    at_once        number of concurrent requests, each with its own caches
+    cache_rows     limit for the rows in a stage's caches (``capacity.cache_rows``): requests wait for room,
+                   and free room keeps prefixes. None: no limit, and no prefix cache
+    reserve        stages that D0 starts allocate the memory for ``cache_rows`` at their start
+    scheduling_policy  how concurrent requests share the stages (``Scheduler``)
+    dead_after     seconds of silence after which a stage counts as lost
+    start_within   seconds for all stages to say Hello
+    rejoin_within  seconds for a lost stage to come back, while open requests wait. 0, or ranks that D0 did
+                   not start: every loss is final. D0 restarts the stages that it started
+    meter          running power meter of this board; results have the energy if every board has one
+    slow           entered around calls that may take minutes on a slow disk (loading D0's models)
+    idle_s         seconds to measure idle power before the first request; only with a meter
+
+    In virtual time, only the model, ``scheduling_policy`` and ``observer`` matter.
+    """
+
+    model: Path
+    stages: int
+    dtype: str = "fp32"
+    _: KW_ONLY
+    device: str = "cpu"
+    threads: int | None = None
+    at_once: int = 8
+    cache_rows: int | None = None
+    reserve: bool = False
+    scheduling_policy: SchedulingPolicy = "fair"
+    dead_after: float = 5.0
+    start_within: float = 180.0
+    rejoin_within: float = 0.0
+    observer: Observer | None = None
+    meter: PowerMeter | None = None
+    idle_s: float = 0.0
+    slow: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+@dataclass(frozen=True)
+class Here:
+    """The stages are processes on this machine, which D0 starts and ends.
+
+    network    the devices' addresses and network namespaces; None: loopback, and stages that are forks
+    emulation  the devices whose speed the processes imitate; None: they run at their own speed
+    """
+
+    network: Placement | None = None
+    emulation: Emulation | None = None
+
+
+@dataclass(frozen=True)
+class Connected:
+    """The stages run already; D0 neither starts nor ends them.
+
+    watch    called several times a second; returns why a stage has ended for good, or None
+    waiting  called repeatedly with the stages that have not said Hello: ["V1", …]
+    """
+
+    addresses: Addresses
+    watch: Callable[[], str | None] = lambda: None
+    waiting: Callable[[list[str]], None] = lambda stages: None
+
+
+@runtime_checkable
+class BoardStages(Protocol):
+    """The stages are on boards. For the first request D0 connects to them, and starts them if need be."""
+
+    def connect(self, parallelism: Parallelism) -> Connected:
+        """Connect to the stages. UsageError if they cannot form a pipeline or group of this kind."""
+
+    def refresh(self) -> None:
+        """Called before every request."""
+
+    def disconnect(self) -> None:
+        """End the stages that :meth:`connect` started; idempotent."""
+
+
+@dataclass(frozen=True)
+class Virtual:
+    """All devices are simulated in one process, and every time is the profile's (``VirtualCluster``).
+
+    profile         of each device, which share the layers of its model evenly; or the devices themselves
+    learn           D0 learns segment times from the stages' reports, instead of from the profile
+    right_children  the share of right children that drafts have (``CalibratedDrafter``): 1 is the head's own
+    """
+
+    profile: Profile | Devices
+    learn: bool = False
+    right_children: float = 1.0
+
+
+Processes = Here | Connected | BoardStages
+Place = Processes | Virtual

@@ -1,0 +1,72 @@
+"""Durations of a slot, of a row on a link and of a draft pass: measured at the start, or emulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from flowspec_edge.d0.request import Request, Stats
+from flowspec_edge.d0.slot_curve import WARM_UP_ROWS, SlotCurve
+from flowspec_edge.lab.emulation.durations import Emulation
+from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.strategies.params import Params
+
+_SEGMENTS = 6
+_ROUND_TRIPS = 3  # per segment size, to measure links; the fastest counts
+
+
+class ClusterTiming:
+    """slot_s  time of a full segment in the slowest stage; 0 before :meth:`warm_up`
+    curve   learns a segment's time from its rows. None under emulation, which takes it from the profile, and
+            for tensor parallelism, whose ranks compute segments together
+    sparse  whether rows choose experts, by the emulated model if there is one
+    """
+
+    def __init__(self, emulation: Emulation | None, parallelism: Parallelism, stages: int,
+                 pass_seconds: Callable[[str], float], sparse: bool = False) -> None:
+        self.slot_s = 0.0
+        self.sparse = emulation.devices.sparse if emulation else sparse
+        self.curve = None if emulation or parallelism != "pipeline" else SlotCurve(sparse)
+        self._emulation = emulation
+        self._parallelism = parallelism
+        self._stages = stages
+        self._pass_seconds = pass_seconds
+        self._pass_s: dict[str, float] = {}
+
+    def slot_seconds(self) -> Callable[[int], float] | None:
+        """Return a function from rows to a segment's seconds in a stage; None if it is not known."""
+        if self._emulation:
+            return self._emulation.devices.occupied_seconds
+        return self.curve.seconds if self.curve else None
+
+    def draft_passes(self, kind: str, rows: int) -> float:
+        """Return how many draft passes fit into the time of ``rows`` rows through all stages."""
+        if self._emulation:
+            devices = self._emulation.devices
+            latency = devices.latency_seconds(rows, self._parallelism)
+            return latency / max(devices.d0.draft_seconds(kind), 1e-9)
+        if kind not in self._pass_s:
+            self._pass_s[kind] = self._pass_seconds(kind)
+        slots = self._stages if self._parallelism == "pipeline" else 1
+        return self.slot_s * slots / self._pass_s[kind]
+
+    def warm_up(self, run: Callable[[Request], Stats]) -> None:
+        """Measure the slot with full segments, so that all strategies use the same unit of turns. Also seed
+        the curve with the shortest and longest warm-up segments; the difference of their round trips gives a
+        row's mean time on a link."""
+        slot_s = run(_prefill(Params().segment, _SEGMENTS)).slot_s
+        if self.curve:
+            shortest, longest = min(WARM_UP_ROWS), max(WARM_UP_ROWS)
+            short_s, long_s = (min(_transit_s(run, rows) for _ in range(_ROUND_TRIPS))
+                               for rows in (shortest, longest))
+            self.curve.link_row_s = max(0.0, long_s - short_s) / (longest - shortest) / self._stages
+        self.slot_s = slot_s
+
+
+def _transit_s(run: Callable[[Request], Stats], rows: int) -> float:
+    """Seconds for a segment of ``rows`` rows from D0 back to D0, minus the stages' computing."""
+    stats = run(_prefill(rows, 1))
+    return stats.ttft_s - sum(stage.get("compute_s", 0.0) for stage in stats.stages)
+
+
+def _prefill(rows: int, segments: int) -> Request:
+    return Request([0] * (rows * segments), "autoregressive", 1, params=Params(prefill_chunk=rows))

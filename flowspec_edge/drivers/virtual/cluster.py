@@ -1,0 +1,198 @@
+"""A cluster in virtual time: one process, discrete events, bit-for-bit reproducible figures.
+
+Compute and links are charged with the hidden width and layers of the profile's model, not of the loaded one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+
+from flowspec_edge.d0.core import DraftCore
+from flowspec_edge.d0.models import DraftModels
+from flowspec_edge.d0.observer import Observer
+from flowspec_edge.d0.request import OnTokens, Request, RequestHandle, Result, SchedulingPolicy
+from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.slot_curve import WARM_UP_ROWS, SlotCurve
+from flowspec_edge.device_profile import Profile
+from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.calibrated import CalibratedDrafter
+from flowspec_edge.drivers.virtual.clock import EventClock, Span
+from flowspec_edge.drivers.virtual.devices import Devices
+from flowspec_edge.drivers.virtual.run import VirtualRun
+from flowspec_edge.model.modeldir import ModelDir, is_sharded
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import Shard, load_shard, stage_ranges
+from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import one_parallelism, strategy_class
+from flowspec_edge.util.threads import threads_worth
+
+
+class StageWeights:
+    """The target's weights, loaded once for all stages. A checkpoint can be split at any layer, a sharded
+    model only where it was sharded."""
+
+    def __init__(self, model_dir: Path, dtype: str, device: str = "cpu") -> None:
+        self._model_dir, self._dtype, self._device = model_dir, dtype, device
+        self._loaded: list[Shard] = []
+
+    def shards(self, stages: int) -> list[Shard]:
+        """Return ``stages`` pieces with shared weights; the last may be empty. Raises as ``load_shard``."""
+        ranges = stage_ranges(self._model_dir, stages, allow_empty=True)
+        if not self._loaded:
+            pieces = stages if is_sharded(self._model_dir) else 1
+            self._loaded = [load_shard(self._model_dir, i, pieces, self._dtype, self._device)
+                            for i in range(pieces)]
+        if len(self._loaded) > 1:
+            return self._loaded
+        return [self._loaded[0].subset(i, stages, layers) for i, layers in enumerate(ranges)]
+
+
+class VirtualCluster:
+    """If a single profile is given, all devices have it and share the layers of its model evenly."""
+
+    clock = "virtual"
+    spans: list[Span]  # of the newest run
+
+    def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32",
+                 observer: Observer | None = None, *, device: str = "cpu", learn: bool = False,
+                 scheduling_policy: SchedulingPolicy = "fair", right_children: float = 1.0) -> None:
+        """device  torch device for D0's weights and the stages'
+        learn   D0 learns segment times from the stages' reports (``slot_curve``), instead of from the profile
+        scheduling_policy  how concurrent requests share the stages (``Scheduler``)
+        right_children  the share of right children that drafts have (``CalibratedDrafter``): 1, the head's
+        """
+        self.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
+        self._size = ModelDir(model_dir).size
+        self._draft_models = DraftModels(model_dir, dtype, device)
+        self._stages = stages
+        self._observer = observer or Observer()
+        self._policy = scheduling_policy
+        self._weights = StageWeights(ModelDir(model_dir).stages, dtype, device)
+        self._curve = self._warm_curve() if learn else None
+        self._engines: dict[int, list[StageEngine]] = {}  # by the number of pieces
+        self._session = 0
+        self._right_children = right_children
+        self._texts: dict[tuple[object, ...], list[int]] = {}  # plain decoding's, by request
+        self.spans = []
+        with threads_worth(self._size):
+            self._engines_of(stages)
+
+    def under(self, profile: Profile | Devices, stages: int, right_children: float = 1.0) -> VirtualCluster:
+        """Return a cluster of other devices, or another acceptance, that takes over these weights; do not use
+        this one again."""
+        other = copy(self)
+        other.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
+        other._stages, other._right_children = stages, right_children
+        other._curve = other._warm_curve() if self._curve else None
+        other._engines = {n: engines for n, engines in self._engines.items() if n in (1, stages)}
+        other._engines_of(stages)
+        return other
+
+    def _warm_curve(self) -> SlotCurve:
+        curve = SlotCurve(self.devices.sparse)
+        curve.link_row_s = self.devices.link_row_seconds()
+        for place, rows in product(range(1, self._stages + 1), WARM_UP_ROWS):
+            curve.observe(place, rows, self.devices.stage_seconds(place, rows))
+        return curve
+
+    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
+        return self.generate_many([request], on_tokens=[on_tokens])[0]
+
+    def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None, *,
+                      leaves: Sequence[float | None] | None = None,
+                      follows: Sequence[int | None] | None = None,
+                      on_tokens: Sequence[OnTokens | None] | None = None,
+                      stop: Callable[[], bool] | None = None) -> list[Result]:
+        """Run requests concurrently; results in their order.
+
+        arrivals   virtual seconds at which each arrives; all at 0 by default
+        leaves     when each is cancelled, or None; its result is the text until then
+        follows    index of the request whose end starts each, instead of a time
+        stop       called after tokens of a request: whether to cancel it
+
+        UsageError if one does not fit, or if they need different parallelism.
+        """
+        parallelism = one_parallelism(request.strategy for request in requests)
+        if self._right_children != 1:
+            for request in requests:
+                self._text(request)
+        clock = EventClock()
+        self.spans = []
+        core = DraftCore(partial(self._draft_session, parallelism, clock), lambda: clock.now, self._observer,
+                         lambda: self._session, self._curve, policy=self._policy)
+        run = VirtualRun(core, self._engines_of(self._stages if parallelism == "pipeline" else 1),
+                         self.devices, parallelism, clock, self.spans)
+        handles: list[RequestHandle] = []
+        errors: list[BaseException] = []
+
+        def start(place: int) -> None:
+            handle = handles[place]
+            if leaves and (leave := leaves[place]) is not None:
+                clock.at(max(leave, clock.now), lambda: run.cancel(handle))
+            run.start(handle)
+
+        def tokens(place: int, new: list[int]) -> None:
+            if on_tokens and (listener := on_tokens[place]):
+                listener(new)
+            if stop is not None and stop():
+                clock.at(clock.now, lambda: run.cancel(handles[place]))
+
+        def done(place: int, _: object) -> None:
+            try:
+                for following in [other for other, first in enumerate(follows or ()) if first == place]:
+                    start(following)
+            except BaseException as error:  # a future would only log it
+                errors.append(error)
+
+        for place, request in enumerate(requests):
+            handles.append(RequestHandle(request, partial(tokens, place)))
+            handles[place].add_done_callback(partial(done, place))
+        order = sorted((place for place in range(len(requests)) if not follows or follows[place] is None),
+                       key=lambda place: arrivals[place] if arrivals else 0.0)
+        run.expect([(arrivals[place] if arrivals else 0.0, partial(start, place)) for place in order])
+        with threads_worth(self._size):
+            run.run()
+        failed = (handle.exception() for handle in handles if handle.done())
+        for error in [*filter(None, failed), *errors]:
+            raise error
+        return [handle.result() for handle in handles]
+
+    def _draft_session(self, parallelism: Parallelism, clock: EventClock, handle: RequestHandle, session: int,
+                       before: DraftSession | None) -> DraftSession:
+        request = handle.request
+        self._session = session
+
+        def calibrated(drafter: Drafter) -> Drafter:
+            return CalibratedDrafter(drafter, self._text(request), self._right_children,
+                                     request.sampling.seed)
+
+        latency = self.devices.latency_seconds(request.params.segment, parallelism)
+        return self._draft_models.draft_session(
+            request, self._stages, lambda: clock.now, session,
+            lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
+            self._curve.seconds if self._curve else self.devices.occupied_seconds,
+            around=calibrated if self._right_children != 1 else None, sparse=self.devices.sparse)
+
+    def _text(self, request: Request) -> list[int]:
+        """The prompt and plain decoding's answer, which is computed once."""
+        if strategy_class(request.strategy).drafter is None:
+            return []  # it drafts nothing
+        key = (tuple(request.prompt), request.max_new_tokens, request.sampling, request.stop_ids)
+        if key not in self._texts:
+            plain = self.generate(replace(request, strategy="autoregressive", params=Params()))
+            self._texts[key] = [*request.prompt, *plain.tokens]
+        return self._texts[key]
+
+    def _engines_of(self, stages: int) -> list[StageEngine]:
+        if stages not in self._engines:
+            self._engines[stages] = [StageEngine(shard) for shard in self._weights.shards(stages)]
+        return self._engines[stages]
+
+    def close(self) -> None:
+        """A virtual cluster holds no processes or sockets."""

@@ -1,1 +1,0 @@
-"""Links between boards: addresses, measurement, traffic shaping, namespaces.  Begin with ``linktest``."""

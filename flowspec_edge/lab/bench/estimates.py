@@ -1,0 +1,116 @@
+"""Means, medians and ratios over prompts with their standard errors.
+
+A figure of no prompt at all does not exist: it is None, never 0.  So an answer of at most one token, which
+prefill yields, has no speed and is in none of these figures (``samples.is_short``); tables count it apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from statistics import fmean, median
+
+from flowspec_edge.lab.bench.samples import Sample, is_short
+
+METHOD = ("±: standard error over the prompts (repeats of a prompt are averaged first; a ratio's by "
+          "linearisation)")
+MEDIAN = ("median: over the prompts, that of a speedup over the prompts' own ratios; a few answers that are "
+          "drafted almost without a miss do not carry it")
+
+Place = tuple[str, int]  # a task and the number of a prompt in it
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """error   the standard error; None for a single prompt
+    median  over the prompts, of a ratio over their own ratios; None for a single prompt, and where it means
+            nothing
+    """
+
+    value: float
+    error: float | None = None
+    median: float | None = None
+
+    def text(self, digits: int = 2) -> str:
+        """Mean ± standard error (median)."""
+        spread = "" if self.error is None else f" ± {self.error:.{digits}f}"
+        middle = "" if self.median is None else f" ({self.median:.{digits}f})"
+        return f"{self.value:.{digits}f}{spread}{middle}"
+
+
+def ratio(over: Sequence[float], under: Sequence[float]) -> Estimate | None:
+    """Σ over / Σ under of pairs, one a prompt, as in Cochran's ratio estimator; None if Σ under is 0."""
+    total, n = sum(under), len(over)
+    if not total:
+        return None
+    value = sum(over) / total
+    if n < 2:
+        return Estimate(value)
+    squares = sum((a - value * b) ** 2 for a, b in zip(over, under, strict=True))
+    return Estimate(value, sqrt(n / (n - 1) * squares) / abs(total))
+
+
+def mean(values: Sequence[float]) -> Estimate | None:
+    return ratio(values, [1.0] * len(values))
+
+
+def average(parts: Sequence[Estimate | None]) -> Estimate | None:
+    """The mean of independent estimates, such as those of tasks; of a task that has none nothing is
+    counted."""
+    found = [part for part in parts if part is not None]
+    if not found:
+        return None
+    errors = [part.error for part in found if part.error is not None]
+    whole = sqrt(sum(error ** 2 for error in errors)) / len(found) if len(errors) == len(found) else None
+    return Estimate(fmean(part.value for part in found), whole)
+
+
+def by_prompt(samples: Iterable[Sample], figure: Callable[[Sample], float]) -> dict[Place, float]:
+    """A prompt's mean over its repeats."""
+    found: dict[Place, list[float]] = {}
+    for sample in samples:
+        found.setdefault((sample.task, sample.prompt), []).append(figure(sample))
+    return {place: fmean(values) for place, values in found.items()}
+
+
+def speeds(samples: Iterable[Sample]) -> dict[Place, float]:
+    """Tokens/s of each prompt whose answers have some."""
+    return by_prompt((s for s in samples if not is_short(s)), lambda s: s.tokens_per_second or 0.0)
+
+
+def speed(samples: Sequence[Sample]) -> Estimate | None:
+    """Mean tokens/s."""
+    found = list(speeds(samples).values())
+    return _with_median(mean(found), found)
+
+
+def speedup(samples: Sequence[Sample], base: Sequence[Sample]) -> Estimate | None:
+    """The ratio of the means, on the same prompts; without an error to itself."""
+    ours, theirs = speeds(samples), speeds(base)
+    if ours and theirs and samples[0].cell == base[0].cell:
+        return Estimate(1.0)
+    return paired_ratio([(ours[place], theirs[place]) for place in ours if place in theirs])
+
+
+def paired_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate | None:
+    """The ratio of the means of pairs, one a prompt, and the median of their own ratios."""
+    return _with_median(ratio([a for a, _ in pairs], [b for _, b in pairs]), [a / b for a, b in pairs if b])
+
+
+def _with_median(made: Estimate | None, values: Sequence[float]) -> Estimate | None:
+    return replace(made, median=median(values)) if made and len(values) > 1 else made
+
+
+def per_turn(samples: Sequence[Sample]) -> Estimate | None:
+    return _rate(samples, lambda s: s.turns)
+
+
+def per_round(samples: Sequence[Sample]) -> Estimate | None:
+    return _rate(samples, lambda s: s.rounds)
+
+
+def _rate(samples: Sequence[Sample], unit: Callable[[Sample], float]) -> Estimate | None:
+    decoded = [sample for sample in samples if not is_short(sample)]
+    return ratio(list(by_prompt(decoded, lambda s: s.tokens - 1).values()),
+                 list(by_prompt(decoded, unit).values()))

@@ -1,0 +1,105 @@
+"""How many answers and tokens are not those of plain decoding, and in which types of numbers they were made.
+
+In fp32 there is none, or the run fails.  In 16 bits near ties (``bench.near_ties``) explain a difference;
+that does not make the answers the same, so every table counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowspec_edge.lab.bench.samples import Sample
+from flowspec_edge.model.manifest import types_text
+
+PLAIN = "autoregressive"
+MARKS = ("answers ≠, tokens ≠: those that are not plain decoding's with the unsharded model; ≈: near ties of "
+         "16 bits explain it, ≠: nothing does")
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """different_tokens  places at which a token is not plain decoding's; None: not known, in older files
+    near_ties         of the different answers, those that near ties explain
+    """
+
+    answers: int
+    different_answers: int
+    tokens: int
+    different_tokens: int | None
+    near_ties: int
+
+    @property
+    def mark(self) -> str:
+        return mark_of(self.different_answers, self.near_ties)
+
+    @property
+    def tokens_text(self) -> str:
+        return f"{'?' if self.different_tokens is None else self.different_tokens}/{self.tokens}"
+
+    @property
+    def answers_text(self) -> str:
+        """With the mark."""
+        return f"{self.different_answers}/{self.answers} {self.mark}".rstrip()
+
+
+def mark_of(different_answers: int | None, near_ties: int | None) -> str:
+    """Beside a figure: "≠" if an answer is wrong, "≈" if near ties alone made answers differ; "" also if
+    that is not known."""
+    if not different_answers:
+        return ""
+    return "≈" if different_answers == near_ties else "≠"
+
+
+def exactness(samples: Iterable[Sample]) -> Exactness:
+    found = list(samples)
+    differing = [s.different_tokens for s in found]
+    known = [count for count in differing if count is not None]
+    return Exactness(len(found), sum(not s.identical for s in found), sum(s.tokens for s in found),
+                     sum(known) if len(known) == len(differing) else None, sum(s.near_ties for s in found))
+
+
+def types_of(settings: Mapping[str, Any]) -> str:
+    """In which types a measurement ran: of the weights, which older files do not name, and of the
+    arithmetic."""
+    return types_text(str(settings.get("dtype")), settings.get("weights"))
+
+
+def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> str:
+    """A sentence over all methods; methods with differences are named."""
+    whole = exactness(samples)
+    said = (f"{whole.different_answers} of {whole.answers} answers and {_count(whole.different_tokens)} of "
+            f"{whole.tokens} tokens differ from plain decoding's ({types_of(settings)})")
+    if not whole.different_answers:
+        return f"{said}."
+    methods = {name: exactness(s for s in samples if s.strategy == name)
+               for name in dict.fromkeys(s.strategy for s in samples)}
+    each = ", ".join(f"{name} {one.answers_text} answers, {one.tokens_text} tokens"
+                     for name, one in methods.items() if one.different_answers)
+    each += _through_stages(samples)
+    why = "near ties of 16 bits explain all of them (≈)" if whole.mark == "≈" else \
+        f"near ties of 16 bits explain {whole.near_ties} of them (≈), nothing explains the others (≠)"
+    return f"{said}: {each}; {why}."
+
+
+def _through_stages(samples: Sequence[Sample]) -> str:
+    """Answers that are not autoregressive decoding's through the same stages, if these can be told."""
+    plainly = [s for s in samples if s.strategy == PLAIN]
+    answers = {_place(s): s.answer for s in plainly}
+    others = [s for s in samples if s.strategy != PLAIN and _place(s) in answers]
+    if not others or len(answers) < len(plainly) or not all(s.answer for s in (*plainly, *others)):
+        return ""
+    counts = []
+    for name in dict.fromkeys(s.strategy for s in others):
+        mine = [s for s in others if s.strategy == name]
+        counts.append(f"{name} {sum(s.answer != answers[_place(s)] for s in mine)}/{len(mine)}")
+    return f"; answers that are not {PLAIN}'s through the same stages: {', '.join(counts)}"
+
+
+def _place(sample: Sample) -> tuple[str, float, int, int]:
+    return sample.task, sample.temperature, sample.repeat, sample.prompt
+
+
+def _count(number: int | None) -> str:
+    return "an unknown number" if number is None else str(number)

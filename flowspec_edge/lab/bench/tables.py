@@ -1,0 +1,345 @@
+"""Benchmarks as tables, for the terminal (rich) and in Markdown: a run's rows, requests that share the
+devices, sweeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.segment import Segments
+from rich.table import Table
+
+from flowspec_edge.lab.bench.axes import Value, label
+from flowspec_edge.lab.bench.estimates import MEDIAN, METHOD
+from flowspec_edge.lab.bench.exactness import MARKS, exactness_text
+from flowspec_edge.lab.bench.paper_results import BandwidthCurves, DepthCells
+from flowspec_edge.lab.bench.results import BenchReport, Sweep
+from flowspec_edge.lab.bench.rows import ReportRow
+from flowspec_edge.lab.bench.samples import LOOP, SHORT
+from flowspec_edge.lab.bench.styles import style_of
+from flowspec_edge.util.terminal import plain
+
+NOTHING = "–"
+PUBLISHED = "  published"  # a row of the paper's below one of ours
+CONCURRENCY = (
+    "A request's speed: its tokens over the time from its arrival to the last of them; total: a group's, "
+    "from its first arrival. Slowest share: the lowest speed over the same request's alone. Fairness: the "
+    "slowest over the fastest of a group, the lowest. ITL: of all requests together."
+)
+_ENERGY = {"joules_per_token": "J/token", "joules_per_token_above_idle": "above idle"}
+_WIDEST = 1000  # columns; more than any table needs
+_BEST, _WORST = "▲", "▼"
+
+Columns = dict[str, Callable[[ReportRow], str]]  # from a heading to a row's cell
+
+
+def frame(text: Sequence[str], figures: Sequence[str], title: str = "", wide: bool = False) -> Table:
+    """A table without rows: columns of text on the left, of figures on the right; ``wide``: without a space
+    between them."""
+    made = Table(title=plain(title) or None, title_justify="left", box=SIMPLE_HEAD, show_edge=False,
+                 padding=0 if wide else (0, 1, 0, 0), caption_justify="left")
+    for name in text:
+        made.add_column(plain(name), no_wrap=True)
+    for name in figures:
+        made.add_column(plain(name), justify="right", no_wrap=True)
+    return made
+
+
+def show(console: Console, made: Table) -> None:
+    """Print a table in full: a narrow terminal wraps lines instead of truncating figures."""
+    needed = console.measure(made, options=console.options.update(max_width=_WIDEST)).maximum
+    # print(made, width=…) is limited to the console's width.
+    options = console.options.update(width=max(console.width, needed))
+    console.print(Segments(console.render(made, options)), soft_wrap=True, end="")
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The first column on the left, the others on the right; the cells of a column have one width."""
+    table = [[cell.replace("|", r"\|") for cell in row] for row in (header, *rows)]
+    widths = [max(2, *map(len, column)) for column in zip(*table, strict=True)]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0]),
+                  *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))]
+        return f"| {' | '.join(padded)} |"
+
+    rule = [":" + "-" * (widths[0] - 1), *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(table[0]), f"| {' | '.join(rule)} |", *map(line, table[1:])])
+
+
+def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+    return NOTHING if value is None else f"{value:.{digits}f}{unit}"
+
+
+def title(clock: str, profile: str | None, stages: int, temperature: float, strategy: str = "") -> str:
+    what = f"{timing(clock, profile)}, {stages} stages, T = {temperature:g}"
+    return f"{strategy}, {what}" if strategy else what
+
+
+def timing(clock: str, profile: str | None) -> str:
+    if profile is None:
+        return "wall clock on this machine"
+    return f"VIRTUAL TIME under {profile}" if clock == "virtual" else f"EMULATED {profile}, wall clock"
+
+
+# ---- a run's rows ----------------------------------------------------------------------------------------
+
+def table(rows: Sequence[ReportRow], caption: str) -> Table:
+    """The rows in their order; speedup is over Chunk-PP.
+
+    The columns of task, energy, errors, medians and loops appear if they have values; concurrent requests
+    have others.  ``caption`` also says in which types all was computed.
+    """
+    several = len({row.task for row in rows}) > 1
+    columns, notes = _concurrency_columns(rows), [CONCURRENCY]
+    if not columns:
+        columns, notes = _columns(rows)
+    if "J/token" in columns:
+        caption = f"{caption}; J/token: measured, without carrier boards"
+    columns |= {"answers ≠": lambda row: _alert(row, row.exactness.answers_text),
+                "tokens ≠": lambda row: row.exactness.tokens_text}
+    notes.append(MARKS)
+    made = frame([*["task"] * several, "strategy", "draft"], list(columns), caption, wide=True)
+    previous = None
+    for row in rows:
+        cells = [plain(row.strategy), plain(row.draft or NOTHING), *(cell(row) for cell in columns.values())]
+        made.add_row(*["" if row.task == previous else plain(row.task)] * several, *cells)
+        previous = row.task
+    made.caption = "\n".join(notes) or None
+    return made
+
+
+def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
+    """Of requests that ran one by one, and the notes that explain them."""
+    errors = any(row.tokens_per_second_se is not None for row in rows)
+    paired = any(row.speedup_median is not None for row in rows)
+    counted = any(row.repeating is not None for row in rows)
+    looped = any(row.repeating for row in rows)
+    columns: Columns = {"tokens/s": _figure_of("tokens_per_second")}
+    if errors:
+        columns |= {"±": _figure_of("tokens_per_second_se"), "median": _figure_of("tokens_per_second_median")}
+    columns["speedup"] = lambda row: number(row.speedup, unit="×")
+    if paired:
+        columns |= {"± ": _figure_of("speedup_se"),
+                    "median ": lambda row: number(row.speedup_median, unit="×")}
+    columns |= {"ALT": _figure_of("alt", 3),
+                "ALR": _figure_of("alr"), "TTFT s": _figure_of("ttft_s"),
+                "ITL s": _figure_of("itl_mean_s", 3)}
+    if any(row.short for row in rows):
+        columns["short"] = lambda row: f"{row.short}/{row.answers}"
+    if counted:
+        columns["loops"] = (
+            lambda row: NOTHING if row.repeating is None else f"{row.repeating}/{row.answers}")
+    if looped:
+        columns |= {"looping": _figure_of("tokens_per_second_repeating"),
+                    "others": _figure_of("tokens_per_second_other")}
+    energy = [name for name in _ENERGY if any(getattr(row, name) is not None for row in rows)]
+    columns |= {_ENERGY[name]: _figure_of(name) for name in energy}
+    notes = [METHOD, MEDIAN] if errors else []
+    if "short" in columns:
+        notes.append(f"short: {SHORT}")
+    if counted:
+        notes.append(f"loops: answers with {LOOP}" +
+                     ("; looping, others: tokens/s of these answers and of all others" if looped else ""))
+    return columns, notes
+
+
+def _concurrency_columns(rows: Sequence[ReportRow]) -> Columns:
+    """Of requests that shared the devices; none if they ran one by one."""
+    first = rows[0].concurrency if rows else None
+    if first is None:
+        return {}
+
+    def shared(name: str, digits: int = 2) -> Callable[[ReportRow], str]:
+        return lambda row: number(getattr(row.concurrency, name), digits)
+
+    arrivals: Columns = {
+        "clients": lambda row: f"{row.concurrency.clients if row.concurrency else NOTHING}"}
+    if first.arrival_rate:
+        arrivals = {"arrivals/s":
+                    lambda row: f"{row.concurrency.arrival_rate:g}" if row.concurrency else NOTHING}
+    return {**arrivals, "total tokens/s": shared("total_tokens_per_second"),
+            "slowest share": shared("slowest_share"), "fairness": shared("fairness"),
+            "TTFT s": _figure_of("ttft_s"), "ITL p95 s": shared("pooled_itl_p95_s", 3),
+            "p99 s": shared("pooled_itl_p99_s", 3)}
+
+
+def _figure_of(name: str, digits: int = 2) -> Callable[[ReportRow], str]:
+    return lambda row: number(getattr(row, name), digits)
+
+
+def _alert(row: ReportRow, cell: str) -> str:
+    return f"[red]{cell}[/red]" if row.exactness.mark == "≠" else cell
+
+
+def concurrency_markdown(report: BenchReport, only: Collection[str] | None = None) -> str:
+    """A table for each temperature; ``only`` these strategies."""
+    parts = []
+    for temperature in dict.fromkeys(row.temperature for row in report.rows):
+        rows = [row for row in rows_to_show(report, temperature) if not only or row.strategy in only]
+        if not rows:
+            continue
+        caption = title(report.clock, report.profile, report.settings["stages"], temperature)
+        columns = _concurrency_columns(rows)
+        body = [[style_of(row.strategy).label, row.draft or NOTHING, row.task,
+                 *(cell(row) for cell in columns.values()), row.exactness.answers_text,
+                 row.exactness.tokens_text] for row in rows]
+        parts += [f"## {report.settings['model']} model, {caption}",
+                  markdown_table(["method", "draft", "task", *columns, "answers ≠", "tokens ≠"], body)]
+    return "\n\n".join([*parts, f"{CONCURRENCY} {MARKS[0].upper()}{MARKS[1:]}."])
+
+
+def rows_to_show(report: BenchReport, temperature: float) -> list[ReportRow]:
+    """Of one temperature; with several tasks also their means."""
+    rows = [row for row in report.rows if row.temperature == temperature]
+    if len({row.task for row in rows}) > 1:
+        rows += [row for row in report.means if row.temperature == temperature]
+    return rows
+
+
+# ---- sweeps ----------------------------------------------------------------------------------------------
+
+def measured_as(sweep: Sweep) -> str:
+    """The clock and the links of the figures; virtual and emulated time in capitals."""
+    if sweep.clock == "virtual":
+        return timing(sweep.clock, sweep.profile)
+    where = {"virtual": "virtual links", "namespaces": "shaped links of this machine",
+             "cluster": "a cluster's shaped links"}[sweep.links]
+    if sweep.emulated:
+        return f"EMULATED: wall clock, {where}, real processes that compute as long as {sweep.profile} says"
+    return f"wall clock, {where}"
+
+
+def sweep_title(sweep: Sweep, strategy: str = "") -> str:
+    stages = [f"{sweep.settings['stages']} stages"] if sweep.axis.name != "stages" else []
+    parts = [strategy, f"tokens/s by {sweep.axis.title}", measured_as(sweep), *stages,
+             f"T = {sweep.settings['temperature']:g}"]
+    return ", ".join(part for part in parts if part)
+
+
+def sweep_tables(sweep: Sweep) -> list[tuple[str, Table]]:
+    """(caption, table): one table of all strategies, or on the axis "depth" a grid for each strategy."""
+    speeds = sweep.speeds()
+    if sweep.axis.name == "depth":
+        return [(sweep_title(sweep, name), _grid(found)) for name, found in speeds.items()]
+    return [(sweep_title(sweep), _lines(sweep, speeds))] if speeds else []
+
+
+def sweep_notes(sweep: Sweep) -> list[str]:
+    s, found = sweep.settings, []
+    tasks = "; ".join(f"{t['name']}: {t['prompts']} prompt{'s' * (t['prompts'] > 1)}" for t in s["tasks"])
+    found.append(f"{tasks}; at most {s['max_new_tokens']} new tokens; draft: {s['draft']}.")
+    samples = [sample for point in sweep.measured_points() for sample in point.report.samples]
+    found.append(exactness_text(samples, s))
+    if any(row.tokens_per_second_se is not None for rows in sweep.speeds().values() for row in rows.values()):
+        found += [f"{METHOD}.", f"In brackets: {MEDIAN}."]
+    found += _short(sweep)
+    found += _loops(sweep)
+    if sweep.axis.name == "depth":
+        found += [_extremes(name, rows) for name, rows in sweep.speeds().items()]
+    elif len(sweep.points) > 1:
+        first, last = (sweep.where(sweep.points[at].value) for at in (0, -1))
+        found.append(f"{sweep.axis.share}: tokens/s at {last} as a share of those at {first}.")
+    if sweep.axis.note:
+        found.append(sweep.axis.note)
+    match sweep.published:
+        case BandwidthCurves() as theirs:
+            found.append(f"published: {theirs.source}; {theirs.model}, not measured here.")
+        case DepthCells() as theirs:
+            found.append(published_depths(theirs))
+    if not sweep.complete:
+        found.append("INCOMPLETE: some values have not been measured.")
+    return found
+
+
+def _short(sweep: Sweep) -> list[str]:
+    rows = [row for speeds in sweep.speeds().values() for row in speeds.values()]
+    if not any(row.short for row in rows):
+        return []
+    counts = " or ".join(dict.fromkeys(f"{row.short} of {row.answers}" for row in rows))
+    return [f"{SHORT[0].upper()}{SHORT[1:]}: {counts} of a strategy."]
+
+
+def _loops(sweep: Sweep) -> list[str]:
+    """How many answers repeat themselves; no axis changes the text."""
+    rows = [row for speeds in sweep.speeds().values() for row in speeds.values()]
+    if not rows or any(row.repeating is None for row in rows):
+        return []
+    counts = " or ".join(dict.fromkeys(f"{row.repeating} of {row.answers}" for row in rows))
+    return [f"answers of a strategy that repeat themselves: {counts} ({LOOP})."]
+
+
+def published_depths(theirs: DepthCells) -> str:
+    best, worst = theirs.best, theirs.worst
+    share = worst.tokens_per_second / best.tokens_per_second
+    return (f"published: {theirs.source}; {theirs.model}, not measured here: best ({best.depth}, "
+            f"{best.expand_depth}) {best.tokens_per_second:.2f}, worst ({worst.depth}, {worst.expand_depth}) "
+            f"{worst.tokens_per_second:.2f}, {share:.0%} of it.")
+
+
+def best_and_worst(rows: Mapping[Value, ReportRow]) -> tuple[Value, Value] | None:
+    """None if no row has a speed."""
+    found = {value: speed for value, row in rows.items() if (speed := row.tokens_per_second) is not None}
+    if not found:
+        return None
+    return max(found, key=lambda value: found[value]), min(found, key=lambda value: found[value])
+
+
+def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Table:
+    values = [point.value for point in sweep.points if point.value is not None]
+    made = frame(["strategy", "draft"], [*map(sweep.axis.text, values), sweep.axis.share])
+    for name, rows in speeds.items():
+        ours = [rows.get(value) for value in values]
+        figures = [row.tokens_per_second if row else None for row in ours]
+        draft = next(row.draft for row in rows.values())
+        made.add_row(plain(name), plain(draft or NOTHING), *map(_speed, ours), _retained(figures))
+        if isinstance(sweep.published, BandwidthCurves):
+            curve = sweep.published.curve(name)
+            theirs = [curve.get(value) if not isinstance(value, tuple) else None for value in values]
+            made.add_row(f"[dim]{PUBLISHED}[/dim]", "", *(f"[dim]{number(speed)}[/dim]" for speed in theirs),
+                         f"[dim]{_retained(theirs)}[/dim]")
+    if any(point.measured_mbps for point in sweep.points):
+        slowest = [min(point.measured_mbps) if point.measured_mbps else None for point in sweep.points]
+        made.add_section()
+        made.add_row("measured Mbps, slowest device", "", *map(number, slowest), "")
+    return made
+
+
+def _grid(rows: Mapping[Value, ReportRow]) -> Table:
+    depths, expansions = grid_axes(rows)
+    made = frame(["d0 \\ d_exp"], [str(expansion) for expansion in expansions])
+    ends = best_and_worst(rows)
+    marks = {ends[1]: _WORST, ends[0]: _BEST} if ends and ends[0] != ends[1] else {}
+    for depth in depths:
+        cells = [f"{_speed(rows.get((depth, e)))}{marks.get((depth, e), ' ')}" for e in expansions]
+        made.add_row(str(depth), *cells)
+    return made
+
+
+def grid_axes(rows: Mapping[Value, ReportRow]) -> tuple[list[int], list[int]]:
+    pairs = [value for value in rows if isinstance(value, tuple)]
+    return sorted({depth for depth, _ in pairs}), sorted({expansion for _, expansion in pairs})
+
+
+def _extremes(name: str, rows: Mapping[Value, ReportRow]) -> str:
+    ends = best_and_worst(rows)
+    if ends is None:
+        return f"{name}: no answer has a speed."
+    best, worst = ends
+    most, least = (rows[value].tokens_per_second or 0.0 for value in ends)
+    return (f"{name}: {_BEST} best (d0, d_exp) = {label(best)} {most:.2f}, {_WORST} worst {label(worst)} "
+            f"{least:.2f}, {least / most:.0%} of it.")
+
+
+def _speed(row: ReportRow | None) -> str:
+    if row is None or row.speed is None:
+        return NOTHING
+    return _alert(row, f"{row.speed.text()} {row.exactness.mark}".rstrip())
+
+
+def _retained(speeds: Sequence[float | None]) -> str:
+    """The last value's tokens/s over the first one's."""
+    if len(speeds) < 2 or not speeds[0] or speeds[-1] is None:
+        return NOTHING
+    return f"{speeds[-1] / speeds[0]:.1%}"

@@ -1,0 +1,80 @@
+"""Emulation of a profile's compute, so that one machine shows a cluster's wall-clock time.
+
+A stage computes its segment for real and then waits until the profile's time is over; D0 does the same with
+draft passes and lm_head. Messages, tree walks and other bookkeeping add to that, as on boards.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import TypeAdapter
+
+from flowspec_edge.drivers.virtual.devices import Devices
+from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.util.bounded_read import read_bytes
+
+Links = Literal["made", "real"]
+
+_WAKES_LATE_S = 0.0003  # the rest of a wait, which polls the clock
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """``links`` "made": the receiver delays messages by the profile's time; "real": messages are padded to
+    the profile's bytes, and the network takes its own time."""
+
+    devices: Devices
+    links: Links = "made"
+
+    def save(self, path: Path) -> None:
+        """Write a JSON file for the stages' processes."""
+        path.write_bytes(TypeAdapter(Emulation).dump_json(self))
+
+    @classmethod
+    def load(cls, path: Path) -> Emulation:
+        return TypeAdapter(Emulation).validate_json(read_bytes(path))
+
+
+class Charge:
+    """Emulated time of a pass."""
+
+    def __init__(self, duration: Callable[[int, int], float], layers: float = 1.0) -> None:
+        """duration  (rows, context) -> seconds
+        layers    equal steps of it, between which cancels take effect
+        """
+        self.layers = layers
+        self._duration = duration
+
+    def begin(self, rows: int, context: int) -> None:
+        """The real computation of ``rows`` rows begins, with ``context`` rows in the caches."""
+
+    def seconds(self, rows: int, context: int) -> float:
+        """Return the pass' time since :meth:`begin`; called after the real computation."""
+        return self._duration(rows, context)
+
+
+def stage_charge(devices: Devices, parallelism: Parallelism, place: int) -> Charge:
+    """Time of Vi (``place`` = i), in a pipeline or as part of its group."""
+    parts = devices.compute_seconds(parallelism)
+    return Charge(parts[place - 1] if parallelism == "pipeline" else parts[0], devices.layers[place - 1])
+
+
+def wait_until(start: float, seconds: float) -> float:
+    """Wait until ``seconds`` after ``start`` (time.perf_counter); return by how many seconds it was late."""
+    left = start + seconds - time.perf_counter()
+    pause(left)
+    return max(0.0, -left)
+
+
+def pause(seconds: float) -> None:
+    """Sleep, then busy-wait: the system wakes a sleeper some tenths of a millisecond late."""
+    end = time.perf_counter() + seconds
+    if seconds > _WAKES_LATE_S:
+        time.sleep(seconds - _WAKES_LATE_S)  # no event: the emulated device computes for this time
+    while time.perf_counter() < end:
+        pass

@@ -1,0 +1,128 @@
+"""Plain decoding with transformers' unsharded model: the reference that every strategy must reproduce.
+
+As an independent check, it shares no code with trees and strategies, and with stages only the file reader.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
+
+from flowspec_edge.d0.request import FinishReason
+from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, Manifest, stage_part
+from flowspec_edge.model.modeldir import ModelDir, is_sharded
+from flowspec_edge.model.weights.checkpoint import Checkpoint
+from flowspec_edge.sampling.restrictions import AnswerRestrictions
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.sampling.sampler import AnswerPenalties, choose
+from flowspec_edge.sampling.settings import Penalties, Restrictions
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.layers.attention import register_rounded
+from flowspec_edge.stage.output_head import load_output_head
+from flowspec_edge.stage.weights import tensor_names
+from flowspec_edge.stage.weights.load import (
+    fast_layout,
+    head_scheme_of,
+    load_modules,
+    load_tensor,
+    opened_part,
+    part_dir,
+    scheme_of,
+)
+from flowspec_edge.util.experts import separate_experts
+from flowspec_edge.util.tensors import no_loading_bars, parse_dtype
+from flowspec_edge.util.threads import threads_worth
+from flowspec_edge.util.torchdevice import use_exact_kernels
+
+
+class PlainDecoder:
+    def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu") -> None:
+        use_exact_kernels()
+        found = ModelDir(model_dir)
+        self._size = found.size
+        if found.sharded:
+            self.model = load_reference_model(found.stages, dtype, device)
+        else:
+            with no_loading_bars():
+                read = AutoModelForCausalLM.from_pretrained(found.target, dtype=parse_dtype(dtype),
+                                                            trust_remote_code=False)
+            self.model = read.eval().to(device)
+
+    @torch.inference_mode()
+    def generate(self, prompt: list[int], max_new_tokens: int, sampling: Sampling,
+                 stop_ids: frozenset[int] = frozenset(), penalties: Penalties | None = None,
+                 restrictions: Restrictions | None = None) -> tuple[list[int], FinishReason]:
+        """Return the continuation of ``prompt``, without the end-of-sequence id, and why it ended."""
+        with threads_worth(self._size):
+            return self._generate(prompt, max_new_tokens, sampling, stop_ids, penalties, restrictions)
+
+    def _generate(self, prompt: list[int], max_new_tokens: int, sampling: Sampling, stop_ids: frozenset[int],
+                  penalties: Penalties | None, restrictions: Restrictions | None
+                  ) -> tuple[list[int], FinishReason]:
+        cache = DynamicCache(config=self.model.config)
+        tokens: list[int] = []
+        penalised = AnswerPenalties(penalties, prompt) if penalties else None
+        restricted = AnswerRestrictions(restrictions, prompt, stop_ids) if restrictions else None
+        step = torch.tensor([prompt], device=self.model.device)
+        while len(tokens) < max_new_tokens:
+            logits = self.model(input_ids=step, past_key_values=cache, logits_to_keep=1).logits[0]
+            position = np.array([len(prompt) + len(tokens) - 1])
+            logits = penalised.applied(logits, [()]) if penalised else logits
+            allowed = restricted.allowed((), logits.shape[-1])[None] if restricted else None
+            token = int(choose(logits, position, sampling, allowed)[0])
+            if token in stop_ids:
+                return tokens, "stop"
+            tokens.append(token)
+            if penalised:
+                penalised.extend([token])
+            if restricted:
+                restricted.extend([token])
+            step = torch.tensor([[token]], device=self.model.device)
+        return tokens, "length"
+
+
+def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Any:
+    """transformers' causal language model, quantised matrices included; errors as for ``load_shard``."""
+    torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
+    config = load_config(model_dir)
+    manifest = Manifest.read(model_dir) if is_sharded(model_dir) else None
+    rounded = {"attn_implementation": register_rounded()} if manifest and manifest.kv_cache == "int8" else {}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, **rounded)
+        separate_experts(model.model)
+    core = model.model
+    whole = tensor_names.whole_model(core)  # before loading, which joins matrices
+    runs = [(0, len(core.layers))]
+    if manifest:
+        runs = list(manifest.ranges)
+    for index, (lo, hi) in enumerate(runs):
+        parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
+        if index == 0:
+            parts["model.embed_tokens"] = core.embed_tokens
+        if index == len(runs) - 1:
+            parts["model.norm"] = core.norm
+        with opened_part(model_dir, stage_part(index)) as files:
+            checkpoint = Checkpoint(part_dir(model_dir, stage_part(index)), files)
+            read = load_modules(parts, checkpoint, torch_dtype, torch_device, scheme_of(model_dir))
+        tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, read if manifest else whole)
+    core.rotary_emb = type(core.rotary_emb)(config=config).to(torch_device)
+    home = Path(model_dir) / DRAFT_TARGET if manifest else Path(model_dir)
+    head_scheme = head_scheme_of(model_dir)
+    if head_scheme is not None:
+        with opened_part(model_dir, DRAFT) as files:
+            model.lm_head = load_output_head(home, dtype, torch_device, head_scheme, files)
+    elif config.tie_word_embeddings and tensor_names.LM_HEAD not in Checkpoint(home):
+        model.lm_head.weight = core.embed_tokens.weight
+    else:
+        with opened_part(model_dir, DRAFT) as files:
+            head = load_tensor(Checkpoint(home, files), tensor_names.LM_HEAD,
+                               core.embed_tokens.weight.shape, torch_dtype, torch_device)
+        model.lm_head.weight = nn.Parameter(fast_layout(head), requires_grad=False)
+    if (home / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(home)
+    return model.requires_grad_(False).eval()

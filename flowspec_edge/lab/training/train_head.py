@@ -1,0 +1,267 @@
+"""``flowspec models train-head``: an EAGLE head for an existing model, from text to card."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor, nn
+
+from flowspec_edge.drafting.block.formats import load_block_head, save_block_head
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, load_head, save_head
+from flowspec_edge.drafting.eagle.eagle3_formats import load_head3, save_head3
+from flowspec_edge.errors import UsageError
+from flowspec_edge.lab.training.block import Block, BlockRecipe, new_block_head, rarest_token
+from flowspec_edge.lab.training.eagle import (
+    DRAFT_VOCABULARY,
+    Eagle2,
+    Eagle3,
+    Eagle3Recipe,
+    EagleRecipe,
+    draft_vocabulary,
+    new_head,
+    new_head3,
+)
+from flowspec_edge.lab.training.heads import (
+    DEPTHS,
+    LENGTH,
+    HeadRecipe,
+    Student,
+    agreement,
+    frozen_embedding,
+    train_head,
+)
+from flowspec_edge.lab.training.loop import QUICK, LoopOptions
+from flowspec_edge.lab.training.python_source import QUICK_CHARACTERS, prepare_for
+from flowspec_edge.lab.training.target import (
+    check_target,
+    check_tokens,
+    fingerprint,
+    load_fast_tokenizer,
+    load_target,
+    load_tokenizer,
+)
+from flowspec_edge.lab.training.text_files import (
+    TrainingText,
+    bind,
+    check_place,
+    claim_part,
+    claim_work,
+    data_files,
+    digest,
+    is_finished,
+    make_part,
+    prepare_files,
+    work_beside,
+)
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
+from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.weights.checkpoint import digest as tensors_digest
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.util.tomlfile import toml_table
+
+_SEED = 0
+# As many steps as the demonstration model's head; a large target needs more.
+_RECIPES: dict[str, HeadRecipe] = {"eagle2": EagleRecipe(steps=900), "eagle3": Eagle3Recipe(steps=900),
+                                   "dflash": BlockRecipe(steps=900),
+                                   "dspark": BlockRecipe(steps=900, rank=64)}
+_QUICK: dict[str, Any] = {"steps": 60, "window": 64, "tokens_per_step": 256, "micro_batch": 128, "chains": 16}
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Changes to the recipe of a kind of head.
+
+    data         files and directories; empty: installed Python source
+    draft_vocab  number of tokens that an EAGLE-3 head drafts
+    start        directory of an EAGLE-2 head to continue from
+    """
+
+    data: tuple[Path, ...] = ()
+    steps: int | None = None
+    draft_vocab: int | None = None
+    quick: bool = False
+    depth: int | None = None
+    start: Path | None = None
+
+
+def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str, out: Path | None = None,
+                    work: Path | None = None) -> None:
+    """Train a head for ``model``, unless ``out`` (default MODEL/KIND, required for a checkpoint) exists.
+
+    Resumes from checkpoints in ``work`` (default OUT-work).  UsageError for an unsuitable model, data
+    or option, or if ``work`` belongs to another model, recipe (with its start head) or data; FlowspecError
+    for another target's start head.
+    """
+    console = Console(soft_wrap=True)
+    eos = check_target(model)
+    out = out or _place(model, kind)
+    drafted = _drafted(model, kind, options.draft_vocab)
+    recipe = recipe_for(kind, options)
+    start = _start(model, kind, options.start, out)
+    files = data_files(options.data)
+    if is_finished(out):
+        console.print(f"{out} is there already; delete it to have it made again", markup=False)
+        return
+    claim_part(out)
+    work = work or work_beside(out)
+    claim_work(work)
+    bound, others = work / f"{kind}.json", "another model, recipe or data"
+    wanted = {"recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
+              "data": digest(files) if files else "python"}
+    seed = _SEED
+    if start:
+        begins = tensors_digest({n: w for n, w in start.state_dict().items() if "embed" not in n})
+        wanted["start"] = begins
+        seed = int(begins[:8], 16)  # so that the text has another order than in the previous training
+    if bound.exists():
+        bind(bound, wanted, others)
+    text = _text(model, eos, work, files, recipe, options.quick)  # unusable text must not bind ``work``
+    bind(bound, wanted, others)
+
+    def part(directory: Path) -> None:
+        target = load_target(model)
+        student = _student(kind, target, text, drafted, recipe, start)
+        loop = QUICK if options.quick else LoopOptions()
+        train_head(recipe, student, text.train, text.held_out, work, seed, loop, untrained=start is None)
+        _save(student, directory)
+        console.print("measuring on held-out text")
+        facts = _facts(directory, kind, target, recipe, text, date, windows=8 if options.quick else 48)
+        if options.start:
+            facts["goes_on_from"] = options.start.resolve().name
+        (directory / "card.toml").write_text(toml_table(facts), encoding="utf-8")
+        _print(console, facts)
+
+    make_part(console, out, part)
+
+
+def _place(model: ModelDir, kind: str) -> Path:
+    if model.target == model.path:
+        raise UsageError(f"{model.path} is a plain checkpoint, which has no place for a head: say where it "
+                         "goes with --out DIR, and bring it to the boards with models shard --draft DIR")
+    check_place(model.path)
+    return model.path / DRAFT_KINDS[kind].directory
+
+
+def recipe_for(kind: str, options: HeadOptions) -> HeadRecipe:
+    """UsageError for a depth beyond the recipe's window."""
+    recipe = replace(_RECIPES[kind], **(_QUICK if options.quick else {}))
+    depth = recipe.depth if options.depth is None else options.depth
+    if not 1 <= depth <= recipe.window:
+        raise UsageError(f"--depth must be 1 to {recipe.window}, the tokens of a window, not {depth}")
+    recipe = replace(recipe, steps=options.steps or recipe.steps, depth=depth)
+    if DRAFT_KINDS[kind].is_block:  # as many slots of a window, however long its blocks are
+        recipe = replace(recipe, chains=max(1, recipe.window // depth))
+    if options.start:  # a trained head: unroll from the first step, decay early
+        recipe = replace(recipe, plain=0.0, decay_from=0.2)
+    return recipe
+
+
+def _start(model: ModelDir, kind: str, directory: Path | None, out: Path) -> EagleHead | None:
+    if directory is None:
+        return None
+    if kind != "eagle2":
+        raise UsageError(f"--start is for eagle2: an {kind} head is trained from nothing")
+    if directory.resolve() == out.resolve():
+        raise UsageError(f"{directory} is where the new head would go: say where else with --out DIR")
+    config = load_config(model.target)
+    nothing = torch.zeros(1).expand(config.vocab_size, config.hidden_size)
+    head = load_head(directory, nothing, torch.float32)
+    head.embed_tokens.weight = nn.Parameter(nothing, requires_grad=False)
+    return head
+
+
+def _drafted(model: ModelDir, kind: str, requested: int | None) -> int | None:
+    vocabulary = int(load_config(model.target).vocab_size)
+    if kind != "eagle3":
+        if requested is not None:
+            raise UsageError(f"--draft-vocab is for eagle3: {kind} drafts the target's whole vocabulary")
+        return None
+    if requested is not None and not 1 <= requested <= vocabulary:
+        raise UsageError(f"--draft-vocab must be 1 to {vocabulary}, the target's vocabulary, not {requested}")
+    return requested or min(vocabulary, DRAFT_VOCABULARY)
+
+
+def _text(model: ModelDir, eos: int, work: Path, files: Sequence[Path], recipe: HeadRecipe, quick: bool
+          ) -> TrainingText:
+    if files:
+        text = prepare_files(work, files, load_tokenizer(model), eos, recipe.window + 1, LENGTH + 1)
+    else:
+        limit = QUICK_CHARACTERS if quick else None
+        corpus = prepare_for(work, load_fast_tokenizer(model), eos, _SEED, limit)
+        text = TrainingText(*corpus.tensors(), corpus.sources())
+    check_tokens(model, text.train, text.held_out)
+    return text
+
+
+def _student(kind: str, target: Any, text: TrainingText, drafted: int | None, recipe: HeadRecipe,
+             start: EagleHead | None) -> Student:
+    torch.manual_seed(_SEED)
+    vocabulary = target.config.vocab_size
+    if isinstance(recipe, EagleRecipe):
+        ranked = draft_vocabulary(text.train, vocabulary, recipe.ranked)
+        if start:
+            start.requires_grad_(True).embed_tokens.weight = frozen_embedding(target)
+            return Eagle2(start, target, recipe.soft_weight, ranked)
+        return Eagle2(new_head(target), target, recipe.soft_weight, ranked)
+    if isinstance(recipe, BlockRecipe):
+        return Block(new_block_head(target, recipe, rarest_token(text.train, vocabulary)), target)
+    ids = draft_vocabulary(text.train, vocabulary, drafted or vocabulary)
+    return Eagle3(new_head3(target, ids), target)
+
+
+def _save(student: Student, directory: Path) -> None:
+    """In float16, without the embedding, which is the target's."""
+    if isinstance(student, Eagle3):
+        save_head3(student.head, directory, torch.float16)
+    elif isinstance(student, Block):
+        save_block_head(student.head, directory, torch.float16)
+    else:
+        save_head(student.head, directory, torch.float16, with_embedding=False)
+
+
+def _stored(kind: str, directory: Path, target: Any) -> Student:
+    embedding: Tensor = target.get_input_embeddings().weight
+    if kind == "eagle3":
+        return Eagle3(load_head3(directory, embedding, torch.float32), target)
+    if DRAFT_KINDS[kind].is_block:
+        layers = target.config.num_hidden_layers
+        return Block(load_block_head(directory, embedding, torch.float32, layers), target)
+    return Eagle2(load_head(directory, embedding, torch.float32), target)
+
+
+def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: TrainingText, date: str,
+           windows: int) -> dict[str, Any]:
+    student = _stored(kind, directory, target)
+    head = student.head
+    what = "a block drafter" if DRAFT_KINDS[kind].is_block else "an EAGLE head"
+    facts: dict[str, Any] = {
+        "summary": f"{what} for one target; a demonstration, trained by flowspec; not for real use",
+        "kind": kind,
+        "date": date,
+        "parameters": sum(p.numel() for name, p in head.named_parameters() if "embed_tokens" not in name),
+        "bytes": sum(file.stat().st_size for file in directory.iterdir()),
+        "steps": recipe.steps,
+        "depth": recipe.depth,
+        "training_tokens": recipe.steps * recipe.tokens_per_step,
+        "training_text": text.described,
+    }
+    if isinstance(student, Eagle3):
+        ids = student.head.target_ids()
+        share = torch.isin(text.held_out.to(ids.device), ids).float().mean().item()
+        facts |= {"draft_vocabulary": len(ids), "held_out_tokens_in_it": round(share, 4)}
+    for where, greedy in (("greedy", True), ("text", False)):
+        shares = agreement(student, text.held_out, greedy, windows)
+        facts[f"agreement_{where}"] = [round(share, 4) for share in shares]
+    return facts
+
+
+def _print(console: Console, facts: dict[str, Any]) -> None:
+    console.print("how often the head's best token is the target's, by depth")
+    console.print(f"  {'depth':30}" + "".join(f"{depth:>7}" for depth in range(1, DEPTHS + 1)))
+    for key, where in (("greedy", "along the target's own text"), ("text", "along the held-out text")):
+        console.print(f"  {where:30}" + "".join(f"{share:7.3f}" for share in facts[f"agreement_{key}"]))

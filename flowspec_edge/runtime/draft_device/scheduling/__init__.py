@@ -1,1 +1,0 @@
-"""Which requests' rows and draft passes go next, and together."""

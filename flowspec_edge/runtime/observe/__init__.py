@@ -1,1 +1,0 @@
-"""Observation of a running cluster, in real and virtual time; ``observer`` defines the events."""

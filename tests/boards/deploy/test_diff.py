@@ -1,0 +1,294 @@
+"""What a deployment changes follows from the boards' facts alone: nothing where all is as it should be, and
+for each fact that is not, the steps that mend it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flowspec_edge.boards.deploy.actions import Environment
+from flowspec_edge.boards.deploy.diff import Diff, make_diff
+from flowspec_edge.boards.deploy.resolve import Deployment
+from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory
+from flowspec_edge.boards.probe.facts import BoardFacts, BoardStatus, Installed, ReleaseFacts, ServiceFacts
+from flowspec_edge.boards.services.status import FleetStatus
+from flowspec_edge.model.manifest import DRAFT, Manifest
+from flowspec_edge.model.modeldir import ModelDir
+
+KEYS = {"draft": "d" * 40, "stage": "s" * 40}
+OTHER = "o" * 40
+MODES = "< POWER_MODEL ID=0 NAME=15W >\n< POWER_MODEL ID=2 NAME=MAXN >\n"
+ENVIRONMENT = Environment("e" * 16, "/wheels", {"pip-1-py3-none-any.whl": "1" * 64, "flowspec.whl": "2" * 64})
+REQUEST = "a" * 64
+MANIFEST = Manifest.model_validate({
+    "format": 1, "source": {"name": "demo", "config_sha256": "0" * 64}, "model_type": "llama", "layers": 2,
+    "hidden_width": 8, "vocabulary": 9, "ranges": ((0, 2),), "dtype": "fp16", "compute_dtype": "fp16",
+    "quantisation": None, "request": REQUEST,
+    "parts": {part: {"files": (), "parameters": 1, "weight_bytes": 1, "row_bytes": 1}
+              for part in ("stage-1", DRAFT)}})
+STAGE_UNIT = "flowspec-verify@1.service"
+
+
+def deployment(**settings: object) -> Deployment:
+    boards = [DeviceEntry(name="draft", address="10.0.0.1", role="draft"),
+              DeviceEntry(name="stage", address="10.0.0.2", role="verify", power_mode="MAXN")]
+    cluster = ClusterSettings.model_validate({"name": "lab", "serve_host": "0.0.0.0", **settings})
+    return Deployment(Inventory(cluster=cluster, device=boards), Path("/lab/cluster.toml"),
+                      ModelDir(Path("/lab/model")), None, None, boards[0], ((boards[1], (0, 2)),))
+
+
+def status(previous: str = REQUEST) -> FleetStatus:
+    """What ran before: this model, and before that another."""
+    return FleetStatus([
+        BoardStatus(name, Installed("r2", "verify", place, REQUEST), Installed("r1", "verify", place,
+                                                                                    previous))
+        for place, name in enumerate(("draft", "stage"))])
+
+
+def diff(facts: Mapping[str, BoardFacts], recorded: Mapping[str, str] = KEYS,
+         before: FleetStatus | None = None) -> Diff:
+    return make_diff(deployment(), MANIFEST, dict.fromkeys(KEYS, ENVIRONMENT), facts, recorded,
+                     before or status(), ())
+
+
+def settled() -> dict[str, BoardFacts]:
+    """Boards as they are once a deployment is carried out."""
+    wanted = diff({name: BoardFacts(public=key) for name, key in KEYS.items()})
+    found = {}
+    for place, board in enumerate(wanted.boards):
+        files = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in board.state.files.items()}
+        place_of = f"/opt/flowspec/releases/{wanted.release}"
+        unit = STAGE_UNIT if place else "flowspec-draft.service"
+        modes = dict.fromkeys(
+            ("/opt/flowspec", "/opt/flowspec/releases", "/opt/flowspec/venvs", "/opt/flowspec/wheels",
+             "/var/lib/flowspec/models"), "755 root")
+        assert wanted.release is not None
+        found[board.device.name] = BoardFacts(
+            ntp="yes", groups=("render", "video"), modes={
+                **modes, "/var/lib/flowspec": "755 flowspec", "/etc/flowspec": "700 root"},
+            user={"home": "/var/lib/flowspec", "shell": "/usr/sbin/nologin", "groups": ["video", "render"]},
+            venvs={ENVIRONMENT.digest: True},
+            releases={wanted.release: ReleaseFacts(files, f"../../venvs/{ENVIRONMENT.digest}")},
+            current=place_of, key="k" * 64, public=KEYS[board.device.name], client_key=not place,
+            units={path.removeprefix("units/"): sha256 for path, sha256 in files.items() if "units/" in path},
+            services={unit: ServiceFacts(True, True, place_of, "k" * 64)},
+            parts=(f"{REQUEST[:16]}/{'stage-1' if place else 'draft'}",), power_modes=MODES,
+            power_number="2", power_kept=True, power_unit_installed=bool(place), power_unit_runs=True)
+    return found
+
+
+SETTLED = settled()
+STAGE = SETTLED["stage"]
+
+
+def changed(found: Diff, board: str = "stage") -> list[str]:
+    [one] = [each for each in found.boards if each.device.name == board]
+    return [step.name for step in one.steps() if step.changed]
+
+
+def test_nothing_changes_where_all_is_as_it_should_be() -> None:
+    found = diff(SETTLED)
+    assert (changed(found, "draft"), changed(found), found.problems) == ([], [], ())
+
+
+def test_a_bare_board_gets_everything_with_any_key() -> None:
+    bare = BoardFacts(power_modes=MODES, part_changes=True)
+    found = diff({"draft": bare, "stage": bare}, {})
+    assert found.release is None
+    assert changed(found) == [
+        "user flowspec", *(f"directory {path}" for path in (
+            "/opt/flowspec", "/opt/flowspec/releases", "/opt/flowspec/venvs", "/opt/flowspec/wheels",
+            "/var/lib/flowspec", "/var/lib/flowspec/models", "/etc/flowspec")),
+        "wheels (2 of 2)", "environment", "power mode", "key", "shards", "release", "units",
+        "current release", "power mode at boot", "enabled at boot", "running"]
+    assert "clients' key" in changed(found, "draft")
+    known = diff({name: replace(bare, public=key) for name, key in KEYS.items()})
+    assert known.release == diff(SETTLED).release
+    assert [name for name in changed(found) if name != "key"] == changed(known)
+
+
+def stage(**changes: object) -> Callable[[BoardFacts], BoardFacts]:
+    return lambda facts: replace(facts, **changes)  # type: ignore[arg-type]
+
+
+def service(**changes: object) -> Callable[[BoardFacts], BoardFacts]:
+    return lambda facts: replace(facts, services={
+        **facts.services, STAGE_UNIT: replace(facts.services[STAGE_UNIT], **changes)})  # type: ignore[arg-type]
+
+
+CASES: dict[str, tuple[Callable[[BoardFacts], BoardFacts], set[str]]] = {
+    "the clock is behind": (stage(ntp="no", ahead=-90.4), {"clock set: it was 90 s behind"}),
+    "a group was added to the system": (
+        lambda facts: replace(facts, user={**(facts.user or {}), "groups": ["video"]}), {"user flowspec"}),
+    "a directory is too open": (
+        lambda facts: replace(facts, modes={**facts.modes, "/etc/flowspec": "755 root"}),
+        {"directory /etc/flowspec"}),
+    "the environment was cut off, and one wheel is there": (
+        lambda facts: replace(facts, venvs={**facts.venvs, ENVIRONMENT.digest: False},
+                              wheels={"flowspec.whl": "2" * 64, "old.whl": "3" * 64}),
+        {"wheels (1 of 2)", "environment"}),
+    "another power mode": (stage(power_number="0"), {"power mode"}),
+    "a file of the part is missing": (stage(part_changes=True), {"shards"}),
+    "a unit was edited": (
+        lambda facts: replace(facts, units={**facts.units, "flowspec-verify@.service": "x"}),
+        {"units", "running"}),
+    "the unit does not start at boot": (service(enabled=False), {"enabled at boot"}),
+    "the service has failed": (service(active=False), {"running"}),
+    "the service runs another release": (service(release="/opt/flowspec/releases/r1"), {"running"}),
+    "the service holds another key": (service(key="x" * 64), {"running"}),
+    "the power unit has failed": (stage(power_unit_runs=False), {"power mode at boot"}),
+    "a unit of another role": (
+        lambda facts: replace(facts, services={**facts.services,
+                                               "flowspec-verify@7.service": ServiceFacts()}),
+        {"units of another role"}),
+    "the rollout did not end": (
+        lambda facts: replace(facts, modes={**facts.modes, "/opt/flowspec/unsettled": "644 root"}),
+        {"settled"}),
+    "a part that no release needs": (
+        lambda facts: replace(facts, parts=(*facts.parts, f"{'b' * 16}/stage-1")), {"old shards"}),
+    "a piece of the part's first file came": (
+        lambda facts: replace(facts, part_changes=True, parts=(REQUEST[:16], *facts.parts[1:])), {"shards"}),
+    "an environment that no release needs": (
+        lambda facts: replace(facts, venvs={**facts.venvs, "unused": True}), {"old releases"}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_each_fact_that_is_not_as_it_should_be(case: tuple[Callable[[BoardFacts], BoardFacts], set[str]]
+                                               ) -> None:
+    change, steps = case
+    found = diff({**SETTLED, "stage": change(STAGE)})
+    assert set(changed(found)) == steps
+    assert changed(found, "draft") == []
+
+
+@settings(max_examples=60)
+@given(st.sets(st.sampled_from(sorted(CASES))))
+def test_steps_of_several_facts_are_those_of_each(names: set[str]) -> None:
+    facts, steps = STAGE, set[str]()
+    for name in sorted(names):
+        change, own = CASES[name]
+        facts, steps = change(facts), steps | own
+    assert set(changed(diff({**SETTLED, "stage": facts}))) == steps
+
+
+def test_another_release_is_current() -> None:
+    other = "/opt/flowspec/releases/r1"
+    facts = service(release=other)(replace(STAGE, current=other, releases={
+        **STAGE.releases, "r1": ReleaseFacts({}), "r0.partial": ReleaseFacts({})}))
+    assert changed(diff({**SETTLED, "stage": facts})) == [
+        "current release", "power mode at boot", "running", "old releases", "settled"]
+
+
+def test_up_again_changes_nothing_after_three_models() -> None:
+    """The shards of the release before the previous one go at the rollout's end, not with the next command;
+    and not before it, because boards that go back would lack them."""
+    parts = tuple(f"{model * 16}/stage-1" for model in "abc")
+    release = diff(SETTLED).release
+    assert release is not None
+    now, before = (Installed(name, "verify", 1, model * 64) for name, model in (("r2", "b"), ("r1", "c")))
+    ahead, after = ({**SETTLED, "stage": replace(STAGE, parts=parts)}, FleetStatus([
+        BoardStatus("draft", replace(now, role="draft", stage=0)), BoardStatus("stage", now, before)]))
+    found = diff(ahead, before=after).boards[1]
+    assert not any(action.changes for action in (*found.switch, *found.activate))
+    [shards] = [action for action in found.settle if action.changes]
+    assert shards.step == "old shards"
+    assert [part for part in parts if part.partition("/")[0] in " ".join(shards.commands)] == [parts[2]]
+    running = FleetStatus([BoardStatus("draft", Installed(release, "draft", 0, REQUEST)),
+                           BoardStatus("stage", Installed(release, "verify", 1, REQUEST), now)])
+    again = {**SETTLED, "stage": replace(STAGE, parts=parts[:2])}
+    assert changed(diff(again, before=running)) == []
+
+
+def test_an_interrupted_rollout_keeps_the_way_back(tmp_path: Path) -> None:
+    """The draft device runs r1, the stage has been switched to r2, and now another release is deployed."""
+    boards = [BoardStatus("draft", Installed("r1", "draft", 0)),
+              BoardStatus("stage", Installed("r2", "verify", 1), Installed("r1", "verify", 1))]
+    releases = {**STAGE.releases, **{name: ReleaseFacts({}) for name in ("r5", "r4", "r3", "r2", "r1")}}
+    facts = replace(STAGE, current="/opt/flowspec/releases/r2", previous="/opt/flowspec/releases/r1",
+                    releases=releases)
+    found = diff({**SETTLED, "stage": facts}, before=FleetStatus(boards))
+    for name in releases:
+        (tmp_path / "releases" / name).mkdir(parents=True)
+    for name, release in (("current", "r2"), ("previous", "r1")):
+        (tmp_path / name).symlink_to(tmp_path / "releases" / release)
+    stage = found.boards[1]
+    for action in (*stage.switch, *stage.settle):
+        if action.step in ("current release", "old releases"):
+            here = "\n".join(action.commands).replace("/opt/flowspec", str(tmp_path))
+            subprocess.run(["sh", "-ec", here], check=True)
+    assert found.release is not None
+    assert {name: Path(os.readlink(tmp_path / name)).name for name in ("current", "previous")} == {
+        "current": found.release, "previous": "r1"}
+    assert (tmp_path / "previous").is_dir()
+    assert not (tmp_path / "releases/r2").exists()  # as three others are newer
+
+
+def test_the_draft_device_restarts_once_it_has_switched() -> None:
+    """And waited for at the end; until then it may return to the release before by itself."""
+    other = "/opt/flowspec/releases/r1"
+    unit = "flowspec-draft.service"
+    facts = replace(SETTLED["draft"], current=other, services={
+        unit: replace(SETTLED["draft"].services[unit], release=other)})
+    draft = diff({**SETTLED, "draft": facts}).boards[0]
+    assert [action.step for action in draft.switch if action.changes] == ["current release", "restarting"]
+    assert [action.step for action in draft.activate if action.changes] == ["running"]
+    assert [action.step for action in draft.settle if action.changes] == ["settled"]
+    [switched] = [action for action in draft.switch if action.step == "current release"]
+    assert any("/opt/flowspec/unsettled" in command for command in switched.commands)
+
+
+@pytest.mark.parametrize(("there", "untried"), [
+    ("", True), ("untried", True),
+    ("release.json", False),  # it runs, and a damaged file is replaced
+])
+def test_the_draft_devices_release_is_untried_until_a_token_comes(tmp_path: Path, there: str, untried: bool
+                                                                  ) -> None:
+    """``there``: a file of the release that is there."""
+    found = diff({name: BoardFacts(public=key) for name, key in KEYS.items()})
+    draft, stage = ([command for action in board.release for command in action.commands]
+                    for board in found.boards)
+    assert not any("untried" in command for command in stage)
+    [command] = [command for command in draft if "untried" in command]
+    home = tmp_path / "releases" / (found.release or "")
+    home.with_suffix(".partial").mkdir(parents=True)
+    if there:
+        home.mkdir()
+        (home / there).touch()
+    subprocess.run(["sh", "-ec", command.replace("/opt/flowspec", str(tmp_path))], check=True)
+    assert home.with_suffix(".partial").joinpath("untried").exists() == untried
+
+
+def test_a_pair_that_the_running_release_needs_stays() -> None:
+    """The records, of another machine, say the former one: a line says so, and no board is touched."""
+    rotated = replace(STAGE, public=OTHER, public_before=KEYS["stage"], key="n" * 64, key_before="k" * 64)
+    before = status()
+    before.boards[1] = replace(before.boards[1], current=Installed("r2", "verify", 1, REQUEST, "", OTHER))
+    found = diff({**SETTLED, "stage": rotated}, before=before)
+    assert [board.key for board in found.boards] == ["show", "show"]
+    [problem] = found.problems
+    assert problem.startswith("stage: its key has changed: it has oooooooooo…, and /lab/keys/stage.pub says")
+
+
+def test_a_rotation_cut_off_and_a_changed_key() -> None:
+    rotated = replace(STAGE, public=OTHER, public_before=KEYS["stage"], key="n" * 64, key_before="k" * 64)
+    found = diff({**SETTLED, "stage": rotated})
+    assert (changed(found), found.problems, found.release) == (["key"], (), diff(SETTLED).release)
+    assert changed(diff({**SETTLED, "stage": service(key="n" * 64)(rotated)})) == ["key", "running"]
+    [problem] = diff({**SETTLED, "stage": replace(STAGE, public=OTHER)}).problems
+    assert problem.startswith("stage: its key has changed: it has oooooooooo…, and /lab/keys/stage.pub says")
+    not_recorded = diff(SETTLED, {"draft": KEYS["draft"]})
+    assert (changed(not_recorded), not_recorded.problems) == ([], ())
+
+
+def test_a_power_mode_that_a_board_does_not_have_is_known_before() -> None:
+    assert diff({**SETTLED, "stage": replace(STAGE, power_modes="")}).problems == (
+        "stage: power mode: MAXN is wanted, and this machine has none: there is no /etc/nvpmodel.conf",)

@@ -1,0 +1,210 @@
+"""The report on a GPU: run on every device that is there, on wrong results, and its judgement of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kits.int4_matrices import DEVICES
+from kits.tiny_model_dir import tiny_model_dir
+
+from flowspec_edge.boards.gpu_check import gpu_facts, kernel_check, operation_check, token_check
+from flowspec_edge.boards.gpu_check.operation_check import operations
+from flowspec_edge.boards.gpu_check.report import ROWS, GpuReport, _products, check_gpu
+from flowspec_edge.boards.gpu_check.token_check import judge, token_kinds
+from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.d0.request import Request, Result
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.errors import UsageError
+from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.sampling import sampler
+from flowspec_edge.sampling.rule import Sampling, gumbel, log_probs
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=4, hidden=32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_all_is_right_here(model: Path, device: str) -> None:
+    """In real processes; fp32 alone, since a random model's logits nearly tie all the time."""
+    found = check_gpu(resolve_model(model), device, ["fp32"], new_tokens=6)
+    assert {check.check: check.found for checks in found.checks.values() for check in checks
+            if check.state == "failed"} == {}
+    assert found.ok
+    assert [check.check for check in found.checks["operations"]] == list(operations(device))
+    assert {check.found for check in found.checks["tokens"]} == {"12 tokens, the same"}
+    told = found.as_json()
+    assert told["ok"] is True
+    assert [check["name"] for check in told["checks"] if check["group"] == "tokens"] == list(
+        token_kinds(["fp32"]))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_demonstration_model_in_every_type(device: str) -> None:
+    """What the command runs."""
+    assert check_gpu(resolve_model("demo"), device).ok
+
+
+@pytest.mark.parametrize(("name", "function", "wrong"), [
+    ("rms_norm fp16", "rms_norm", lambda x, *rest: x),
+    ("rms_norm fp32", "rms_norm", lambda x, *rest: 1.001 * torch.rms_norm(x, *rest)),
+    ("sdpa fp32", "scaled_dot_product_attention", lambda q, k, v, attn_mask: v[:, :, :1].expand_as(q)),
+    ("embedding", "embedding", lambda tokens, table: table[tokens.flip(0)])])
+def test_a_wrong_result_is_found(name: str, function: str, wrong: object, monkeypatch: pytest.MonkeyPatch
+                                 ) -> None:
+    assert operation_check.attempt(name, "cpu").ok
+    monkeypatch.setattr(operation_check.F, function, wrong)
+    found = operation_check.attempt(name, "cpu")
+    assert not found.ok
+    assert "wrong" in found.found
+
+
+@pytest.mark.parametrize(("name", "function"), [("noise", "device_words"), ("sampling", "choose")])
+def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, monkeypatch: pytest.MonkeyPatch
+                                                    ) -> None:
+    module, ordinary = sampler, getattr(sampler, function)
+    assert operation_check.attempt(name, "cpu") == Finding(name, "ok", error=0.0)
+
+    def other(first: object, positions: object, last: object, *device: object) -> object:
+        if name == "noise":
+            return ordinary(8, positions, last, *device)
+        assert isinstance(last, Sampling)
+        return ordinary(first, positions, replace(last, seed=8))
+
+    monkeypatch.setattr(module, function, other)
+    found = operation_check.attempt(name, "cpu")
+    assert not found.ok
+    assert "values are wrong" in found.found
+
+
+def test_what_a_kernel_raises_is_found() -> None:
+    """On a build without CUDA, its own machinery does not work."""
+    found = operation_check.attempt("index_copy", "meta")
+    assert (found.ok, bool(found.found)) == (False, True)
+    if not torch.cuda.is_available():
+        assert not operation_check.attempt("pinned copies", "cuda").ok
+
+
+def plain(model: Path, prompt: list[int], sampling: Sampling) -> list[int]:
+    return PlainDecoder(model).generate(prompt, 12, sampling)[0]
+
+
+@pytest.mark.parametrize("name", token_check.SAMPLINGS)
+def test_a_wrong_token_is_found(model: Path, name: str) -> None:
+    """Against transformers' own decoding, to the token."""
+    sampling, prompt = token_check.SAMPLINGS[name], [5, 17, 42]
+    tokens = plain(model, prompt, sampling)
+
+    def judged(text: list[int]) -> tuple[list[int], int | None]:
+        logits = token_check._logits(model, "fp32", [*prompt, *text])[len(prompt) - 1 : -1]
+        return judge(logits, len(prompt) - 1, text, sampling, 1e-4)
+
+    assert judged(tokens) == (tokens, None)
+    changed = [*tokens[:7], (tokens[7] + 1) % 61, *tokens[8:]]
+    assert judged(changed)[1] == 7
+
+
+@pytest.mark.parametrize("dtype", token_check.DTYPES)
+def test_a_cluster_that_writes_one_other_token_fails(model: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+                                                     ) -> None:
+    ordinary = token_check._cluster
+
+    class Altering:
+        def __init__(self, cluster: VirtualCluster) -> None:
+            self.cluster = cluster
+
+        def generate(self, request: Request) -> Result:
+            found = self.cluster.generate(request)
+            logits = token_check._logits(model, dtype, [*request.prompt, *found.tokens])
+            behind = (logits[-2].max() - logits[-2]) / logits.std()
+            other = int(np.where(behind > 0.1, behind, np.inf).argmin())  # the next that is no near tie
+            return replace(found, tokens=[*found.tokens[:-1], other])
+
+    kind, prompts = f"{dtype} autoregressive greedy", [[5, 17, 42]]
+    assert token_check.attempt(kind, str(model), "cpu", prompts, 4).ok
+    monkeypatch.setattr(token_check, "_cluster", lambda *arguments: Altering(ordinary(*arguments)))
+    found = token_check.attempt(kind, str(model), "cpu", prompts, 4)
+    assert not found.ok
+    assert found.found.startswith("token 4 after a prompt of 3 is ")
+    assert found.found.endswith(", which is no near tie")
+
+
+def test_a_check_computes_on_its_device(model: Path) -> None:
+    assert not token_check.attempt("fp32 autoregressive greedy", str(model), "cuda:99", [[5]], 2).ok
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.sampled_from(
+    [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=4, seed=4)]))
+def test_near_ties(seed: int, near: float, sampling: Sampling) -> None:
+    """Every token of a row, by the definition: how far its score is behind the best, within the kept ones."""
+    logits = np.random.default_rng(seed).standard_normal((1, 9)).astype(np.float32)
+    slack, position = near * float(logits.std()), 11
+    for token in range(9):
+        raised = logits.astype(np.float64).copy()
+        raised[0, token] += slack
+        if sampling.greedy:
+            behind = float(np.delete(logits, token).max() - raised[0, token])
+        else:
+            scores = log_probs(raised, sampling)[0] + gumbel(sampling.seed, position + 1, 9)
+            behind = float(np.delete(scores, token).max() - scores[token])
+        if abs(behind) < 1e-5:
+            continue
+        firsts, wrong = judge(logits, position, [token], sampling, near)
+        assert (wrong is None) == (behind < 0 or firsts == [token])
+
+
+def test_a_missing_model_fails_the_check(tmp_path: Path) -> None:
+    found = token_check.attempt("fp32 autoregressive greedy", str(tmp_path / "none"), "cpu", [[1]], 2)
+    assert (found.ok, bool(found.found)) == (False, True)
+
+
+def test_nf4_on_an_orin_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results as on a board: the products work, and still models should not be sharded so for it."""
+    monkeypatch.setattr("flowspec_edge.boards.gpu_check.report.check_products",
+                        lambda kinds, device, shape, rows, dtype: [
+                            Finding(kind, "ok" if rows == ROWS else "failed", error=1e-3) for kind in kinds])
+    checks = {check.check: check for check in _products("cuda", (8, 7))}
+    assert {check.state for check in checks.values()} <= {"ok", "skipped"}
+    nf4 = next(check for name, check in checks.items() if name.startswith("nf4"))
+    assert "shard in int4" in nf4.found or nf4.state == "skipped"
+    assert checks["int4, bf16 activations"].found == ""
+
+
+def test_every_check_runs_on_the_given_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """"cpu:0" is any machine's CPU, but not the name that a forgotten device would have."""
+    asked: list[dict[str, object]] = []
+
+    def told(module: str, kinds: Sequence[str], **arguments: object) -> list[Finding]:
+        asked.append({"kinds": kinds, **arguments})
+        return [Finding(kind, "ok") for kind in kinds]
+
+    for module in (gpu_facts, kernel_check, operation_check, token_check):
+        monkeypatch.setattr(module, "run_in_children", told)
+    assert check_gpu(resolve_model(model), "cpu:0", ["fp16"], new_tokens=5).device == "cpu:0"
+    assert [one["device"] for one in asked] == ["cpu:0"] * 5
+    assert [one["dtype"] for one in asked[1:3]] == ["fp16", "bf16"]
+    assert (asked[4]["new_tokens"], asked[4]["model"], asked[4]["kinds"]) == (
+        5, str(model), token_kinds(["fp16"]))
+
+
+def test_one_failure_fails_the_report() -> None:
+    right, wrong, none = (Finding("x", state) for state in ("ok", "failed", "skipped"))
+    assert GpuReport("cuda", "Orin", (8, 7), {"operations": [right], "tokens": [none]}).ok
+    assert not GpuReport("cuda", "Orin", (8, 7), {"operations": [right], "tokens": [wrong]}).ok
+
+
+def test_a_device_that_does_not_exist() -> None:
+    with pytest.raises(UsageError, match="no cuda:99 here: "):
+        check_gpu(resolve_model("demo"), "cuda:99")

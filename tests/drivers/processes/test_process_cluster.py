@@ -1,0 +1,293 @@
+"""The cluster as it really runs: processes, sockets, signals.
+
+Tokens are compared with transformers' own decoding of the unsharded model; processes are killed and
+stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from kits.process_clusters import PATIENCE, PROMPT, alive, on_third
+from kits.services import free_port, own_address
+from kits.tiny_model_dir import tiny_model_dir
+from transformers import AutoModelForCausalLM
+
+from flowspec_edge.d0.request import Request, Result
+from flowspec_edge.drivers.processes.addresses import Addresses
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.forkserver import WorkerProcess
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec, Connected
+from flowspec_edge.drivers.stage.config import WorkerConfig
+from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
+from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.base import Parallelism
+from flowspec_edge.strategies.flowspec import FlowSpec
+from flowspec_edge.strategies.registry import STRATEGIES
+from flowspec_edge.util import threads
+
+PIPELINED = [name for name, cls in STRATEGIES.items() if cls.parallelism == "pipeline"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=3)
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> PlainDecoder:
+    return PlainDecoder(model)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[ProcessCluster]:
+    with ProcessCluster(ClusterSpec(model, 3, threads=1)) as made:
+        yield made
+
+
+@cache
+def greedy(model: Path, count: int) -> list[int]:
+    """transformers' own generate."""
+    whole = AutoModelForCausalLM.from_pretrained(model / "target", dtype=torch.float32)
+    ids = torch.tensor([PROMPT])
+    out = whole.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
+                         eos_token_id=None, pad_token_id=0)
+    return [int(token) for token in out[0, len(PROMPT):]]
+
+
+@pytest.mark.parametrize("strategy", PIPELINED)
+def test_greedy_text_is_that_of_transformers(cluster: ProcessCluster, model: Path, strategy: str) -> None:
+    streamed: list[int] = []
+    result = cluster.generate(Request(PROMPT, strategy, max_new_tokens=20), streamed.extend)
+    assert result.tokens == greedy(model, 20) == streamed
+    assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("strategy", PIPELINED)
+def test_sampled_text_is_that_of_plain_decoding(cluster: ProcessCluster, plain: PlainDecoder,
+                                               strategy: str) -> None:
+    sampling = Sampling(temperature=1.0, top_p=0.9, seed=5)
+    result = cluster.generate(Request(PROMPT, strategy, max_new_tokens=16, sampling=sampling))
+    assert result.tokens == plain.generate(PROMPT, 16, sampling)[0]
+
+
+def check_stats(result: Result, stages: int) -> None:
+    stats = result.stats
+    assert len(stats.stages) == stages
+    for before, after in zip(stats.stages, stats.stages[1:], strict=False):
+        assert after["bytes_in"] == before["bytes_out"] > 0
+    assert all(stage["rows"] >= len(PROMPT) and stage["compute_s"] > 0 for stage in stats.stages)
+    assert stats.slot_s > 0
+    assert stats.bytes > sum(stage["bytes_out"] for stage in stats.stages)
+    assert stats.decode_s > 0
+    assert stats.ttft_s > 0
+    assert stats.turns == pytest.approx(stats.decode_s / stats.slot_s)
+
+
+def test_the_stages_last_counters_are_in_the_result(cluster: ProcessCluster) -> None:
+    check_stats(cluster.generate(Request(PROMPT, "chunk_pp", max_new_tokens=6)), 3)
+
+
+def test_a_request_that_cannot_fit_leaves_the_cluster_up(cluster: ProcessCluster, model: Path) -> None:
+    with pytest.raises(UsageError, match="the model stops at"):
+        cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=5000))
+    assert cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=3)).tokens == greedy(model, 3)
+
+
+class Idle(FlowSpec):
+    name = "idle"
+    summary = "does nothing"
+
+    def next_segment(self, rows: int | None = None) -> None:
+        return None
+
+    def next_draft(self) -> None:
+        return None
+
+
+def test_a_strategy_that_does_nothing_fails_its_request_and_leaves_the_cluster_up(
+        cluster: ProcessCluster, model: Path) -> None:
+    with pytest.raises(RequestFailed, match=r"^the strategy idle does nothing: .*") as caught:
+        cluster.generate(Request(PROMPT, f"{__name__}:Idle", max_new_tokens=3))
+    assert "\n" not in str(caught.value)
+    assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=3)).tokens == greedy(model, 3)
+
+
+def test_an_interrupted_request_leaves_the_cluster_up(cluster: ProcessCluster, model: Path) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=200), on_third(interrupt))
+    assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=5)).tokens == greedy(model, 5)
+
+
+def test_more_stages_than_layers_is_an_error(model: Path) -> None:
+    with pytest.raises(UsageError, match="4 stages are more than the model's 3 layers"):
+        ProcessCluster(ClusterSpec(model, 4))
+
+
+def test_no_model_is_an_error_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is an empty directory"):
+        ProcessCluster(ClusterSpec(tmp_path, 1))
+
+
+@pytest.mark.parametrize(("named", "large", "expected"), [
+    ("", False, 1), ("", True, max(1, len(os.sched_getaffinity(0)) // 2)), ("5", True, 7)])
+def test_d0_takes_its_share_of_threads(model: Path, monkeypatch: pytest.MonkeyPatch, named: str, large: bool,
+                                       expected: int) -> None:
+    """Of a small model it is one; torch's own number stays if the user has chosen."""
+    monkeypatch.setenv("OMP_NUM_THREADS", named)
+    if large:
+        monkeypatch.setattr(threads, "_SMALL", 1)
+    before = torch.get_num_threads()
+    torch.set_num_threads(7)
+    try:
+        with ProcessCluster(ClusterSpec(model, 1)):
+            assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 7
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_cluster_ends_cleanly(model: Path) -> None:
+    cluster = ProcessCluster(ClusterSpec(model, 2, threads=1))
+    pids = cluster.pids
+    try:
+        assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=8)).tokens == greedy(model, 8)
+    finally:
+        cluster.close()
+    cluster.close()
+    assert not any(map(alive, pids))
+    with pytest.raises(FlowspecError, match="the cluster is closed"):
+        cluster.generate(Request(PROMPT))
+
+
+@pytest.mark.parametrize(("number", "dead_after", "text"), [
+    (signal.SIGKILL, PATIENCE, "V2 was killed by SIGKILL"),
+    (signal.SIGSTOP, PATIENCE, "V2 was stopped"),
+    pytest.param(signal.SIGTERM, PATIENCE, "V2 ended with exit code 0", marks=pytest.mark.soak),
+])
+def test_a_lost_stage_is_named_and_the_others_are_reaped(model: Path, number: signal.Signals,
+                                                         dead_after: float, text: str) -> None:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, dead_after=dead_after)) as cluster:
+        pids = cluster.pids
+        with pytest.raises(PeerLost, match=text):
+            cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=1000),
+                             on_third(lambda: os.kill(pids[1], number)))
+        assert not any(map(alive, pids))
+
+
+def test_a_truncated_shard_is_told_by_the_stage_that_reads_it(model: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    whole = AutoModelForCausalLM.from_pretrained(model / "target", dtype=torch.float32)
+    (broken / "target" / "model.safetensors").unlink()
+    whole.save_pretrained(broken / "target", max_shard_size="40KB")
+    index = json.loads((broken / "target" / "model.safetensors.index.json").read_text())["weight_map"]
+    others = {file for tensor, file in index.items() if not tensor.startswith("model.layers.1.")}
+    name = next(file for file in index.values() if file not in others)  # only V2 reads it
+    file = broken / "target" / name
+    os.truncate(file, file.stat().st_size // 2)
+    with pytest.raises(FlowspecError, match=name) as caught:
+        ProcessCluster(ClusterSpec(broken, 3, threads=1))
+    assert str(caught.value).startswith("V2 ")
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_table_that_changes_in_use_is_told_by_v1(model: Path, tmp_path: Path) -> None:
+    broken = Path(shutil.copytree(model, tmp_path / "broken"))
+    with ProcessCluster(ClusterSpec(broken, 2, threads=1)) as cluster:
+        # the second if the file is cut between V1's look at its size and the read
+        told = r"model\.safetensors (has changed|was cut short) while its embeddings were in use"
+        with pytest.raises(FlowspecError, match=told) as caught:
+            cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=1000),
+                             on_third(lambda: os.truncate(broken / "target" / "model.safetensors", 1000)))
+        assert str(caught.value).startswith("V1")
+        assert len(str(caught.value).splitlines()) == 1
+
+
+def free_addresses() -> list[str]:
+    """Of D0's control, a stage's data, and its output."""
+    host = own_address()
+    return [f"tcp://{host}:{free_port(host)}" for _ in range(3)]
+
+
+@pytest.mark.slow
+def test_stages_elsewhere_serve_one_d0_after_another(model: Path, tmp_path: Path) -> None:
+    control, data, output = free_addresses()
+    config = WorkerConfig(instance="board-1", stage=1, stages=1, model=str(model / "target"), threads=1,
+                          control=control, listen=data, next=output, lost_after_s=PATIENCE)
+    file = tmp_path / "worker.toml"
+    file.write_text(config.dump())
+    command = [sys.executable, "-m", "flowspec_edge.drivers.stage", "--config", str(file)]
+    with subprocess.Popen(command) as worker:
+        for _ in range(2):
+            with ProcessCluster(ClusterSpec(model, 1),
+                                Connected(Addresses(control, output, data, ["board-1"]))) as cluster:
+                assert cluster.pids == []
+                result = cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=4))
+                assert result.tokens == greedy(model, 4)
+            assert worker.poll() is None
+        worker.terminate()
+        assert worker.wait(PATIENCE) == 0
+
+
+class OneBoard:
+    """``BoardStages``: a stage that is started for the first request."""
+
+    def __init__(self, model: Path, directory: Path) -> None:
+        self._model, self._directory = model, directory
+        self.calls: list[str] = []
+        self.worker: WorkerProcess | None = None
+
+    def connect(self, parallelism: Parallelism) -> Connected:
+        self.calls.append(parallelism)
+        control, data, output = free_addresses()
+        file = self._directory / "worker.toml"
+        file.write_text(WorkerConfig(instance="board-1", stage=1, stages=1, model=str(self._model / "target"),
+                                     threads=1, control=control, listen=data, next=output).dump())
+        self.worker = WorkerProcess(file, self._directory / "output")
+        return Connected(Addresses(control, output, data, ["board-1"]))
+
+    def refresh(self) -> None:
+        self.calls.append("refresh")
+
+    def disconnect(self) -> None:
+        if self.worker is not None:
+            self.worker.terminate()
+            assert self.worker.wait(PATIENCE) == 0
+            self.worker = None
+
+
+def test_boards_are_connected_once_and_refreshed(model: Path, tmp_path: Path) -> None:
+    board = OneBoard(model, tmp_path)
+    with open_cluster(ClusterSpec(model, 1), board) as cluster:
+        assert board.calls == []
+        for count in (4, 2):
+            result = cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=count))
+            assert result.tokens == greedy(model, count)
+        assert board.calls == ["refresh", "pipeline", "refresh"]
+        assert board.worker is not None
+    assert board.worker is None
+
+
+def test_a_worker_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "w.toml").write_text('stage = 1\n')
+    assert WorkerProcess(tmp_path / "w.toml", tmp_path / "output").wait(PATIENCE) == UsageError.exit_code
+    said = (tmp_path / "output").read_text()
+    assert said.startswith("flowspec worker: ")
+    assert "missing key 'instance'" in said
+    assert len(said.splitlines()) == 1

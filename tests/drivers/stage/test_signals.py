@@ -1,0 +1,105 @@
+"""A worker process that is told to end, at every line of its own code and at random moments."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from kits.process_clusters import PATIENCE, until
+
+from flowspec_edge.drivers.processes.forkserver import WorkerProcess
+from flowspec_edge.drivers.stage.config import WorkerConfig
+from flowspec_edge.drivers.stage.process import StopSignals
+
+
+@pytest.fixture
+def config(tmp_path: Path, tiny_model: Path) -> Path:
+    """Of a worker whose D0 never comes."""
+    made = WorkerConfig(instance="v1", stage=1, stages=2, model=str(tiny_model / "target"), threads=1,
+                        control="tcp://127.0.0.1:1", listen="tcp://127.0.0.1:*", next="tcp://127.0.0.1:2")
+    path = tmp_path / "v1.toml"
+    path.write_text(made.dump())
+    return path
+
+
+# Forks workers that send SIGTERM to themselves at the N-th line after the handler is installed, and at every
+# line after it.  Prints the N whose exit code is not 0.
+AT_LINES = """
+import os, signal, sys
+from pathlib import Path
+from flowspec_edge.drivers.stage import load, process, worker
+FILES = {process.__file__, worker.__file__}
+
+def run(first):
+    lines = 0
+    def trace(frame, event, argument):
+        nonlocal lines
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line" and signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            lines += 1
+            if lines >= first:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return trace
+    signal.alarm(120)
+    sys.settrace(trace)
+    code = process.serve(Path(sys.argv[1]))
+    sys.settrace(None)
+    os.kill(os.getpid(), signal.SIGTERM)
+    return code
+
+for first in map(int, sys.argv[2:]):
+    pid = os.fork()
+    if not pid:
+        sys.exit(run(first))
+    status = os.waitpid(pid, 0)[1]
+    if status:
+        print(first, status)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [
+    [1, 2, 3, 9, 14, 20, 27, 40, 70], pytest.param(range(1, 400), marks=pytest.mark.soak)])
+def test_sigterm_at_any_line_is_exit_code_0(config: Path, lines: list[int]) -> None:
+    done = subprocess.run([sys.executable, "-c", AT_LINES, str(config), *map(str, lines)],
+                          capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+def test_a_signal_interrupts_no_function_of_a_worker_that_serves() -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        signals = StopSignals()
+        signals.serving = True
+        for number in before:
+            signals.arrived = False
+            signal.raise_signal(number)
+            assert signals.arrived
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.soak
+def test_sigterm_at_any_moment_is_exit_code_0(config: Path, tmp_path: Path) -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        worker = WorkerProcess(config, tmp_path / "output")
+        try:
+            until(lambda worker=worker: catches_sigterm(worker.pid))
+            time.sleep(rng.choice((0.0, rng.uniform(0.0, 0.05), rng.uniform(0.0, 1.0))))
+            worker.terminate()
+            assert worker.wait(PATIENCE) == 0, (tmp_path / "output").read_text()
+        finally:
+            worker.kill()
+
+
+def catches_sigterm(pid: int) -> bool:
+    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line)
+    return bool(int(caught.split()[1], 16) >> signal.SIGTERM - 1 & 1)

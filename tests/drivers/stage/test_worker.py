@@ -1,0 +1,377 @@
+"""A stage's loop over in-memory links: order of messages, reports, and errors.
+
+Where it matters when something arrives, the engine is one whose ``compute`` can be held open;
+elsewhere it is the real one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from kits.worker_thread import PATIENCE, HeldEngine, LonelyEngine, Stage, Start, segment
+
+from flowspec_edge.drivers.stage.status_sender import one_line
+from flowspec_edge.errors import FlowspecError, PeerLost
+from flowspec_edge.lab.emulation.durations import Charge
+from flowspec_edge.messages import (
+    Cancel,
+    Close,
+    Computed,
+    Credit,
+    Failed,
+    Heartbeat,
+    Hello,
+    Message,
+    Open,
+    Prune,
+    Segment,
+    SessionReport,
+    Shutdown,
+)
+from flowspec_edge.stage.engine import Poll, Results, StageEngine
+
+
+def test_a_stage_greets_computes_and_reports(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    assert stage.hear(Hello) == Hello("v1", 1, 1, (0, 2), "digest")
+    stage.tell(Open(1, 0, 64))
+    for run in range(3):
+        stage.give(segment(run, rows=2))
+        output = stage.result()
+        assert output.numbers.tolist() == [2 * run, 2 * run + 1]
+        assert stage.hear(Credit) == Credit(1, 0, run)
+    stage.tell(Close(1))
+    last = stage.hear(SessionReport, lambda report: report.session == 1).counters
+    assert (last["segments"], last["rows"], last["tokens"]) == (3, 6, 4)
+    assert last["bytes_in"] == stage.first.bytes_out
+    assert last["bytes_out"] == stage.output.bytes_in
+    assert last["compute_s"] > 0
+    assert 0 < last["slot_s"] <= last["compute_s"]
+    stage.tell(Shutdown("done"))
+    assert stage.ended() is None
+
+
+def test_in_a_timed_session_a_stage_tells_of_every_segment(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    began = time.monotonic() * 1e6
+    stage.tell(Open(1, 0, 64, timed=True))
+    told = []
+    for run, rows in enumerate((2, 2, 0)):
+        stage.give(segment(run, rows=rows, first=run * 2))
+        stage.result()
+        told.append(stage.hear(Computed))
+    assert [(c.session, c.epoch, c.run, c.stage, c.rows) for c in told] == [
+        (1, 0, 0, 1, 2), (1, 0, 1, 1, 2), (1, 0, 2, 1, 0)]
+    moments = [moment for c in told for moment in (c.start, c.end, c.sent)]
+    assert moments == sorted(moments)
+    assert began - 1 <= moments[0] <= moments[-1] <= time.monotonic() * 1e6 + 1
+    stage.tell(Close(1))
+    last = stage.hear(SessionReport, lambda report: report.session == 1).counters
+    assert last["compute_s"] * 1e6 == pytest.approx(sum(c.end - c.start for c in told), abs=3)
+    assert "memory_total" not in last
+
+
+def test_a_cancelled_segment_is_told_of_as_one_without_rows(start: Start) -> None:
+    engine = HeldEngine()
+    stage = start(engine)
+    stage.tell(Open(1, 0, 64, timed=True))
+    stage.give(segment(0, rows=2))
+    assert engine.started.wait(PATIENCE)
+    stage.tell(Cancel(1, 0, (0,)))
+    told = stage.hear(Computed)
+    assert (told.run, told.rows) == (0, 0)
+    assert told.start < told.end
+
+
+def test_only_timed_sessions_are_told_of(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 64, timed=True))
+    stage.tell(Open(2, 0, 64, concurrent=(1,)))
+    for session in (2, 1):
+        stage.give(segment(0, session=session))
+        stage.result()
+    assert stage.hear(Computed).session == 1
+    stage.tell(Close(1))
+    stage.tell(Open(3, 0, 64, concurrent=(2,), timed=True))
+    for session in (2, 3):
+        stage.give(segment(int(session == 2), session=session))
+        stage.result()
+    assert stage.hear(Computed).session == 3
+
+
+def test_a_session_that_ends_within_a_segment(start: Start, real: StageEngine) -> None:
+    class Ending(StageEngine):
+        """D0 closes the session while its second segment is computed."""
+
+        def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
+            if admitted[0].run == 1:
+                stage.tell(Close(1))
+                until_closed(poll)
+            return super().compute(admitted, poll)
+
+    def until_closed(poll: Poll | None) -> None:
+        assert poll is not None
+        while engine.sessions:
+            poll()
+
+    engine = Ending(real.shard)
+    stage = start(engine)
+    stage.tell(Open(1, 0, 64, timed=True))
+    for run in range(2):
+        stage.give(segment(run, rows=2))
+    assert stage.hear(SessionReport, lambda report: report.session == 1).counters["rows"] == 2
+    stage.hear(Credit, lambda credit: credit.run == 1)
+    beat = stage.hear(Heartbeat).counters
+    assert (beat["rows"], beat["since"]) == (2, 1)
+
+
+def test_a_heartbeat_says_how_the_board_is(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    stage.result()
+    beat = stage.hear(Heartbeat, lambda beat: beat.counters["rows"] == 1).counters
+    assert 0 < beat["resident"] < beat["memory_total"]
+    assert beat["memory_available"] < beat["memory_total"]
+    assert beat["cache_bytes"] == real.cache_bytes > 0
+
+
+def test_counters_start_again_with_a_session(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    for session in (1, 2):
+        stage.tell(Open(session, 0, 64))
+        stage.give(segment(0, rows=2, session=session))
+        stage.result()
+        stage.tell(Close(session))
+        last = stage.hear(SessionReport, lambda report, s=session: report.session == s).counters
+        assert (last["segments"], last["rows"]) == (1, 2)
+        assert last["bytes_in"] == stage.first.bytes_out / session
+
+
+def test_a_segment_that_overtook_its_open_waits_for_it(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0, session=2))
+    stage.hear(Heartbeat)
+    assert stage.output.receive() is None
+    stage.tell(Open(2, 0, 64))
+    assert stage.result().session == 2
+
+
+def goes_on(stage: Stage, session: int) -> None:
+    stage.tell(Open(session, 0, 64))
+    stage.give(segment(0, session=session))
+    assert stage.result().session == session
+
+
+def test_a_segment_whose_open_never_comes(start: Start, real: StageEngine) -> None:
+    stage = start(real, open_within_s=0.1)
+    stage.give(segment(0, session=7))
+    assert "segment of session 7, but no Open for it within 0.1 s" in stage.hear(Failed).cause
+    goes_on(stage, 8)
+
+
+def test_two_sessions_each_have_their_own_counters(start: Start, real: StageEngine) -> None:
+    """The end of one leaves the other; the last report is on its own share, the others on both."""
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.tell(Open(2, 0, 64, concurrent=(1,)))
+    for run in range(2):
+        for session, rows in ((1, 2), (2, 3)):
+            stage.give(segment(run, rows=rows, session=session))
+            output = stage.result()
+            assert (output.session, output.run, len(output.numbers)) == (session, run, rows)
+    sent = stage.first.bytes_out
+    stage.tell(Close(1))
+    first = stage.hear(SessionReport, lambda report: report.session == 1).counters
+    assert (first["segments"], first["rows"], first["tokens"]) == (2, 4, 2)
+    both = stage.hear(Heartbeat).counters
+    assert (both["segments"], both["rows"], both["tokens"], both["bytes_in"]) == (4, 10, 5, sent)
+    stage.give(segment(2, rows=2, session=1))  # was on its way: no output, but V1 has room again
+    stage.hear(Credit, lambda credit: (credit.session, credit.run) == (1, 2))
+    stage.give(segment(2, rows=3, session=2))
+    assert stage.result().session == 2
+    stage.tell(Close(2))
+    second = stage.hear(SessionReport, lambda report: report.session == 2).counters
+    assert (second["segments"], second["rows"]) == (3, 9)
+    assert first["bytes_in"] < sent - first["bytes_in"] < second["bytes_in"]
+    assert min(first["compute_s"], second["compute_s"]) > 0
+
+
+def test_a_stale_segment_is_dropped_without_a_word(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(5, 0, 64))
+    stage.give(segment(0, session=4))
+    stage.hear(Heartbeat, lambda beat: beat.counters["dropped_stale"] == 1)
+    stage.give(segment(0, session=5))
+    assert stage.result().session == 5
+
+
+def test_control_is_obeyed_within_a_segment(start: Start) -> None:
+    engine = HeldEngine()
+    stage = start(engine)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    assert engine.started.wait(PATIENCE)
+    for _ in range(3):
+        stage.hear(Heartbeat)
+    prune = Prune(1, 0, 0, 0, 1, np.array([0], np.int32))
+    stage.tell(prune)
+    stage.tell(Cancel(1, 0, (0,)))
+    assert stage.result().run == 0
+    assert [type(call) for call in engine.calls] == [Open, Prune, Cancel]
+
+
+def test_a_stage_can_be_ended_in_the_middle_of_a_segment(start: Start) -> None:
+    engine = HeldEngine()
+    stage = start(engine)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    assert engine.started.wait(PATIENCE)
+    stage.tell(Shutdown("now"))
+    assert stage.ended() is None
+
+
+def test_a_stage_that_cannot_pass_its_results_on_lives_on(start: Start, real: StageEngine) -> None:
+    stage = start(real, data_queue=1)
+    stage.tell(Open(1, 0, 64))
+    for run in range(3):
+        stage.give(segment(run))
+    stage.hear(Credit, lambda credit: credit.run == 0)
+    for _ in range(3):  # the second result has no room
+        stage.hear(Heartbeat, lambda beat: beat.counters["segments"] == 2)
+    assert [stage.result().run for _ in range(3)] == [0, 1, 2]
+
+
+def test_what_is_not_a_segment_does_not_belong_on_the_data_link(start: Start, real: StageEngine) -> None:
+    """The device before this one is broken: D0 hears of it, and the stage goes on."""
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    stage.result()
+    assert stage.first.send(Close(1))
+    assert "a Close is not a segment" in stage.hear(Failed).cause
+    assert not real.sessions
+    goes_on(stage, 2)
+
+
+def test_what_a_stage_says_is_not_what_it_obeys(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Failed("v1", 1, "?"))
+    assert "D0 sent a Failed" in stage.hear(Failed).cause
+    goes_on(stage, 1)
+
+
+@pytest.mark.parametrize(("wrong", "text"), [
+    (Open(2, 0, 64, version=99), "D0 speaks protocol version 99"),
+    (Open(2, 0, 64, parent_session=1, rows=40), "rows of session 1"),
+    (Close(1, (5, 6)), "not all of them are among"),
+])
+def test_impossible_segments_end_the_sessions_alone(start: Start, real: StageEngine,
+                                                    wrong: Message, text: str) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 64))
+    stage.tell(wrong)
+    assert text in stage.hear(Failed).cause
+    goes_on(stage, 3)
+
+
+def test_contradictory_rows_end_the_sessions_alone(start: Start, real: StageEngine) -> None:
+    stage = start(real)
+    stage.tell(Open(1, 0, 8))
+    stage.give(replace(segment(0, rows=2), bits=np.zeros((2, 1), np.uint8)))
+    assert "a row does not see itself" in stage.hear(Failed).cause
+    stage.hear(Credit)  # V1 has room again
+    stage.tell(Open(2, 0, 8))
+    stage.give(segment(0, rows=60, session=2))
+    assert "60 rows are more than the session's capacity" in stage.hear(Failed).cause
+    goes_on(stage, 3)
+
+
+def test_an_emulated_stage_tells_by_how_much_it_was_too_slow(start: Start, real: StageEngine) -> None:
+    stage = start(real, charge=Charge(lambda rows, context: 0.0))
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0, rows=2))
+    stage.result()
+    stage.tell(Close(1))
+    last = stage.hear(SessionReport).counters
+    assert 0 < last["late_s"] <= last["compute_s"]
+
+
+def test_a_stage_tells_a_d0_that_counts_from_behind(start: Start, real: StageEngine) -> None:
+    """As after a reboot with the clock set back, if D0 has not heard how far the numbers have come: the
+    segment that overtakes its Open is taken for a stale one, but D0 is told."""
+    stage = start(real)
+    stage.tell(Open(1000, 0, 64))
+    stage.tell(Close(1000))
+    stage.hear(SessionReport)
+    stage.give(segment(0, session=5))
+    stage.hear(Credit, lambda credit: credit.session == 5)
+    stage.tell(Open(5, 0, 64))
+    assert stage.hear(Hello, lambda hello: hello.newest >= 0).newest == 1000
+    assert "D0 opens session 5 after session 1000" in stage.hear(Failed).cause
+    goes_on(stage, 1001)
+
+
+RANK = {"parallelism": "megatron", "stages": 2, "group": "file:///unused"}
+
+
+def test_a_rank_hands_a_segment_on_before_it_computes(start: Start) -> None:
+    engine = HeldEngine()
+    stage = start(engine, **RANK)
+    stage.tell(Open(1, 0, 64, timed=True))
+    given = segment(0, rows=3)
+    stage.give(given)
+    passed = stage.output.receive(PATIENCE)
+    assert isinstance(passed, Segment)
+    assert passed.tokens is not None
+    assert passed.tokens.tolist() == [0, 1, 2]
+    assert engine.started.wait(PATIENCE)
+    stage.tell(Cancel(1, 0, (0,)))
+    stage.hear(Credit)
+    assert stage.hear(Computed).run == 0
+    assert stage.output.receive() is None
+
+
+def test_a_rank_reports_a_session_after_its_pass(start: Start) -> None:
+    engine = HeldEngine()
+    stage = start(engine, **RANK)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    assert engine.started.wait(PATIENCE)
+    stage.tell(Close(1))
+    stage.tell(Open(2, 0, 64))
+    stage.tell(Cancel(1, 0, (0,)))  # ends the pass
+    assert stage.hear(SessionReport).counters["compute_s"] > 0
+    stage.tell(Close(2))
+    assert stage.hear(SessionReport).session == 2
+
+
+def test_a_rank_that_lost_another_answers_until_d0_has_found_out(start: Start) -> None:
+    engine = LonelyEngine()
+    stage = start(engine, broken_after_s=PATIENCE, **RANK)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    assert engine.started.wait(PATIENCE)
+    for _ in range(3):
+        stage.hear(Heartbeat)
+    stage.tell(Shutdown("V2 is dead"))
+    assert stage.ended() is None
+
+
+def test_a_rank_that_lost_another_says_so_in_the_end(start: Start) -> None:
+    stage = start(LonelyEngine(), broken_after_s=0.1, **RANK)
+    stage.tell(Open(1, 0, 64))
+    stage.give(segment(0))
+    error = stage.ended()
+    assert isinstance(error, PeerLost)
+    assert "another rank is gone" in str(error)
+
+
+def test_errors_become_one_line() -> None:
+    assert one_line(FlowspecError("what\nwhere")) == "what where"
+    assert one_line(KeyError("k")) == "KeyError: 'k'"

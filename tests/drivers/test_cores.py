@@ -1,0 +1,234 @@
+"""D0's and the stages' cores over lists: requests, cancels, turns and losses in any order of messages.
+
+No sockets, clocks or threads. Hypothesis chooses which link delivers next, whether a control message comes
+between two layers, and when a stage is lost; every answer has to be plain decoding's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kits.core_pipeline import PROMPTS, STAGES, STRATEGIES, TOKENS, Draw, Pipeline, plain, request
+from kits.hypothesis_examples import examples
+
+from flowspec_edge.d0.request import Request, RequestHandle
+from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.slot_curve import SlotCurve
+from flowspec_edge.errors import PeerLost
+from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.params import Params
+
+choices = st.lists(st.integers(0, 60), max_size=600)
+events = st.lists(st.tuples(st.sampled_from(["start", "cancel", "give way", "lose"]), st.integers(0, 3),
+                            st.integers(0, 40)), max_size=8)
+
+
+@given(choices, st.lists(st.sampled_from(STRATEGIES), min_size=4, max_size=4), events,
+       st.sampled_from([0.0, 1.0]))
+@examples(400, 25)
+def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int], strategies: list[str],
+                                              script: list[tuple[str, int, int]], temperature: float) -> None:
+    pipeline = Pipeline(tiny_model, Draw(order))
+    core, handles, cancelled = pipeline.core, dict[int, RequestHandle](), set[int]()
+
+    def start(place: int) -> None:
+        if place not in handles:
+            handles[place] = RequestHandle(request(place, strategies[place], temperature))
+            core.start(handles[place])
+
+    start(0)
+    for event, place, steps in script:
+        left = iter(range(steps))
+        pipeline.run(lambda left=left: next(left, None) is None or not core.busy)
+        match event:
+            case "start":
+                start(place)
+            case "cancel" if place in handles:
+                handles[place].cancel()
+                cancelled.add(place)
+            case "give way" if place in handles and core.unfinished > 1:
+                handles[place].suspend()
+                gone = core.give_way()
+                if handles[place] in gone and place not in cancelled:
+                    handles[place].resume()
+                    core.start(handles[place])
+            case "lose":
+                pipeline.lose()
+    pipeline.run(lambda: not core.busy)
+    for place, handle in handles.items():
+        result = handle.result(0)
+        expected = plain(tiny_model, tuple(PROMPTS[place]), temperature)
+        assert result.tokens == (expected[:len(result.tokens)] if place in cancelled else expected)
+    assert core.sessions == ()
+    assert core.pool._open == {}
+    for stage in pipeline.stages:
+        assert not stage.counters.sessions
+        assert stage.next_pass() is None
+
+
+def test_a_request_that_loses_the_stages_again_and_again_ends(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]))
+    handle = RequestHandle(request(0, "flowspec", 0.0))
+    pipeline.core.start(handle)
+    for _ in range(5):
+        pipeline.lose()
+    assert not handle.done()
+    pipeline.lose()
+    with pytest.raises(PeerLost, match="lost 6 times"):
+        handle.result(0)
+    assert not pipeline.core.busy
+
+
+def test_a_request_may_lose_the_stages_often_while_it_gets_on(tiny_model: Path) -> None:
+    pipeline, made = Pipeline(tiny_model, Draw([])), list[int]()
+    handle = RequestHandle(request(0, "flowspec", 0.0), made.extend)
+    pipeline.core.start(handle)
+    losses = 0
+    while pipeline.core.busy:
+        before = len(made)
+        pipeline.run(lambda before=before: len(made) > before or not pipeline.core.busy)
+        if pipeline.core.busy:
+            pipeline.lose()
+            losses += 1
+    assert losses > 5
+    assert handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[0]), 0.0)
+
+
+def test_what_one_callback_raises_ends_its_request_alone(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]))
+
+    def fails(tokens: list[int]) -> None:
+        raise LookupError("the reader is gone")
+
+    first, second = (RequestHandle(request(place, "flowspec", 0.0), listener)
+                     for place, listener in ((0, fails), (1, None)))
+    for handle in (first, second):
+        pipeline.core.start(handle)
+    pipeline.run(lambda: not pipeline.core.busy)
+    with pytest.raises(LookupError):
+        first.result(0)
+    assert second.result(0).tokens == plain(tiny_model, tuple(PROMPTS[1]), 0.0)
+
+
+def test_a_next_turn_takes_over_the_rows_of_the_one_before(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]))
+    first = RequestHandle(request(1, "flowspec", 0.0))
+    pipeline.core.start(first)
+    pipeline.run(lambda: not pipeline.core.busy)
+    prompt = [*PROMPTS[1], *first.result(0).tokens, 5, 6]
+    second = RequestHandle(Request(prompt, "pipedec", TOKENS, params=Params(draft="eagle2")))
+    pipeline.core.start(second)
+    pipeline.run(lambda: not pipeline.core.busy)
+    result = second.result(0)
+    assert result.stats.reused > 40
+    assert result.tokens == PlainDecoder(tiny_model).generate(prompt, TOKENS, Sampling())[0]
+
+
+def answered(pipeline: Pipeline, *requests: Request) -> list[RequestHandle]:
+    """The requests' handles after all of them have ended."""
+    handles = [RequestHandle(one) for one in requests]
+    for handle in handles:
+        pipeline.core.start(handle)
+    pipeline.run(lambda: not pipeline.core.busy)
+    return handles
+
+
+@pytest.mark.parametrize(("strategy", "warming_up", "learns"), [
+    ("flowspec", False, False), ("flowspec", True, True), ("flowspec_plus", False, True)])
+def test_the_curve_learns_in_use_and_in_the_warm_up(
+        tiny_model: Path, strategy: str, warming_up: bool, learns: bool) -> None:
+    pipeline, fresh = Pipeline(tiny_model, Draw([])), SlotCurve().seconds(64)
+    pipeline.core.warming_up = warming_up
+    answered(pipeline, request(0, strategy, 0.0))
+    assert (pipeline.curve.seconds(64) != fresh) == learns
+    pipeline.lose()  # the stages may come back on other devices
+    assert pipeline.curve.seconds(64) == fresh
+
+
+def test_a_loss_takes_the_rows_of_ended_sessions(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]))
+    for lost, reuses in ((False, False), (False, True), (True, False)):
+        if lost:
+            pipeline.lose()
+        [handle] = answered(pipeline, request(1, "flowspec", 0.0))
+        assert (handle.result(0).stats.reused > 0) == reuses
+        assert handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[1]), 0.0)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_bytes_count_over_a_loss_and_energy_does_not(tiny_model: Path, lost: bool) -> None:
+    pipeline, made = Pipeline(tiny_model, Draw([])), list[int]()
+    core, handle = pipeline.core, RequestHandle(request(0, "flowspec", 0.0), made.extend)
+    core.start(handle)
+    pipeline.run(lambda: bool(made))
+    core.charge(core.sessions[0], 1000)
+    if lost:
+        pipeline.lose()
+    core.charge(core.sessions[0], 200)
+    core.charge(core.newest_session + 1, 7)  # another's
+    pipeline.run(lambda: not core.is_decoding)
+    [active] = core.closing()
+    boards = [{"session_j": 5.0, "board": float(i), "bytes_out": 10.0} for i in range(STAGES)]
+    core.settle(active, boards, energy={"session_j": 3.0, "board": 9.0})
+    stats = handle.result(0).stats
+    assert (stats.bytes, stats.energy_j) == (1220, None if lost else 13.0)
+    assert made == handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[0]), 0.0)
+
+
+def test_a_loss_resumes_only_unfinished_requests(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]))
+    core, handles = pipeline.core, [RequestHandle(request(place, "flowspec", 0.0)) for place in (0, 1)]
+    core.start(handles[0])
+    pipeline.run(lambda: not core.is_decoding)  # finished, but the stages have not closed its session
+    core.start(handles[1])
+    handles[1].cancel()
+    newest = core.newest_session
+    pipeline.lose()
+    assert not core.busy
+    assert core.newest_session == newest
+    assert handles[0].result(0).tokens == plain(tiny_model, tuple(PROMPTS[0]), 0.0)
+    assert handles[1].result(0).finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("where", ["begin", "drafted", "controls", "row_probabilities", "next_segment",
+                                   "next_draft", "result"])
+def test_an_exception_ends_one_request_and_the_others_go_on(
+        tiny_model: Path, where: str, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    """Wherever it is raised, in the middle of the text; the stages close the request's session."""
+    usual: Callable[..., object] = getattr(DraftSession, where)
+
+    def broken(draft_session: DraftSession, *arguments: object) -> object:
+        if draft_session.request is failing and (where == "result" or len(draft_session.tokens) >= 2):
+            raise ZeroDivisionError("a fault of a strategy")
+        return usual(draft_session, *arguments)
+
+    requests = [request(place, "flowspec", 0.0) for place in (0, 1, 2)]
+    failing, pipeline = requests[1], Pipeline(tiny_model, Draw([]))
+    monkeypatch.setattr(DraftSession, where, broken)
+    handles = answered(pipeline, *requests)
+    pipeline.run(lambda: not any(stage.counters.sessions for stage in pipeline.stages))
+    assert isinstance(handles[1].exception(0), ZeroDivisionError)
+    for place in (0, 2):
+        assert handles[place].result(0).tokens == plain(tiny_model, tuple(PROMPTS[place]), 0.0)
+    assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]
+    assert pipeline.core.pool._open == {}
+
+
+def test_work_of_a_request_that_ended_meanwhile_is_left_out(tiny_model: Path) -> None:
+    pipeline, handle = Pipeline(tiny_model, Draw([])), RequestHandle(request(0, "flowspec", 0.0))
+    core = pipeline.core
+    core.start(handle)
+    pipeline.run(lambda: pipeline.job is not None)
+    job = pipeline.job
+    assert job is not None
+    handle.cancel()
+    core.end_cancelled()
+    [active] = core.closing()
+    core.settle(active, [{}] * STAGES)
+    assert core.compute(job) is None

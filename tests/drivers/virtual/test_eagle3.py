@@ -1,0 +1,309 @@
+"""EAGLE-3 in whole runs: the tokens of plain decoding, and states that are the target's own.
+
+Eight layers, so the states are those after 2, 4 and 5: over 1 to 5 stages these are states inside a
+stage, at the end of one and at the start of the next, and two of one stage.
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kits.draft_heads import VARIANTS, published_eagle3
+from kits.stages import through
+from kits.tiny_model_dir import tiny_eagle3
+from kits.tiny_models import tiny_llama
+from transformers import AutoModelForCausalLM
+
+from flowspec_edge.d0.models import DraftModels
+from flowspec_edge.d0.request import Request, Stats
+from flowspec_edge.d0.scheduler import Scheduler
+from flowspec_edge.d0.session import DraftPass, DraftSession, Task, Verify
+from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
+from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.drivers.virtual.links import wire_bytes
+from flowspec_edge.drivers.virtual.run import VirtualRun
+from flowspec_edge.errors import UsageError
+from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.messages import Cancel, Close, Credit, Output, Payload, Segment, Tap
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import STRATEGIES
+
+PROFILE = load_profile("paper-7b")
+CAPTURED = (2, 4, 5)
+GREEDY, SAMPLED = Sampling(), Sampling(1.0, seed=11)
+DRAFTING = [name for name, chosen in STRATEGIES.items()
+            if chosen.drafts_with(Params(draft="eagle3")) == "eagle3" and chosen.parallelism == "pipeline"]
+PROMPT = [(11 * i + 5) % 97 for i in range(21)]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and an EAGLE-3 head that can name two thirds of its tokens; nothing else."""
+    path = tmp_path_factory.mktemp("eagle3")
+    tiny_llama(path / "target", layers=8, hidden=32, vocab=97)
+    tiny_eagle3(path, drafted=64)
+    return path
+
+
+@cache
+def cluster(path: Path, stages: int) -> VirtualCluster:
+    return VirtualCluster(path, stages, PROFILE)
+
+
+@cache
+def plain(path: Path, prompt: tuple[int, ...], limit: int, sampling: Sampling) -> list[int]:
+    return PlainDecoder(path).generate(list(prompt), limit, sampling)[0]
+
+
+@cache
+def states(path: Path, text: tuple[int, ...], captured: tuple[int, ...] = CAPTURED) -> torch.Tensor:
+    """The captured states of every row of a text, by transformers: [n, states H]; those after all layers
+    are not normed."""
+    target = AutoModelForCausalLM.from_pretrained(path / "target", dtype=torch.float32).eval()
+    with torch.inference_mode():
+        inputs: list[torch.Tensor] = []
+        target.model.norm.register_forward_pre_hook(lambda norm, given: inputs.append(given[0]))
+        hidden = target.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    return torch.cat([(*hidden[:-1], inputs[0])[layer][0] for layer in captured], dim=-1)
+
+
+@pytest.fixture
+def known(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """What drafters in this process take their text rows from, in order."""
+    seen: list[torch.Tensor] = []
+    original = Eagle3Drafter._text_states
+
+    def record(self: Eagle3Drafter, features: Payload, rows: list[int]) -> torch.Tensor:
+        seen.append(original(self, features, rows))
+        return seen[-1]
+
+    monkeypatch.setattr(Eagle3Drafter, "_text_states", record)
+    return seen
+
+
+def same_tokens_and_states(path: Path, stages: int, request: Request, known: list[torch.Tensor],
+                           captured: tuple[int, ...] = CAPTURED) -> Stats:
+    """Returns what the run was like."""
+    known.clear()
+    expected = plain(path, tuple(request.prompt), request.max_new_tokens, request.sampling)
+    result = cluster(path, stages).generate(request)
+    assert result.tokens == expected, f"{request.strategy}, {stages} stages"
+    text = (*request.prompt, *expected)
+    taken = torch.cat(known)[: len(text) - 1]  # what is accepted past the limit is taken, too
+    assert len(taken) >= len(text) - 1 - 1
+    torch.testing.assert_close(taken, states(path, text, captured)[: len(taken)], atol=1e-4, rtol=1e-4)
+    return result.stats
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_published_variant_drafts_losslessly(model: Path, tmp_path: Path, known: list[torch.Tensor],
+                                                   variant: str) -> None:
+    shutil.copytree(model / "target", tmp_path / "target")
+    published_eagle3(tmp_path / "eagle3", 3, 32, 97, **{**VARIANTS[variant], "max_position_embeddings": 256})
+    head = head3_config(tmp_path / "eagle3")
+    at = list(VARIANTS).index(variant)
+    odd, name = at % 2, ("flowspec", "flowspec_plus")[at // 2 % 2]
+    request = Request(PROMPT, name, 10, SAMPLED if odd else GREEDY,
+                      Params(draft="eagle3", segment=4, width=4, tree_size=12, depth=3, prefill_chunk=8))
+    stats = same_tokens_and_states(tmp_path, 2 + odd, request, known,
+                                   head3_layers(tmp_path / "eagle3", head, 8))
+    assert stats.drafted > 0
+
+
+@pytest.mark.parametrize(("name", "stages"), [
+    (name, stages) for i, name in enumerate(DRAFTING) for stages in range(1, 6)
+    if name.startswith("flowspec") or (i + stages) % 2])
+def test_tokens_of_plain_decoding_and_states_of_the_target(model: Path, known: list[torch.Tensor], name: str,
+                                                           stages: int) -> None:
+    params = Params(draft="eagle3", segment=(1, 3, 16)[stages % 3], width=4, tree_size=12, depth=3,
+                    prefill_chunk=(1, 8, 64)[stages % 3], pipedec_width=5, pearl_gamma=2,
+                    stpp_branching="1,3,1")
+    sampling = (GREEDY, SAMPLED)[(stages // 2 + DRAFTING.index(name)) % 2]  # `make soak` runs both everywhere
+    stats = same_tokens_and_states(model, stages, Request(PROMPT, name, 8, sampling, params), known)
+    if name in ("flowspec", "chunk_pp", "pruned_pp") and sampling is SAMPLED:
+        assert stats.accepted > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["T=0", "T=1"])
+@pytest.mark.parametrize("stages", range(1, 9))
+@pytest.mark.parametrize("name", DRAFTING)
+def test_every_strategy_everywhere(model: Path, known: list[torch.Tensor], name: str, stages: int,
+                                   sampling: Sampling) -> None:
+    request = Request(PROMPT * 4, name, 24, sampling, Params(draft="eagle3"))
+    same_tokens_and_states(model, stages, request, known)
+
+
+@pytest.mark.parametrize("name", ["flowspec", "pipeinfer"])
+def test_stages_without_tapped_layers_are_not_waited_for(model: Path, known: list[torch.Tensor],
+                                                         name: str) -> None:
+    request = Request(PROMPT, name, 8, SAMPLED, Params(draft="eagle3", tree_size=12, width=4))
+    same_tokens_and_states(model, 11, request, known)
+
+
+def test_cancelled_runs_come_out_without_their_taps(model: Path, known: list[torch.Tensor]) -> None:
+    params = Params(draft="eagle3", pipeinfer_accept=0.0, pipeinfer_recovery=0.0)
+    stats = same_tokens_and_states(model, 4, Request(PROMPT, "pipeinfer", 8, GREEDY, params), known)
+    assert sum(stage["cancelled"] for stage in stats.stages) > 0
+
+
+def test_the_head_stands_in_for_one_of_eagle_2(model: Path, known: list[torch.Tensor]) -> None:
+    stats = same_tokens_and_states(model, 3, Request(PROMPT, "flowspec", 8, SAMPLED), known)
+    assert stats.accepted > 0
+
+
+@pytest.mark.parametrize("name", ["megatron", "galaxy"])
+def test_devices_that_share_each_layer_are_refused(model: Path, name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} cannot draft with the model's EAGLE-3 head") as caught:
+        cluster(model, 2).generate(Request(PROMPT, name, 4, GREEDY, Params(draft="eagle3")))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
+def test_texts_past_a_heads_limit_go_on(tiny_model: Path, tmp_path: Path, kind: str) -> None:
+    """32 rows are all that the head sees; the prompt alone has more."""
+    shutil.copytree(tiny_model, tmp_path / "model")
+    path = tmp_path / "model"
+    if kind == "eagle3":
+        tiny_eagle3(path, drafted=64, max_positions=32)
+    else:
+        file = path / kind / "config.json"
+        file.write_text(file.read_text().replace('"max_position_embeddings": 2048',
+                                                 '"max_position_embeddings": 32'))
+    prompt = PROMPT * 2
+    request = Request(prompt, "flowspec", 12, SAMPLED, Params(draft=kind, tree_size=12, width=4))  # type: ignore[arg-type]
+    drafting = VirtualCluster(path, 2, PROFILE)
+    result = drafting.generate(request)
+    assert result.tokens == plain(path, tuple(prompt), 12, SAMPLED)
+    assert result.stats.accepted > 0
+    drafter = drafting._draft_models._drafter(kind, request.params)
+    assert drafter._cache.shape.window == 32  # type: ignore[attr-defined]
+
+
+def test_taps_are_weighed_on_their_stages_link(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the width of the profile's model, 4096 values of 2 bytes, straight to D0."""
+    runs: list[VirtualRun] = []
+    original = VirtualRun.run
+    monkeypatch.setattr(VirtualRun, "run", lambda self: (runs.append(self), original(self))[1])
+    request = Request(PROMPT, "speculative", 6, GREEDY, Params(draft="eagle3"))
+    result = cluster(model, 4).generate(request)
+    rows, segments = result.stats.stages[0]["rows"], result.stats.stages[0]["segments"]
+    for link, holds in zip(runs[0]._taps, (1, 1, 1, 0), strict=True):  # after 2, 4, 5 of 8 layers
+        assert holds * rows * 8192 <= link.bytes <= holds * (rows * 8192 + segments * 400 + rows * 8)
+    every = (*runs[0]._data, *runs[0]._control, *runs[0]._taps, runs[0]._back)
+    closing = 4 * wire_bytes(Close(1), PROFILE)  # after the text was complete
+    assert result.stats.bytes == sum(link.bytes for link in every) - closing
+
+
+def test_a_tap_weighs_what_the_profiles_states_weigh() -> None:
+    tap = Tap(1, 0, 3, 5, np.arange(16, dtype=np.int32), Payload("float32", np.zeros((16, 32), np.float32)))
+    assert 16 * 8192 < wire_bytes(tap, PROFILE) < 16 * 8192 + 400
+
+
+class Chain:
+    """A draft session with real stages, whose messages the test hands over as late as it likes."""
+
+    def __init__(self, model: Path, request: Request, stages: int = 2) -> None:
+        device0 = DraftModels(model)
+        self.c: DraftSession = device0.draft_session(request, stages, lambda: 0.0, 1, lambda kind: 1.0)
+        self.scheduler = Scheduler()
+        opening = self.scheduler.add(self.c)
+        self.engines = [StageEngine(load_shard(model / "target", i, stages, "fp32")) for i in range(stages)]
+        for engine in self.engines:
+            engine.open(opening)
+
+    def send(self) -> list[tuple[list[Tap], Output]]:
+        """All that may be sent goes through the stages; what comes of each segment."""
+        found = []
+        for message in self.scheduler.take_messages():
+            if isinstance(message, Segment):
+                found.append(through(self.engines, message))
+                self.scheduler.receive(Credit(message.session, message.epoch, message.run))
+            else:
+                for engine in self.engines:
+                    engine.cancel(message) if isinstance(message, Cancel) else engine.prune(message)
+        return found
+
+    def next_task(self) -> Task | None:
+        job = self.scheduler.next_job()
+        return job and job.parts[0][1]
+
+    def draft(self) -> None:
+        """Whatever D0 may do but verify."""
+        while (task := self.next_task()) is not None:
+            assert isinstance(task, DraftPass)
+            self.c.complete(task)
+
+
+def test_an_output_waits_for_its_taps_and_for_nothing_else(model: Path) -> None:
+    """Taps in any order, all of them after the output; those of the next run before those of this one."""
+    request = Request(PROMPT, "flowspec", 12, SAMPLED, Params(draft="eagle3", tree_size=12, width=4,
+                                                              prefill_chunk=8))
+    chain, late = Chain(model, request), []
+    waited = 0
+    while not chain.c.finished:
+        late += chain.send()
+        chain.draft()
+        if len(late) < 2 and (more := chain.send()):
+            late += more
+            continue
+        (taps, output), following = late.pop(0), late[:1]
+        chain.c.receive(output)
+        for taps_after, output_after in following:  # complete, but not its turn
+            chain.c.receive(output_after)
+            for tap in taps_after:
+                chain.c.receive(tap)
+        for tap in reversed(taps):
+            chain.draft()  # never verifies
+            chain.c.receive(tap)
+            waited += 1
+        late = late[len(following):]
+        for expected in (output, *(o for _, o in following)):
+            task = chain.next_task()
+            if chain.c.finished:
+                break
+            assert isinstance(task, Verify)
+            assert task.output is expected
+            chain.c.complete(task)
+    assert waited > 3 * 4
+    assert chain.c.result(1.0, 0).tokens == plain(model, tuple(PROMPT), 12, SAMPLED)
+
+
+def test_an_output_without_rows_waits_for_nothing(model: Path) -> None:
+    chain = Chain(model, Request([5], "flowspec", 4, GREEDY, Params(draft="eagle3")))
+    (taps, output), = chain.send()
+    assert {tap.layer for tap in taps} == set(CAPTURED)
+    for message in (*taps, output):
+        chain.c.receive(message)
+    task = chain.next_task()
+    assert isinstance(task, Verify)
+    chain.c.complete(task)
+    task = chain.next_task()
+    assert isinstance(task, DraftPass)
+    chain.c.complete(task)
+    (_, output), *_ = chain.send()
+    empty = Output(output.session, output.epoch, output.run, output.numbers[:0],
+                   Payload(output.hidden.dtype, output.hidden.array[:0]))
+    chain.c.receive(empty)
+    task = chain.next_task()
+    assert isinstance(task, Verify)
+    assert task.output is empty
+
+
+def test_processes_give_the_same_tokens(model: Path) -> None:
+    with open_cluster(ClusterSpec(model, 2, threads=1)) as clusters:
+        for name, sampling in (("flowspec", SAMPLED), ("pipeinfer", GREEDY)):
+            result = clusters.generate(Request(PROMPT, name, 12, sampling, Params(draft="eagle3")))
+            assert result.tokens == plain(model, tuple(PROMPT), 12, sampling)

@@ -1,0 +1,176 @@
+"""Look-up drafting in whole runs: the same text as ever, and fewer turns where a text repeats itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kits.tiny_model_dir import tiny_model_dir
+from kits.tiny_models import tiny_llama
+
+from flowspec_edge.cli.main import main
+from flowspec_edge.d0.models import DraftModels
+from flowspec_edge.d0.request import Request, Result
+from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.errors import UsageError
+from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.strategies.parameters import LONGEST_BLOCK
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import STRATEGIES
+
+DRAFTING = [name for name, chosen in STRATEGIES.items() if chosen.drafter]
+PROFILE = load_profile("paper-7b")
+SMALL = {"width": 4, "tree_size": 20, "depth": 3, "pipedec_width": 6, "pipeinfer_split": 0.1, "spd_width": 2,
+         "ngram_min": 1}
+KINDS = {"alone": Params(draft="ngram", **SMALL), "eagle2": Params(draft="eagle2", ngram=True, **SMALL),
+         "lm": Params(draft="lm", ngram=True, **SMALL)}
+
+
+def prompt() -> list[int]:
+    """Random, and then once more: what is looked up is there, and wrong in most cases."""
+    half = np.random.default_rng(1).integers(1, 97, 20).tolist()
+    return half + half[:15]
+
+
+@cache
+def cluster(model: Path, stages: int) -> VirtualCluster:
+    return VirtualCluster(model, stages, PROFILE)
+
+
+@cache
+def plain(model: Path, tokens: tuple[int, ...], limit: int, sampling: Sampling) -> list[int]:
+    return PlainDecoder(model).generate(list(tokens), limit, sampling)[0]
+
+
+# SPD drafts with its own module whatever the kind; the look-up is merged into that.
+PAIRS = [(name, kind) for name in DRAFTING for kind in KINDS if name != "spd" or kind == "eagle2"]
+WAYS = list(product((1, 3), (Sampling(), Sampling(1.0, seed=4))))
+
+
+def same_text(model: Path, name: str, kind: str, stages: int, sampling: Sampling) -> None:
+    result = cluster(model, stages).generate(Request(prompt(), name, 8, sampling, KINDS[kind]))
+    assert result.tokens == plain(model, tuple(prompt()), 8, sampling)
+
+
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_every_strategy_gives_the_text_of_plain_decoding(tiny_model: Path, name: str, kind: str) -> None:
+    """Stage counts and samplings take turns; `make soak` has them all."""
+    same_text(tiny_model, name, kind, *WAYS[PAIRS.index((name, kind)) % len(WAYS)])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("stages", "sampling"), WAYS)
+@pytest.mark.parametrize(("name", "kind"), PAIRS)
+def test_every_strategy_every_way(tiny_model: Path, name: str, kind: str, stages: int, sampling: Sampling
+                                  ) -> None:
+    same_text(tiny_model, name, kind, stages, sampling)
+
+
+@pytest.fixture(scope="module")
+def no_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plain checkpoint, without any draft part; greedy, it soon says the same again and again."""
+    return tiny_llama(tmp_path_factory.mktemp("plain"), layers=2, hidden=32, vocab=97)
+
+
+def turns(model: Path, name: str, params: Params) -> Result:
+    return cluster(model, 2).generate(Request([3, 1, 4], name, 24, params=params))
+
+
+@pytest.mark.parametrize("name", [name for name in DRAFTING if name != "spd"])
+def test_a_model_without_a_head_drafts_what_it_repeats(no_head: Path, name: str) -> None:
+    plainly = turns(no_head, "autoregressive", Params())
+    result = turns(no_head, name, Params(draft="ngram"))
+    assert result.tokens == plainly.tokens
+    assert result.stats.accepted >= 5
+    assert result.stats.rounds < plainly.stats.rounds
+
+
+@pytest.mark.parametrize("name", ["flowspec", "chunk_pp", "speculative"])
+def test_merged_drafts_have_what_the_head_does_not_know(no_head: Path, tmp_path: Path, name: str) -> None:
+    """A random head beside the same target, which repeats itself."""
+    model = tiny_model_dir(tmp_path, layers=2, hidden=32, vocab=97)
+    own, merged = (turns(model, name, Params(draft="eagle2", ngram=ngram)) for ngram in (False, True))
+    assert merged.tokens == own.tokens == turns(no_head, "autoregressive", Params()).tokens
+    assert merged.stats.accepted >= own.stats.accepted + 5
+    assert merged.stats.rounds < own.stats.rounds
+
+
+def test_a_look_up_takes_no_time_so_pearls_block_is_long(no_head: Path) -> None:
+    device0 = DraftModels(no_head)
+    assert 0 < device0.pass_seconds("ngram") < 0.01
+    passes = PROFILE.stage_seconds(16, 32) / max(PROFILE.draft_seconds("ngram"), 1e-9)
+    request = Request([1, 2, 3], "pearl", 4, params=Params(draft="ngram"))
+    draft_session = device0.draft_session(request, 2, lambda: 0.0, 1, lambda kind: passes)
+    assert draft_session.strategy.gamma == LONGEST_BLOCK  # type: ignore[attr-defined]
+
+
+def test_what_is_merged_is_charged_as_the_model_alone(tiny_model: Path) -> None:
+    """A text in which nothing comes twice: the very figures of the draft model."""
+    request = [Request([5, 6, 7], "flowspec", 6, Sampling(1.0, seed=8), Params(ngram=ngram, ngram_min=4))
+               for ngram in (False, True)]
+    own, merged = (cluster(tiny_model, 2).generate(r).stats for r in request)
+    assert (own.draft, merged.draft) == ("eagle2", "eagle2+ngram")
+    assert replace(own, draft="") == replace(merged, draft="")
+
+
+@pytest.mark.parametrize(("ngram", "itself", "merged"), [(None, True, False), (True, True, False),
+                                                          (False, False, False)])
+def test_flowspec_plus_looks_up_by_itself_or_not_at_all(ngram: bool | None, itself: bool,
+                                                        merged: bool) -> None:
+    chosen, params = STRATEGIES["flowspec_plus"], Params(ngram=ngram)
+    assert (chosen.looks_up(params), chosen.merges_look_up(params)) == (itself, merged)
+
+
+def test_over_processes(no_head: Path) -> None:
+    expected = turns(no_head, "autoregressive", Params()).tokens
+    with open_cluster(ClusterSpec(no_head, 2, threads=1)) as processes:
+        result = processes.generate(Request([3, 1, 4], "flowspec", 24, params=Params(draft="ngram")))
+    assert result.tokens == expected
+    assert result.stats.accepted >= 5
+
+
+def test_a_command_names_both_ways_without_a_head(no_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "run", "--model", str(no_head), "--strategies", "flowspec_plus"]) != 0
+    said = capsys.readouterr().err
+    assert "flowspec_plus drafts with eagle2/, which" in said
+    assert "add one, as flowspec models head" in said
+    assert "--draft ngram" in said
+    assert "--strategy autoregressive" in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_without_a_head_a_text_is_looked_up(no_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["generate", "abc", "--model", str(no_head), "--stages", "1", "--clock", "virtual",
+             "--max-new-tokens", "8", "--json"]
+    texts = []
+    for way in ([], ["--draft", "ngram", "--ngram-max", "6", "--ngram"], ["--strategy", "autoregressive"]):
+        assert main([*asked, *way]) == 0
+        out, err = capsys.readouterr()
+        assert ("flowspec models head" in err) == (not way)
+        texts.append(json.loads(out)["tokens"])
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_spd_still_needs_its_module(no_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "abc", "--model", str(no_head), "--strategy", "spd", "--draft", "ngram"]) != 0
+    assert "spd drafts with spd/, which" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"ngram_min": 5}, "ngram-max must be ngram-min (5) to 32, not 4"),
+    ({"ngram_max": 33}, "ngram-max must be ngram-min (2) to 32, not 33"),
+    ({"ngram_min": 0}, "ngram-min must be at least 1, not 0"),
+])
+def test_lengths_that_cannot_be_are_refused(given: dict[str, int], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Params(**given)
+    assert str(caught.value) == message

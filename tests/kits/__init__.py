@@ -1,0 +1,1 @@
+"""What tests share: each module is named after what it makes, or what it stands in for."""

@@ -1,0 +1,78 @@
+"""For the tests of lost stages: an action at a counted event, and a record of the losses."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from flowspec_edge.d0.observer import Observer
+from flowspec_edge.d0.request import Request
+from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
+
+
+class Striker(Observer):
+    """Acts once, when so many segments have been sent and outputs have come since it was armed.
+
+    losses    what was told of losses
+    missed      the stages that were told to be missing, at every change
+    times_back  how often that all are back
+    drops       messages that D0 dropped, by reason
+    on_lost     called with the next loss, once
+    on_opened   called whenever a request begins, or begins again
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[str] = []
+        self.missed: list[list[int]] = []
+        self.times_back = 0
+        self.drops: Counter[str] = Counter()
+        self.on_lost: Callable[[], None] | None = None
+        self.on_opened: Callable[[DraftSession], None] = lambda draft_session: None
+        self._left = 0
+        self._act: Callable[[], None] | None = None
+
+    def arm(self, events: int, act: Callable[[], None]) -> None:
+        self._left, self._act = events, act
+
+    @property
+    def armed(self) -> bool:
+        return self._act is not None
+
+    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
+        if isinstance(message, Segment):
+            self._count()
+
+    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
+        if isinstance(message, Output):
+            self._count()
+
+    def dropped(self, reason: str, count: int) -> None:
+        self.drops[reason] += count
+
+    def lost(self, reason: str, at: float) -> None:
+        self.losses.append(reason)
+        if self.on_lost is not None:
+            act, self.on_lost = self.on_lost, None
+            act()
+
+    def opened(self, draft_session: DraftSession, at: float) -> None:
+        self.on_opened(draft_session)
+
+    def missing(self, stages: Sequence[int], at: float) -> None:
+        self.missed.append([*stages])
+
+    def recovered(self, at: float) -> None:
+        self.times_back += 1
+
+    def _count(self) -> None:
+        self._left -= 1
+        if self._left <= 0 and self._act is not None:
+            act, self._act = self._act, None
+            act()
+
+
+def own_texts(plain: PlainDecoder, requests: Sequence[Request]) -> list[list[int]]:
+    """What plain decoding makes of requests without an end of sequence."""
+    return [plain.generate(r.prompt, r.max_new_tokens, r.sampling)[0] for r in requests]

@@ -1,0 +1,85 @@
+"""A tiny model directory: target, EAGLE-2 head, draft model and SPD's module, all random."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
+
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
+from flowspec_edge.drafting.eagle.eagle3_formats import save_head3
+from flowspec_edge.lab.spd.module import SpdModule, save_module
+from kits.tiny_models import tiny_llama
+
+
+def draw_matrices(module: torch.nn.Module) -> None:
+    """Random weights, large enough for what goes in to decide what comes out."""
+    for parameter in module.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
+
+
+def tiny_spd(model_dir: Path, layers: int = 2, seed: int = 0) -> None:
+    """Write ``spd``, a random module for the ``target`` below ``model_dir``, in fp32."""
+    config = LlamaConfig.from_pretrained(model_dir / "target")
+    config.target_layers, config.num_hidden_layers = config.num_hidden_layers, layers
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        module = SpdModule(config)
+        draw_matrices(module)
+    save_module(module, model_dir / "spd", torch.float32)
+
+
+def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0,
+                max_positions: int = 2048) -> None:
+    """Write ``eagle3``, a random head for the ``target`` below ``model_dir``, in fp32, without embeddings.
+
+    ``drafted``: tokens that it can name, drawn at random; all by default.
+    """
+    config = LlamaConfig.from_pretrained(model_dir / "target")
+    config.num_hidden_layers, config.max_position_embeddings = 1, max_positions
+    config.target_hidden_size = config.hidden_size
+    config.draft_vocab_size = drafted or config.vocab_size
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        head = Eagle3Head(config)
+        draw_matrices(head)
+        if config.draft_vocab_size < config.vocab_size:
+            ids = torch.randperm(config.vocab_size)[:drafted].sort().values
+            head.d2t.copy_(ids - torch.arange(len(ids)))
+            head.t2d.fill_(False)[ids] = True
+    save_head3(head, model_dir / "eagle3", torch.float32)
+
+
+def never_ends(model_dir: Path, sampled: bool = False) -> Path:
+    """Give the target's end-of-sequence id a logit of 0: greedy answers reach their limits. ``sampled``:
+    sampled ones, too, because the id ends nothing any more."""
+    file = model_dir / "target" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][0] = 0
+    save_file(tensors, file, {"format": "pt"})
+    for name in ("config.json", "generation_config.json") if sampled else ():
+        path = model_dir / "target" / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
+    return model_dir
+
+
+def tiny_model_dir(path: Path, layers: int = 4, hidden: int = 64, vocab: int = 300, seed: int = 0) -> Path:
+    """Write ``target``, ``eagle2``, ``draft-lm`` and ``spd`` below ``path``; returns it.
+
+    From 257 tokens on, the tokenizer knows every byte, so any text is a prompt.
+    """
+    tiny_llama(path / "target", layers=layers, hidden=hidden, vocab=vocab, seed=seed)
+    tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=vocab, seed=seed + 1)
+    config = LlamaConfig.from_pretrained(path / "target")
+    config.num_hidden_layers = 1
+    config.bias = True  # the published convention
+    with torch.random.fork_rng():
+        torch.manual_seed(seed + 2)
+        save_head(EagleHead(config), path / "eagle2", torch.float32)
+    tiny_spd(path, seed=seed + 3)
+    return path
