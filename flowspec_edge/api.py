@@ -193,7 +193,7 @@ class Cluster:
 
     def generate_many(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests that arrive together and share the pipeline; answers in their order. UsageError if
-        they need different kinds of parallelism."""
+        a group of devices (megatron, galaxy) should share them with a pipeline."""
         return [self._completion(result) for result in self._backend.generate_many(requests)]
 
     def plain(self, request: Request) -> list[int]:

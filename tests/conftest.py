@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +16,6 @@ from kits.hypothesis_examples import examples
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-
-# In-process tensor-parallel ranks keep their sockets to the end, close to the usual limit of 1024.
-_soft, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-_most = 65536 if _hard == resource.RLIM_INFINITY else min(_hard, 65536)
-resource.setrlimit(resource.RLIMIT_NOFILE, (max(_soft, _most), _hard))
 
 
 # The collector would look at all that importing and collecting leaves behind again and again; see the end of

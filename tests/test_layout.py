@@ -46,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 # package that is listed here must be listed; the others are checked for circles alone.
 ORDER: dict[str, list[str]] = {
     "stage": ["quant", "weights", "layers", "rows", "families", "output_head", "shard", "forward",
-              "engine", "preparation", "counters", "core", "tensor_parallel"],
+              "engine", "preparation", "counters", "core"],
     "drivers": ["observe", "virtual", "stage", "processes"],
     "serving": ["sse", "access_log", "fair_queue", "admission", "metrics", "openai", "conversation",
                 "dashboard", "access_control", "intake", "app", "server"],

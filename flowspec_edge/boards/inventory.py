@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -21,7 +21,7 @@ from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import CacheBits, HeadBits, ShardDtype
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
-from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.strategies.registry import require_pipelines
 from flowspec_edge.util.tomlfile import (
     Count,
     KeyPath,
@@ -67,7 +67,6 @@ class ClusterSettings(StrictModel):
     control_port: Port = 7701  # at the draft device; has priority on shaped links
     data_port: Port = 7702  # at every device
     peer_port: Port = 7703  # of link measurements, at every device
-    group_port: Port = 7704  # of the tensor-parallel rendezvous, at the first verify device
     ssh_config: str = ""  # for ssh -F; empty: the user's configuration
     # For `flowspec deploy`.  Relative paths are resolved against the cluster file's directory.
     model: str = ""  # a model in the package, a checkpoint's directory, or a sharded model
@@ -114,17 +113,21 @@ class ClusterSettings(StrictModel):
     @classmethod
     def _is_a_pipelines(cls, value: str) -> str:
         try:
-            parallelism = strategy_class(value).parallelism
+            require_pipelines([value])
         except UsageError as error:
             raise ValueError(str(error)) from error
-        if parallelism != "pipeline":
-            raise ValueError(f"{value} is not for a pipeline, which boards are deployed as: use flowspec")
         return value
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_group_port(cls, values: Any) -> Any:
+        """Ignore a key of releases that ran tensor-parallel groups on boards."""
+        return {k: v for k, v in values.items() if k != "group_port"} if isinstance(values, dict) else values
 
     @model_validator(mode="after")
     def _ports_differ(self) -> ClusterSettings:
         ports = {"control_port": self.control_port, "data_port": self.data_port,
-                 "peer_port": self.peer_port, "group_port": self.group_port, "serve_port": self.serve_port}
+                 "peer_port": self.peer_port, "serve_port": self.serve_port}
         for key, port in ports.items():
             if list(ports.values()).count(port) > 1:
                 other = next(name for name, own in ports.items() if own == port and name != key)

@@ -25,7 +25,6 @@ from flowspec_edge.drivers.processes.addresses import Addresses
 from flowspec_edge.drivers.processes.spec import Connected
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.model.manifest import ComputeDtype
-from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.transport import keys
 from flowspec_edge.util import torchdevice
 from flowspec_edge.util.interpreter import module_command
@@ -73,11 +72,10 @@ class SshBoards:
         self._stages: list[_Stage] = []
         self._undo = ExitStack()
 
-    def connect(self, parallelism: Parallelism) -> Connected:
+    def connect(self) -> Connected:
         """Start the workers without waiting: D0's handshake finds out whether they run.
 
-        Links are encrypted, with keys generated for this run; the collectives of tensor-parallel ranks cannot
-        be.  FlowspecError if a host name does not resolve.
+        Links are encrypted, with keys generated for this run.  FlowspecError if a host name does not resolve.
         """
         inventory = self._inventory
         try:
@@ -87,7 +85,7 @@ class SshBoards:
                 keys.save(pair, directory / f"key{place}")
             addresses = _addresses(inventory, pairs, directory / "key0")
             configs = _configs(inventory, addresses, pairs, {
-                "model": self._model, "dtype": self._dtype, "parallelism": parallelism})
+                "model": self._model, "dtype": self._dtype})
             for device, config in zip(inventory.verify, configs, strict=True):
                 key = (directory / f"key{config.stage}").read_text(encoding="ascii")
                 runner = SshRunner(inventory, device, own_connection=True)
@@ -159,18 +157,14 @@ def _configs(inventory: Inventory, addresses: Addresses, pairs: Sequence[keys.Ke
     hosts = [network_address(inventory, device) for device in devices]
     listen = [f"tcp://{host}:{inventory.cluster.data_port}" for host in hosts]
     following = [*listen[1:], addresses.output]
-    found = []
-    for i, device in enumerate(devices):
-        own: dict[str, Any] = {}
-        if shared["parallelism"] != "pipeline":
-            own = {"group": f"tcp://{hosts[0]}:{inventory.cluster.group_port}", "unencrypted": True,
-                   "interface": inventory.interface(device)}
-        found.append(WorkerConfig(
+    return [
+        WorkerConfig(
             instance=addresses.instances[i], stage=i + 1, stages=len(devices),
             device=inventory.torch_device(device), control=addresses.control, listen=listen[i],
             next=following[i], key_file="/dev/fd/4", control_key=public[0], previous_key=public[i],
-            next_key=public[(i + 2) % len(public)], **own, **shared))
-    return found
+            next_key=public[(i + 2) % len(public)], **shared)
+        for i, device in enumerate(devices)
+    ]
 
 
 def _without_parent(config: WorkerConfig) -> list[str]:

@@ -178,7 +178,7 @@ class ClusterBackend(Protocol):
 
         arrivals  seconds after the call at which each arrives; all at 0 by default
 
-        UsageError if they need different parallelism.
+        UsageError if a group of devices should share them with a pipeline.
         """
 
     def close(self) -> None:

@@ -182,7 +182,7 @@ class Scheduler:
         return [segment] if segment else []
 
     def _first(self, among: Sequence[DraftSession]) -> list[Segment]:
-        """Tensor-parallel ranks compute one segment at a time; of equal priorities the oldest comes first."""
+        """A group of devices computes one segment at a time; of equal priorities the oldest comes first."""
         return next((segments for draft_session in sorted(among, key=_priority)
                      if (segments := self._alone(draft_session))), [])
 

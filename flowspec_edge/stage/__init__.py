@@ -1,5 +1,4 @@
 """A verification device: a shard of the layers, its KV cache, and the state machine that runs segments.
 
-Start with ``engine``.  Order of imports: quant, weights, layers, the modules here,
-tensor_parallel.
+Start with ``engine``.  Order of imports: quant, weights, layers, the modules here.
 """

@@ -84,18 +84,15 @@ class Pass:
 class StageCore:
     """``engine``: computes; ``counters``: of the sessions."""
 
-    def __init__(self, engine: StageEngine, stage: int = 1, last: bool = False, tensor_parallel: bool = False,
-                 layers: float = 1.0, open_within_s: float = math.inf) -> None:
+    def __init__(self, engine: StageEngine, stage: int = 1, layers: float = 1.0,
+                 open_within_s: float = math.inf) -> None:
         """stage          from 1
-        last           no stage follows: ranks before the last one pass segments on instead of results
         layers         of a charged pass: equal steps between which a stage checks for cancels
         open_within_s  how long segments wait for their session's Open
         """
         self.engine = engine
         self.counters = StageCounters()
         self._stage = stage
-        self._tensor_parallel = tensor_parallel
-        self._forwards = tensor_parallel and not last
         self._layers = max(layers, 1.0)
         self._open_within_s = open_within_s
         self._arrived: deque[_Arrival] = deque()
@@ -168,8 +165,6 @@ class StageCore:
                 self._credit(segments[0])
                 raise
             if admitted:
-                if self._forwards:  # first: no rank can begin without the next one
-                    self._outgoing.append(batch_of(segments))
                 return Pass(segments, admitted, sum(self.engine.cached(one.session) for one in admitted))
             self._credit(segments[0])  # it occupied a slot at V1 nevertheless
         return None
@@ -180,8 +175,7 @@ class StageCore:
         for arrival in self._arrived:
             sessions = {segment.session for segment in arrival.segments}
             waits = bool(self._unopened(arrival))
-            # All ranks of a group must compute the same segments: nothing passes another message.
-            if waits or not held.isdisjoint(sessions) or (held and self._tensor_parallel):
+            if waits or not held.isdisjoint(sessions):
                 held |= sessions
                 continue
             self._arrived.remove(arrival)
@@ -191,7 +185,7 @@ class StageCore:
 
     def compute(self, begun: Pass, poll: Poll | None = None) -> None:
         """Run the engine; ``poll`` may call :meth:`receive`. Raises as ``StageEngine.compute``; then the
-        slot of V1 is free, unless a rank is lost."""
+        slot of V1 is free."""
         rows, cancelled = self._counted("rows", begun), self._counted("cancelled", begun)
         try:
             begun.results = self.engine.compute(begun.segments, poll)
@@ -215,9 +209,9 @@ class StageCore:
 
     def _break_off(self, now: float, session: int, runs: Collection[int] | None = None) -> None:
         """Empty the results of a cancelled segment of the charged pass; ``runs``: None for all.  A pass
-        without others ends with its current layer, as a stage polls between layers.  Ranks finish it."""
+        without others ends with its current layer, as a stage polls between layers."""
         begun = self._charged
-        if begun is None or self._tensor_parallel:
+        if begun is None:
             return
         layer = (begun.end - begun.start) / self._layers
         for i, segment in enumerate(begun.segments):
@@ -241,8 +235,7 @@ class StageCore:
             segment.session: count for segment, count in zip(begun.segments, rows, strict=True)})
         self._credit(begun.received[0])  # first: the stage may have nothing else to do
         self._outgoing += [tap for taps, _ in begun.results for tap in taps]
-        if not self._forwards:
-            self._outgoing.append(batch_of([result for _, result in begun.results]))
+        self._outgoing.append(batch_of([result for _, result in begun.results]))
         times = [round(moment * 1e6) for moment in (start, end, now)]
         for segment, count in zip(begun.segments, rows, strict=True):
             if self.counters.timed(segment.session):

@@ -54,7 +54,8 @@ class Strategy(ABC):
     summary      a line for lists
     drafter      draft model: a key of ``draft_kinds.DRAFT_KINDS``, or None
     parameters   the dataclass that declares its parameters: the names of ``--set``
-    parallelism  "pipeline": every stage has some layers; "megatron", "galaxy": a slice of all
+    parallelism  "pipeline": every stage has some layers. "megatron", "galaxy": every device has a slice of all
+                 layers; such a group exists in virtual time only: computed whole, charged as a group
     params       the user's values of them
     builder      numbers rows and builds segments and prunes
     pipeline     what is known of the devices
@@ -65,7 +66,7 @@ class Strategy(ABC):
     summary: ClassVar[str]
     drafter: ClassVar[str | None] = "eagle2"  # the kind of draft model it wants, if any
     parameters: ClassVar[type[Parameters]] = Parameters
-    parallelism: ClassVar[Parallelism] = "pipeline"  # how the target's devices share a segment
+    parallelism: ClassVar[Parallelism] = "pipeline"  # how the target's devices share a pass
 
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         self.params = params.of(self.parameters)

@@ -122,6 +122,25 @@ def one_parallelism(names: Iterable[str]) -> Parallelism:
     return kinds.pop()
 
 
+def groups(names: Iterable[str]) -> list[str]:
+    """Select the strategies whose devices share every layer, which exist in virtual time only."""
+    return [name for name in dict.fromkeys(names) if strategy_class(name).parallelism != "pipeline"]
+
+
+def groups_note(names: Iterable[str]) -> str:
+    """Return what a table of these strategies says of :func:`groups`; "" without one."""
+    known = [name for name in names if name in STRATEGIES or name in _loaded]  # a report may have others
+    found = " and ".join(map(title_of, groups(known)))
+    return f"{found}: computed whole, charged as groups of devices" if found else ""
+
+
+def require_pipelines(names: Iterable[str]) -> None:
+    """UsageError for a strategy that processes and boards cannot run."""
+    for name in groups(names):
+        raise UsageError(f"{name} exists in virtual time only, computed whole and charged as a group of devices "
+                         f"that share every layer; try: flowspec bench run --strategies chunk_pp,{name}")
+
+
 def parameters_of(chosen: type[Strategy]) -> dict[str, Parameter]:
     """The parameters that ``chosen`` reads by name, its own first."""
     every, shared = parameters(chosen.parameters), parameters(Parameters)

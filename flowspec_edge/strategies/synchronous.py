@@ -142,8 +142,10 @@ class STPP(WholeTree):
 
 
 class Megatron(WholeTree):
+    """Two all-reduces a layer."""
+
     name = "megatron"
-    summary = "tensor parallelism: the whole tree at once, two all-reduces a layer (Megatron-LM)"
+    summary = "tensor parallelism, in virtual time only: computed whole, charged as a group (Megatron-LM)"
     parallelism = "megatron"
 
 
@@ -151,5 +153,5 @@ class Galaxy(WholeTree):
     """Ring collectives overlap with the matrix products; norms and residuals are split over the rows."""
 
     name = "galaxy"
-    summary = "tensor parallelism with ring collectives overlapped with compute (Galaxy)"
+    summary = "the same with ring collectives that overlap with compute, also computed whole (Galaxy)"
     parallelism = "galaxy"

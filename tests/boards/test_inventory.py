@@ -51,6 +51,12 @@ def test_the_example() -> None:
     assert protected_ports(found) == [22, 2222, 7701]
 
 
+def test_the_port_of_former_groups_is_ignored(tmp_path: Path) -> None:
+    found, without = (load_inventory(write(tmp_path, HEAD + former + DRAFT + VERIFY))
+                      for former in ("group_port = 7702\n", ""))
+    assert found == without
+
+
 def test_the_example_has_every_key_and_its_comments_the_defaults() -> None:
     """What is commented out, uncommented, says what is true without it."""
     text = (resource_dir("deploy") / "cluster.example.toml").read_text(encoding="utf-8")
@@ -110,7 +116,7 @@ def test_an_entry_overrides_the_cluster_and_its_defaults(tmp_path: Path) -> None
      "3: cluster.context: input should be greater than or equal to 1, not 0; line 4: unknown key"),
     (HEAD + 'dtype = "int3"\n' + DRAFT + VERIFY, "3: cluster.dtype: input should be 'auto', 'fp32', 'bf16'"),
     (HEAD + 'strategy = "magic"\n' + DRAFT + VERIFY, "3: cluster.strategy: no strategy 'magic'"),
-    (HEAD + 'strategy = "megatron"\n' + DRAFT + VERIFY, "3: cluster.strategy: megatron is not for a"),
+    (HEAD + 'strategy = "megatron"\n' + DRAFT + VERIFY, "3: cluster.strategy: megatron exists in virtual"),
     (HEAD + 'serve_host = "a b"\n' + DRAFT + VERIFY, "3: cluster.serve_host: 'a b' is not an address to"),
     (DRAFT + VERIFY, "missing key 'cluster'"),
     (HEAD + "[[device]]\nname = 'a'\n" + VERIFY, "3: missing key 'device.0.address'"),

@@ -20,7 +20,6 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.util.interpreter import module_command
 
 COMMAND = module_command("flowspec_edge.drivers.stage", "--config", "/dev/fd/3", python=sys.executable)
@@ -36,17 +35,15 @@ def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_boards.Boar
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("strategy", "parallelism"), [("flowspec", "pipeline"), ("megatron", "megatron")])
-def test_a_request_over_boards(boards: ssh_boards.Boards, model: Path, strategy: str, parallelism: Parallelism
-                               ) -> None:
-    request = Request(PROMPT, strategy, max_new_tokens=8)
+def test_a_request_over_boards(boards: ssh_boards.Boards, model: Path) -> None:
+    request = Request(PROMPT, "flowspec", max_new_tokens=8)
     expected, _ = PlainDecoder(model).generate(PROMPT, 8, request.sampling)
     stages = SshBoards(boards.inventory, str(model))
     with ExitStack() as cleanup:
         cleanup.callback(stages.disconnect)
-        place = stages.connect(parallelism)
+        place = stages.connect()
         assert place.addresses.key_file is not None
-        with ProcessCluster(ClusterSpec(model, 2), place, parallelism=parallelism) as cluster:
+        with ProcessCluster(ClusterSpec(model, 2), place) as cluster:
             assert cluster.generate(request).tokens == expected
         assert place.watch() is None
         workers = [pid for place in (1, 2) for pid in boards.running(place, WORKER)]
@@ -64,7 +61,7 @@ from pathlib import Path
 from flowspec_edge.boards.inventory import load_inventory
 from flowspec_edge.boards.ssh_stages import SshBoards
 stages = SshBoards(load_inventory(Path(sys.argv[1])), sys.argv[2])
-stages.connect("pipeline")
+stages.connect()
 print("started", flush=True)
 sys.stdin.read()
 """
@@ -91,7 +88,7 @@ def test_a_stage_that_cannot_start_says_why(boards: ssh_boards.Boards) -> None:
     stages = SshBoards(inventory, "/model")
     with ExitStack() as cleanup:
         cleanup.callback(stages.disconnect)
-        place = stages.connect("pipeline")
+        place = stages.connect()
         for stage in stages._stages:
             stage.client.wait(PATIENCE_S)
         cause = place.watch()
@@ -106,7 +103,7 @@ def test_a_lost_connection_is_not_called_the_workers_exit(boards: ssh_boards.Boa
     stages = SshBoards(boards.inventory, str(model))
     with ExitStack() as cleanup:
         cleanup.callback(stages.disconnect)
-        place = stages.connect("pipeline")
+        place = stages.connect()
         first = stages._stages[0]
         until(lambda: bool(boards.running(1, WORKER)))
         if killed == "client":

@@ -63,7 +63,7 @@ def together(strategy: str, model: ModelDir) -> list[str]:
     """The strategies that a server for ``strategy`` has the draft models of."""
     chosen, params = strategy_class(strategy), Params()
     loaded = {None, "ngram", draft_kind(chosen, params, model)}
-    return [other.name for other in STRATEGIES.values() if other.parallelism == chosen.parallelism
+    return [other.name for other in STRATEGIES.values() if other.parallelism == "pipeline"
             and draft_kind(other, params, model) in loaded]
 
 

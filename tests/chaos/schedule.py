@@ -25,8 +25,6 @@ LOCAL = {
 }
 LINKS = {"none": 1, "link_cut": 6, "link_slow": 4, "stop_continue": 2, "kill": 1, "draft_stop_continue": 1,
          "draft_kill": 1, "clock_back": 1}
-# A group's ranks are all restarted after a loss, which takes longer.
-RANKS = {"none": 1, "kill": 4, "kill_all": 2, "stop": 1, "stop_continue": 2, "fork_server_kill": 1}
 
 
 @dataclass(frozen=True)
@@ -42,10 +40,8 @@ class Setup:
 
 SETUPS = (
     Setup("local", "flowspec_plus", 4, 50, tuple(LOCAL.items())),
-    Setup("local", "pipeinfer", 3, 20, tuple(LOCAL.items())),
+    Setup("local", "pipeinfer", 3, 30, tuple(LOCAL.items())),
     Setup("local", "spd", 2, 10, tuple(LOCAL.items())),
-    Setup("local", "megatron", 2, 5, tuple(RANKS.items())),
-    Setup("local", "galaxy", 2, 5, tuple(RANKS.items())),
     Setup("links", "flowspec_plus", 2, 10, tuple(LINKS.items())),
 )
 

@@ -13,7 +13,6 @@ import numpy as np
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.drivers.stage.worker import Worker, connect
-from flowspec_edge.errors import PeerLost
 from flowspec_edge.lab.emulation.durations import Charge
 from flowspec_edge.messages import (
     Batch,
@@ -85,14 +84,6 @@ class HeldEngine:
         empty = Payload("float32", np.empty((0, 4), np.float32))
         return [([], Output(one.session, one.epoch, one.run, np.empty(0, np.int32), empty))
                 for one in admitted]
-
-
-class LonelyEngine(HeldEngine):
-    """A rank whose group has lost a member."""
-
-    def compute(self, admitted: Sequence[Segment], poll: Callable[[], None] | None = None) -> list[Results]:
-        self.started.set()
-        raise PeerLost("another rank is gone")
 
 
 @dataclass

@@ -10,7 +10,6 @@ import pytest
 import torch
 from kits.int4_matrices import DEVICES, grouped_weights
 from kits.sharded_models import all_tensors, as_bin, cut, edit
-from kits.tensor_parallel import groups
 from kits.tiny_models import tiny_llama, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -20,7 +19,6 @@ from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import load_shard, stage_ranges
-from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
 from flowspec_edge.stage.weights.load import shard_digest
 
 TEXT = torch.tensor([[5, 17, 42, 3, 3, 58, 11, 90]])
@@ -105,11 +103,6 @@ def test_what_was_altered_is_not_loaded(dense: Path, tmp_path: Path) -> None:
         load_shard(copy, 1, 3, "fp32")
     with pytest.raises(FlowspecError, match=r"layer-00002\.safetensors has been altered"):
         load_reference_model(copy, "fp32")
-
-
-def test_a_cut_by_layers_is_no_tensor_parallelism(dense: Path, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is sharded by layers, for a pipeline"):
-        load_tensor_shard(dense, "megatron", groups(1, tmp_path)[0], "fp32")
 
 
 @pytest.mark.parametrize("files", ["single", "several", "bin"])

@@ -10,7 +10,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.strategies.draft_choice import draft_kind
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import STRATEGIES, title_of
+from flowspec_edge.strategies.registry import STRATEGIES, groups, groups_note, require_pipelines, title_of
 
 
 def test_titles_are_no_names_of_the_code() -> None:
@@ -52,3 +52,16 @@ def test_no_inner_states_from_devices_that_share_each_layer(tmp_path: Path, name
     with pytest.raises(UsageError, match=f"{name} cannot draft with the model's EAGLE-3 head") as caught:
         draft_kind(STRATEGIES[name], Params(draft=asked), model(tmp_path, *parts))  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+def test_groups_exist_in_virtual_time_only() -> None:
+    assert groups(STRATEGIES) == ["megatron", "galaxy"]
+    require_pipelines([name for name in STRATEGIES if name not in ("megatron", "galaxy")])
+    with pytest.raises(UsageError, match=r"^galaxy exists in virtual time only.* try: flowspec bench run --strategies "
+                                         r"chunk_pp,galaxy$"):
+        require_pipelines(["flowspec", "galaxy"])
+
+
+def test_a_table_says_once_how_groups_are_computed() -> None:
+    assert groups_note(["galaxy", "flowspec", "galaxy"]) == "Galaxy: computed whole, charged as groups of devices"
+    assert groups_note(["flowspec", "of_another_package"]) == ""

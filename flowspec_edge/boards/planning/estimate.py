@@ -18,8 +18,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import LinkCost, Profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import Devices
-from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.errors import FlowspecError
 
 STRATEGIES = ("flowspec_plus", "flowspec", "chunk_pp", "pipedec", "speculative", "autoregressive")
 ALONE = ("speculative", "autoregressive")  # in which D0 and V1 never compute at the same time
@@ -42,14 +41,6 @@ class Prediction:
     tokens_per_second_calibrated: float | None = None
     first_token_s: float | None = None
     prompt_tokens: float | None = None
-
-
-def check_strategies(names: Sequence[str]) -> None:
-    """UsageError for a strategy that is not a pipeline of layers."""
-    for name in names:
-        if strategy_class(name).parallelism != "pipeline":
-            raise UsageError(f"{name} is tensor parallel: every device holds a part of every layer, so a "
-                             "plan of layers does not apply; remove it from --strategies")
 
 
 def predict(plan: PipelinePlan, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],

@@ -3,6 +3,7 @@ checked before anything runs."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
@@ -75,6 +76,16 @@ class MeasureRequest:
         return [(self.axis.params(params, value), self.axis.stages(stages, value)) for value in self.values]
 
 
+def _without_groups(names: Sequence[str]) -> list[str]:
+    """Leave out, with a note, what exists in virtual time only and was not named."""
+    from flowspec_edge.strategies.registry import groups
+
+    if left_out := groups(names):
+        print(f"flowspec: note: {' and '.join(left_out)} exist in virtual time only, and are left out",
+              file=sys.stderr)
+    return [name for name in names if name not in left_out]
+
+
 def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, params: Params,
             figure: Path | None = None) -> Results:
     """Run everything and save it to ``options.out`` step by step: a Sweep along ``request.axis``, or a
@@ -82,6 +93,8 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
     names = parse_strategies(options.strategies or request.strategies)
     model = resolve_model(options.model)
     clock = request.clock(options)
+    if clock.clock == "wall" and (options.strategies is None or options.strategies.strip() == "all"):
+        names = _without_groups(names)
     profile = None if request.axis and request.axis.name == "stages" else clock.profile
     options = replace(options, stages=stages_of(model, options.stages, profile),
                       dtype=dtype_of(model, options.dtype))

@@ -95,7 +95,8 @@ def bandwidth(
     """Measure tokens/s against the bandwidth of the links: Figure 5 of the FlowSpec paper.
 
     By default its five methods (megatron, galaxy, chunk_pp, pipedec, flowspec) and flowspec_plus, all
-    drafting with EAGLE-2 as in the paper.
+    drafting with EAGLE-2 as in the paper.  megatron and galaxy are computed whole and charged as groups of
+    devices, so they are left out where processes or boards run.
 
     With --links namespaces every device is a process in its own network namespace that takes the profile's
     time and sends the profile's bytes, and the kernel shapes its traffic.  Needs root; everything is removed

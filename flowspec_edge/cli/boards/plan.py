@@ -96,14 +96,15 @@ def plan(
 
     members = parse_devices(devices)  # wrong names are found before torch is imported
     require_name(model)
-    from flowspec_edge.boards.planning.estimate import STRATEGIES, check_strategies
+    from flowspec_edge.boards.planning.estimate import STRATEGIES
     from flowspec_edge.cli.bench.options import parse_strategies
     from flowspec_edge.cli.boards.next_commands import next_commands
     from flowspec_edge.cli.boards.plan_cases import choose_dtype, unpredicted
     from flowspec_edge.cli.boards.plan_output import show
+    from flowspec_edge.strategies.registry import require_pipelines
 
     names = parse_strategies(strategies) if strategies else list(STRATEGIES)
-    check_strategies(names)
+    require_pipelines(names)
     cases = choose_dtype(model, dtype, members, context, at_once, draft,
                          None if lm_head == "auto" else lm_head,
                          None if kv_cache == "auto" else kv_cache)

@@ -18,7 +18,6 @@ import typer
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import check_values
-from flowspec_edge.model.families import SPARSE, UNSPLIT
 from flowspec_edge.model.modeldir import ModelDir, cache_values
 from flowspec_edge.util import procfs
 
@@ -254,17 +253,6 @@ def dtype_of(model: ModelDir, requested: DtypeChoice) -> Dtype:
 def weights_of(model: ModelDir, dtype: Dtype) -> str:
     """In which types the weights are (``Manifest.stored``), those of a checkpoint in ``dtype``."""
     return _manifest(model).stored if model.sharded else dtype
-
-
-def require_unsharded(model: ModelDir, strategy: str) -> None:
-    """UsageError for a tensor-parallel ``strategy`` on a sharded model, or on one whose layers only
-    transformers' own code computes."""
-    if model.config.get("model_type") in (*SPARSE, *UNSPLIT):
-        raise UsageError(f"{strategy} gives every device a slice of all layers, and layers as those of "
-                         f"{model.path} cannot be sliced: leave this strategy out")
-    if model.sharded:
-        raise UsageError(f"{strategy} gives every device a slice of all layers, but {model.path} is sharded "
-                         "for a pipeline: use the original checkpoint, or leave this strategy out")
 
 
 def template_values(text: str | None) -> dict[str, Any]:

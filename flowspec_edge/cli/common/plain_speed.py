@@ -20,7 +20,7 @@ def shared_processors(clock: ClockSettings, strategy: str, stages: int, device: 
     """What the draft device and the stages of this machine share, if ``strategy`` drafts; None: nothing that
     is too few of, or their speed is a profile's."""
     chosen = strategy_class(strategy)
-    if clock.clock != "wall" or clock.emulated or not chosen.drafter or chosen.parallelism != "pipeline":
+    if clock.clock != "wall" or clock.emulated or not chosen.drafter:
         return None
     if device != "cpu":
         return f"D0 and {stages} stages share one GPU"

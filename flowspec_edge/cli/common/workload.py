@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flowspec_edge.cli.common.options import Clock, DtypeChoice, dtype_of, require_unsharded
+from flowspec_edge.cli.common.options import Clock, DtypeChoice, dtype_of
 from flowspec_edge.cli.common.progress import progress as progress
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.modeldir import DEMO, ModelDir
@@ -57,17 +57,16 @@ def require_fitting(length: int, model: ModelDir, max_new_tokens: int, name: str
 
 def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params, clock: Clock,
                      stages: int) -> None:
-    """UsageError if stages cannot run the model, or a strategy lacks its draft model, a whole model, or a
-    layer per process; without torch."""
+    """UsageError if a strategy lacks its draft model, or processes cannot run it: they need a layer each;
+    without torch."""
     from flowspec_edge.strategies.draft_choice import require_draft
-    from flowspec_edge.strategies.registry import strategy_class
+    from flowspec_edge.strategies.registry import require_pipelines, strategy_class
 
+    if clock == "wall":
+        require_pipelines(strategies)
     for name in strategies:
-        chosen = strategy_class(name)
-        require_draft(chosen, params, model)
-        if chosen.parallelism != "pipeline":
-            require_unsharded(model, name)
-        if clock == "wall" and chosen.parallelism == "pipeline" and stages > model.layers:
+        require_draft(strategy_class(name), params, model)
+        if clock == "wall" and stages > model.layers:
             raise UsageError(f"{name}: {stages} stages are more than the model's {model.layers} layers: "
                              f"use at most --stages {model.layers}, or --clock virtual")
 

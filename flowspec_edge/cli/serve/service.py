@@ -107,13 +107,10 @@ class Service:
         return (f"flowspec: serving {self.name} ({self.strategy}, {self.stages} stages, {self.dtype}"
                 f"{device}{where}{emulated}) at {url}/v1, the page at {url}/")
 
-    def _layers(self) -> list[tuple[int, int] | None]:
-        """None for tensor-parallel stages."""
+    def _layers(self) -> list[tuple[int, int]]:
         from flowspec_edge.stage.shard import stage_ranges
 
-        if strategy_class(self.strategy).parallelism != "pipeline":
-            return [None] * self.stages
-        return [*stage_ranges(self.model.stages, self.stages)]
+        return stage_ranges(self.model.stages, self.stages)
 
     def _runnable(self) -> list[str]:
         """The strategies that need no other models than ``strategy``."""
@@ -123,8 +120,7 @@ class Service:
         for other in dict.fromkeys([*STRATEGIES.values(), chosen]):
             try:
                 require_runnable([other.name], self.model, self.params, "wall", self.stages)
-                fits = (other.parallelism == chosen.parallelism
-                        and draft_kind(other, self.params, self.model) in loaded)
+                fits = draft_kind(other, self.params, self.model) in loaded
             except FlowspecError:
                 fits = False
             if fits:

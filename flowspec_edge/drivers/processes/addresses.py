@@ -13,7 +13,6 @@ from typing import Protocol
 
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.model.manifest import ComputeDtype
-from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.transport import keys
 
 _LOOPBACK = "127.0.0.1"
@@ -43,9 +42,6 @@ class Placement(Protocol):
     def address(self, place: int) -> str:
         ...
 
-    def interface(self, place: int) -> str:
-        ...
-
     def entered(self, place: int) -> AbstractContextManager[None]:
         """Sockets that the calling thread creates inside are in the device's network namespace."""
 
@@ -58,11 +54,6 @@ class Loopback:
 
     def address(self, place: int) -> str:
         return _LOOPBACK
-
-    def interface(self, place: int) -> str:
-        """Return the loopback interface's name, "" if there is none."""
-        names = [name for _, name in socket.if_nameindex()]
-        return next((name for name in names if name.startswith("lo")), "")
 
     def entered(self, place: int) -> AbstractContextManager[None]:
         return nullcontext()
@@ -85,7 +76,6 @@ class LocalPlan:
         self._listeners = [self._listener(place) for place in range(1, stages + 1)]
         self._listen = ["tcp://{}:{}".format(*listener.getsockname()) for listener in self._listeners]
         self._directory = directory
-        self._group = directory / "group"
         self._public: list[str] = []  # D0's, then the stages'
         for place in range(stages + 1):
             pair = keys.generate()
@@ -99,12 +89,11 @@ class LocalPlan:
             key_file=self._key_file(0), worker_keys=[public.encode() for public in self._public[1:]])
 
     def configs(self, control: str, output: str, model: Path, dtype: ComputeDtype, threads: int,
-                parallelism: Parallelism, emulate: Path | None = None, device: str = "cpu",
-                cache_rows: int = 0, requests: int = 0) -> list[WorkerConfig]:
+                emulate: Path | None = None, device: str = "cpu", cache_rows: int = 0, requests: int = 0
+                ) -> list[WorkerConfig]:
         """Return the stages' configurations; D0 already listens at ``control`` and ``output``."""
         stages = len(self._listeners)
         following = [*self._listen[1:], output]
-        group = "" if parallelism == "pipeline" else self._group.as_uri()
         return [
             WorkerConfig(
                 instance=self.addresses.instances[i], stage=i + 1, stages=stages,
@@ -112,8 +101,6 @@ class LocalPlan:
                 cache_rows=cache_rows, requests=requests,
                 control=control, listen=self._listen[i], next=following[i],
                 listen_fd=self._listeners[i].fileno(), parent=os.getpid(),
-                parallelism=parallelism, group=group,
-                interface=self._placement.interface(i + 1) if group else "",
                 emulate=str(emulate or ""), key_file=str(self._key_file(i + 1)),
                 control_key=self._public[0], previous_key=self._public[i],
                 next_key=self._public[(i + 2) % len(self._public)],  # VN's results go to D0
@@ -124,10 +111,6 @@ class LocalPlan:
     def _listener(self, place: int) -> socket.socket:
         with self._placement.entered(place):
             return self._open.enter_context(socket.create_server((self._placement.address(place), 0)))
-
-    def new_group(self) -> None:
-        """Remove the old group's rendezvous file, after all ranks have ended and before new ones start."""
-        self._group.unlink(missing_ok=True)
 
     def close(self) -> None:
         self._open.close()

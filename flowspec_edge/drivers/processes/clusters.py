@@ -1,7 +1,4 @@
 """Opens clusters: simulated ones, and clusters of processes, which start with the first request.
-
-Pipelines and tensor-parallel groups cut the model differently, and a board has no memory for both cuts. So
-one cluster runs at a time, and a request that needs another cut replaces it.
 """
 
 from __future__ import annotations
@@ -39,9 +36,8 @@ from flowspec_edge.drivers.processes.spec import (
 )
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.strategies.base import Parallelism
-from flowspec_edge.strategies.registry import one_parallelism, strategy_class
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.strategies.registry import require_pipelines
 from flowspec_edge.transport import keys
 
 if TYPE_CHECKING:
@@ -65,7 +61,7 @@ def open_cluster(spec: ClusterSpec, place: Place = Here()) -> OnDemandCluster | 
 
 
 class OnDemandCluster:
-    """Starts the processes that a request needs, and keeps them until a request needs others. Only one thread
+    """Starts the processes with the first request, and again after a loss. Only one thread
     may call :meth:`generate`, :meth:`submit` and :meth:`serve`, because they start processes."""
 
     clock = "wall"
@@ -87,7 +83,7 @@ class OnDemandCluster:
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request, on a new cluster after a loss; raises the errors of ProcessCluster."""
-        return self._for(request.strategy).generate(request, on_tokens)
+        return self._for(request).generate(request, on_tokens)
 
     def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None
                       ) -> list[Result]:
@@ -95,8 +91,7 @@ class OnDemandCluster:
         event loop, so on an idle cluster up to 20 ms late."""
         if not requests:
             return []
-        one_parallelism(request.strategy for request in requests)
-        cluster = self._for(requests[0].strategy)
+        cluster = self._for(*requests)
         began = time.monotonic()
         due = arrivals or [0.0] * len(requests)
         waiting = deque(sorted((at, place) for place, at in enumerate(due)))
@@ -113,9 +108,8 @@ class OnDemandCluster:
         return [replace(result, token_at=tuple(at - began for at in result.token_at)) for result in results]
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        """Queue a request, and start the right kind of cluster if necessary. UsageError if another kind
-        still has open requests."""
-        return self._for(request.strategy).submit(request, on_tokens)
+        """Queue a request, and start the processes if none run."""
+        return self._for(request).submit(request, on_tokens)
 
     def serve(self, stop: Callable[[], bool]) -> None:
         if self._cluster is None:
@@ -132,31 +126,26 @@ class OnDemandCluster:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _for(self, strategy: str) -> ProcessCluster:
+    def _for(self, *requests: Request) -> ProcessCluster:
         if self._closed:
             raise FlowspecError("the clusters are closed; start new ones")
-        wanted = strategy_class(strategy).parallelism
+        require_pipelines(request.strategy for request in requests)
         if isinstance(self._place, BoardStages):
             self._place.refresh()
         running = self._cluster
-        if running is None or running.closed or running.parallelism != wanted:
-            if running is not None and not running.closed and running.busy:
-                raise UsageError(f"strategy {strategy} needs devices that share the model in another way "
-                                 "than those that answer other requests now; try again when these are done")
+        if running is None or running.closed:
             self._lost |= running is not None and running.closed
             running = None  # else this reference would keep the old cluster's memory while the next starts
             self._end()
-            running = self._cluster = self._start(wanted)
+            running = self._cluster = self._start()
             if self._lost:
                 self._lost = False
                 running.observer.recovered(time.monotonic())
         return running
 
-    def _start(self, parallelism: Parallelism) -> ProcessCluster:
+    def _start(self) -> ProcessCluster:
         place = self._place
-        if isinstance(place, BoardStages):
-            place = place.connect(parallelism)
-        return ProcessCluster(self._spec, place, parallelism)
+        return ProcessCluster(self._spec, place.connect() if isinstance(place, BoardStages) else place)
 
     def _end(self) -> None:
         if self._cluster is not None:
@@ -188,10 +177,7 @@ class Services:
         return ClusterSpec(Path(config.model), len(config.instances), config.dtype, device=config.device,
                            start_within=config.start_within_s, slow=self._notifier.slow)
 
-    def connect(self, parallelism: Parallelism) -> Connected:
-        if parallelism != "pipeline":
-            raise UsageError(f"the stages of {self._config.cluster} are services that form a pipeline, not a "
-                             f"{parallelism} group")
+    def connect(self) -> Connected:
         self._notifier.alive()
         if self._config.threads:
             torch.set_num_threads(self._config.threads)

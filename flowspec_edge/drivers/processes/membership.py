@@ -59,16 +59,14 @@ class _Member:
 class Membership:
     """The stages V1…VN, in order, by instance id."""
 
-    def __init__(self, instances: Sequence[str], dead_after: float, tensor_parallel: bool = False,
+    def __init__(self, instances: Sequence[str], dead_after: float,
                  fail_on_rejoin: bool = False, digests: Sequence[str] = ()) -> None:
         """dead_after       seconds of silence after which a stage counts as lost
-        tensor_parallel  every stage has a slice of all layers
         fail_on_rejoin   a second Hello counts as a loss, because the stage has lost its sessions
         digests          expected digests of the stages' shards, in order; empty: any
         """
         self.instances = tuple(instances)
         self._dead_after = dead_after
-        self._tensor_parallel = tensor_parallel
         self._fail_on_rejoin = fail_on_rejoin
         self._digests = tuple(digests)
         self._members = {instance: _Member(stage) for stage, instance in enumerate(instances, start=1)}
@@ -189,15 +187,7 @@ class Membership:
             if other.hello is None or other.stage not in (hello.stage - 1, hello.stage + 1):
                 continue
             first, second = sorted((hello, other.hello), key=lambda h: h.stage)
-            if self._tensor_parallel:
-                if first.layers != second.layers:
-                    raise ProtocolError(f"V{first.stage} has slices of layers {_range(first)}, but "
-                                        f"V{second.stage} of {_range(second)}: do both have the same model?")
-            elif first.layers[1] != second.layers[0]:
+            if first.layers[1] != second.layers[0]:
                 raise ProtocolError(f"V{first.stage} ends at layer {first.layers[1]}, "
                                     f"but V{second.stage} starts at {second.layers[0]}: "
                                     "do both have the same model?")
-
-
-def _range(hello: Hello) -> str:
-    return f"[{hello.layers[0]}, {hello.layers[1]})"

@@ -1,8 +1,4 @@
-"""A cluster of processes over ZeroMQ: D0 in this process, the stages as child processes or on other hosts.
-
-Tensor-parallel ranks use the same chain of links as a pipeline: each rank forwards segments unchanged, and
-the last one sends the outputs.
-"""
+"""A cluster of processes over ZeroMQ: D0 in this process, the stages as child processes or on other hosts."""
 
 from __future__ import annotations
 
@@ -43,13 +39,12 @@ from flowspec_edge.drivers.processes.spec import ClusterSpec, Connected, Here
 from flowspec_edge.drivers.processes.stage_links import StageLinks
 from flowspec_edge.drivers.processes.subprocesses import WorkerProcesses
 from flowspec_edge.drivers.processes.timing import ClusterTiming
-from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
+from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.lab.emulation.links import EmulatedTransport
 from flowspec_edge.model.manifest import SESSIONS, ComputeDtype
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.stage.shard import stage_ranges
-from flowspec_edge.strategies.base import Parallelism
-from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.strategies.registry import require_pipelines
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqTransport
 from flowspec_edge.util.tensors import parse_dtype
@@ -68,20 +63,18 @@ class ProcessCluster:
 
     clock = "wall"
 
-    def __init__(self, spec: ClusterSpec, place: Here | Connected = Here(),  # noqa: B008 (it is frozen)
-                 parallelism: Parallelism = "pipeline") -> None:
+    def __init__(self, spec: ClusterSpec, place: Here | Connected = Here()  # noqa: B008 (it is frozen)
+                 ) -> None:
         """Start the stages, or connect to them, and wait until all have loaded.
 
-        Links to stages that are started here are encrypted, with keys made for this cluster; collectives of
-        tensor-parallel ranks are not, because gloo cannot encrypt. UsageError if the model cannot be cut into
-        so many stages; then nothing is started. PeerLost if a stage does not start.
+        Links to stages that are started here are encrypted, with keys made for this cluster. UsageError if
+        the model cannot be cut into so many stages; then nothing is started. PeerLost if a stage does not
+        start.
         """
         here = place if isinstance(place, Here) else Here()
         model_dir, stages, emulation = Path(spec.model), spec.stages, here.emulation
         parse_dtype(spec.dtype)
-        grouped = parallelism != "pipeline"
-        stage_ranges(ModelDir(model_dir).stages, stages, allow_empty=grouped)
-        self.parallelism = parallelism
+        stage_ranges(ModelDir(model_dir).stages, stages)
         self._at_once = spec.at_once
         self._device = spec.device
         self.observer = Observers([spec.observer] if spec.observer else [])
@@ -104,10 +97,9 @@ class ProcessCluster:
                 EmulatedTransport(emulation, 0, addresses.instances, pair, addresses.unencrypted)
                 if emulation else ZmqTransport(pair, unencrypted=addresses.unencrypted))
             undo.callback(self._transport.close)
-            self._members = Membership(addresses.instances, spec.dead_after, tensor_parallel=grouped,
+            self._members = Membership(addresses.instances, spec.dead_after,
                                        fail_on_rejoin=spec.rejoin_within > 0, digests=addresses.digests)
-            self._timing = ClusterTiming(emulation, parallelism, stages,
-                                         lambda kind: self._draft_models.pass_seconds(kind),
+            self._timing = ClusterTiming(emulation, stages, lambda kind: self._draft_models.pass_seconds(kind),
                                          ModelDir(model_dir).sparse)
             core = self._core = DraftCore(self._draft_session, time.monotonic, self.observer,
                                           self._highest_session, self._timing.curve, spec.cache_rows,
@@ -118,9 +110,7 @@ class ProcessCluster:
                                      core.charge)
             self._energy = SessionEnergy(spec.meter)
             self._loop = EventLoop(core, self._links, emulation, self.observer, self._energy, self._timing)
-            self._recovery = Recovery(self._links, self._workers,
-                                      spec.rejoin_within if plan or not grouped else 0.0, self.observer,
-                                      watch, plan.new_group if plan and grouped else None)
+            self._recovery = Recovery(self._links, self._workers, spec.rejoin_within, self.observer, watch)
             if plan:
                 emulate = self._workers.directory / "emulation.json" if emulation else None
                 if emulation and emulate:
@@ -128,7 +118,7 @@ class ProcessCluster:
                 fair = spec.threads or share_of_cores(stages + 1, ModelDir(model_dir).size)  # D0 is one, too
                 self._workers.start(plan.configs(self._links.control_endpoint, self._links.output_endpoint,
                                                  model_dir, cast(ComputeDtype, spec.dtype), fair or 0,
-                                                 parallelism, emulate, spec.device,
+                                                 emulate, spec.device,
                                                  (spec.cache_rows or 0) if spec.reserve else 0, spec.at_once),
                                     wrap=network.command if here.network else None)
                 undo.callback(torch.set_num_threads, self._threads)
@@ -172,17 +162,14 @@ class ProcessCluster:
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        """Queue a request, from any thread; requests start oldest first. UsageError if the strategy needs
-        another parallelism; other errors come through the handle."""
-        chosen = strategy_class(request.strategy)
-        if chosen.parallelism != self.parallelism:
-            raise UsageError(f"strategy {chosen.name} runs on {_named(chosen.parallelism)}, but this cluster "
-                             f"is {_named(self.parallelism)}; start one for it")
+        """Queue a request, from any thread; requests start oldest first. UsageError if the strategy exists in
+        virtual time only; other errors come through the handle."""
+        require_pipelines([request.strategy])
         return self._enqueue(request, on_tokens)
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
-        """Run one request. UsageError if it does not fit or needs another parallelism; PeerLost if a stage is
-        lost for good, which ends the cluster."""
+        """Run one request. UsageError if it does not fit; PeerLost if a stage is lost for good, which ends
+        the cluster."""
         return self._answers([self.submit(request, on_tokens)])[0]
 
     def generate_many(self, requests: Sequence[Request]) -> list[Result]:
@@ -319,7 +306,3 @@ class ProcessCluster:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _named(parallelism: Parallelism) -> str:
-    return "a pipeline" if parallelism == "pipeline" else f"a {parallelism} group"

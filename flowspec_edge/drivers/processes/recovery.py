@@ -2,7 +2,7 @@
 
 A stage is back when it has said Hello and a heartbeat after the loss says that it can reach the next device.
 Processes started here that are silent or have ended are restarted. Stages on other machines are restarted by
-their service manager, or reconnect. Tensor-parallel ranks depend on each other, so all of them are restarted.
+their service manager, or reconnect.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ class Recovery:
     """Runs in the thread that drives the cluster; any thread may read ``status`` (RUNNING or RECOVERING)."""
 
     def __init__(self, links: StageLinks, workers: WorkerProcesses, within: float, observer: Observer,
-                 gone: Callable[[], str | None], new_group: Callable[[], None] | None = None) -> None:
-        """within     seconds until all stages must be back; 0: every loss is final
-        gone       returns why a stage that was started elsewhere has ended for good, or None
-        new_group  for ranks: called after all have ended and before they restart
+                 gone: Callable[[], str | None]) -> None:
+        """within  seconds until all stages must be back; 0: every loss is final
+        gone    returns why a stage that was started elsewhere has ended for good, or None
         """
         self.status = ClusterStatus(ClusterState.RUNNING)
         self._links = links
@@ -41,7 +40,6 @@ class Recovery:
         self._within = within
         self._observer = observer
         self._gone = gone
-        self._new_group = new_group
         self._lost_at = 0.0
         self._deadline = 0.0
         self._missing: set[int] = set()  # the stages that the observer was told of
@@ -69,8 +67,6 @@ class Recovery:
         self._links.members.expect_all()
         if isinstance(error, StageBroken) and self._workers.pids:
             self._restart({error.stage: outage})
-        elif self._new_group:
-            self._restart(dict.fromkeys(range(1, len(self._workers.pids) + 1), outage))
 
     def poll(self) -> bool:
         """Check the stages once, briefly; return whether all are back. PeerLost, naming the missing stages,
@@ -121,7 +117,7 @@ class Recovery:
             self._observer.missing(sorted(missing), now)
 
     def _restart(self, causes: Mapping[int, str]) -> None:
-        """Restart these stages' processes, or all ranks, with exponential backoff."""
+        """Restart these stages' processes, with exponential backoff."""
         now = time.monotonic()
         due = {stage: cause for stage, cause in causes.items() if now >= self._start_at.get(stage, 0.0)}
         if not due:
@@ -134,9 +130,9 @@ class Recovery:
             if starts:
                 self._failed_start = f" ({cause})"
             log.warning("%s: restarting it", cause)
-        stages = range(1, len(self._workers.pids) + 1) if self._new_group else sorted(due)
+        stages = sorted(due)
         for stage in stages:
             self._start_at[stage] = now + _PAUSE_S * 2 ** self._starts.get(stage, 0)
             self._starts[stage] = self._starts.get(stage, 0) + 1
             self._links.members.forget(stage)
-        self._workers.restart(stages, self._new_group, self._deadline - now)
+        self._workers.restart(stages, self._deadline - now)

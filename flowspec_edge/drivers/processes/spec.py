@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from flowspec_edge.drivers.processes.addresses import Addresses, Placement
     from flowspec_edge.drivers.virtual.devices import Devices
     from flowspec_edge.lab.emulation.durations import Emulation
-    from flowspec_edge.strategies.base import Parallelism
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class ClusterSpec:
     scheduling_policy  how concurrent requests share the stages (``Scheduler``)
     dead_after     seconds of silence after which a stage counts as lost
     start_within   seconds for all stages to say Hello
-    rejoin_within  seconds for a lost stage to come back, while open requests wait. 0, or ranks that D0 did
-                   not start: every loss is final. D0 restarts the stages that it started
+    rejoin_within  seconds for a lost stage to come back, while open requests wait; 0: every loss is final.
+                   D0 restarts the stages that it started
     meter          running power meter of this board; results have the energy if every board has one
     slow           entered around calls that may take minutes on a slow disk (loading D0's models)
     idle_s         seconds to measure idle power before the first request; only with a meter
@@ -94,8 +93,8 @@ class Connected:
 class BoardStages(Protocol):
     """The stages are on boards. For the first request D0 connects to them, and starts them if need be."""
 
-    def connect(self, parallelism: Parallelism) -> Connected:
-        """Connect to the stages. UsageError if they cannot form a pipeline or group of this kind."""
+    def connect(self) -> Connected:
+        ...
 
     def refresh(self) -> None:
         """Called before every request."""

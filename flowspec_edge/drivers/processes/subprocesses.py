@@ -73,15 +73,12 @@ class WorkerProcesses:
             self._starters.append(starter)
             self._workers.append(starter(FIRST_START_S))
 
-    def restart(self, stages: Sequence[int], between: Callable[[], None] | None = None,
-                within: float = FIRST_START_S) -> None:
-        """Kill and restart these workers; ``between`` is called when all have ended. Their listening sockets
-        must still be open in this process. FlowspecError if they do not start in ``within`` seconds."""
+    def restart(self, stages: Sequence[int], within: float = FIRST_START_S) -> None:
+        """Kill and restart these workers. Their listening sockets must still be open in this process.
+        FlowspecError if they do not start in ``within`` seconds."""
         deadline = time.monotonic() + within
         for stage in stages:
             self._kill(stage)
-        if between:
-            between()
         for stage in stages:
             self._workers[stage - 1] = self._starters[stage - 1](deadline - time.monotonic())
             self._stopped_at.pop(stage, None)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from flowspec_edge.d0.request import Request, Stats
 from flowspec_edge.d0.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.lab.emulation.durations import Emulation
-from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
 
 _SEGMENTS = 6
@@ -16,18 +15,16 @@ _ROUND_TRIPS = 3  # per segment size, to measure links; the fastest counts
 
 class ClusterTiming:
     """slot_s  time of a full segment in the slowest stage; 0 before :meth:`warm_up`
-    curve   learns a segment's time from its rows. None under emulation, which takes it from the profile, and
-            for tensor parallelism, whose ranks compute segments together
+    curve   learns a segment's time from its rows; None under emulation, which takes it from the profile
     sparse  whether rows choose experts, by the emulated model if there is one
     """
 
-    def __init__(self, emulation: Emulation | None, parallelism: Parallelism, stages: int,
-                 pass_seconds: Callable[[str], float], sparse: bool = False) -> None:
+    def __init__(self, emulation: Emulation | None, stages: int, pass_seconds: Callable[[str], float],
+                 sparse: bool = False) -> None:
         self.slot_s = 0.0
         self.sparse = emulation.devices.sparse if emulation else sparse
-        self.curve = None if emulation or parallelism != "pipeline" else SlotCurve(sparse)
+        self.curve = None if emulation else SlotCurve(sparse)
         self._emulation = emulation
-        self._parallelism = parallelism
         self._stages = stages
         self._pass_seconds = pass_seconds
         self._pass_s: dict[str, float] = {}
@@ -42,12 +39,11 @@ class ClusterTiming:
         """Return how many draft passes fit into the time of ``rows`` rows through all stages."""
         if self._emulation:
             devices = self._emulation.devices
-            latency = devices.latency_seconds(rows, self._parallelism)
+            latency = devices.latency_seconds(rows, "pipeline")
             return latency / max(devices.d0.draft_seconds(kind), 1e-9)
         if kind not in self._pass_s:
             self._pass_s[kind] = self._pass_seconds(kind)
-        slots = self._stages if self._parallelism == "pipeline" else 1
-        return self.slot_s * slots / self._pass_s[kind]
+        return self.slot_s * self._stages / self._pass_s[kind]
 
     def warm_up(self, run: Callable[[Request], Stats]) -> None:
         """Measure the slot with full segments, so that all strategies use the same unit of turns. Also seed

@@ -7,7 +7,6 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from flowspec_edge.model.manifest import ComputeDtype
-from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.transport.bind_check import unencrypted_bind_problem
 from flowspec_edge.util.tomlfile import Count, Misplaced, Positive, StrictModel, Text
 
@@ -32,37 +31,23 @@ class WorkerConfig(StrictModel):
     # After this time without D0, a stage that D0 started ends and a service abandons its sessions; after
     # this time without the next device, every stage abandons its sessions.
     lost_after_s: Positive = 15.0
-    # A link to the next device or another rank that breaks in a session and stays down is reported only
-    # after this time: if that device is dead, D0 detects it sooner, and names it.
+    # A link to the next device that breaks in a session and stays down is reported only after this time: if
+    # that device is dead, D0 detects it sooner, and names it.
     broken_after_s: Positive = 8.0
-    parallelism: Parallelism = "pipeline"  # else each stage is a rank with a slice of all layers
-    group: str = ""  # where ranks meet: file:///path, shared and new, or tcp://host:port at V1
-    interface: str = ""  # network interface of the ranks' own links; empty leaves it to gloo
-    group_within_s: Positive = 60.0  # timeout of a collective
     open_within_s: Positive = 10.0  # how long a segment may be ahead of its session's Open
     emulate: str = ""  # a file of lab.emulation: take the emulated device's time
     parent: Annotated[int, Field(ge=0)] = 0  # process that this one must not outlive; 0: none
     key_file: str = ""  # empty: no encryption, the keys below are not used
-    unencrypted: bool = False  # allows links and collectives without encryption beyond loopback
+    unencrypted: bool = False  # allows links without encryption beyond loopback
     public_key: str = ""  # of the pair in key_file, Z85; empty: any
     control_key: str = ""  # public keys, Z85
     next_key: str = ""
     previous_key: str = ""
 
     @model_validator(mode="after")
-    def _ranks_meet(self) -> WorkerConfig:
-        if self.tensor_parallel and self.stages > 1 and not self.group:
-            raise ValueError("group must say where the ranks meet")
-        return self
-
-    @model_validator(mode="after")
     def _is_encrypted(self) -> WorkerConfig:
-        if not self.unencrypted:
-            for key in ("group",) if self.key_file else ("control", "listen", "next", "group"):
-                if reason := unencrypted_bind_problem(getattr(self, key)):  # collectives cannot be encrypted
+        if not self.unencrypted and not self.key_file:
+            for key in ("control", "listen", "next"):
+                if reason := unencrypted_bind_problem(getattr(self, key)):
                     raise Misplaced(reason, key)
         return self
-
-    @property
-    def tensor_parallel(self) -> bool:
-        return self.parallelism != "pipeline"

@@ -71,7 +71,7 @@ class Links:
     transport: ZmqTransport
     control: ZmqClientLink  # to and from D0
     previous: ZmqLink  # segments in
-    next: ZmqClientLink  # segments or outputs out; a rank but the last forwards segments unchanged
+    next: ZmqClientLink  # segments or outputs out
 
 
 def connect(config: WorkerConfig, transport: ZmqTransport) -> Links:
@@ -103,8 +103,7 @@ class Worker:
         self._stopping = stopping
         self._release = release
         self._charge = charge
-        self._core = StageCore(engine, config.stage, config.stage == config.stages, config.tensor_parallel,
-                               charge.layers if charge else 1.0, config.open_within_s)
+        self._core = StageCore(engine, config.stage, charge.layers if charge else 1.0, config.open_within_s)
         self._counters = self._core.counters
         self._energy = SessionEnergy(meter)
         self._status = StatusSender(config, links.control, links.previous, links.next, engine, self._counters,
@@ -116,7 +115,6 @@ class Worker:
         # When the first of the open sessions began: seconds, and disconnects of the links to D0 and the next
         self._open_at = 0.0
         self._disconnects = (0, 0)
-        self._deferred: list[Open | Close] | None = None  # during a rank's pass: those that came
         self._isolated = False  # no connection to the next device at the last check
         self._notifier = notifier or Notifier({})
         self._title = f"V{hello.stage} of {hello.stages}, layers [{hello.layers[0]}, {hello.layers[1]})"
@@ -178,18 +176,12 @@ class Worker:
 
     def _work(self, begun: Pass) -> None:
         start = time.monotonic()
-        if self._charge:
-            self._charge.begin(begun.admitted_rows, begun.context)
         self._energy.work_for(*(segment.session for segment in begun.segments))
-        self._deferred = [] if self._config.tensor_parallel else None
         try:
             self._core.compute(begun, self._tick)
             if self._charge:
                 self._wait_for(begun, self._charge, start)
-        except PeerLost:
-            self._drain()
-            raise
-        except (KeyRefused, OtherRelease):
+        except (KeyRefused, OtherRelease, PeerLost):
             raise
         except FlowspecError as error:  # rows that contradict each other, or do not fit
             self._give_up(error)
@@ -200,9 +192,6 @@ class Worker:
         end = time.monotonic()
         self._core.finish(begun, start, end, end)
         self._send_outgoing()
-        deferred, self._deferred = self._deferred or (), None
-        for message in deferred:
-            self._handle_control(message)
 
     def _wait_for(self, begun: Pass, charge: Charge, start: float) -> None:
         """Wait until the emulated pass ends; a cancel may end it early."""
@@ -226,13 +215,6 @@ class Worker:
                     self._counters.add_bytes("bytes_out", self._links.next.bytes_out - before,
                                              parts_of(message))
 
-    def _drain(self) -> None:
-        """Another rank is lost: keep answering D0 until D0 has had time to find out which."""
-        deadline = time.monotonic() + self._config.broken_after_s
-        while time.monotonic() < deadline:
-            self._tick()
-            self._sleep()
-
     def _send(self, link: ZmqClientLink, message: Message) -> None:
         """Send ``message``, without the data of ended sessions; serve control messages while the peer has no
         room."""
@@ -241,10 +223,7 @@ class Worker:
             self._tick()
 
     def _without_ended(self, message: Message) -> Message | None:
-        """None if nothing is left: a restarted peer would wait for the Open of an ended session. Ranks drop
-        nothing: all must see the same segments."""
-        if self._config.tensor_parallel:
-            return message
+        """None if nothing is left: a restarted peer would wait for the Open of an ended session."""
         match message:
             case Segment() | Output() | Tap():
                 return message if message.session in self._counters else None
@@ -278,8 +257,6 @@ class Worker:
             while (message := self._links.control.receive()) is not None:
                 self._handle_control(message)
         except ProtocolError as error:
-            if self._config.tensor_parallel:
-                raise
             self._abandon_sessions(one_line(error), tell=True)
         self._notifier.alive()
         now = time.monotonic()
@@ -291,9 +268,6 @@ class Worker:
 
     def _handle_control(self, message: Message) -> None:
         match message:
-            case Open() | Close() if self._deferred is not None:
-                # The last rank's outputs may reach D0 before this rank has ended, and counted, the same pass.
-                self._deferred.append(message)
             case Open():
                 if message.session not in self._counters:
                     self._check_order(message.session)
@@ -352,8 +326,6 @@ class Worker:
             self._status.due_at = 0.0  # D0 waits for this heartbeat after a loss
         reason = self._next_outage(min(next_lost_s, time.monotonic() - self._open_at))
         if self._counters and reason:
-            if config.tensor_parallel:
-                raise PeerLost(reason)
             self._abandon_sessions(reason)
 
     def _next_outage(self, lost_s: float) -> str:
@@ -368,10 +340,7 @@ class Worker:
         return ""
 
     def _give_up(self, error: FlowspecError) -> None:
-        """The previous device broke the protocol, or a session cannot continue: abandon the sessions. Ranks
-        end, because all have to see the same segments."""
-        if self._config.tensor_parallel:
-            raise error
+        """The previous device broke the protocol, or a session cannot continue: abandon the sessions."""
         now = time.monotonic()
         if self._counters or now >= self._gave_up_at + _FAULT_S:  # a flood must fill neither log nor queue
             self._gave_up_at = now

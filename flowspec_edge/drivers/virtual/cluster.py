@@ -52,6 +52,12 @@ class StageWeights:
             return self._loaded
         return [self._loaded[0].subset(i, stages, layers) for i, layers in enumerate(ranges)]
 
+    def whole(self, stages: int) -> Shard:
+        """Return all layers as one stage, for a group of devices that share every layer."""
+        pieces = self.shards(stages)
+        return replace(pieces[0], stages=1, layers=(0, pieces[-1].layers[1]), norm=pieces[-1].norm,
+                       modules=tuple(module for piece in pieces for module in piece.modules))
+
 
 class VirtualCluster:
     """If a single profile is given, all devices have it and share the layers of its model evenly."""
@@ -76,6 +82,7 @@ class VirtualCluster:
         self._weights = StageWeights(ModelDir(model_dir).stages, dtype, device)
         self._curve = self._warm_curve() if learn else None
         self._engines: dict[int, list[StageEngine]] = {}  # by the number of pieces
+        self._whole: list[StageEngine] = []  # one, once a group has been asked for
         self._session = 0
         self._right_children = right_children
         self._texts: dict[tuple[object, ...], list[int]] = {}  # plain decoding's, by request
@@ -90,7 +97,7 @@ class VirtualCluster:
         other.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
         other._stages, other._right_children = stages, right_children
         other._curve = other._warm_curve() if self._curve else None
-        other._engines = {n: engines for n, engines in self._engines.items() if n in (1, stages)}
+        other._engines = {n: engines for n, engines in self._engines.items() if n == stages}
         other._engines_of(stages)
         return other
 
@@ -126,7 +133,9 @@ class VirtualCluster:
         self.spans = []
         core = DraftCore(partial(self._draft_session, parallelism, clock), lambda: clock.now, self._observer,
                          lambda: self._session, self._curve, policy=self._policy)
-        run = VirtualRun(core, self._engines_of(self._stages if parallelism == "pipeline" else 1),
+        if parallelism != "pipeline" and not self._whole:
+            self._whole = [StageEngine(self._weights.whole(self._stages))]
+        run = VirtualRun(core, self._engines_of(self._stages) if parallelism == "pipeline" else self._whole,
                          self.devices, parallelism, clock, self.spans)
         handles: list[RequestHandle] = []
         errors: list[BaseException] = []

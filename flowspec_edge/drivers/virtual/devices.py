@@ -1,7 +1,8 @@
 """The cost model of a cluster: a profile and a share of the layers for each device; collectives.
 
-Every collective is charged as a ring, also gloo's all-reduce: in a step each device sends one tile, an N-th
-of the padded rows, to the next one and waits for its own, as in ``stage.tensor_parallel.layout``.
+A group of devices that share every layer, as in Megatron-LM (arXiv 1909.08053) and Galaxy (INFOCOM 2024), is
+computed whole and charged here. Every collective is charged as a ring: in a step each device sends one tile,
+an N-th of the padded rows, to the next one and waits for its own.
 """
 
 from __future__ import annotations

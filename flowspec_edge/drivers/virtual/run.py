@@ -1,7 +1,7 @@
 """One run in virtual time: D0, the stages and their links as discrete events.
 
-D0's core and the stage engines are those of the real processes; only durations are simulated. Tensor-parallel
-devices work in lockstep, so one stage with all layers stands for the group.
+D0's core and the stage engines are those of the real processes; only durations are simulated. The devices of
+a group that shares every layer work in lockstep, so one stage with all layers stands for them.
 """
 
 from __future__ import annotations
@@ -263,6 +263,7 @@ class VirtualRun:
         self._pump()
 
     def _deliver_hint(self, index: int, message: Prune | Cancel | Close) -> None:
-        """Tensor-parallel devices ignore hints (the reason is in ``stage.tensor_parallel.engine``)."""
+        """A group ignores hints: its devices would see them between different segments, and then compute
+        different rows."""
         if not self._grouped:
             self._stages[index].receive(message)

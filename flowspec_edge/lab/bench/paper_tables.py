@@ -13,6 +13,7 @@ from flowspec_edge.lab.bench.rows import BASELINE, MEAN, ReportRow
 from flowspec_edge.lab.bench.samples import LOOP, SHORT
 from flowspec_edge.lab.bench.styles import style_of
 from flowspec_edge.lab.bench.tables import NOTHING, concurrency_markdown, markdown_table, number, timing
+from flowspec_edge.strategies.registry import groups_note
 
 COMPARED = ("megatron", "galaxy", BASELINE, "pipedec", "flowspec")  # table I's order
 ABLATION = (BASELINE, "pruned_pp", "flowspec_no_sbd", "flowspec")
@@ -142,6 +143,8 @@ def _note(report: BenchReport, published: PaperResults | None) -> str:
     if drafts:
         parts.append("; ".join(f"drafts of {draft}: {', '.join(names)}" for draft, names in drafts.items())
                      + f" (`--draft {s['draft']}`).")
+    if note := groups_note(dict.fromkeys(row.strategy for row in report.rows)):
+        parts.append(f"{note}.")
     parts.append(f"PipeDec's layers hold {s['pipedec_width']} nodes (`--pipedec-width`).")
     parts.append("; ".join(f"{task['name']}: {task['prompts']} prompts" for task in s["tasks"])
                  + f"; at most {s['max_new_tokens']} new tokens, seed {s['seed']}.")

@@ -18,6 +18,7 @@ from flowspec_edge.lab.bench.results import BenchReport, Sweep
 from flowspec_edge.lab.bench.rows import ReportRow
 from flowspec_edge.lab.bench.samples import LOOP, SHORT
 from flowspec_edge.lab.bench.styles import style_of
+from flowspec_edge.strategies.registry import groups_note
 from flowspec_edge.util.terminal import plain
 
 NOTHING = "–"
@@ -99,7 +100,7 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
         caption = f"{caption}; J/token: measured, without carrier boards"
     columns |= {"answers ≠": lambda row: _alert(row, row.exactness.answers_text),
                 "tokens ≠": lambda row: row.exactness.tokens_text}
-    notes.append(MARKS)
+    notes += [MARKS, *filter(None, [groups_note(row.strategy for row in rows)])]
     made = frame([*["task"] * several, "strategy", "draft"], list(columns), caption, wide=True)
     previous = None
     for row in rows:
@@ -187,7 +188,9 @@ def concurrency_markdown(report: BenchReport, only: Collection[str] | None = Non
                  row.exactness.tokens_text] for row in rows]
         parts += [f"## {report.settings['model']} model, {caption}",
                   markdown_table(["method", "draft", "task", *columns, "answers ≠", "tokens ≠"], body)]
-    return "\n\n".join([*parts, f"{CONCURRENCY} {MARKS[0].upper()}{MARKS[1:]}."])
+    note = groups_note(row.strategy for row in report.rows if not only or row.strategy in only)
+    return "\n\n".join([*parts, " ".join([f"{CONCURRENCY} {MARKS[0].upper()}{MARKS[1:]}.",
+                                          *([f"{note}."] if note else [])])])
 
 
 def rows_to_show(report: BenchReport, temperature: float) -> list[ReportRow]:
@@ -236,6 +239,8 @@ def sweep_notes(sweep: Sweep) -> list[str]:
         found += [f"{METHOD}.", f"In brackets: {MEDIAN}."]
     found += _short(sweep)
     found += _loops(sweep)
+    if note := groups_note(sweep.speeds()):
+        found.append(f"{note}.")
     if sweep.axis.name == "depth":
         found += [_extremes(name, rows) for name, rows in sweep.speeds().items()]
     elif len(sweep.points) > 1:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from pydantic import TypeAdapter
 
 from flowspec_edge.drivers.virtual.devices import Devices
-from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.util.bounded_read import read_bytes
 
 Links = Literal["made", "real"]
@@ -50,18 +50,14 @@ class Charge:
         self.layers = layers
         self._duration = duration
 
-    def begin(self, rows: int, context: int) -> None:
-        """The real computation of ``rows`` rows begins, with ``context`` rows in the caches."""
-
     def seconds(self, rows: int, context: int) -> float:
-        """Return the pass' time since :meth:`begin`; called after the real computation."""
+        """Return the pass' time, with ``context`` rows in the caches; called after the real computation."""
         return self._duration(rows, context)
 
 
-def stage_charge(devices: Devices, parallelism: Parallelism, place: int) -> Charge:
-    """Time of Vi (``place`` = i), in a pipeline or as part of its group."""
-    parts = devices.compute_seconds(parallelism)
-    return Charge(parts[place - 1] if parallelism == "pipeline" else parts[0], devices.layers[place - 1])
+def stage_charge(devices: Devices, place: int) -> Charge:
+    """Return the time of Vi (``place`` = i)."""
+    return Charge(partial(devices.stage_seconds, place), devices.layers[place - 1])
 
 
 def wait_until(start: float, seconds: float) -> float:

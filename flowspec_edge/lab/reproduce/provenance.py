@@ -15,7 +15,7 @@ from flowspec_edge.lab.bench.styles import style_of
 from flowspec_edge.lab.bench.tables import published_depths
 from flowspec_edge.lab.reproduce.catalogue import Artefact, Kind
 from flowspec_edge.lab.reproduce.records import DRAFTS, MEASURED, OF_THE_HEAD, Measured, Record
-from flowspec_edge.strategies.registry import STRATEGIES
+from flowspec_edge.strategies.registry import STRATEGIES, groups_note
 
 
 def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[str]:
@@ -50,6 +50,8 @@ def notes(artefact: Artefact, found: Sequence[Measured], records: Sequence[Recor
     lines.append(_EXPLAINED[artefact.kind])
     lines += _counted(records, "short", f"{SHORT[0].upper()}{SHORT[1:]}")
     lines += _counted(records, "repeating", f"Answers of a method that repeat themselves ({LOOP})")
+    if note := groups_note(r.method for r in records if r.source == MEASURED):
+        lines.append(f"{note}.")
     lines += _left_out(artefact, found)
     lines += _deviations(records)
     for measured in found:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
@@ -25,16 +24,6 @@ from flowspec_edge.util.weight_file import (
 )
 
 _SAMPLE = 1024  # elements at each end of a tensor that enter the digest
-
-
-@dataclass(frozen=True)
-class TensorSlice:
-    """Indexes [lo, hi) along ``dim``, 0 or 1, of a tensor of ``shape``."""
-
-    shape: torch.Size
-    dim: int
-    lo: int
-    hi: int
 
 
 class Checkpoint:
@@ -77,16 +66,6 @@ class Checkpoint:
     def stored(self, names: Iterable[str]) -> dict[str, TensorInfo]:
         """Reads only the files' headers."""
         return {name: self.file_of(name).info(name) for name in names}
-
-    def slices(self, wanted: Mapping[str, TensorSlice]) -> dict[str, Tensor]:
-        """As stored.  FlowspecError if a tensor's shape differs from the slice's."""
-        found = {}
-        for name, part in wanted.items():
-            file = self.file_of(name)
-            check_shape(self.directory, name, file.info(name).shape, part.shape)
-            found[name] = (file.read(name, part.lo, part.hi) if part.dim == 0 else torch.cat(
-                [piece[:, part.lo : part.hi].clone() for _, piece in file.pieces(name)]))
-        return found
 
     def pieces(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
         """All rows of one tensor in pieces of ``rows`` (0: some MB): (first row, rows as stored).

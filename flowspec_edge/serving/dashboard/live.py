@@ -36,7 +36,7 @@ _MAX_WAITING = 64  # events for a viewer; about six seconds of them
 class Description:
     """What does not change while the server runs.
 
-    layers   of each stage, [lo, hi); None: a slice of all
+    layers   of each stage, [lo, hi)
     profile  emulated devices; None: real ones
     chat     whether the model has a chat template
     tree     whether the strategy has a draft tree
@@ -47,7 +47,7 @@ class Description:
     model: str
     strategy: str
     dtype: str
-    layers: Sequence[tuple[int, int] | None]
+    layers: Sequence[tuple[int, int]]
     profile: str | None = None
     needs_key: bool = False
     chat: bool = False

@@ -79,8 +79,8 @@ class Given:
 @st.composite
 def inputs(draw: st.DrawFn) -> Given:
     stages = draw(st.integers(1, 5))
-    ports = draw(st.lists(st.integers(1024, 65535), min_size=5, max_size=5, unique=True))
-    names = ("control_port", "data_port", "peer_port", "group_port", "serve_port")
+    ports = draw(st.lists(st.integers(1024, 65535), min_size=4, max_size=4, unique=True))
+    names = ("control_port", "data_port", "peer_port", "serve_port")
     sha256 = st.text("0123456789abcdef", min_size=64, max_size=64)
     cluster = {**dict(zip(names, ports, strict=True)), "context": draw(st.integers(1, 9999)),
                "at_once": draw(st.integers(0, 3)),

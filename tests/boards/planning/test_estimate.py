@@ -9,7 +9,6 @@ from kits.planned_boards import board, problem, profile, size
 
 from flowspec_edge.boards.planning.estimate import (
     Prediction,
-    check_strategies,
     compare,
     predict,
     predict_alone,
@@ -20,7 +19,6 @@ from flowspec_edge.boards.planning.scaling import scaled
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import StageCurve
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.errors import UsageError
 from flowspec_edge.strategies.params import Params
 
 
@@ -106,9 +104,3 @@ def test_one_board_is_enough_if_as_fast() -> None:
     assert only.text == "one board is enough: x alone makes 10.00 tokens/s with speculative"
     seconds = x.profile.stage_seconds(1, 2, p.context) + x.profile.verify_seconds(1)
     assert only.plain_tokens_per_second == pytest.approx(1 / seconds)
-
-
-def test_tensor_parallel_strategies_have_no_layers_to_plan() -> None:
-    check_strategies(["flowspec", "pearl"])
-    with pytest.raises(UsageError, match="galaxy is tensor parallel"):
-        check_strategies(["flowspec", "galaxy"])

@@ -425,7 +425,7 @@ def test_a_plan_is_what_a_deployment_would_be(home: Path, capsys: pytest.Capture
     ((), "give --devices"),
     (("--devices", "no-such-board"), "no profile 'no-such-board'"),
     (("--devices", "HOME/nano.toml:2", "--context", "99999"), "--context 99999 is more than the 2048 tokens"),
-    (("--devices", "HOME/nano.toml:2", "--strategies", "megatron"), "megatron is tensor parallel"),
+    (("--devices", "HOME/nano.toml:2", "--strategies", "megatron"), "megatron exists in virtual time only"),
     (("--devices", "HOME/nano.toml:2", "--strategies", "magic"), "no strategy 'magic'"),
     (("--devices", "HOME/full.toml"), "full alone lacks"),
     (("--devices", "HOME/full.toml:3", "--dtype", "fp16"), "model in fp16 with 2048 tokens of context needs"),

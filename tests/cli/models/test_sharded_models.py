@@ -37,9 +37,15 @@ def test_stages_are_those_of_the_cut(whole: Path, cut: Path, capsys: pytest.Capt
     assert (len(one["stats"]["stages"]), len(other["stats"]["stages"])) == (4, 3)
 
 
+def test_a_group_computes_the_whole_of_a_cut_model(cut: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(cut) == generate(cut, "--strategy", "megatron") == 0
+    one, group = map(json.loads, capsys.readouterr().out.splitlines())
+    assert group["tokens"] == one["tokens"]
+    assert len({stage["compute_s"] for stage in group["stats"]["stages"]}) == 1
+
+
 @pytest.mark.parametrize(("options", "said"), [
     (["--stages", "4"], "was sharded into 3 stages, not 4: use 3, or shard it again"),
-    (["--strategy", "megatron"], "megatron gives every device a slice of all layers, but"),
     (["--draft", "eagle3"], "flowspec_plus drafts with eagle3/, which"),
 ])
 def test_what_does_not_go_with_it_is_one_line(cut: Path, options: list[str], said: str,

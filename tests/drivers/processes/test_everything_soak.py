@@ -24,7 +24,6 @@ from flowspec_edge.messages import Heartbeat
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.dashboard.feed import Feed
 from flowspec_edge.serving.metrics import Metrics
-from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
@@ -199,12 +198,12 @@ PIPELINED = [name for name, cls in STRATEGIES.items() if cls.parallelism == "pip
 
 
 def everything(model: Path, seed: int, requests: int, kills: int, strategies: list[str],
-               parallelism: Parallelism = "pipeline", vocabulary: int = 97) -> None:
+               vocabulary: int = 97) -> None:
     held, feed, metrics = Held(), Feed(), Metrics(STAGES, dict, {})
     feed.watched = True
     with ProcessCluster(ClusterSpec(model, STAGES, threads=1, at_once=4, cache_rows=BUDGET,
-                                    rejoin_within=PATIENCE, observer=Observers([held, feed, metrics])),
-                        parallelism=parallelism) as cluster:
+                                    rejoin_within=PATIENCE, observer=Observers([held, feed, metrics]))
+                        ) as cluster:
         mix = Mix(cluster, PlainDecoder(model), seed, requests, kills, strategies, vocabulary)
         mix.run()
         assert cluster.status.state is ClusterState.RUNNING
@@ -213,7 +212,7 @@ def everything(model: Path, seed: int, requests: int, kills: int, strategies: li
         assert held.open == feed._open == metrics._acceptance._rounds == {}
         assert pool._open == {}
         assert pool.rows <= BUDGET
-        if vocabulary == 97 and parallelism == "pipeline":  # ROW is that model's
+        if vocabulary == 97:  # ROW is that model's
             assert held.most_bytes <= largest(STAGES) * ROW
         assert held.losses >= bool(kills)
         assert mix.answered
@@ -228,9 +227,3 @@ def test_everything_for_a_moment(small_vocabulary_model: Path) -> None:
 @pytest.mark.parametrize("seed", [2, 3, 4])
 def test_everything(tiny_model: Path, seed: int) -> None:
     everything(tiny_model, seed, 60, 4, PIPELINED)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("kind", ["megatron", "galaxy"])
-def test_everything_in_a_group(tiny_model: Path, kind: Parallelism) -> None:
-    everything(tiny_model, 10, 10, 1, [kind], parallelism=kind)

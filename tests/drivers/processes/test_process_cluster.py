@@ -33,7 +33,6 @@ from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.flowspec import FlowSpec
 from flowspec_edge.strategies.registry import STRATEGIES
 from flowspec_edge.util import threads
@@ -253,8 +252,8 @@ class OneBoard:
         self.calls: list[str] = []
         self.worker: WorkerProcess | None = None
 
-    def connect(self, parallelism: Parallelism) -> Connected:
-        self.calls.append(parallelism)
+    def connect(self) -> Connected:
+        self.calls.append("connect")
         control, data, output = free_addresses()
         file = self._directory / "worker.toml"
         file.write_text(WorkerConfig(instance="board-1", stage=1, stages=1, model=str(self._model / "target"),
@@ -279,7 +278,7 @@ def test_boards_are_connected_once_and_refreshed(model: Path, tmp_path: Path) ->
         for count in (4, 2):
             result = cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=count))
             assert result.tokens == greedy(model, count)
-        assert board.calls == ["refresh", "pipeline", "refresh"]
+        assert board.calls == ["refresh", "connect", "refresh"]
         assert board.worker is not None
     assert board.worker is None
 

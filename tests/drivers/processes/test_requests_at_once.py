@@ -113,12 +113,3 @@ def test_what_is_cancelled_while_it_waits_is_not_begun(processes: ProcessCluster
     processes.serve(stays.done)
     assert stays.result(0).tokens == own_text(tiny_model, request)
     assert not processes.busy
-
-
-@pytest.mark.soak
-def test_real_tensor_parallel_ranks_take_several(tiny_model: Path) -> None:
-    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1), parallelism="megatron") as cluster:
-        requests = some(2, ["megatron"])
-        results = cluster.generate_many(requests)
-        assert [r.tokens for r in results] == [own_text(tiny_model, request) for request in requests]
-        assert all(stage["collective_bytes"] > 0 for r in results for stage in r.stats.stages)

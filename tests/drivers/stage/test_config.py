@@ -24,7 +24,6 @@ def test_a_bad_configuration_names_the_key(tmp_path: Path, text: str, fault: str
     ({"control": "tcp://192.0.2.1:7701"}, r"w\.toml:\d+: control: tcp://192.0.2.1:7701 is beyond loopback"),
     ({"listen": "tcp://0.0.0.0:7702"}, "listen: tcp://0.0.0.0:7702 is beyond loopback"),
     ({"next": "tcp://board:7702"}, "next: tcp://board:7702 is beyond loopback"),
-    ({"parallelism": "megatron", "group": "tcp://192.0.2.1:7704", "key_file": "k"}, "group: .* is beyond"),
 ])
 def test_links_beyond_loopback_need_keys_or_a_word(tmp_path: Path, changes: dict[str, str], fault: str
                                                    ) -> None:
@@ -36,8 +35,7 @@ def test_links_beyond_loopback_need_keys_or_a_word(tmp_path: Path, changes: dict
     (tmp_path / "w.toml").write_text(config.dump().replace("unencrypted = true", ""))
     with pytest.raises(UsageError, match=fault):
         load_toml(tmp_path / "w.toml", WorkerConfig)
-    if "group" not in changes:
-        assert WorkerConfig.model_validate({**settings, "key_file": "k"}).key_file == "k"
+    assert WorkerConfig.model_validate({**settings, "key_file": "k"}).key_file == "k"
 
 
 def test_a_configuration_survives_its_file(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kits.worker_thread import PATIENCE, HeldEngine, LonelyEngine, Stage, Start, segment
+from kits.worker_thread import PATIENCE, HeldEngine, Stage, Start, segment
 
 from flowspec_edge.drivers.stage.status_sender import one_line
-from flowspec_edge.errors import FlowspecError, PeerLost
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.lab.emulation.durations import Charge
 from flowspec_edge.messages import (
     Cancel,
@@ -315,61 +315,6 @@ def test_a_stage_tells_a_d0_that_counts_from_behind(start: Start, real: StageEng
     assert stage.hear(Hello, lambda hello: hello.newest >= 0).newest == 1000
     assert "D0 opens session 5 after session 1000" in stage.hear(Failed).cause
     goes_on(stage, 1001)
-
-
-RANK = {"parallelism": "megatron", "stages": 2, "group": "file:///unused"}
-
-
-def test_a_rank_hands_a_segment_on_before_it_computes(start: Start) -> None:
-    engine = HeldEngine()
-    stage = start(engine, **RANK)
-    stage.tell(Open(1, 0, 64, timed=True))
-    given = segment(0, rows=3)
-    stage.give(given)
-    passed = stage.output.receive(PATIENCE)
-    assert isinstance(passed, Segment)
-    assert passed.tokens is not None
-    assert passed.tokens.tolist() == [0, 1, 2]
-    assert engine.started.wait(PATIENCE)
-    stage.tell(Cancel(1, 0, (0,)))
-    stage.hear(Credit)
-    assert stage.hear(Computed).run == 0
-    assert stage.output.receive() is None
-
-
-def test_a_rank_reports_a_session_after_its_pass(start: Start) -> None:
-    engine = HeldEngine()
-    stage = start(engine, **RANK)
-    stage.tell(Open(1, 0, 64))
-    stage.give(segment(0))
-    assert engine.started.wait(PATIENCE)
-    stage.tell(Close(1))
-    stage.tell(Open(2, 0, 64))
-    stage.tell(Cancel(1, 0, (0,)))  # ends the pass
-    assert stage.hear(SessionReport).counters["compute_s"] > 0
-    stage.tell(Close(2))
-    assert stage.hear(SessionReport).session == 2
-
-
-def test_a_rank_that_lost_another_answers_until_d0_has_found_out(start: Start) -> None:
-    engine = LonelyEngine()
-    stage = start(engine, broken_after_s=PATIENCE, **RANK)
-    stage.tell(Open(1, 0, 64))
-    stage.give(segment(0))
-    assert engine.started.wait(PATIENCE)
-    for _ in range(3):
-        stage.hear(Heartbeat)
-    stage.tell(Shutdown("V2 is dead"))
-    assert stage.ended() is None
-
-
-def test_a_rank_that_lost_another_says_so_in_the_end(start: Start) -> None:
-    stage = start(LonelyEngine(), broken_after_s=0.1, **RANK)
-    stage.tell(Open(1, 0, 64))
-    stage.give(segment(0))
-    error = stage.ended()
-    assert isinstance(error, PeerLost)
-    assert "another rank is gone" in str(error)
 
 
 def test_errors_become_one_line() -> None:

@@ -18,7 +18,6 @@ from flowspec_edge.strategies.registry import STRATEGIES
 
 PROMPT = random_tokens(21, VOCAB, seed=7)
 NEW = 24  # more than are folded at once
-PIPELINES = [name for name, strategy in STRATEGIES.items() if strategy.parallelism == "pipeline"]
 SOME = ("chunk_pp", "flowspec_plus", "pipedec", "pipeinfer")
 STAGES = {"qwen3-next": 3, "qwen3.5": 2, "qwen3.5-moe": 4}
 DRAWN = Sampling(temperature=1.0, seed=3)
@@ -46,7 +45,7 @@ def drawn(model: Path, stages: int) -> list[int]:
     return cluster(model, stages).generate(plain).tokens
 
 
-@pytest.mark.parametrize(("family", "name"), [*(("qwen3-next", name) for name in PIPELINES),
+@pytest.mark.parametrize(("family", "name"), [*(("qwen3-next", name) for name in STRATEGIES),
                                               *(("qwen3.5-moe", name) for name in SOME),
                                               ("qwen3.5", "flowspec_plus"), ("qwen3.5", "pruned_pp")])
 def test_tokens_are_those_of_generate(models: dict[str, Path], family: str, name: str) -> None:

@@ -18,10 +18,9 @@ from flowspec_edge.util.experts import independent
 
 PROMPT = [5, 17, 42, 3, 3, 58, 11]
 NEW = 12
-PIPELINES = [name for name, strategy in STRATEGIES.items() if strategy.parallelism == "pipeline"]
 SOME = ("chunk_pp", "flowspec_plus", "pipedec", "pipeinfer")
 STAGES = {"qwen3-moe": 3, "mixtral": 2, "gpt-oss": 4}
-CASES = [*(("qwen3-moe", name) for name in PIPELINES), *(("mixtral", name) for name in SOME),
+CASES = [*(("qwen3-moe", name) for name in STRATEGIES), *(("mixtral", name) for name in SOME),
          *(("gpt-oss", name) for name in SOME)]
 
 

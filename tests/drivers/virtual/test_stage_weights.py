@@ -84,6 +84,7 @@ def test_strategies_and_points_share_the_weights(model: Path) -> None:
             assert result.tokens == expected
             fresh = VirtualCluster(model, stages, cluster.devices)
             assert fresh.generate(Request(PROMPT, strategy, 6)).stats == result.stats
-        used += [places([engine.shard for engine in engines]) for engines in cluster._engines.values()]
+        used += [places([engine.shard for engine in engines])
+                 for engines in (*cluster._engines.values(), cluster._whole)]
     assert len(used) == 2 + 2 + 2
     assert all(each == used[0] for each in used)

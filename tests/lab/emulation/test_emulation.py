@@ -4,31 +4,26 @@ and the figures are those of virtual time."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from kits.stages import Book, engines
 
 from flowspec_edge.d0.request import Request
-from flowspec_edge.device_profile import CollectiveCost, Profile, load_profile
+from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.drivers.virtual.devices import Devices, step_seconds, tensor_seconds
+from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.drivers.virtual.links import wire_bytes
 from flowspec_edge.errors import ProtocolError, UsageError
-from flowspec_edge.lab.emulation.collectives import EmulatedGroup, GroupCharge
 from flowspec_edge.lab.emulation.durations import Emulation, Links
 from flowspec_edge.lab.emulation.links import EmulatedTransport
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.messages import Cancel, Close, Credit, Open, Output, Payload, Prune, Segment
 from flowspec_edge.stage.core import Pass, StageCore
 from flowspec_edge.stage.engine import Poll
-from flowspec_edge.strategies.base import Parallelism
-from flowspec_edge.strategies.params import Params
 
 PAPER = load_profile("paper-7b")
 PATIENCE = 60.0
@@ -65,9 +60,9 @@ class Ticks:
             self.polls += 1
 
 
-def emulated(tiny_model: Path, tensor_parallel: bool = False) -> StageCore:
+def emulated(tiny_model: Path) -> StageCore:
     [engine] = engines(tiny_model / "target", 1)
-    core = StageCore(engine, last=True, tensor_parallel=tensor_parallel, layers=5)
+    core = StageCore(engine, layers=5)
     core.receive(Open(1, 0, 64), 0.0)  # the engine has it
     return core
 
@@ -97,18 +92,16 @@ def test_a_segment_takes_what_its_rows_and_the_context_cost(tiny_model: Path) ->
     assert core.engine.cached(1) == 9
 
 
-@pytest.mark.parametrize(("tensor_parallel", "ends_at", "rows"), [(False, 0.3, 0), (True, 0.5, 5)])
 @pytest.mark.parametrize("ends", ["cancel", "close"])
-def test_a_cancelled_run_ends_with_the_layer_that_it_is_in(
-        tiny_model: Path, tensor_parallel: bool, ends_at: float, rows: int, ends: str) -> None:
-    ticks, book, core = Ticks(), Book(), emulated(tiny_model, tensor_parallel)
+def test_a_cancelled_run_ends_with_the_layer_that_it_is_in(tiny_model: Path, ends: str) -> None:
+    ticks, book, core = Ticks(), Book(), emulated(tiny_model)
     segment = book.text(range(5))  # five layers of 0.1 s
     message = Cancel(1, 0, (segment.run,)) if ends == "cancel" else Close(1)
     ticks.at[20] = lambda: core.receive(message, ticks.now)  # after 0.21 s
     ticks.at[5] = lambda: core.receive(Cancel(1, 0, (segment.run + 7,)), ticks.now)  # another's
     _, output = run(core, ticks, segment)
-    assert ticks.now == pytest.approx(ends_at)
-    assert len(output.numbers) == rows
+    assert ticks.now == pytest.approx(0.3)
+    assert len(output.numbers) == 0
 
 
 def test_a_run_cancelled_before_it_began_takes_no_time(tiny_model: Path) -> None:
@@ -244,89 +237,6 @@ def test_text_and_at_least_the_time_of_virtual_time(tiny_model: Path, links: Lin
                 # Beside, a stamp on each message, and eight bytes more for a session's number.
                 sent = [stage["bytes_out"] - 16 * stage["segments"] for stage in result.stats.stages]
                 assert sent == [stage["bytes_out"] for stage in made_up.stages]
-
-
-@pytest.mark.parametrize(("kind", "links"), [
-    ("galaxy", "real"),
-    *(pytest.param(*both, marks=pytest.mark.soak)
-      for both in (("galaxy", "made"), ("megatron", "real"), ("megatron", "made")))])
-def test_tensor_parallel_ranks_take_the_groups_time(tiny_model: Path, kind: Parallelism,
-                                                    links: Links) -> None:
-    """Real links: exchanges have the bytes of the profile's 32 layers, though 4 are loaded."""
-    data = quick().model_dump()
-    data["collective"]["step_ms"] = 0.2
-    devices = Devices.of(Profile.model_validate(data), 2)
-    request = Request([1, 2, 3, 4, 5, 6], kind, 4, params=Params(draft="eagle2"))
-    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1), Here(emulation=Emulation(devices, links)),
-                        parallelism=kind) as cluster:
-        result = cluster.generate(request)
-    made_up = VirtualCluster(tiny_model, 2, devices).generate(request)
-    assert result.tokens == made_up.tokens
-    for stage, virtual in zip(result.stats.stages, made_up.stats.stages, strict=True):
-        compute = devices.d0.stage_seconds(int(stage["rows"]), 32) / 2  # without any step
-        assert stage["compute_s"] >= (virtual["compute_s"] if links == "made" else compute * 0.99)
-        if links == "real" and kind == "galaxy":
-            # Eight of the last gather, as each layer stands for eight; virtual time has one.
-            assert stage["collective_bytes"] == virtual["collective_bytes"] * (128 + 8) / (128 + 1)
-
-
-class Counted:
-    """A group of one that notes what it is asked for."""
-
-    rank, size, bytes_sent = 0, 4, 0
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[str, int]] = []
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        self.asked.append(("all_reduce", x.nbytes))
-        return 4 * x
-
-    def shift(self, x: torch.Tensor) -> Done:
-        self.asked.append(("shift", x.nbytes))
-        return Done(x + 1)
-
-
-@dataclass
-class Done:
-    x: torch.Tensor
-
-    def wait(self) -> torch.Tensor:
-        return self.x
-
-
-@pytest.mark.parametrize(("layers", "times"), [(32, [1, 1, 1, 1]), (8, [4, 4, 4, 4]), (20, [1, 2, 1, 2]),
-                                               (64, [1, 1, 1, 1])])
-def test_exchanges_are_as_wide_and_as_many_as_the_profiles(layers: int, times: list[int]) -> None:
-    """Sums and shifts stay what they are; of a deeper model no exchange can be left out."""
-    counted = Counted()
-    group = EmulatedGroup(counted, PAPER.model_copy(update={"collective": CollectiveCost()}), layers)
-    x = torch.arange(6.0).reshape(2, 3)
-    for number, expected in enumerate(times):
-        before = len(counted.asked)
-        if number % 2:
-            assert torch.equal(group.all_reduce(x), 4 * x)
-            kind = "all_reduce"
-        else:
-            assert torch.equal(group.shift(x).wait(), x + 1)
-            kind = "shift"
-        assert counted.asked[before:] == [(kind, 2 * 8192)] * expected
-
-
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_a_ranks_time_is_that_of_virtual_time(overlaps: bool) -> None:
-    """With steps of known length in place of measured ones."""
-    kind: Parallelism = "galaxy" if overlaps else "megatron"
-    group = EmulatedGroup(Counted(), PAPER, 32)
-    charge = GroupCharge(group, PAPER, overlaps)
-    charge.begin(16, 0)
-    step = step_seconds(PAPER, 16, 4)
-    if overlaps:
-        assert group.tile_s == pytest.approx(0.320 / 4 / 128 / 4)
-        group.spent_s += 128 * 3 * max(step, group.tile_s) + 3 * step
-    else:
-        group.spent_s += 64 * 6 * step
-    assert charge.seconds(16, 0) == pytest.approx(tensor_seconds(PAPER, kind, 16, 4))
 
 
 def test_an_emulation_survives_its_file(tmp_path: Path) -> None:

@@ -16,12 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.model.weights.stacked import from_mxfp4
 from flowspec_edge.stage.shard import load_shard
-from flowspec_edge.stage.tensor_parallel.process_group import ProcessGroup
-from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
 from flowspec_edge.util.tensors import to_torch
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -153,9 +151,3 @@ def test_fewer_experts_than_the_configuration_says(models: tuple[Path, Path], tm
     (path / "config.json").write_text(json.dumps(config | {"num_local_experts": 8}))
     with pytest.raises(FlowspecError, match=r"has no tensor model.layers.0.mlp.experts.6.*: the checkpoint"):
         load_shard(path, 0, 1, "fp32")
-
-
-def test_tensor_parallelism_is_refused(models: tuple[Path, Path]) -> None:
-    group = ProcessGroup.__new__(ProcessGroup)
-    with pytest.raises(UsageError, match="tensor parallelism cannot split the experts of 'gpt_oss' models"):
-        load_tensor_shard(models[0], "megatron", group, "fp32")

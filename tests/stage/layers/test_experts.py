@@ -24,8 +24,6 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import load_shard
-from flowspec_edge.stage.tensor_parallel.process_group import GlooGroup
-from flowspec_edge.stage.tensor_parallel.shard import load_tensor_shard
 from flowspec_edge.util.experts import (
     Experts,
     correlated,
@@ -187,8 +185,3 @@ def test_impossible_mixtures_are_refused(model: Path, tmp_path: Path, field: str
     (tmp_path / "config.json").write_text(json.dumps(fields))
     with pytest.raises(UsageError, match=says):
         load_config(tmp_path)
-
-
-def test_tensor_parallelism_is_refused(model: Path) -> None:
-    with pytest.raises(UsageError, match=r"cannot split the experts of 'qwen3_moe' models"):
-        load_tensor_shard(model, "megatron", GlooGroup(0, 2, "unused"), "fp32")

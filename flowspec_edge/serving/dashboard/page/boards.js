@@ -78,7 +78,7 @@ function show(facts, words) {
 /** What a board does. */
 function part({ place, layers }) {
   if (place === 0) return "drafts, verifies";
-  return layers ? `layers ${layers[0]}–${layers[1] - 1}` : "a slice of all layers";
+  return `layers ${layers[0]}–${layers[1] - 1}`;
 }
 
 function card(board) {
