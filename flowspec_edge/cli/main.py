@@ -53,8 +53,8 @@ class Commands(LazyGroup):
             "Reproduce tables and figures of the papers in virtual time: CSV, Markdown, LaTeX, PDF and SVG.",
             _MEASURE),
         "sweep": LazyCommand(
-            "bench.sweep:app", "How tokens/s change with the links, the stages, the segment, the tree.",
-            _MEASURE),
+            "bench.sweep:sweep",
+            "Measure tokens/s over the links, the stages, the drafts, or any parameter of a strategy.", _MEASURE),
         "plan": LazyCommand(
             "boards.plan:plan", "Split a model over boards: roles, layers, memory and expected speed.",
             _BOARDS),

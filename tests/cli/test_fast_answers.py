@@ -20,7 +20,7 @@ for arguments in json.loads(sys.argv[1]):
     found.append([arguments, code, said.getvalue(), heavy])
 print(json.dumps(found))
 """
-GROUPS = ("bench", "sweep", "models", "device", "deploy", "keys")
+GROUPS = ("bench", "models", "device", "deploy", "keys")
 HELP = [["--help"], *([group, "--help"] for group in GROUPS),
         ["generate", "--help"], ["serve", "--help"], ["bench", "run", "--help"],
         ["models", "shard", "--help"], ["generate", "--help-all"]]
@@ -54,7 +54,7 @@ ERRORS = [  # and a part of the line
             "deploy restart", "deploy set model=demo", "keys show", "keys rotate", "doctor", "serve"))),
     (["bench", "run", "--profile", "nosuch.toml"], "flowspec device profile --out nosuch.toml"),
     (["models", "loss", "x", "--against", "demo", "--device", "gpu"], "'gpu' is not auto"),
-    (["sweep", "bandwidth", "--mbps", "0"], "--mbps must be positive numbers"),
+    (["sweep", "bandwidth=0"], "bandwidth must be positive numbers"),
     (["plan", "--devices", "orin-nano"], "no profile 'orin-nano'"),
     (["plan", "--devices", "nosuch.toml"], "flowspec deploy init HOST HOST… --out nosuch.toml"),
     (["plan", "--devices", "nosuch.toml:3"], "flowspec device profile --out nosuch.toml"),

@@ -20,9 +20,7 @@ NUMBERS = {(name, info.min, info.max, str(info.callback)): (path, name) for path
            if path[0] != "up"  # the same as serve
            for name, types, info in options(function) if types & {int, float}}
 # Numbers that are lists in a text.
-LISTS = [(("sweep", "bandwidth"), "--mbps"), (("sweep", "depth"), "--depths"),
-         (("sweep", "depth"), "--expand-depths"), (("sweep", "stages"), "--stages"),
-         (("sweep", "segment"), "--rows"), (("sweep", "latency"), "--ms"),
+LISTS = [*((("sweep",), axis) for axis in ("bandwidth", "depth", "stages", "segment", "latency", "acceptance", "tau")),
          (("bench", "run"), "--temperatures"), (("models", "shard"), "--split"),
          (("device", "kernels"), "--rows"), (("device", "kernels"), "--shape"),
          (("generate",), "--stpp-branching")]
@@ -32,7 +30,7 @@ SETTINGS = [name for name, one in all_parameters().items() if one.kind in (int, 
 GIVEN = {("generate",): ["x = "], ("models", "shard"): ["--model", "demo", "--out", "OUT"],
          ("models", "inspect"): ["NONE"], ("models", "train-head"): ["--model", "NONE"],
          ("serve",): ["--model", "NONE"], ("deploy", "init"): ["none.invalid"],
-         ("plan",): ["--devices", "NONE"]}
+         ("plan",): ["--devices", "NONE"], ("sweep",): ["bandwidth"]}
 LARGE = {"--seed": 2**64}  # else 10^18
 
 
@@ -61,7 +59,8 @@ def test_an_absurd_number_is_refused(
     monkeypatch.setattr("flowspec_edge.cli.main.app", built)
     for number in values:
         value = str(LARGE.get(name, 10**18)) if number == "10^18" else number
-        code = main([*path, *GIVEN.get(path, []), f"{name}={value}"])
+        given = GIVEN.get(path, []) if name.startswith("-") else []
+        code = main([*path, *given, f"{name}={value}"])
         out, err = capfd.readouterr()
         assert code == 2, (value, out, err)
         assert out == ""

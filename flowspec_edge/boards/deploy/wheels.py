@@ -1,7 +1,7 @@
 """The boards' wheels: this package and its dependencies, except torch.
 
-Versions are those of ``deploy/constraints.txt``; pip downloads missing wheels.  A board keeps its own torch,
-so neither torch nor a package that only torch requires is among the wheels.  This package's wheel is built,
+``deploy/boards.txt`` locks the packages and their versions; pip downloads missing wheels.  A board keeps its own
+torch, so neither torch nor a package that only torch requires is among the wheels.  This package's wheel is built,
 reproducibly, from the source tree or the installed files.
 """
 
@@ -10,14 +10,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
-import re
 import subprocess
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from email import message_from_bytes
-from email.message import Message
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
@@ -37,7 +34,6 @@ from flowspec_edge.util.interpreter import module_command
 from flowspec_edge.util.resources import resource_dir
 
 _OWN = "flowspec-edge"
-_TORCH = "torch"  # from the board's system Python
 _WHEN = (2020, 2, 2, 0, 0, 0)  # file date in rebuilt wheels, for reproducibility
 # Files that an installer adds, besides .pyc files and scripts.
 _INSTALLERS_OWN = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json", "uv_cache.json", "uv_build.json")
@@ -101,14 +97,11 @@ def fill(wheelhouse: Path, targets: Iterable[WheelTarget],
     pip fails; UsageError if a Jetson needs bitsandbytes, because its wheel must be built for a Jetson.
     """
     for target in sorted(set(targets)):
-        missing = [*_walk(wheelhouse, target)[1]]
-        while missing:
+        if missing := _walk(wheelhouse, target)[1]:
             on_progress(f"{target}: getting {len(missing)} packages")
             _download(wheelhouse, target, missing)
-            still = _walk(wheelhouse, target)[1]
-            if {str(need) for need in still} & {str(need) for need in missing}:
+            if still := _walk(wheelhouse, target)[1]:
                 raise FlowspecError(f"pip downloaded no wheel of {still[0]} for {target} into {wheelhouse}")
-            missing = still
 
 
 def environment(wheelhouse: Path, target: WheelTarget, python: str = "python3") -> Environment:
@@ -128,30 +121,35 @@ def environment(wheelhouse: Path, target: WheelTarget, python: str = "python3") 
 
 def _walk(wheelhouse: Path, target: WheelTarget) -> tuple[list[Path], list[Requirement]]:
     """The needed wheels that the wheelhouse has, this package's first, and the requirements that it cannot
-    meet."""
+    meet.  UsageError without this package's own wheel."""
     house = _House(wheelhouse, target)
-    pins = {need.name: need for need in _constraints(target)}
-    wheels: dict[str, Path] = {}
-    missing: dict[str, Requirement] = {}
-    extras = "grammar,int4" if target.four_bit else "grammar"
-    open_needs = [Requirement(f"{_OWN}[{extras}]"), Requirement("pip")]
-    while open_needs:
-        need = open_needs.pop()
-        name = canonicalize_name(need.name)
-        if name == _TORCH or name in wheels or name in missing:
-            continue
-        exact = pins.get(name, need)
-        if (wheel := house.best(exact)) is None:
-            if name == _BITSANDBYTES and target.l4t:
-                raise UsageError(_NO_BITSANDBYTES.format(
-                    house=wheelhouse, machine=target.machine, version=str(exact.specifier).strip("=")))
-            missing[name] = exact
-            continue
-        wheels[name] = wheel
-        open_needs += _needs(wheel, target, need.extras)
-    if _OWN in missing:
+    if (own := house.best(Requirement(_OWN))) is None:
         raise UsageError(f"the wheelhouse {wheelhouse} has no wheel of {_OWN}")
-    return [*wheels.values()], [*missing.values()]
+    wheels, missing = [own], []
+    for need in _locked(target):
+        wheel = house.best(need)
+        if wheel is not None:
+            if not zipfile.is_zipfile(wheel):
+                raise FlowspecError(f"{wheel} is damaged: remove it, and it is downloaded again")
+            wheels.append(wheel)
+        elif need.name == _BITSANDBYTES and target.l4t:
+            raise UsageError(_NO_BITSANDBYTES.format(
+                house=wheelhouse, machine=target.machine, version=str(need.specifier).strip("=")))
+        else:
+            missing.append(need)
+    return wheels, missing
+
+
+def _locked(target: WheelTarget) -> Iterator[Requirement]:
+    """What the lock has for a board, and pip, of any version."""
+    for line in (resource_dir("deploy") / "boards.txt").read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            need = Requirement(line)
+            holds = need.marker is None or need.marker.evaluate(target.marks())
+            need.marker = None  # pip would evaluate it for this machine
+            if holds and (target.four_bit or need.name != _BITSANDBYTES):
+                yield need
+    yield Requirement("pip")
 
 
 class _House:
@@ -175,33 +173,6 @@ class _House:
         fit = [entry for entry in self._found.get(canonicalize_name(need.name), ())
                if need.specifier.contains(entry[0], prereleases=True)]
         return max(fit)[2] if fit else None
-
-
-def _needs(wheel: Path, target: WheelTarget, extras: Iterable[str] = ()) -> Iterator[Requirement]:
-    for line in _metadata(wheel).get_all("Requires-Dist", ()):
-        need = Requirement(line)
-        if need.marker is None or any(need.marker.evaluate({**target.marks(), "extra": extra})
-                                      for extra in ("", *extras)):
-            yield need
-
-
-def _metadata(wheel: Path) -> Message:
-    try:
-        with zipfile.ZipFile(wheel) as archive:
-            names = (name for name in archive.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name))
-            return message_from_bytes(archive.read(next(names)))
-    except (OSError, zipfile.BadZipFile, StopIteration) as error:
-        raise FlowspecError(f"{wheel} is damaged: remove it, and it is downloaded again") from error
-
-
-def _constraints(target: WheelTarget) -> Iterator[Requirement]:
-    text = (resource_dir("deploy") / "constraints.txt").read_text()
-    for line in text.splitlines():
-        if line.strip() and not line.startswith("#"):
-            need = Requirement(line)
-            if need.marker is None or need.marker.evaluate(target.marks()):
-                need.marker = None  # already evaluated, for the board
-                yield need
 
 
 def _download(wheelhouse: Path, target: WheelTarget, needs: Iterable[Requirement]) -> None:

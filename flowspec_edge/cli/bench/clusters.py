@@ -125,7 +125,30 @@ def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
 
 @contextmanager
 def _cluster(setup: ClusterSetup) -> Iterator[OpenPoint]:
-    """Real boards in their own time; their kernels shape what they send."""
+    """Real boards in their own time.  On the axis "bandwidth" their kernels shape what they send."""
+    with _shaped_boards(setup) if setup.axis and setup.axis.link else _boards(setup) as open_point:
+        yield open_point
+
+
+@contextmanager
+def _boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
+    """One cluster for all values, which change what D0 does alone: no board loads its shard again."""
+    from flowspec_edge.boards.ssh_stages import SshBoards
+    from flowspec_edge.drivers.observe.power import board_meter
+
+    assert setup.inventory is not None
+    place = SshBoards(setup.inventory, setup.board_model, dtype_of(setup.model, setup.options.dtype))
+    with board_meter() as meter, opened(replace(setup.spec, device=place.device, meter=meter), place) as cluster:
+
+        @contextmanager
+        def open_point(value: Value | None) -> Iterator[PointCluster]:
+            yield PointCluster(cluster, None)
+
+        yield open_point
+
+
+@contextmanager
+def _shaped_boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
     from flowspec_edge.boards.ssh_stages import SshBoards
     from flowspec_edge.drivers.observe.power import board_meter
     from flowspec_edge.lab.links.shaping import RemoteShaping

@@ -90,7 +90,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
             figure: Path | None = None) -> Results:
     """Run everything and save it to ``options.out`` step by step: a Sweep along ``request.axis``, or a
     BenchReport."""
-    names = parse_strategies(options.strategies or request.strategies)
+    names = parse_strategies(request.strategies if options.strategies is None else options.strategies)
     model = resolve_model(options.model)
     clock = request.clock(options)
     if clock.clock == "wall" and (options.strategies is None or options.strategies.strip() == "all"):
@@ -100,7 +100,8 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
                       dtype=dtype_of(model, options.dtype))
     options.require_virtual(clock.clock)
     tasks = tasks_of(options)
-    temperatures = parse_temperatures(options.temperatures or request.temperatures, sampling)
+    temperatures = parse_temperatures(request.temperatures if options.temperatures is None else options.temperatures,
+                                      sampling)
     if options.out is not None:
         check_writable(options.out)
     if figure is not None:

@@ -171,7 +171,8 @@ def parse_acceptance(text: str) -> float:
 
 def measured_by_default(names: str) -> StrategiesOf:
     """For ``with_dataclasses``: the strategies of ``--strategies``, else ``names``."""
-    return lambda given: parse_strategies(given["options"].strategies or names)
+    return lambda given: parse_strategies(
+        names if given["options"].strategies is None else given["options"].strategies)
 
 
 def parse_strategies(text: str) -> list[str]:

@@ -1,17 +1,18 @@
-"""``flowspec sweep``: the same measurement at several values of one axis, a command for each axis."""
+"""``flowspec sweep AXIS=V,V``: the same measurement at several values of one axis, or over a grid of two."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from functools import partial, wraps
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
-from flowspec_edge.cli.bench.options import PAPER, BenchOptions, measured_by_default
+from flowspec_edge.cli.bench.options import PAPER, BenchOptions, parse_strategies
 from flowspec_edge.cli.common.option_groups import with_dataclasses
 from flowspec_edge.cli.common.options import (
     MOST_STAGES,
@@ -27,224 +28,264 @@ from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:
     from flowspec_edge.cli.bench.measure import MeasureRequest
-    from flowspec_edge.lab.bench.axes import AxisName
-
-app = typer.Typer(help="How tokens/s change with the links, the stages, the segment, the tree.",
-                  no_args_is_help=True)
+    from flowspec_edge.lab.bench.axes import Axis, Scalar, Value
 
 _FIGURE_5 = "megatron,galaxy,chunk_pp,pipedec,flowspec,flowspec_plus"
 _SEGMENTED = "chunk_pp,pruned_pp,flowspec,flowspec_plus"  # PipeDec's layers have a width of their own
+_ALL_DRAFT = "flowspec,flowspec_plus"  # over a parameter that every strategy has
 # One temperature; --links decides the clock; requests run one by one.
 _HIDDEN_OPTIONS = ("temperatures", "clock", "emulate", "clients", "arrival_rate")
 _RARE = ("top_k", "top_p", "min_p", "repeats")
-_Number = TypeVar("_Number", int, "int | float")
 _MOST = 1e9  # Mbit/s or ms: more than any link
 
+AxesArgument = Annotated[list[str], typer.Argument(
+    metavar="AXIS[=V,V]", show_default=False,
+    help="bandwidth (Mbps), latency (ms), stages, segment (rows), acceptance, depth (with expand_depth), or a "
+         "strategy's parameter; two parameters make a grid.  Only these six have values by default.")]
 LinksOption = Annotated[Literal["virtual", "namespaces"], typer.Option(
     "--links", help="virtual: time simulated by the profile.  namespaces: real processes over real, shaped "
-                    "links on this machine.", rich_help_panel=TIME)]
+                    "links on this machine; for the axis bandwidth.", rich_help_panel=TIME)]
 ClusterOption = Annotated[Path | None, typer.Option(
-    "--cluster", help="Measure the boards of this cluster.toml; this machine is the draft device.",
+    "--cluster", help="Measure the boards of this cluster.toml, over their bandwidth or over parameters; this "
+                      "machine is the draft device.",
     metavar="FILE", show_default=False, rich_help_panel=TIME)]
 PublishedOption = Annotated[bool, typer.Option(
     "--published/--no-published", help="Show the paper's figures too, if the profile is its testbed.",
     hidden=True, rich_help_panel=OUTPUT)]
 
 
-Ask = Callable[..., dict[str, Any]]  # from an axis' own options to fields of ``MeasureRequest``
-
-
-def _sweep(axis: AxisName, strategies: str, *without: str) -> Callable[[Ask], Ask]:
-    """Make the axis' command: its own options, --out, and a benchmark's but ``without``.
-
-    ``strategies``: those without --strategies.
-    """
-    def decorate(ask: Ask) -> Ask:
-        @wraps(ask)
-        def command(*, figure: Path | None, options: BenchOptions, sampling: Sampling, params: Params,
-                    **own: object) -> None:
-            from flowspec_edge.cli.bench.measure import MeasureRequest
-            from flowspec_edge.lab.bench.axes import AXES
-
-            request = MeasureRequest(strategies, axis=AXES[axis], label="sweep", **ask(**own))
-            _run(request, options, sampling, params, figure)
-
-        kind = inspect.Parameter.KEYWORD_ONLY
-        shared = [inspect.Parameter("figure", kind, default=None, annotation=FigureOption),
-                  *(inspect.Parameter(name, kind) for name in ("options", "sampling", "params"))]
-        own = inspect.signature(ask, eval_str=True).parameters.values()
-        command.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
-        with_options = with_dataclasses((*_HIDDEN_OPTIONS, *without), measured_by_default(strategies), _RARE,
-                                        options=BenchOptions, sampling=Sampling, params=PAPER)
-        app.command(axis)(with_options(command))
-        return ask
-
-    return decorate
-
-
-@_sweep("bandwidth", _FIGURE_5)
-def bandwidth(
-    *,
-    mbps: Annotated[str, typer.Option("--mbps", help="Bandwidths of every link, in 10^6 bits a second.",
-                                      metavar="N,N")] = "1000,500,250,125",
-    links: LinksOption = "virtual",
-    cluster: ClusterOption = None,
-    board_model: BoardModelOption = None,
-    published: PublishedOption = True,
-) -> dict[str, Any]:
-    """Measure tokens/s against the bandwidth of the links: Figure 5 of the FlowSpec paper.
-
-    By default its five methods (megatron, galaxy, chunk_pp, pipedec, flowspec) and flowspec_plus, all
-    drafting with EAGLE-2 as in the paper.  megatron and galaxy are computed whole and charged as groups of
-    devices, so they are left out where processes or boards run.
-
-    With --links namespaces every device is a process in its own network namespace that takes the profile's
-    time and sends the profile's bytes, and the kernel shapes its traffic.  Needs root; everything is removed
-    at the end.
-
-    With --cluster the boards run in their own time, over ssh; run it on the draft device.  All traffic but
-    ssh and the control channel is shaped.  A board removes the shaping after five minutes without contact.
-
-    Examples:
-
-      flowspec sweep bandwidth --limit 4 --out bandwidth.svg
-      flowspec sweep bandwidth --limit 2 --profile agx-orin-64gb:1,orin-nano-8gb-super:3/qwen3-8b/int4
-      flowspec sweep bandwidth --mbps 1000,100,10 --strategies chunk_pp,flowspec --json b.json --resume
-      sudo flowspec sweep bandwidth --links namespaces --limit 2 --max-new-tokens 48
-      flowspec sweep bandwidth --cluster cluster.toml --model llama-2-7b --json real.json
-    """
-    if cluster is not None and links == "namespaces":
-        raise UsageError("give --cluster or --links namespaces, not both: a cluster has its own links")
-    return {"values": _numbers(mbps, "--mbps"), "published": published, "cluster": cluster,
-            "links": links if cluster is None else "cluster", "board_model": board_model}
-
-
-@_sweep("depth", "flowspec", "idle_seconds", "depth", "expand_depth")
-def depth(
-    *,
-    depths: Annotated[str, typer.Option("--depths", help="Levels of the initial tree (d0).",
-                                        metavar="N,N")] = "3,4,5,6,7,8",
-    expand_depths: Annotated[str, typer.Option(
-        "--expand-depths", help="Levels of a context-aware expansion (d_exp).", metavar="N,N",
-    )] = "3,4,5,6,7,8",
-    published: PublishedOption = True,
-) -> dict[str, Any]:
-    """Measure tokens/s for every pair of tree depths: Figure 6 of the FlowSpec paper.
-
-    The default strategy is flowspec.
-
-    Examples:
-
-      flowspec sweep depth --limit 2 --out depth.png
-      flowspec sweep depth --depths 3,5,8 --expand-depths 3,5 --json depth.json
-    """
-    pairs = product(_counts(depths, "--depths"), _counts(expand_depths, "--expand-depths"))
-    return {"values": list(pairs), "published": published}
-
-
-@_sweep("stages", _FIGURE_5, "idle_seconds", "stages")
-def stages(
-    *,
-    counts: Annotated[str, typer.Option("--stages", help="Verification devices V1…VN.",
-                                        metavar="N,N")] = "2,4,8,14,32",
-) -> dict[str, Any]:
-    """Measure tokens/s against the number of stages.
-
-    More stages have fewer layers each.  The default methods are those of sweep bandwidth.
-
-    Examples:
-
-      flowspec sweep stages --limit 2 --max-new-tokens 64
-      flowspec sweep stages --stages 4,8 --strategies all --set draft=own --out stages.svg
-    """
-    numbers = _counts(counts, "--stages")
-    if max(numbers) > MOST_STAGES:
-        raise UsageError(f"--stages must be at most {MOST_STAGES}, not {max(numbers)}")
-    return {"values": numbers}
-
-
-@_sweep("segment", _SEGMENTED, "idle_seconds", "segment")
-def segment(
-    *,
-    rows: Annotated[str, typer.Option("--rows", help="Longest segments (l), in rows.",
-                                      metavar="N,N")] = "4,8,16,32,64",
-) -> dict[str, Any]:
-    """Measure tokens/s against the longest segment.
-
-    By default of pruned_pp and flowspec, and of chunk_pp, which always cuts its tree into one chunk more than
-    there are stages.  A turn is the time of one full segment, so ALT at two lengths cannot be compared.
-
-    Examples:
-
-      flowspec sweep segment --limit 2 --max-new-tokens 64
-      flowspec sweep segment --rows 16,32,48 --profile orin-nano-8gb
-    """
-    return {"values": _counts(rows, "--rows")}
-
-
-@_sweep("latency", _FIGURE_5, "idle_seconds")
-def latency(
-    *,
-    ms: Annotated[str, typer.Option("--ms", help="Latencies of every link, one way, in milliseconds.",
-                                    metavar="T,T")] = "0.1,0.5,1,2,5,10",
-) -> dict[str, Any]:
-    """Measure tokens/s against the latency of the links.
-
-    The default methods are those of sweep bandwidth.
-
-    Examples:
-
-      flowspec sweep latency --limit 2 --max-new-tokens 64
-      flowspec sweep latency --ms 0,1,20 --strategies flowspec,megatron
-    """
-    return {"values": _numbers(ms, "--ms", zero=True)}
-
-
-@_sweep("acceptance", "chunk_pp,chain,flowspec,flowspec_plus", "idle_seconds", "acceptance")
-def acceptance(
-    *,
-    of: Annotated[str, typer.Option(
-        "--acceptance", metavar="T,T",
-        help="Numbers as for bench run's --acceptance: 1 is the draft model's own, 2 a perfect one's, 0 "
-             "misses every right token that it does not rank first.")] = "0,0.65,1,1.4,1.7,1.9,2",
-) -> dict[str, Any]:
-    """Measure tokens/s against how often drafts are right: which way to fill a pipeline pays for which head.
-
-    By default a synchronous tree (chunk_pp), a chain in flight that a miss flushes (chain), FlowSpec's rounds
-    and FlowSpec+, all drafting with the same head.
-
-    Examples:
-
-      flowspec sweep acceptance --limit 4 --out acceptance.svg
-      flowspec sweep acceptance --acceptance 1,1.5,2 --temperature 1 --stages 8 --json a.json
-    """
-    values = _numbers(of, "--acceptance", zero=True)
-    if max(values) > 2:
-        raise UsageError(f"--acceptance must be numbers from 0 to 2, not {of!r}")
-    return {"values": values}
-
-
-def _numbers(text: str, option: str, zero: bool = False) -> list[int | float]:
-    """Distinct numbers separated by commas; ``zero``: 0 is allowed."""
+def _numbers(text: str, name: str, zero: bool = False) -> list[Scalar]:
+    """Numbers separated by commas; ``zero``: 0 is allowed."""
     kind = "numbers of at least 0" if zero else "positive numbers"
     try:
         found = [float(part) for part in text.split(",")]
     except ValueError:
         found = []
     if not found or not all(0 <= n <= _MOST and (n or zero) for n in found):
-        raise UsageError(f"{option} must be {kind} separated by commas, not {text!r}")
-    return _require_distinct([int(n) if n.is_integer() else n for n in found], option)
+        raise UsageError(f"{name} must be {kind} separated by commas, not {text!r}")
+    return [int(n) if n.is_integer() else n for n in found]
 
 
-def _counts(text: str, option: str) -> list[int]:
-    return _require_distinct(parse_counts(text, option), option)
+def _counts(text: str, name: str) -> list[Scalar]:
+    return [*parse_counts(text, name)]
 
 
-def _require_distinct(values: list[_Number], option: str) -> list[_Number]:
+def _stage_counts(text: str, name: str) -> list[Scalar]:
+    found = parse_counts(text, name)
+    if max(found) > MOST_STAGES:
+        raise UsageError(f"{name} must be at most {MOST_STAGES}, not {max(found)}")
+    return [*found]
+
+
+def _shares(text: str, name: str) -> list[Scalar]:
+    found = _numbers(text, name, zero=True)
+    if any(isinstance(value, int | float) and value > 2 for value in found):
+        raise UsageError(f"{name} must be numbers from 0 to 2, not {text!r}")
+    return found
+
+
+@dataclass(frozen=True)
+class _Named:
+    """An axis' values and strategies without any that were given, and how its values are read."""
+
+    values: str
+    read: Callable[[str, str], list[Scalar]]
+    strategies: str
+
+
+_NAMED = {
+    "bandwidth": _Named("1000,500,250,125", _numbers, _FIGURE_5),
+    "latency": _Named("0.1,0.5,1,2,5,10", partial(_numbers, zero=True), _FIGURE_5),
+    "stages": _Named("2,4,8,14,32", _stage_counts, _FIGURE_5),
+    "segment": _Named("4,8,16,32,64", _counts, _SEGMENTED),
+    "acceptance": _Named("0,0.65,1,1.4,1.7,1.9,2", _shares, "chunk_pp,chain,flowspec,flowspec_plus"),
+}
+_DEPTHS = ("depth", "expand_depth")  # Figure 6's pair
+_EVERY_DEPTH = "3,4,5,6,7,8"
+
+# Options of the release before, which had a command for each axis: --mbps 1000,125 was bandwidth=1000,125.
+_OLD_OPTIONS = {"bandwidth": {"--mbps": "bandwidth"}, "latency": {"--ms": "latency"},
+                "stages": {"--stages": "stages"}, "segment": {"--rows": "segment"},
+                "acceptance": {"--acceptance": "acceptance"},
+                "depth": {"--depths": "depth", "--expand-depths": "expand_depth"}}
+
+
+class _SweepCommand(TyperCommand):
+    """Shows its help if it has no arguments, and reads an axis' values from the option that the release before
+    had for them, until the next one."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **{**options, "no_args_is_help": True})
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        old = _OLD_OPTIONS.get(args[0], {}) if args else {}
+        values: dict[str, str] = {}
+        left, rest = iter(args), []
+        for arg in left:
+            option, equals, value = arg.partition("=")
+            if option in old:
+                values[old[option]] = value if equals else next(left, "")
+            else:
+                rest.append(arg)
+        given = [f"{axis}={text}" for axis, text in values.items()]
+        return super().parse_args(ctx, [*given, *rest[1:]] if given else args)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the arguments name: an axis, its values in the order of measurement, strategies by default."""
+
+    axis: Axis
+    values: Sequence[Value]
+    strategies: str
+
+
+def _asked(arguments: Sequence[str]) -> _Asked:
+    """UsageError for what is no axis, and for values that the axis cannot have."""
+    from flowspec_edge.lab.bench.axes import AXES, parameter_axis
+
+    given: dict[str, str] = {}
+    for argument in arguments:
+        name, _, text = argument.partition("=")
+        name = name.strip().replace("-", "_")
+        if name in given:
+            raise UsageError(f"the axis {name} is given twice")
+        if "=" in argument and not text.strip():
+            raise UsageError(f"{name}= has no values, such as {name}=1,2")
+        given[name] = text
+    if "depth" in given and given.keys() <= {*_DEPTHS}:
+        sides = [_distinct(_counts(given.get(name) or _EVERY_DEPTH, name), name) for name in _DEPTHS]
+        return _Asked(AXES["depth"], list(product(sides[0], sides[1])), "flowspec")
+    if len(given) == 1 and (name := next(iter(given))) in _NAMED:
+        named = _NAMED[name]
+        return _Asked(AXES[name], _distinct(named.read(given[name] or named.values, name), name),
+                      named.strategies)
+    if links := [name for name in given if name in AXES and name not in ("segment", "depth")]:
+        raise UsageError(f"{links[0]} is swept alone: only two parameters of strategies make a grid")
+    axis = parameter_axis([*given])
+    columns = [_parameter_values(name, text) for name, text in given.items()]
+    values: list[Value] = [*columns[0]] if len(columns) == 1 else list(product(columns[0], columns[1]))
+    return _Asked(axis, values, _strategies_with([*given]))
+
+
+def _parameter_values(name: str, text: str) -> list[Scalar]:
+    """Numbers as such; values of other parameters as their texts."""
+    from flowspec_edge.strategies.params import all_parameters
+
+    parameter = all_parameters()[name]
+    if not text:
+        raise UsageError(f"{name} needs its values: flowspec sweep {name}=V,V ({parameter.range})")
+    found: list[Scalar] = []
+    for part in (part.strip() for part in text.split(",")):
+        value = parameter.read(part)
+        if value is not None:
+            parameter.check(value)
+        found.append(value if parameter.kind in (int, float) else part)
+    return _distinct(found, name)
+
+
+def _strategies_with(names: Sequence[str]) -> str:
+    """The strategies that have every one of these parameters; FlowSpec's if all strategies have them."""
+    from flowspec_edge.strategies.parameters import Parameters, parameters
+    from flowspec_edge.strategies.registry import parameters_of, strategy_class, strategy_names
+
+    if parameters(Parameters).keys() >= {*names}:
+        return _ALL_DRAFT
+    found = [name for name in strategy_names() if parameters_of(strategy_class(name)).keys() >= {*names}]
+    if not found:
+        raise UsageError(f"no strategy has both parameters {' and '.join(names)}")
+    return ",".join(found)
+
+
+def _distinct(values: list[Scalar], name: str) -> list[Scalar]:
+    from flowspec_edge.lab.bench.axes import label
+
     twice = next((value for index, value in enumerate(values) if value in values[:index]), None)
     if twice is not None:
-        raise UsageError(f"{option} names {twice:g} twice")
+        raise UsageError(f"{name} names {label(twice)} twice")
     return values
+
+
+def _measured(given: Mapping[str, Any]) -> list[str]:
+    """The strategies whose parameters ``--set`` takes."""
+    chosen = given["options"].strategies
+    return parse_strategies(_asked(given["axes"]).strategies if chosen is None else chosen)
+
+
+@with_dataclasses(_HIDDEN_OPTIONS, _measured, _RARE, options=BenchOptions, sampling=Sampling, params=PAPER)
+def sweep(
+    axes: AxesArgument,
+    *,
+    links: LinksOption = "virtual",
+    cluster: ClusterOption = None,
+    board_model: BoardModelOption = None,
+    published: PublishedOption = True,
+    figure: FigureOption = None,
+    options: BenchOptions,
+    sampling: Sampling,
+    params: Params,
+) -> None:
+    """Measure tokens/s over the links, the stages, the drafts, or any parameter of a strategy.
+
+    AXIS=V,V names what changes, and its values.  bandwidth is Figure 5 of the FlowSpec paper, with its five
+    methods and flowspec_plus, all drafting with EAGLE-2; depth is Figure 6, every pair of tree depths.  Two
+    parameters make a grid of all their pairs.  --set holds other parameters.  megatron and galaxy are computed
+    whole and charged as groups of devices, so they are left out where processes or boards run.
+
+    With --links namespaces every device is a process in its own network namespace that takes the profile's
+    time and sends the profile's bytes, and the kernel shapes its traffic.  Needs root; everything is removed
+    at the end.
+
+    With --cluster the boards run in their own time, over ssh; run it on the draft device.  For bandwidth, all
+    traffic but ssh and the control channel is shaped.  A board removes the shaping after five minutes without
+    contact.
+
+    Examples:
+
+      flowspec sweep bandwidth --limit 4 --out bandwidth.svg
+      flowspec sweep bandwidth=1000,100,10 --strategies chunk_pp,flowspec --json b.json --resume
+      flowspec sweep bandwidth --limit 2 --profile agx-orin-64gb:1,orin-nano-8gb-super:3/qwen3-8b/int4
+      sudo flowspec sweep bandwidth --links namespaces --limit 2 --max-new-tokens 48
+      flowspec sweep bandwidth --cluster cluster.toml --model llama-2-7b --json real.json
+      flowspec sweep depth=3,5,8 expand_depth=3,5 --json depth.json --out depth.png
+      flowspec sweep stages=4,8 --strategies all --set draft=own --out stages.svg
+      flowspec sweep segment=16,32,48 --profile orin-nano-8gb
+      flowspec sweep latency=0,1,20 --strategies flowspec,megatron
+      flowspec sweep acceptance=1,1.5,2 --temperature 1 --stages 8 --json a.json
+      flowspec sweep tau=0.3,0.6,1.2 --temperature 1 --set rank=noise --limit 4
+      flowspec sweep width=6,10,16 expand_size=32,64 --limit 4 --out grid.svg
+    """
+    from flowspec_edge.cli.bench.measure import MeasureRequest
+
+    if options.strategies is not None:
+        parse_strategies(options.strategies)  # a strategy from outside has parameters of its own
+    asked = _asked(axes)
+    _require_room(asked.axis, links, cluster, options, params)
+    request = MeasureRequest(
+        asked.strategies, axis=asked.axis, values=asked.values, label="sweep", published=published,
+        cluster=cluster, links=links if cluster is None else "cluster", board_model=board_model)
+    _run(request, options, sampling, params, figure)
+
+
+def _require_room(axis: Axis, links: str, cluster: Path | None, options: BenchOptions, params: Params) -> None:
+    """UsageError for options that hold what the axis changes, and for an axis that the links do not have."""
+    if cluster is not None and links == "namespaces":
+        raise UsageError("give --cluster or --links namespaces, not both: a cluster has its own links")
+    if links == "namespaces" and axis.name != "bandwidth":
+        raise UsageError(f"--links namespaces is for the axis bandwidth, not {axis.name}")
+    if cluster is not None and axis.name != "bandwidth" and not axis.fields:
+        raise UsageError(f"--cluster is for the axis bandwidth and for parameters of strategies; boards cannot "
+                         f"change their {axis.title}")
+    held = {"stages": ("--stages", options.stages != 0), "acceptance": ("--acceptance", options.acceptance != "head")}
+    if axis.name in held and held[axis.name][1]:
+        raise UsageError(f"{axis.name} is the axis of this sweep: leave {held[axis.name][0]} out")
+    before, now = PAPER().flat(), params.flat()
+    for name in axis.fields:
+        if now[name] != before[name]:
+            raise UsageError(f"{name} is the axis of this sweep: leave --set {name} out")
+
+
+sweep.command_class = _SweepCommand  # type: ignore[attr-defined]  # what ``LazyGroup`` asks a function for
 
 
 def _run(request: MeasureRequest, options: BenchOptions, sampling: Sampling, params: Params,
@@ -259,15 +300,15 @@ def _run(request: MeasureRequest, options: BenchOptions, sampling: Sampling, par
     from flowspec_edge.lab.bench.tables import show, sweep_notes, sweep_tables
     from flowspec_edge.util.terminal import printable
 
-    sweep = measure(request, options, sampling, params, figure)
-    assert isinstance(sweep, Sweep)
+    found = measure(request, options, sampling, params, figure)
+    assert isinstance(found, Sweep)
     console = Console()
     say = partial(console.print, soft_wrap=True, highlight=False, markup=False)
-    for caption, made in sweep_tables(sweep):
+    for caption, made in sweep_tables(found):
         say(printable(caption))
         show(console, made)
-    for line in sweep_notes(sweep):
+    for line in sweep_notes(found):
         say(printable(line))
     if figure is not None:
-        plot_sweep(sweep, figure)
-    fail_if_different(sweep.different_texts())
+        plot_sweep(found, figure)
+    fail_if_different(found.different_texts())

@@ -14,7 +14,8 @@ from flowspec_edge.util.terminal import did_you_mean
 @dataclass(frozen=True)
 class LazyCommand:
     """``where``: "module:attribute" below ``flowspec_edge.cli``: a function, or a ``Typer`` with a group;
-    ``summary``: its line in the group's help."""
+    ``summary``: its line in the group's help.  A function's ``command_class``, if it has one, parses its
+    arguments."""
 
     where: str
     summary: str
@@ -76,7 +77,7 @@ class LazyGroup(QuickGroup):
                 command: Any = typer.main.get_group(loaded)
             else:
                 alone = typer.Typer(add_completion=False)
-                alone.command(name)(loaded)
+                alone.command(name, cls=getattr(loaded, "command_class", None))(loaded)
                 command = typer.main.get_command(alone)
             command.name, command.hidden = name, self.lazy[name].hidden
             _add_full_help(command)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from flowspec_edge.device_profile import Profile
+from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.bench.paper_results import BandwidthCurves, DepthCells, PaperResults
-from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.params import Params, all_parameters
+from flowspec_edge.util.terminal import did_you_mean
 
-AxisName = Literal["bandwidth", "depth", "stages", "segment", "latency", "acceptance"]
-Value = int | float | tuple[int, int]  # a pair (d0, d_exp) on the axis "depth"
+Scalar = int | float | str  # a text is the value of a parameter that is no number, such as "eagle2" or "true"
+Value = Scalar | tuple[Scalar, Scalar]  # a pair on an axis with a grid
 PaperFigures = BandwidthCurves | DepthCells
 
 
@@ -21,20 +23,23 @@ class Axis:
     title      in headings; ``label``: below a figure
     link       the field of a profile's link that a value sets
     fields     the strategies' parameters that it sets, a pair's one each
+    grid       names of a pair's two values, "" if values are no pairs; ``grid_labels``: beside a figure
     replaces   the settings of a benchmark that say nothing in a sweep
     falls      whether points descend
     share      the name of the last value's tokens/s over the first one's; only on the link axes is the last
-               value always the worst
+               value always the worst. "": values are texts, which have no order
     note       below the table
     published  the paper's figures, from a profile's name, stages and temperature
     """
 
-    name: AxisName
+    name: str
     unit: str
     title: str
     label: str = ""
     link: str = ""
     fields: tuple[str, ...] = ()
+    grid: tuple[str, str] | None = None
+    grid_labels: tuple[str, str] = ("", "")
     replaces: tuple[str, ...] = ()
     falls: bool = False
     share: str = "last/first"
@@ -46,7 +51,10 @@ class Axis:
         if not self.fields:
             return params
         values = value if isinstance(value, tuple) else (value,) * len(self.fields)
-        settings: dict[str, Any] = dict(zip(self.fields, values, strict=True))
+        known = all_parameters()
+        settings: dict[str, Any] = {
+            name: known[name].read(given) if isinstance(given, str) else given
+            for name, given in zip(self.fields, values, strict=True)}
         return params.changed(**settings)
 
     def stages(self, stages: int, value: Value) -> int:
@@ -54,12 +62,12 @@ class Axis:
 
     def acceptance(self, share: float, value: Value) -> float:
         """``CalibratedDrafter``'s share."""
-        return float(value) if self.name == "acceptance" and not isinstance(value, tuple) else share
+        return float(value) if self.name == "acceptance" and isinstance(value, int | float) else share
 
     def profile(self, profile: Profile, value: Value) -> Profile:
         if not self.link:
             return profile
-        assert not isinstance(value, tuple)
+        assert isinstance(value, int | float)
         return profile.with_link(**{self.link: float(value)})
 
     def __str__(self) -> str:
@@ -67,17 +75,20 @@ class Axis:
 
     def text(self, value: Value) -> str:
         """With its unit."""
-        return f"{label(value)} {self.unit}"
+        return f"{label(value)} {self.unit}".rstrip()
 
 
 def label(value: Value) -> str:
-    return f"({value[0]}, {value[1]})" if isinstance(value, tuple) else f"{value:g}"
+    if isinstance(value, tuple):
+        return f"({label(value[0])}, {label(value[1])})"
+    return value if isinstance(value, str) else f"{value:g}"
 
 
-AXES: dict[AxisName, Axis] = {axis.name: axis for axis in (
+AXES: dict[str, Axis] = {axis.name: axis for axis in (
     Axis("bandwidth", "Mbps", "link bandwidth", "link bandwidth (Mbps)", link="mbps", falls=True,
          share="kept", published=PaperResults.bandwidths),
-    Axis("depth", "levels", "tree depths", fields=("depth", "expand_depth"),
+    Axis("depth", "levels", "tree depths", fields=("depth", "expand_depth"), grid=("d0", "d_exp"),
+         grid_labels=("levels of the initial tree (d0)", "levels of an expansion (d_exp)"),
          replaces=("depth", "expand_depth"),
          published=lambda paper, profile, stages, temperature: paper.depths(profile, stages)),
     Axis("stages", "stages", "stages", "stages", replaces=("stages",),
@@ -90,3 +101,30 @@ AXES: dict[AxisName, Axis] = {axis.name: axis for axis in (
          note="From 1 to 2: the right token comes first at so many more of the positions. Of chain's tokens, "
               "1 - 1/ALR are its draft's first choice."),
 )}
+
+
+def axis_named(name: str) -> Axis:
+    """Return one of ``AXES``, or the axis of a strategy's parameter; of two parameters, joined by a comma, the
+    axis of their pairs.  UsageError for any other name."""
+    return AXES[name] if name in AXES else parameter_axis(name.split(","))
+
+
+def parameter_axis(names: Sequence[str]) -> Axis:
+    """Return the axis of one parameter of a strategy, or of two.  UsageError for a name that no strategy
+    declares, and for more than two."""
+    known = all_parameters()
+    for name in names:
+        if name not in known:
+            every = [*AXES, *known]
+            raise UsageError(f"no axis and no strategy's parameter {name!r}; {did_you_mean(name, every)}"
+                             f"the axes are {', '.join(AXES)}, and flowspec strategies NAME lists a "
+                             "strategy's parameters")
+    if len(names) > 2:
+        raise UsageError(f"a sweep has one axis or two, not {len(names)}: {', '.join(names)}")
+    fields, title = tuple(names), " and ".join(names)
+    if len(names) == 2:
+        return Axis(",".join(names), "", title, fields=fields, replaces=fields, grid=(names[0], names[1]),
+                    grid_labels=(names[0], names[1]))
+    ordered = known[names[0]].kind in (int, float)
+    return Axis(names[0], "", title, title, fields=fields, replaces=fields,
+                share="last/first" if ordered else "")

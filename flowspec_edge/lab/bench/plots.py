@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowspec_edge.drivers.virtual.clock import Span
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.bench.axes import Value
+from flowspec_edge.lab.bench.axes import Scalar, Value, label
 from flowspec_edge.lab.bench.paper_results import BandwidthCurves, DepthCells
 from flowspec_edge.lab.bench.results import BenchReport, Sweep
 from flowspec_edge.lab.bench.rows import ReportRow
@@ -240,7 +240,7 @@ def plot_sweep(sweep: Sweep, path: Path) -> None:
         raise UsageError("the sweep holds no rows yet: nothing to plot")
     if all(row.tokens_per_second is None for rows in speeds.values() for row in rows.values()):
         raise UsageError(NO_SPEED)
-    save_figure(depth_figure(sweep) if sweep.axis.name == "depth" else _sweep_lines(sweep, speeds), path)
+    save_figure(grid_figure(sweep) if sweep.axis.grid else _sweep_lines(sweep, speeds), path)
 
 
 def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Figure:
@@ -248,9 +248,11 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
 
     figure, (axis,) = new_figure(1, 8.4, 4.4)
     theirs = sweep.published if isinstance(sweep.published, BandwidthCurves) else None
+    texts = [point.value for point in sweep.points if isinstance(point.value, str)]  # at equal distances
     shown: set[float] = set()
     for name, rows in speeds.items():
-        points = [(value, row.tokens_per_second, row.tokens_per_second_se) for value, row in rows.items()
+        points = [(float(texts.index(value) if isinstance(value, str) else value), row.tokens_per_second,
+                   row.tokens_per_second_se) for value, row in rows.items()
                   if not isinstance(value, tuple) and row.tokens_per_second is not None]
         marks = {row.exactness.mark for row in rows.values()}
         wrong = next((f" {mark}" for mark in "≠≈" if mark in marks), "")
@@ -266,21 +268,25 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
     if theirs:
         kinds.append(Line2D([], [], color="black", label=f"published: {theirs.source}; {theirs.model}",
                             marker="o", **HOLLOW))
-    ticks(axis, sorted(shown), sweep.axis.label, log=len(shown) > 1 and min(shown) > 0)
+    if texts:
+        ticks(axis, range(len(texts)), sweep.axis.label)
+        axis.set_xticks(range(len(texts)), texts)
+    else:
+        ticks(axis, sorted(shown), sweep.axis.label, log=len(shown) > 1 and min(shown) > 0)
     finish(axis, _caption(sweep))
     figure.legend(handles=kinds, fontsize=7, loc="outside lower left", frameon=False)
     return figure
 
 
-def depth_figure(sweep: Sweep) -> Figure:
-    """A heat map of the tree depths for each strategy."""
+def grid_figure(sweep: Sweep) -> Figure:
+    """A heat map of the pairs for each strategy."""
     speeds = sweep.speeds()
     axes_of = {name: grid_axes(rows) for name, rows in speeds.items()}
-    tallest = max(len(depths) for depths, _ in axes_of.values())
-    widest = max(len(expansions) for _, expansions in axes_of.values())
+    tallest = max(len(firsts) for firsts, _ in axes_of.values())
+    widest = max(len(seconds) for _, seconds in axes_of.values())
     figure, axes = new_figure(len(speeds), max(6.4, 1.6 + 0.75 * widest), 1.6 + 0.5 * tallest)
     for axis, (name, rows) in zip(axes, speeds.items(), strict=True):
-        _draw_grid(axis, rows, *axes_of[name])
+        _draw_grid(axis, rows, *axes_of[name], sweep.axis.grid_labels)
         axis.set_title(_caption(sweep, name), loc="left", fontsize=8)
     if isinstance(sweep.published, DepthCells):
         width = int(figure.get_figwidth() * _LETTERS_AN_INCH)
@@ -293,10 +299,11 @@ def _or_nan(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def _draw_grid(axis: Axes, rows: Mapping[Value, ReportRow], depths: list[int], expansions: list[int]) -> None:
+def _draw_grid(axis: Axes, rows: Mapping[Value, ReportRow], firsts: Sequence[Scalar], seconds: Sequence[Scalar],
+               labels: tuple[str, str]) -> None:
     from matplotlib.patches import Rectangle
 
-    cells = [[rows.get((depth, expansion)) for expansion in expansions] for depth in depths]
+    cells = [[rows.get((first, second)) for second in seconds] for first in firsts]
     ends = best_and_worst(rows)
     if ends is None:
         raise UsageError(NO_SPEED)
@@ -304,9 +311,9 @@ def _draw_grid(axis: Axes, rows: Mapping[Value, ReportRow], depths: list[int], e
     most, least = (rows[value].tokens_per_second or 0.0 for value in ends)
     axis.imshow([[_or_nan(row.tokens_per_second if row else None) for row in line] for line in cells],
                 cmap="YlGnBu", aspect="auto", vmin=least - 0.1 * (most - least), vmax=most)
-    for y, depth in enumerate(depths):
-        for x, expansion in enumerate(expansions):
-            row, value = cells[y][x], (depth, expansion)
+    for y, first in enumerate(firsts):
+        for x, second in enumerate(seconds):
+            row, value = cells[y][x], (first, second)
             if row is None or row.tokens_per_second is None:
                 continue
             dark = most > least and (row.tokens_per_second - least) / (most - least) > 0.6
@@ -317,10 +324,10 @@ def _draw_grid(axis: Axes, rows: Mapping[Value, ReportRow], depths: list[int], e
             if word:
                 axis.add_patch(Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, edgecolor="#ee6677",
                                          linewidth=1.8))
-    axis.set_xticks(range(len(expansions)), [str(expansion) for expansion in expansions])
-    axis.set_yticks(range(len(depths)), [str(depth) for depth in depths])
-    axis.set_xlabel("levels of an expansion (d_exp)")
-    axis.set_ylabel("levels of the initial tree (d0)")
+    axis.set_xticks(range(len(seconds)), [label(second) for second in seconds])
+    axis.set_yticks(range(len(firsts)), [label(first) for first in firsts])
+    axis.set_ylabel(labels[0])
+    axis.set_xlabel(labels[1])
 
 
 def _caption(sweep: Sweep, strategy: str = "") -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ValidationError, model_validator
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.bench.axes import AXES, Axis, AxisName, PaperFigures, Value
+from flowspec_edge.lab.bench.axes import AXES, Axis, PaperFigures, Value, axis_named
 from flowspec_edge.lab.bench.rows import ReportRow, rows_of, task_means
 from flowspec_edge.lab.bench.samples import Cell, Sample
 from flowspec_edge.util.bounded_read import read_json
@@ -265,16 +265,24 @@ class _Point(BaseModel):
     differences: list[Difference]
 
 
+def _known_axis(name: str) -> str:
+    try:
+        return axis_named(name).name
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
 class _SweepFile(_File):
     kind: Literal["sweep"]
-    axis: AxisName
+    axis: Annotated[str, AfterValidator(_known_axis)]
     links: Links
     points: list[_Point]
     published: PaperFigures | None
 
     @model_validator(mode="after")
     def _values_suit_the_axis(self) -> _SweepFile:
-        if any(isinstance(point.value, tuple) != (self.axis == "depth") for point in self.points):
+        pairs = axis_named(self.axis).grid is not None
+        if any(isinstance(point.value, tuple) != pairs for point in self.points):
             raise ValueError(f"a point's value does not suit the axis {self.axis}")
         return self
 
@@ -296,7 +304,7 @@ def load_sweep(path: Path) -> Sweep:
     file = _read(path, _SweepFile.model_validate, "sweep of flowspec sweep",
                  "flowspec sweep bandwidth --json OUT")
     shared = {name: getattr(file, name) for name in _File.model_fields}
-    sweep = Sweep(**shared, axis=AXES[file.axis], links=file.links, published=file.published)
+    sweep = Sweep(**shared, axis=axis_named(file.axis), links=file.links, published=file.published)
     for read in file.points:
         point = sweep.point(read.value)
         point.measured_mbps = read.measured_mbps

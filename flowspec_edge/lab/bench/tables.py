@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.segment import Segments
 from rich.table import Table
 
-from flowspec_edge.lab.bench.axes import Value, label
+from flowspec_edge.lab.bench.axes import Scalar, Value, label
 from flowspec_edge.lab.bench.estimates import MEDIAN, METHOD
 from flowspec_edge.lab.bench.exactness import MARKS, exactness_text
 from flowspec_edge.lab.bench.paper_results import BandwidthCurves, DepthCells
@@ -208,7 +208,7 @@ def measured_as(sweep: Sweep) -> str:
     if sweep.clock == "virtual":
         return timing(sweep.clock, sweep.profile)
     where = {"virtual": "virtual links", "namespaces": "shaped links of this machine",
-             "cluster": "a cluster's shaped links"}[sweep.links]
+             "cluster": "a cluster's shaped links" if sweep.axis.link else "a cluster's links"}[sweep.links]
     if sweep.emulated:
         return f"EMULATED: wall clock, {where}, real processes that compute as long as {sweep.profile} says"
     return f"wall clock, {where}"
@@ -222,10 +222,10 @@ def sweep_title(sweep: Sweep, strategy: str = "") -> str:
 
 
 def sweep_tables(sweep: Sweep) -> list[tuple[str, Table]]:
-    """(caption, table): one table of all strategies, or on the axis "depth" a grid for each strategy."""
+    """(caption, table): one table of all strategies, or a grid for each strategy if values are pairs."""
     speeds = sweep.speeds()
-    if sweep.axis.name == "depth":
-        return [(sweep_title(sweep, name), _grid(found)) for name, found in speeds.items()]
+    if sweep.axis.grid:
+        return [(sweep_title(sweep, name), _grid(found, sweep.axis.grid)) for name, found in speeds.items()]
     return [(sweep_title(sweep), _lines(sweep, speeds))] if speeds else []
 
 
@@ -241,9 +241,9 @@ def sweep_notes(sweep: Sweep) -> list[str]:
     found += _loops(sweep)
     if note := groups_note(sweep.speeds()):
         found.append(f"{note}.")
-    if sweep.axis.name == "depth":
-        found += [_extremes(name, rows) for name, rows in sweep.speeds().items()]
-    elif len(sweep.points) > 1:
+    if sweep.axis.grid:
+        found += [_extremes(name, rows, sweep.axis.grid) for name, rows in sweep.speeds().items()]
+    elif len(sweep.points) > 1 and sweep.axis.share:
         first, last = (sweep.where(sweep.points[at].value) for at in (0, -1))
         found.append(f"{sweep.axis.share}: tokens/s at {last} as a share of those at {first}.")
     if sweep.axis.note:
@@ -293,47 +293,52 @@ def best_and_worst(rows: Mapping[Value, ReportRow]) -> tuple[Value, Value] | Non
 
 def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Table:
     values = [point.value for point in sweep.points if point.value is not None]
-    made = frame(["strategy", "draft"], [*map(sweep.axis.text, values), sweep.axis.share])
+    share = [sweep.axis.share] if sweep.axis.share else []
+    made = frame(["strategy", "draft"], [*map(sweep.axis.text, values), *share])
     for name, rows in speeds.items():
         ours = [rows.get(value) for value in values]
         figures = [row.tokens_per_second if row else None for row in ours]
         draft = next(row.draft for row in rows.values())
-        made.add_row(plain(name), plain(draft or NOTHING), *map(_speed, ours), _retained(figures))
+        made.add_row(plain(name), plain(draft or NOTHING), *map(_speed, ours),
+                     *(_retained(figures) for _ in share))
         if isinstance(sweep.published, BandwidthCurves):
             curve = sweep.published.curve(name)
-            theirs = [curve.get(value) if not isinstance(value, tuple) else None for value in values]
+            theirs = [curve.get(value) if isinstance(value, int | float) else None for value in values]
             made.add_row(f"[dim]{PUBLISHED}[/dim]", "", *(f"[dim]{number(speed)}[/dim]" for speed in theirs),
                          f"[dim]{_retained(theirs)}[/dim]")
     if any(point.measured_mbps for point in sweep.points):
         slowest = [min(point.measured_mbps) if point.measured_mbps else None for point in sweep.points]
         made.add_section()
-        made.add_row("measured Mbps, slowest device", "", *map(number, slowest), "")
+        made.add_row("measured Mbps, slowest device", "", *map(number, slowest), *("" for _ in share))
     return made
 
 
-def _grid(rows: Mapping[Value, ReportRow]) -> Table:
-    depths, expansions = grid_axes(rows)
-    made = frame(["d0 \\ d_exp"], [str(expansion) for expansion in expansions])
+def _grid(rows: Mapping[Value, ReportRow], names: tuple[str, str]) -> Table:
+    """A row for each first value of the pairs, a column for each second one."""
+    firsts, seconds = grid_axes(rows)
+    made = frame([" \\ ".join(names)], [label(second) for second in seconds])
     ends = best_and_worst(rows)
     marks = {ends[1]: _WORST, ends[0]: _BEST} if ends and ends[0] != ends[1] else {}
-    for depth in depths:
-        cells = [f"{_speed(rows.get((depth, e)))}{marks.get((depth, e), ' ')}" for e in expansions]
-        made.add_row(str(depth), *cells)
+    for first in firsts:
+        cells = [f"{_speed(rows.get((first, second)))}{marks.get((first, second), ' ')}" for second in seconds]
+        made.add_row(label(first), *cells)
     return made
 
 
-def grid_axes(rows: Mapping[Value, ReportRow]) -> tuple[list[int], list[int]]:
+def grid_axes(rows: Mapping[Value, ReportRow]) -> tuple[list[Scalar], list[Scalar]]:
+    """The pairs' first values and their second ones, each in order."""
     pairs = [value for value in rows if isinstance(value, tuple)]
-    return sorted({depth for depth, _ in pairs}), sorted({expansion for _, expansion in pairs})
+    firsts, seconds = {first for first, _ in pairs}, {second for _, second in pairs}
+    return sorted(firsts), sorted(seconds)  # those of one parameter are of one type
 
 
-def _extremes(name: str, rows: Mapping[Value, ReportRow]) -> str:
+def _extremes(name: str, rows: Mapping[Value, ReportRow], names: tuple[str, str]) -> str:
     ends = best_and_worst(rows)
     if ends is None:
         return f"{name}: no answer has a speed."
     best, worst = ends
     most, least = (rows[value].tokens_per_second or 0.0 for value in ends)
-    return (f"{name}: {_BEST} best (d0, d_exp) = {label(best)} {most:.2f}, {_WORST} worst {label(worst)} "
+    return (f"{name}: {_BEST} best ({', '.join(names)}) = {label(best)} {most:.2f}, {_WORST} worst {label(worst)} "
             f"{least:.2f}, {least / most:.0%} of it.")
 
 

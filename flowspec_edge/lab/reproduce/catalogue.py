@@ -13,7 +13,7 @@ from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
 if TYPE_CHECKING:
-    from flowspec_edge.lab.bench.axes import AxisName, Value
+    from flowspec_edge.lab.bench.axes import Value
 
 # The FlowSpec paper's comparison, section V-A: all draft with the head alone.
 PAPER = Params(draft="eagle2", ngram=False, pipedec_width=16)
@@ -31,7 +31,7 @@ class Measurement:
     strategies: tuple[str, ...]
     temperatures: tuple[float, ...] = (0.0,)
     params: Params = PAPER
-    axis: AxisName | None = None
+    axis: str | None = None
     values: tuple[Value, ...] = ()
     acceptance: str = "head"
 

@@ -11,9 +11,9 @@ from flowspec_edge.lab.bench.plots import (
     ERRORS,
     HOLLOW,
     NO_SPEED,
-    depth_figure,
     draw_curve,
     finish,
+    grid_figure,
     new_figure,
     ticks,
 )
@@ -43,7 +43,7 @@ def figure_of(kind: Kind, records: Sequence[Record], found: Sequence[Measured], 
         axis.text(0, 0.5, NO_SPEED, fontsize=8)
     elif kind == "depth":
         assert isinstance(found[0].results, Sweep)
-        figure = depth_figure(found[0].results)
+        figure = grid_figure(found[0].results)
         _add_published_cells(figure.axes[0], records)
     else:
         figure = _FIGURES[kind](records)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from flowspec_edge.lab.bench.axes import AxisName, Value
+from flowspec_edge.lab.bench.axes import Value, label
 from flowspec_edge.lab.bench.estimates import (
     Estimate,
     average,
@@ -123,10 +123,10 @@ def records_of(artefact: Artefact, found: Sequence[Measured], paper: PaperResult
     return made
 
 
-def position(axis: AxisName | None, value: Value | None) -> str:
+def position(axis: str | None, value: Value | None) -> str:
     if axis is None or value is None:
         return ""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else f"{value:g}"
+    return ",".join(map(label, value)) if isinstance(value, tuple) else label(value)
 
 
 @dataclass(frozen=True)

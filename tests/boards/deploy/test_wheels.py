@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import zipfile
+from collections.abc import Iterable
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from flowspec_edge.boards.deploy.wheels import WheelTarget, build_wheel, environment, fill
 from flowspec_edge.boards.probe.facts import system_facts
@@ -17,61 +22,83 @@ DESKTOP = WheelTarget("3.12", "x86_64", "2.13.0+cpu")
 PIP = "pip-99.0-py3-none-any.whl"
 
 
-def wheel(house: Path, file: str, *needs: str) -> Path:
-    """A wheel with nothing but what it needs."""
+def wheel(house: Path, file: str) -> Path:
+    """A wheel with nothing in it but its name."""
     name, version = file.split("-")[:2]
-    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}",
-             *(f"Requires-Dist: {need}" for need in needs), "", ""]
     with zipfile.ZipFile(house / file, "w") as archive:
-        archive.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(lines))
+        archive.writestr(f"{name}-{version}.dist-info/METADATA",
+                         f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
         archive.writestr(f"{name}-{version}.dist-info/WHEEL", "Wheel-Version: 1.0\n")
     return house / file
 
 
-def pinned(name: str, python: str) -> str:
-    """A package's version in the constraints, for the simple kind of marker that is used there."""
-    text = (resource_dir("deploy") / "constraints.txt").read_text()
-    lines = [line for line in text.splitlines() if line.startswith(f"{name}==")]
-    old = [line for line in lines if "< '3.11'" in line]
-    line = (old if python == "3.10" and old else [line for line in lines if line not in old])[0]
-    return line.partition("==")[2].partition(";")[0]
+def lines(file: str) -> list[Requirement]:
+    text = (resource_dir("deploy") / file).read_text()
+    return [Requirement(line) for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def locked(python: str) -> dict[str, str]:
+    """Name → version in the boards' lock."""
+    return {need.name: str(need.specifier).removeprefix("==") for need in lines("boards.txt")
+            if need.marker is None or need.marker.evaluate(
+                {"python_version": python, "python_full_version": f"{python}.0"})}
 
 
 @pytest.fixture
 def house(tmp_path: Path) -> Path:
     """Complete for BOARD, and with what others need, too."""
-    wheel(tmp_path, "flowspec_edge-0.1.0-py3-none-any.whl", "torch>=2.6", "msgpack>=1.0.8", "typer>=0.19",
-          "tomli>=2.0; python_version < '3.11'", "bitsandbytes; extra == 'int4'")
+    wheel(tmp_path, "flowspec_edge-0.1.0-py3-none-any.whl")
     wheel(tmp_path, PIP)
-    msgpack, tomli, typer = (pinned(name, "3.10") for name in ("msgpack", "tomli", "typer"))
-    wheel(tmp_path, f"msgpack-{msgpack}-cp310-cp310-manylinux2014_aarch64.manylinux_2_17_aarch64.whl")
-    wheel(tmp_path, f"msgpack-{msgpack}-cp312-cp312-manylinux2014_x86_64.manylinux_2_17_x86_64.whl")
+    for name, version in locked("3.10").items():
+        tags = {"msgpack": "cp310-cp310-manylinux2014_aarch64.manylinux_2_17_aarch64",
+                "llguidance": "cp39-abi3-manylinux_2_31_aarch64"}.get(name, "py3-none-any")
+        if name != "bitsandbytes":
+            wheel(tmp_path, f"{name.replace('-', '_')}-{version}-{tags}.whl")
+    wheel(tmp_path, f"msgpack-{locked('3.10')['msgpack']}-cp312-cp312-manylinux2014_x86_64.manylinux_2_17_x86_64.whl")
     wheel(tmp_path, "msgpack-1.0.0-cp310-cp310-manylinux2014_aarch64.whl")
-    wheel(tmp_path, f"tomli-{tomli}-py3-none-any.whl", "torch")
-    wheel(tmp_path, f"typer-{typer}-py3-none-any.whl", "rich[extra]; platform_machine == 'riscv64'")
     wheel(tmp_path, "torch-2.7.0-cp310-cp310-manylinux_2_28_aarch64.whl")
     return tmp_path
 
 
-def names(wheels: tuple[str, ...]) -> list[str]:
-    return [name.split("-")[0] for name in wheels]
+def names(wheels: Iterable[str]) -> set[str]:
+    return {name.split("-")[0].replace("_", "-") for name in wheels}
+
+
+EVERY = {"flowspec-edge", "pip"} | locked("3.10").keys() - {"bitsandbytes"}
 
 
 def test_wheels_fit_python_and_machine_without_torch(house: Path) -> None:
     found = environment(house, BOARD, "/usr/bin/python3.10")
-    assert names(found.wheels) == ["flowspec_edge", "msgpack", "pip", "tomli", "typer"]
-    assert "-cp310-cp310-manylinux2014_aarch64" in [*found.wheels][1]
-    assert pinned("msgpack", "3.10") in [*found.wheels][1]  # not the other one that would run there
+    assert names(found.wheels) == EVERY
+    [msgpack] = [name for name in found.wheels if name.startswith("msgpack")]
+    assert "-cp310-cp310-manylinux2014_aarch64" in msgpack
+    assert locked("3.10")["msgpack"] in msgpack  # not the other one that would run there
     assert (found.wheelhouse, found.python) == (str(house), "/usr/bin/python3.10")
-    # Another Python needs no tomli, and a newer typer, which is not here.
-    with pytest.raises(UsageError, match=rf"for Python 3.12 on x86_64: typer=={pinned('typer', '3.12')}; "):
+    # Another Python needs a newer typer, which is not here.
+    with pytest.raises(UsageError, match=r"for Python 3.12 on x86_64: .*; run it with a network"):
         environment(house, DESKTOP)
 
 
-def test_every_board_gets_the_grammar_library(house: Path) -> None:
-    wheel(house, "flowspec_edge-0.1.1-py3-none-any.whl", "llguidance>=1.9; extra == 'grammar'")
-    wheel(house, f"llguidance-{pinned('llguidance', '3.10')}-cp39-abi3-manylinux_2_31_aarch64.whl")
-    assert names(environment(house, BOARD).wheels) == ["flowspec_edge", "llguidance", "pip"]
+def test_the_lock_has_the_versions_of_the_constraints() -> None:
+    """Which all tests run with."""
+    tested = {(need.name, str(need.specifier)) for need in lines("constraints.txt")}
+    assert {(need.name, str(need.specifier)) for need in lines("boards.txt")} <= tested
+
+
+def test_the_lock_is_all_that_this_package_requires_but_torch() -> None:
+    """The oracle is what the installed packages say of themselves, for this interpreter."""
+    open_needs, required = [Requirement("flowspec-edge[grammar,int4]")], {"flowspec-edge"}
+    while open_needs:
+        need = open_needs.pop()
+        for line in distribution(need.name).requires or ():
+            inner = Requirement(line)
+            holds = inner.marker is None or any(inner.marker.evaluate({"extra": e}) for e in ("", *need.extras))
+            name = canonicalize_name(inner.name)
+            if holds and name != "torch" and (name not in required or inner.extras):
+                required.add(name)
+                open_needs.append(inner)
+    python = ".".join(map(str, sys.version_info[:2]))
+    assert required - {"flowspec-edge"} == {canonicalize_name(name) for name in locked(python)}
 
 
 def test_the_digest_is_of_the_contents_and_of_torch(house: Path) -> None:
@@ -101,17 +128,15 @@ def test_bitsandbytes_goes_where_weights_need_it(house: Path) -> None:
     """A Jetson takes one that was built for it, by its tag, and never the package index's."""
     jetson, server = (WheelTarget("3.10", "aarch64", "2.7.0", l4t=l4t, four_bit=True)
                       for l4t in (True, False))
-    version = pinned("bitsandbytes", "3.10")
-    wheel(house, f"bitsandbytes-{version}-py3-none-manylinux_2_24_aarch64.whl", "torch", "numpy")
-    wheel(house, f"numpy-{pinned('numpy', '3.10')}-cp310-cp310-manylinux2014_aarch64.whl")
-    names_of_server = names(environment(house, server).wheels)
-    assert names_of_server == ["bitsandbytes", "flowspec_edge", "msgpack", "numpy", "pip", "tomli", "typer"]
-    assert "bitsandbytes" not in names(environment(house, BOARD).wheels)
+    version = locked("3.10")["bitsandbytes"]
+    wheel(house, f"bitsandbytes-{version}-py3-none-manylinux_2_24_aarch64.whl")
+    assert names(environment(house, server).wheels) == {*EVERY, "bitsandbytes"}
+    assert names(environment(house, BOARD).wheels) == EVERY
     for ask in (environment, lambda house, target: fill(house, [target])):
         with pytest.raises(UsageError, match=r"built for a Jetson's GPU: build it .* Dockerfile\.jetson .*"
                                              rf"bitsandbytes-{version}-…-linux_aarch64\.whl.*int4"):
             ask(house, jetson)
-    wheel(house, f"bitsandbytes-{version}-py3-none-linux_aarch64.whl", "torch", "numpy")
+    wheel(house, f"bitsandbytes-{version}-py3-none-linux_aarch64.whl")
     assert f"bitsandbytes-{version}-py3-none-linux_aarch64.whl" in environment(house, jetson).wheels
 
 
@@ -131,11 +156,10 @@ def test_what_is_missing_comes_by_pip_from_wherever_pip_is_told(house: Path, mon
         monkeypatch.setenv(f"PIP_{name}", value)
     (typer,) = house.glob("typer-*")
     typer.rename(elsewhere / typer.name)
-    wheel(elsewhere, f"rich-{pinned('rich', '3.10')}-py3-none-any.whl")
     told: list[str] = []
     fill(house, [BOARD], told.append)
     assert told == ["Python 3.10 on aarch64: getting 1 packages"]
-    assert names(environment(house, BOARD).wheels) == ["flowspec_edge", "msgpack", "pip", "tomli", "typer"]
+    assert names(environment(house, BOARD).wheels) == EVERY
     (elsewhere / typer.name).unlink()
     typer.unlink()
     with pytest.raises(FlowspecError, match=r"pip cannot download the wheels for Python 3.10 on aar.*typer"):

@@ -13,8 +13,8 @@ from kits import ssh_boards
 from flowspec_edge.cli.main import main
 from flowspec_edge.util.interpreter import module_command
 
-SWEEP = ["sweep", "bandwidth", "--strategies", "autoregressive,chunk_pp", "--limit", "1",
-         "--max-new-tokens", "6"]
+SHORT = ["--strategies", "autoregressive,chunk_pp", "--limit", "1", "--max-new-tokens", "6"]
+SWEEP = ["sweep", "bandwidth", *SHORT]
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +39,9 @@ def test_real_boards_are_shaped_measured_and_put_back(
     """Each rate starts the board's stage anew, which imports for seconds."""
     before = [boards.shown(place) for place in (0, 1)]
     out = tmp_path / "real.json"
-    assert main([*SWEEP, "--cluster", str(boards.file), "--mbps", ",".join(map(str, rates)),
-                 "--model", str(model), "--prompts", str(prompts), "--json", str(out)]) == 0
+    axis = f"bandwidth={','.join(map(str, rates))}"
+    assert main(["sweep", axis, *SHORT, "--cluster", str(boards.file), "--model", str(model), "--prompts",
+                 str(prompts), "--json", str(out)]) == 0
     found = json.loads(out.read_text())
     assert (found["links"], found["emulated"], found["clock"], found["profile"]) == (
         "cluster", False, "wall", None)
@@ -57,12 +58,28 @@ def test_real_boards_are_shaped_measured_and_put_back(
     assert boards.left(1, worker) == 0
 
 
+@pytest.mark.slow
+@ssh_boards.needs_boards
+def test_boards_keep_their_stages_while_a_parameter_changes(
+        boards: ssh_boards.Boards, model: Path, prompts: Path, tmp_path: Path,
+        capsys: pytest.CaptureFixture[str]) -> None:
+    before, out = [boards.shown(place) for place in (0, 1)], tmp_path / "real.json"
+    assert main(["sweep", "segment=2,8", *SHORT, "--cluster", str(boards.file), "--model", str(model),
+                 "--prompts", str(prompts), "--json", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert (found["links"], found["axis"]) == ("cluster", "segment")
+    assert [point["measured_mbps"] for point in found["points"]] == [None, None]
+    assert all(row["identical"] for point in found["points"] for row in point["rows"])
+    assert "wall clock, a cluster's links, 1 stages" in capsys.readouterr().out
+    assert [boards.shown(place) for place in (0, 1)] == before
+
+
 @ssh_boards.needs_boards
 @pytest.mark.soak
 def test_a_board_without_the_model_is_named_and_all_are_put_back(
         boards: ssh_boards.Boards, model: Path, prompts: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = [boards.shown(place) for place in (0, 1)]
-    code = main([*SWEEP, "--cluster", str(boards.file), "--mbps", "200", "--model", str(model),
+    code = main(["sweep", "bandwidth=200", *SHORT, "--cluster", str(boards.file), "--model", str(model),
                  "--prompts", str(prompts), "--board-model", "/nowhere"])
     said = capsys.readouterr().err
     assert code != 0

@@ -12,11 +12,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from flowspec_edge.cli.bench.sweep import app
+from flowspec_edge.cli.bench.sweep import sweep as command
 from flowspec_edge.cli.main import main
+from flowspec_edge.lab.bench.axes import AXES
 from flowspec_edge.lab.bench.results import load_sweep
-
-COMMANDS = ["bandwidth", "depth", "stages", "segment", "latency", "acceptance"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def sweep(axis: str, out: Path, *arguments: str) -> dict[str, Any]:
 def test_bandwidth_in_one_go_and_resumed(given: list[str], tmp_path: Path,
                                          capsys: pytest.CaptureFixture[str]) -> None:
     whole, part, figure = tmp_path / "whole.json", tmp_path / "part.json", tmp_path / "f.svg"
-    data = sweep("bandwidth", whole, *given, "--mbps", "1000,125", "--strategies", "megatron,flowspec",
+    data = sweep("bandwidth=1000,125", whole, *given, "--strategies", "megatron,flowspec",
                  "--out", str(figure))
     out, err = capsys.readouterr()
     assert {line.split(" ")[1] for line in err.splitlines()} <= {"sweep:"}  # progress, if it took long
@@ -59,23 +58,23 @@ def test_bandwidth_in_one_go_and_resumed(given: list[str], tmp_path: Path,
     assert data["settings"]["temperature"] == 0.0
     assert "VIRTUAL TIME under paper-7b" in "".join(ElementTree.parse(figure).getroot().itertext())
 
-    first = sweep("bandwidth", part, *given, "--mbps", "125", "--strategies", "megatron")
+    first = sweep("bandwidth=125", part, *given, "--strategies", "megatron")
     first["points"][0]["samples"][0]["ttft_s"] = 77.0  # who measured it again would lose this
     part.write_text(json.dumps(first))
-    again = sweep("bandwidth", part, *given, "--mbps", "1000,125", "--strategies", "megatron,flowspec",
+    again = sweep("bandwidth=1000,125", part, *given, "--strategies", "megatron,flowspec",
                   "--resume")
     assert again["points"][1]["samples"][0]["ttft_s"] == 77.0
     assert again["points"][0] == data["points"][0]
     assert again["points"][1]["samples"][1:] == data["points"][1]["samples"][1:]
     before = part.read_bytes()
-    sweep("bandwidth", part, *given, "--mbps", "125", "--strategies", "megatron", "--resume")
+    sweep("bandwidth=125", part, *given, "--strategies", "megatron", "--resume")
     assert part.read_bytes() == before
     assert load_sweep(whole).as_json() == data
 
 
 def test_depth_is_a_grid(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data = sweep("depth", tmp_path / "d.json", *given, "--depths", "2,4", "--expand-depths", "1,3", "--limit",
-                 "1", "--out", str(tmp_path / "d.svg"))
+    data = sweep("depth=2,4", tmp_path / "d.json", "expand_depth=1,3", *given, "--limit", "1",
+                 "--out", str(tmp_path / "d.svg"))
     assert [point["value"] for point in data["points"]] == [[2, 1], [2, 3], [4, 1], [4, 3]]
     assert not {"depth", "expand_depth"} & data["settings"].keys()
     out = capsys.readouterr().out
@@ -83,16 +82,18 @@ def test_depth_is_a_grid(given: list[str], tmp_path: Path, capsys: pytest.Captur
     assert "worst (8, 3) 8.79" in out
 
 
-@pytest.mark.parametrize(("axis", "option", "values", "absent"), [
-    ("stages", "--stages", [1, 8], "stages"),
-    ("segment", "--rows", [2, 16], "segment"),
-    ("latency", "--ms", [0, 40.5], "temperatures"),
-    ("acceptance", "--acceptance", [0, 1.5, 2], "acceptance"),
+@pytest.mark.parametrize(("axis", "values", "absent"), [
+    ("stages", [1, 8], "stages"),
+    ("segment", [2, 16], "segment"),
+    ("latency", [0, 40.5], "temperatures"),
+    ("acceptance", [0, 1.5, 2], "acceptance"),
+    ("width", [1, 9], "width"),
+    ("rank", ["draft", "noise"], "rank"),
 ])
-def test_the_other_axes_make_a_difference(given: list[str], tmp_path: Path, axis: str, option: str,
-                                          values: list[float], absent: str) -> None:
-    data = sweep(axis, tmp_path / "o.json", *given, option, ",".join(map(str, values)), "--strategies",
-                 "flowspec", "--limit", "1", "--temperature", "1")
+def test_the_other_axes_make_a_difference(given: list[str], tmp_path: Path, axis: str,
+                                          values: list[float | str], absent: str) -> None:
+    data = sweep(f"{axis}={','.join(map(str, values))}", tmp_path / "o.json", *given, "--strategies", "flowspec",
+                 "--limit", "1", "--temperature", "1", "--out", str(tmp_path / "o.svg"))
     assert [point["value"] for point in data["points"]] == values
     speeds = [point["rows"][0]["tokens_per_second"] for point in data["points"]]
     assert len({*speeds}) == len(values)
@@ -107,27 +108,40 @@ def test_the_other_axes_make_a_difference(given: list[str], tmp_path: Path, axis
 def test_published_figures_are_shown_only_where_they_belong(given: list[str], tmp_path: Path,
                                                             arguments: list[str],
                                                             capsys: pytest.CaptureFixture[str]) -> None:
-    data = sweep("bandwidth", tmp_path / "o.json", *given, "--mbps", "125", "--strategies", "chunk_pp",
+    data = sweep("bandwidth=125", tmp_path / "o.json", *given, "--strategies", "chunk_pp",
                  "--limit", "1", *arguments)
     assert data["published"] is None
     assert "published" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (["bandwidth", "--mbps", "fast"], "--mbps must be positive numbers separated by commas, not 'fast'"),
-    (["bandwidth", "--mbps", "125,"], "--mbps must be positive numbers separated by commas, not '125,'"),
-    (["bandwidth", "--mbps", "125,-1"], "--mbps must be positive numbers"),
-    (["bandwidth", "--mbps", "0"], "--mbps must be positive numbers"),
-    (["bandwidth", "--mbps", "inf"], "--mbps must be positive numbers"),
-    (["bandwidth", "--mbps", "nan"], "--mbps must be positive numbers"),
-    (["bandwidth", "--mbps", "125,250,125.0"], "--mbps names 125 twice"),
-    (["latency", "--ms", "-0.1"], "--ms must be numbers of at least 0 separated by commas"),
-    (["acceptance", "--acceptance", "1,2.5"], "--acceptance must be numbers from 0 to 2, not '1,2.5'"),
-    (["stages", "--stages", "4,2.5"], "--stages must be whole numbers from 1, separated by commas"),
-    (["stages", "--stages", "0"], "--stages must be whole numbers from 1"),
-    (["depth", "--depths", "3,3"], "--depths names 3 twice"),
-    (["depth", "--expand-depths", "-3"], "--expand-depths must be whole numbers from 1"),
-    (["segment", "--rows", "16,9000"], "a segment of 9001 rows is more than 8192"),
+    (["bandwidth=fast"], "bandwidth must be positive numbers separated by commas, not 'fast'"),
+    (["bandwidth=125,"], "bandwidth must be positive numbers separated by commas, not '125,'"),
+    (["bandwidth=125,-1"], "bandwidth must be positive numbers"),
+    (["bandwidth=0"], "bandwidth must be positive numbers"),
+    (["bandwidth=inf"], "bandwidth must be positive numbers"),
+    (["bandwidth=nan"], "bandwidth must be positive numbers"),
+    (["bandwidth=125,250,125.0"], "bandwidth names 125 twice"),
+    (["latency=-0.1"], "latency must be numbers of at least 0 separated by commas"),
+    (["acceptance=1,2.5"], "acceptance must be numbers from 0 to 2, not '1,2.5'"),
+    (["stages=4,2.5"], "stages must be whole numbers from 1, separated by commas"),
+    (["stages=0"], "stages must be whole numbers from 1"),
+    (["depth=3,3"], "depth names 3 twice"),
+    (["depth", "expand_depth=-3"], "expand_depth must be whole numbers from 1"),
+    (["segment=16,9000"], "a segment of 9001 rows is more than 8192"),
+    (["bandwidth", "latency=1"], "bandwidth is swept alone"),
+    (["depth=2", "depth=3"], "the axis depth is given twice"),
+    (["width=4", "tau=1", "depth=2"], "a sweep has one axis or two, not 3: width, tau, depth"),
+    (["tau"], "tau needs its values: flowspec sweep tau=V,V (above 0, to 65536)"),
+    (["tau="], "tau= has no values, such as tau=1,2"),
+    (["rank=noise,loud"], "rank must be draft or noise, not 'loud'"),
+    (["width=4,x"], "width must be a whole number"),
+    (["widht=4"], "no axis and no strategy's parameter 'widht'; did you mean width?"),
+    (["stages", "--stages", "x"], "stages must be whole numbers from 1"),  # the option of the release before
+    (["stages=2", "--stages", "4"], "stages is the axis of this sweep: leave --stages out"),
+    (["tau=1,2", "--set", "tau=3"], "tau is the axis of this sweep: leave --set tau out"),
+    (["latency", "--links", "namespaces"], "--links namespaces is for the axis bandwidth, not latency"),
+    (["latency", "--cluster", "c.toml"], "boards cannot change their link latency"),
     (["bandwidth", "--strategies", "chunk_pp,magic"], "no strategy 'magic'"),
     (["bandwidth", "--json", "/nowhere/b.json"], "cannot write /nowhere/b.json"),
     (["bandwidth", "--out", "/nowhere/b.svg"], "cannot write /nowhere/b.svg"),
@@ -175,7 +189,7 @@ def test_without_matplotlib_nothing_runs(given: list[str], tmp_path: Path, monke
 def test_resuming_something_else_is_refused(given: list[str], tmp_path: Path, arguments: list[str], says: str,
                                             capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "o.json"
-    sweep("bandwidth", path, *given, "--mbps", "125", "--strategies", "chunk_pp", "--limit", "1")
+    sweep("bandwidth=125", path, *given, "--strategies", "chunk_pp", "--limit", "1")
     before = path.read_bytes()
     capsys.readouterr()
     axis, *others = arguments
@@ -196,24 +210,52 @@ def test_resuming_from_a_foreign_file_leaves_it_alone(given: list[str], tmp_path
     assert path.read_text() == '{"precious": 1}'
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_the_examples_of_the_help_run(command: str, given: list[str], tmp_path: Path,
-                                      monkeypatch: pytest.MonkeyPatch,
-                                      capsys: pytest.CaptureFixture[str]) -> None:
-    """The first of each, as it is written but for the model, the strategies, prompts and their length."""
+def test_two_parameters_are_a_grid(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = sweep("width=1,9", tmp_path / "g.json", "rank=draft,noise", *given, "--strategies", "flowspec", "--limit",
+                 "1", "--temperature", "1", "--set", "segment=4", "--out", str(tmp_path / "g.svg"))
+    assert data["axis"] == "width,rank"
+    assert [point["value"] for point in data["points"]] == [[1, "draft"], [1, "noise"], [9, "draft"], [9, "noise"]]
+    assert data["settings"]["segment"] == 4
+    assert "▲ best (width, rank) = (" in capsys.readouterr().out
+    assert load_sweep(tmp_path / "g.json").as_json() == data | {"points": [
+        point | {"value": tuple(point["value"])} for point in data["points"]]}
+
+
+def test_a_parameter_is_swept_over_the_strategies_that_have_it(given: list[str], tmp_path: Path) -> None:
+    data = sweep("pearl_gamma=2,4", tmp_path / "p.json", *given, "--limit", "1")
+    assert [[row["strategy"] for row in point["rows"]] for point in data["points"]] == [["pearl"], ["pearl"]]
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    (["bandwidth", "--mbps", "1000,125"], ["bandwidth=1000,125"]),
+    (["depth", "--depths=2", "--expand-depths", "1"], ["depth=2", "expand_depth=1"]),
+    (["stages", "--stages", "1,2"], ["stages=1,2"]),
+])
+def test_options_of_the_release_before_still_name_the_values(given: list[str], tmp_path: Path, old: list[str],
+                                                             new: list[str]) -> None:
+    (first, *options), (second, *others) = old, new
+    shared = [*given, "--strategies", "flowspec", "--limit", "1"]
+    before = sweep(first, tmp_path / "old.json", *options, *shared)
+    assert before == sweep(second, tmp_path / "new.json", *others, *shared)
+
+
+def test_the_first_example_of_each_axis_in_the_help_runs(given: list[str], tmp_path: Path,
+                                                         monkeypatch: pytest.MonkeyPatch,
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    """As it is written but for the model, the strategies, prompts and their length."""
     monkeypatch.chdir(tmp_path)
-    assert main(["sweep", command, "--help"]) == 0
-    assert f"flowspec sweep {command}" in capsys.readouterr().out
-    [text] = [info.callback.__doc__ or "" for info in app.registered_commands
-              if info.name == command and info.callback]
-    examples = re.findall(r"^ +flowspec (.*)$", text, re.MULTILINE)
-    assert len(examples) >= 2
-    assert main([*shlex.split(examples[0]), *given, "--limit", "1", "--max-new-tokens", "2", "--strategies",
-                 "flowspec"]) == 0
+    assert main(["sweep", "--help"]) == 0
+    assert "flowspec sweep bandwidth" in capsys.readouterr().out
+    examples = re.findall(r"^ +flowspec sweep (.*)$", command.__doc__ or "", re.MULTILINE)
+    firsts = {re.split(r"[= ]", line)[0]: line for line in reversed(examples)}
+    assert firsts.keys() > {*AXES}
+    for line in firsts.values():
+        short = [*given, "--limit", "1", "--max-new-tokens", "2", "--strategies", "flowspec,flowspec_plus"]
+        assert main(["sweep", *shlex.split(line), *short]) == 0, line
 
 
-def test_the_group_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_an_axis_the_command_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep"]) == 2
     out, err = capsys.readouterr()
-    assert all(command in out + err for command in COMMANDS)
+    assert all(axis in out + err for axis in AXES)
     assert "error" not in err

@@ -17,13 +17,13 @@ from flowspec_edge.cli.main import main
 
 PATIENCE_S = 120.0  # only a failing test waits so long
 TRIES = 3
-SWEEP = ["sweep", "bandwidth", "--strategies", "chunk_pp,flowspec", "--stages", "2", "--limit", "1",
+SWEEP = ["sweep", "bandwidth=1000,125", "--strategies", "chunk_pp,flowspec", "--stages", "2", "--limit", "1",
          "--no-published"]
 
 
 def sweep(out: Path, *more: str) -> dict[tuple[float, str], float]:
     """Value and strategy → tokens/s."""
-    assert main([*SWEEP, "--mbps", "1000,125", "--max-new-tokens", "14", "--json", str(out), *more]) == 0
+    assert main([*SWEEP, "--max-new-tokens", "14", "--json", str(out), *more]) == 0
     found = json.loads(out.read_text())
     assert found["complete"]
     return {(point["value"], row["strategy"]): row["tokens_per_second"]
@@ -69,7 +69,7 @@ def test_nothing_is_left_of_an_interrupted_sweep(number: signal.Signals) -> None
     outside = network_beds.interfaces()
     screen, terminal = pty.openpty()  # a terminal, so that there is a progress bar to wait for
     command = subprocess.Popen(
-        [sys.executable, "-m", "flowspec_edge.cli.main", *SWEEP, "--links", "namespaces", "--mbps", "125",
+        [sys.executable, "-m", "flowspec_edge.cli.main", *SWEEP, "--links", "namespaces",
          "--max-new-tokens", "400"],
         stdout=subprocess.DEVNULL, stderr=terminal, start_new_session=True,
         preexec_fn=network_beds.heed_ctrl_c)

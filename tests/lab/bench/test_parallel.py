@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.param(["bench", "run", "--temperatures", "0,1", "--repeats", "2", "--warmup", "1"],
                  marks=pytest.mark.slow),
     ["bench", "run", "--arrival-rate", "0.5"],
-    ["sweep", "bandwidth", "--mbps", "50,200"], ["sweep", "stages", "--stages", "1,2"]], ids=" ".join)
+    ["sweep", "bandwidth=50,200"], ["sweep", "stages=1,2"]], ids=" ".join)
 def test_the_report_of_two_processes_is_that_of_one(model: Path, tmp_path: Path, command: list[str]) -> None:
     command = [*command, "--model", str(model), "--strategies", "flowspec,autoregressive", "--limit", "2",
                "--max-new-tokens", "6"]
@@ -49,7 +49,7 @@ def test_the_report_of_two_dask_workers_is_that_of_one_process(model: Path, tmp_
                "--limit", "2", "--max-new-tokens", "6"]
     with LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None, local_directory=tmp_path
                       ) as cluster:
-        for command in (["bench", "run"], ["sweep", "bandwidth", "--mbps", "50,200"]):
+        for command in (["bench", "run"], ["sweep", "bandwidth=50,200"]):
             one, two = tmp_path / "one.json", tmp_path / "two.json"
             assert main([*command, *options, "--json", str(one)]) == 0
             assert main([*command, *options, "--json", str(two), "--dask", cluster.scheduler_address]) == 0

@@ -215,7 +215,7 @@ def test_grid_round_trip(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("change", "says"), [
     ({"kind": "run"}, "kind: input should be 'sweep'"),
-    ({"axis": "power"}, "axis: input should be"),
+    ({"axis": "power"}, "axis: no axis and no strategy's parameter 'power'"),
     ({"points": 3}, "points: input should be a valid list"),
     ({"axis": "depth"}, "a point's value does not suit the axis depth"),
     ({"published": {"source": "me"}}, "published"),

@@ -16,7 +16,7 @@ from kits.bench_reports import SETTINGS, report
 from rich.console import Console
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.bench.axes import AXES, AxisName, Value
+from flowspec_edge.lab.bench.axes import AXES, Value
 from flowspec_edge.lab.bench.paper_results import load_paper_results
 from flowspec_edge.lab.bench.plots import plot_sweep
 from flowspec_edge.lab.bench.results import Sweep
@@ -28,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 NAMES = ["megatron", "flowspec"]
 
 
-def made(axis: AxisName, values: list[Value], names: list[str] = NAMES, tasks: tuple[str, ...] = ("qa",),
+def made(axis: str, values: list[Value], names: list[str] = NAMES, tasks: tuple[str, ...] = ("qa",),
          published: bool = True) -> Sweep:
     facts = [{"name": task, "prompts": 3} for task in tasks]
     sweep = Sweep("paper-7b", "virtual", {**SETTINGS, "temperature": 0.0, "tasks": facts}, complete=True,
@@ -155,7 +155,7 @@ def test_the_figure_of_a_bandwidth_sweep(tmp_path: Path) -> None:
     ("stages", [2, 32], "stages"),
     ("segment", [16], "longest segment (rows)"),
 ])
-def test_the_figures_of_the_other_axes(tmp_path: Path, axis: AxisName, values: list[Value], says: str
+def test_the_figures_of_the_other_axes(tmp_path: Path, axis: str, values: list[Value], says: str
                                        ) -> None:
     plot_sweep(made(axis, values), tmp_path / "f.svg")
     found = texts(tmp_path / "f.svg")
