@@ -125,7 +125,7 @@ class VirtualCluster:
         clock = EventClock()
         self.spans = []
         core = DraftCore(partial(self._draft_session, parallelism, clock), lambda: clock.now, self._observer,
-                         lambda: self._session, self._curve, policy=self._policy)
+                         lambda: self._session, self._stages, self._curve, policy=self._policy)
         run = VirtualRun(core, self._engines_of(self._stages if parallelism == "pipeline" else 1),
                          self.devices, parallelism, clock, self.spans)
         handles: list[RequestHandle] = []
