@@ -170,7 +170,7 @@ def check(pipeline: Pipeline, says: str, others: int) -> None:
     handles = [RequestHandle(Request(PROMPTS[0], "scripted", TOKENS, params=SMALL)),
                *(RequestHandle(request(place, "flowspec", 0.0)) for place in range(1, 1 + others))]
     for handle in handles:
-        pipeline.core.start(handle)
+        pipeline.start(handle)
     pipeline.run(lambda: not pipeline.core.busy)
     with pytest.raises(RequestFailed, match=r"^the strategy scripted .*; the last thing before: ") as caught:
         handles[0].result(0)

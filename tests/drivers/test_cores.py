@@ -15,11 +15,14 @@ from hypothesis import strategies as st
 from kits.core_pipeline import PROMPTS, STAGES, STRATEGIES, TOKENS, Draw, Pipeline, plain, request
 from kits.hypothesis_examples import examples
 
+from flowspec_edge.d0.capacity import session_rows
+from flowspec_edge.d0.events import Action, Finish, Outgoing, Reported, Send, Wait, Worked
 from flowspec_edge.d0.request import Request, RequestHandle
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.d0.slot_curve import SlotCurve
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.messages import Close
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -39,7 +42,7 @@ def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int]
     def start(place: int) -> None:
         if place not in handles:
             handles[place] = RequestHandle(request(place, strategies[place], temperature))
-            core.start(handles[place])
+            pipeline.start(handles[place])
 
     start(0)
     for event, place, steps in script:
@@ -51,12 +54,11 @@ def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int]
             case "cancel" if place in handles:
                 handles[place].cancel()
                 cancelled.add(place)
-            case "give way" if place in handles and core.unfinished > 1:
+            case "give way" if place in handles and not all(
+                    handle.done() for other, handle in handles.items() if other != place):
                 handles[place].suspend()
-                gone = core.give_way()
-                if handles[place] in gone and place not in cancelled:
-                    handles[place].resume()
-                    core.start(handles[place])
+                pipeline.carry_out()
+                handles[place].resume()
             case "lose":
                 pipeline.lose()
     pipeline.run(lambda: not core.busy)
@@ -74,7 +76,8 @@ def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int]
 def test_a_request_that_loses_the_stages_again_and_again_ends(tiny_model: Path) -> None:
     pipeline = Pipeline(tiny_model, Draw([]))
     handle = RequestHandle(request(0, "flowspec", 0.0))
-    pipeline.core.start(handle)
+    pipeline.start(handle)
+    pipeline.carry_out()
     for _ in range(5):
         pipeline.lose()
     assert not handle.done()
@@ -87,7 +90,7 @@ def test_a_request_that_loses_the_stages_again_and_again_ends(tiny_model: Path) 
 def test_a_request_may_lose_the_stages_often_while_it_gets_on(tiny_model: Path) -> None:
     pipeline, made = Pipeline(tiny_model, Draw([])), list[int]()
     handle = RequestHandle(request(0, "flowspec", 0.0), made.extend)
-    pipeline.core.start(handle)
+    pipeline.start(handle)
     losses = 0
     while pipeline.core.busy:
         before = len(made)
@@ -108,7 +111,7 @@ def test_what_one_callback_raises_ends_its_request_alone(tiny_model: Path) -> No
     first, second = (RequestHandle(request(place, "flowspec", 0.0), listener)
                      for place, listener in ((0, fails), (1, None)))
     for handle in (first, second):
-        pipeline.core.start(handle)
+        pipeline.start(handle)
     pipeline.run(lambda: not pipeline.core.busy)
     with pytest.raises(LookupError):
         first.result(0)
@@ -118,11 +121,11 @@ def test_what_one_callback_raises_ends_its_request_alone(tiny_model: Path) -> No
 def test_a_next_turn_takes_over_the_rows_of_the_one_before(tiny_model: Path) -> None:
     pipeline = Pipeline(tiny_model, Draw([]))
     first = RequestHandle(request(1, "flowspec", 0.0))
-    pipeline.core.start(first)
+    pipeline.start(first)
     pipeline.run(lambda: not pipeline.core.busy)
     prompt = [*PROMPTS[1], *first.result(0).tokens, 5, 6]
     second = RequestHandle(Request(prompt, "pipedec", TOKENS, params=Params(draft="eagle2")))
-    pipeline.core.start(second)
+    pipeline.start(second)
     pipeline.run(lambda: not pipeline.core.busy)
     result = second.result(0)
     assert result.stats.reused > 40
@@ -133,7 +136,7 @@ def answered(pipeline: Pipeline, *requests: Request) -> list[RequestHandle]:
     """The requests' handles after all of them have ended."""
     handles = [RequestHandle(one) for one in requests]
     for handle in handles:
-        pipeline.core.start(handle)
+        pipeline.start(handle)
     pipeline.run(lambda: not pipeline.core.busy)
     return handles
 
@@ -164,7 +167,7 @@ def test_a_loss_takes_the_rows_of_ended_sessions(tiny_model: Path) -> None:
 def test_bytes_count_over_a_loss_and_energy_does_not(tiny_model: Path, lost: bool) -> None:
     pipeline, made = Pipeline(tiny_model, Draw([])), list[int]()
     core, handle = pipeline.core, RequestHandle(request(0, "flowspec", 0.0), made.extend)
-    core.start(handle)
+    pipeline.start(handle)
     pipeline.run(lambda: bool(made))
     core.charge(core.sessions[0], 1000)
     if lost:
@@ -172,9 +175,9 @@ def test_bytes_count_over_a_loss_and_energy_does_not(tiny_model: Path, lost: boo
     core.charge(core.sessions[0], 200)
     core.charge(core.newest_session + 1, 7)  # another's
     pipeline.run(lambda: not core.is_decoding)
-    [active] = core.closing()
+    [session] = core.closing
     boards = [{"session_j": 5.0, "board": float(i), "bytes_out": 10.0} for i in range(STAGES)]
-    core.settle(active, boards, energy={"session_j": 3.0, "board": 9.0})
+    core.feed(Reported(session, boards, energy={"session_j": 3.0, "board": 9.0}))
     stats = handle.result(0).stats
     assert (stats.bytes, stats.energy_j) == (1220, None if lost else 13.0)
     assert made == handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[0]), 0.0)
@@ -183,9 +186,11 @@ def test_bytes_count_over_a_loss_and_energy_does_not(tiny_model: Path, lost: boo
 def test_a_loss_resumes_only_unfinished_requests(tiny_model: Path) -> None:
     pipeline = Pipeline(tiny_model, Draw([]))
     core, handles = pipeline.core, [RequestHandle(request(place, "flowspec", 0.0)) for place in (0, 1)]
-    core.start(handles[0])
+    pipeline.start(handles[0])
+    pipeline.carry_out()
     pipeline.run(lambda: not core.is_decoding)  # finished, but the stages have not closed its session
-    core.start(handles[1])
+    pipeline.start(handles[1])
+    pipeline.carry_out()
     handles[1].cancel()
     newest = core.newest_session
     pipeline.lose()
@@ -223,12 +228,57 @@ def test_an_exception_ends_one_request_and_the_others_go_on(
 def test_work_of_a_request_that_ended_meanwhile_is_left_out(tiny_model: Path) -> None:
     pipeline, handle = Pipeline(tiny_model, Draw([])), RequestHandle(request(0, "flowspec", 0.0))
     core = pipeline.core
-    core.start(handle)
-    pipeline.run(lambda: pipeline.job is not None)
-    job = pipeline.job
-    assert job is not None
+    pipeline.start(handle)
+    pipeline.run(lambda: pipeline.work is not None)
+    run = pipeline.work
+    assert run is not None
+    [(draft_session, _)] = run.job.parts
     handle.cancel()
-    core.end_cancelled()
-    [active] = core.closing()
-    core.settle(active, [{}] * STAGES)
-    assert core.compute(job) is None
+    [close] = sent(core.next())
+    assert isinstance(close, Close)
+    core.feed(Reported(close.session, [{}] * STAGES))
+    run.work()
+    core.feed(Worked(0.0, 1.0))
+    assert isinstance(core.next(), Wait)
+    assert not draft_session.tokens  # the work would have given the first
+
+
+def test_reports_that_do_not_come_are_not_waited_for(tiny_model: Path) -> None:
+    pipeline, handle = Pipeline(tiny_model, Draw([])), RequestHandle(request(0, "flowspec", 0.0))
+    core = pipeline.core
+    pipeline.start(handle)
+    pipeline.run(lambda: bool(core.closing))
+    [session] = core.closing
+    assert isinstance(core.next(), Wait)
+    pipeline.now += 3.0
+    assert core.next() == Finish(session)
+    core.feed(Reported(session, [{}] * STAGES))
+    assert handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[0]), 0.0)
+    assert isinstance(core.next(), Wait)
+
+
+@pytest.mark.parametrize("by_room", [False, True])
+def test_requests_wait_for_a_place_or_for_room_in_the_order_of_their_turns(
+        tiny_model: Path, by_room: bool) -> None:
+    rows = session_rows(request(0, "flowspec", 0.0), STAGES)
+    pipeline = Pipeline(tiny_model, Draw([]), 2 * rows + 100 if by_room else None, None if by_room else 2)
+    handles = [RequestHandle(request(place, "flowspec", 0.0)) for place in (0, 2, 3)]
+    for handle in handles:
+        pipeline.start(handle)
+    pipeline.carry_out()
+    assert pipeline.core.sessions == (1, 2)
+    assert handles[2].waits_for_room == by_room
+    handles[0].suspend()
+    pipeline.carry_out()
+    assert pipeline.core.sessions == (2, 3)  # the third has the first one's place
+    handles[0].resume()
+    pipeline.carry_out()
+    assert pipeline.core.sessions == (2, 3)
+    pipeline.run(lambda: not pipeline.core.busy)
+    for place, handle in zip((0, 2, 3), handles, strict=True):
+        assert handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[place]), 0.0)
+
+
+def sent(action: Action) -> list[Outgoing]:
+    assert isinstance(action, Send)
+    return list(action.messages)

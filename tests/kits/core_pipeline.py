@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 from flowspec_edge.d0.core import DraftCore
-from flowspec_edge.d0.core import Outgoing as ToStages
-from flowspec_edge.d0.jobs import Job
+from flowspec_edge.d0.events import Back, Finish, Lost, Reported, Run, Send, Submitted, Wait, Worked
+from flowspec_edge.d0.events import Outgoing as ToStages
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import Request, RequestHandle
@@ -41,15 +41,16 @@ class Draw:
 class Pipeline:
     """Both kinds of cores, and lists for links: each delivers in order, in no order among them."""
 
-    def __init__(self, model: Path, draw: Draw, cache_rows: int | None = 4000) -> None:
+    def __init__(self, model: Path, draw: Draw, cache_rows: int | None = 4000,
+                 at_once: int | None = None) -> None:
         self.draw = draw
         self.now = 0.0
         self.models = draft_models(model)
         self.curve = SlotCurve()
-        self.core = DraftCore(self._draft_session, self._clock, Observer(), lambda: -1, self.curve,
-                              cache_rows)
+        self.core = DraftCore(self._draft_session, self._clock, Observer(), lambda: -1, STAGES, self.curve,
+                              cache_rows, at_once)
         self._shards = shards(model)
-        self.job: Job | None = None
+        self.work: Run | None = None  # what D0 was told to do
         self.replace_stages()
 
     def replace_stages(self) -> None:
@@ -63,7 +64,7 @@ class Pipeline:
         self._closed: dict[int, int] = {}  # session -> stages that have closed it
 
     def _clock(self) -> float:
-        self.now += 1.0
+        self.now += 1e-6
         return self.now
 
     def _draft_session(self, handle: RequestHandle, session: int, before: DraftSession | None
@@ -94,25 +95,38 @@ class Pipeline:
             if self._data[i]:
                 yield lambda i=i: self._deliver_data(i)
             if self._back[i]:
-                yield lambda i=i: self.core.receive(self._back[i].popleft())
+                yield lambda i=i: self.core.feed(self._back[i].popleft())
             yield lambda i=i: self._compute(i)
         if self._data[STAGES]:
             yield self._deliver_output
 
-    def _draft_device(self) -> None:
-        if self.job is not None:
-            job, self.job = self.job, None
-            self.core.worked(job, self.core.compute(job), self.now, self._clock())
-        self.core.end_cancelled()
-        self._send(self.core.take_messages())
-        self.job = self.core.next_job()
-        if self.job is not None:
-            self._send(self.core.take_ahead(self.job))
-        for active in self.core.closing():
-            if self._closed.get(active.session) == STAGES:
-                self.core.settle(active, [{} for _ in range(STAGES)])
+    def start(self, handle: RequestHandle) -> None:
+        self.core.feed(Submitted(handle))
 
-    def _send(self, messages: list[ToStages]) -> None:
+    def _draft_device(self) -> None:
+        if self.work is not None:
+            work, self.work = self.work, None
+            start = self.now
+            work.work()
+            self.core.feed(Worked(start, self._clock()))
+        self.carry_out()
+        for session in self.core.closing:
+            if self._closed.get(session) == STAGES:
+                self.core.feed(Reported(session, [{} for _ in range(STAGES)]))
+
+    def carry_out(self) -> None:
+        """What the core says; its work is done in another step."""
+        while not isinstance(action := self.core.next(), Wait):
+            match action:
+                case Send(messages):
+                    self._send(messages)
+                case Run():
+                    assert self.work is None
+                    self.work = action
+                case Finish(session):
+                    self.core.feed(Reported(session, [{}] * STAGES))
+
+    def _send(self, messages: Sequence[ToStages]) -> None:
         for message in messages:
             if isinstance(message, Segment | Batch):
                 self._data[0].append(message)
@@ -135,7 +149,7 @@ class Pipeline:
     def _deliver_output(self) -> None:
         for part in parts_of(self._data[STAGES].popleft()):
             assert isinstance(part, Output)
-            self.core.receive(part)
+            self.core.feed(part)
 
     def _compute(self, i: int) -> None:
         core = self.stages[i]
@@ -154,12 +168,14 @@ class Pipeline:
                 self._data[i + 1].append(message)
 
     def lose(self) -> None:
-        self.core.suspend("a stage is lost")
-        for active in self.core.closing():
-            self.core.settle(active, [{}] * STAGES)
-        self.job = None
+        """A stage is lost; requests whose answers are complete get them, and the others go on with new
+        stages."""
+        self.core.feed(Lost("a stage is lost"))
+        self.work = None
+        self.carry_out()
         self.replace_stages()
-        self.core.resume()
+        self.core.feed(Back())
+        self.carry_out()
 
 
 @cache

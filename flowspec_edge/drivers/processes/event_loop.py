@@ -1,15 +1,25 @@
-"""Drives D0's core in real time: sends over the links, computes, receives, waits."""
+"""Drives D0's core in real time: carries out what it says over the links, and feeds it what happens."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 
-from flowspec_edge.d0.core import DraftCore, Outgoing
-from flowspec_edge.d0.jobs import Job
+from flowspec_edge.d0.core import DraftCore
+from flowspec_edge.d0.events import (
+    Abandoned,
+    Back,
+    Finish,
+    Lost,
+    Outgoing,
+    Reported,
+    Run,
+    Send,
+    Wait,
+    Worked,
+)
 from flowspec_edge.d0.observer import Observer
-from flowspec_edge.d0.request import RequestHandle
 from flowspec_edge.drivers.observe.power import SessionEnergy
 from flowspec_edge.drivers.processes.stage_links import StageLinks
 from flowspec_edge.drivers.processes.timing import ClusterTiming
@@ -32,34 +42,18 @@ class EventLoop:
         self._energy = energy
         self._timing = timing
 
-    def start(self, handle: RequestHandle) -> None:
-        """Start a request, or continue one that gave way."""
-        if not self.core.sessions:
-            self._links.members.drop_reports()
-            self._links.expect_outputs_from_now()
-        self.core.start(handle)
-        self._send(self.core.take_control())
-
-    def give_way(self) -> list[RequestHandle]:
-        leaving = self.core.give_way()
-        self._send(self.core.take_control())
-        return leaving
-
-    def answer_cancelled(self) -> None:
-        self.core.end_cancelled()
-        self._settle()
-
     def listen_again(self) -> None:
         """Read what came while no thread drove the cluster, and count silence from now."""
-        self._links.collect(self.core.receive)
+        self._links.collect(self.core.feed)
         self._links.expect_from_now()
 
     # ---- losses --------------------------------------------------------------------------------
 
     def suspend(self, reason: str) -> None:
         """A stage is lost: requests wait for :meth:`resume`; finished ones are answered."""
-        sessions = self.core.suspend(reason)
-        self._settle(overdue=True)  # the reports that have not come are lost
+        sessions = self.core.sessions
+        self.core.feed(Lost(reason))
+        self.carry_out()
         self._links.close_all(sessions)
         for session in sessions:
             self._links.members.take_reports(session)
@@ -68,34 +62,35 @@ class EventLoop:
         """The stages are back, without sessions. PeerLost if one is lost again."""
         self._links.close_all([self.core.newest_session])
         self._links.reset()
-        self.core.resume()
-        self._send(self.core.take_control())
+        self.core.feed(Back())
+        self.carry_out()
 
     def abandon(self, error: BaseException) -> None:
         """End every request: finished ones with their results, the others with ``error``."""
-        self._settle(overdue=True)
-        self.core.abandon(error)
-        for message in self.core.take_control():
-            with suppress(FlowspecError):
-                self._links.send(message)
+        self.core.feed(Abandoned(error))
+        while not isinstance(action := self.core.next(), Wait):
+            match action:
+                case Send(messages):
+                    for message in messages:
+                        with suppress(FlowspecError):
+                            self._links.send(message)
+                case Finish(session):
+                    self._report(session)
+        self._links.members.drop_reports()
 
     # ---- one step ------------------------------------------------------------------------------
 
     def step(self, idle_s: float) -> None:
         """Send, do the most urgent work, receive; with nothing to do, wait up to ``idle_s`` s for a message.
         PeerLost or ProtocolError if the stages cannot continue."""
-        self.core.end_cancelled()
-        self._send(self.core.take_messages())
-        job = self.core.next_job()
-        if job is not None:
-            self._send(self.core.take_ahead(job))
-            self._work(job)
-        received = self._links.collect(self.core.receive)
+        worked = self.carry_out()
+        received = self._links.collect(self.core.feed)
         if wrong := self._links.take_dropped():
             self._observer.dropped("frame", wrong)
-        self._settle()
-        self._send(self.core.take_control())
-        if not received and job is None:
+        for session in self.core.closing:
+            if self._links.members.all_reported(session):
+                self._report(session)
+        if not received and not worked:
             self._links.sleep(idle_s)
             self._energy.update()
         self._links.check()
@@ -103,25 +98,42 @@ class EventLoop:
             raise PeerLost(f"no output for {_STALL_S:g} s, though every stage answers: a segment "
                            "was lost; start the cluster again")
 
-    def _send(self, messages: Iterable[Outgoing]) -> None:
+    def carry_out(self) -> bool:
+        """Do what the core says until it waits, or has had some work done; return whether it has. Messages
+        are read before the next work, which they may make less urgent."""
+        while not isinstance(action := self.core.next(), Wait):
+            self._do(action)
+            if isinstance(action, Run):
+                return True
+        return False
+
+    def _do(self, action: Send | Run | Finish) -> None:
+        match action:
+            case Send(messages):
+                self._send(messages)
+            case Run():
+                self._work(action)
+            case Finish(session):
+                self._report(session)
+
+    def _send(self, messages: Sequence[Outgoing]) -> None:
+        opened = [message.session for message in messages if isinstance(message, Open)]
+        if opened and set(self.core.sessions) <= set(opened):  # no output was due before
+            self._links.expect_outputs_from_now()
         for message in messages:
             if isinstance(message, Open):
                 self._energy.open(message.session, self.core.sessions)
             self._links.send(message)
         self._links.flush()
 
-    def _work(self, job: Job) -> None:
-        self._energy.work_for(*job.sessions)
+    def _work(self, run: Run) -> None:
+        self._energy.work_for(*run.job.sessions)
         start, began = time.perf_counter(), time.monotonic()
-        done = self.core.compute(job)
+        run.work()
         self._energy.work_for()
-        late = wait_until(start, self._emulation.devices.job_seconds(job)) if self._emulation else 0.0
-        self.core.worked(job, done, began, time.monotonic(), late)
+        late = wait_until(start, self._emulation.devices.job_seconds(run.job)) if self._emulation else 0.0
+        self.core.feed(Worked(began, time.monotonic(), late))
 
-    def _settle(self, overdue: bool = False) -> None:
-        """Answer the requests whose reports are complete or overdue."""
-        for active in self.core.closing():
-            late = overdue or time.monotonic() > active.report_deadline
-            if late or self._links.members.all_reported(active.session):
-                self.core.settle(active, self._links.members.take_reports(active.session),
-                                 self._timing.slot_s, self._energy.close(active.session))
+    def _report(self, session: int) -> None:
+        self.core.feed(Reported(session, self._links.members.take_reports(session), self._timing.slot_s,
+                                self._energy.close(session)))

@@ -13,8 +13,8 @@ from typing import cast
 
 import torch
 
-from flowspec_edge.d0.capacity import session_rows
 from flowspec_edge.d0.core import DraftCore
+from flowspec_edge.d0.events import Submitted
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.observer import Observers
 from flowspec_edge.d0.request import (
@@ -75,10 +75,9 @@ class ProcessCluster:
         model_dir, stages, emulation = Path(spec.model), spec.stages, here.emulation
         parse_dtype(spec.dtype)
         stage_ranges(ModelDir(model_dir).stages, stages)
-        self._at_once = spec.at_once
         self._device = spec.device
         self.observer = Observers([spec.observer] if spec.observer else [])
-        self._queue: deque[RequestHandle] = deque()
+        self._submitted: deque[RequestHandle] = deque()  # of any thread, until the driving one feeds them
         self._driver = threading.Lock()
         self._closed = False
         self._threads = torch.get_num_threads()
@@ -102,8 +101,8 @@ class ProcessCluster:
             self._timing = ClusterTiming(emulation, stages, lambda kind: self._draft_models.pass_seconds(kind),
                                          ModelDir(model_dir).sparse)
             core = self._core = DraftCore(self._draft_session, time.monotonic, self.observer,
-                                          self._highest_session, self._timing.curve, spec.cache_rows,
-                                          spec.scheduling_policy)
+                                          self._highest_session, stages, self._timing.curve,
+                                          spec.cache_rows, spec.at_once, spec.scheduling_policy)
             self._links = StageLinks(self._transport, addresses, network, self._members,
                                      lambda within: self._workers.exited(within) or watch(),
                                      self.observer.heartbeat, lambda session: core.find(session) is not None,
@@ -153,7 +152,7 @@ class ProcessCluster:
 
     @property
     def busy(self) -> bool:
-        return bool(self._queue) or self._core.busy
+        return bool(self._submitted) or self._core.busy
 
     @property
     def status(self) -> ClusterStatus:
@@ -184,7 +183,7 @@ class ProcessCluster:
         if self._closed:
             raise FlowspecError(_CLOSED)
         handle = RequestHandle(request, on_tokens)
-        self._queue.append(handle)
+        self._submitted.append(handle)
         return handle
 
     def _answers(self, handles: list[RequestHandle]) -> list[Result]:
@@ -238,35 +237,22 @@ class ProcessCluster:
             raise
 
     def _step(self) -> None:
-        self._queue.extend(self._loop.give_way())
-        self._loop.answer_cancelled()
-        for handle in [handle for handle in list(self._queue) if handle.cancel_requested]:
-            self._queue.remove(handle)
-            if not handle.done():
-                handle.set_cancelled()
+        self._feed_submitted()
         if self._recovery.status.state is ClusterState.RECOVERING:
+            self._loop.carry_out()  # cancelled requests are answered meanwhile
             if not self._recovery.poll():
                 return
             self._loop.resume()
             self._recovery.end()
-        waiting = [handle for handle in list(self._queue) if not handle.suspended]
-        for handle in sorted(waiting, key=lambda handle: handle.turn):  # strictly in order
-            if self._core.unfinished >= self._at_once:
-                break
-            rows = session_rows(handle.request, len(self._members.instances))
-            handle.waits_for_room = not self._core.pool.fits(rows)
-            if handle.waits_for_room:
-                break
-            self._queue.remove(handle)
-            self._loop.start(handle)
-        self._loop.step(_CHECK_S if self._core.busy else _IDLE_S)
+        self._loop.step(_CHECK_S if self._core.sessions else _IDLE_S)
+
+    def _feed_submitted(self) -> None:
+        while self._submitted:
+            self._core.feed(Submitted(self._submitted.popleft()))
 
     def _abandon(self, error: BaseException) -> None:
+        self._feed_submitted()
         self._loop.abandon(error)
-        while self._queue:
-            handle = self._queue.popleft()
-            if not handle.done():
-                handle.fail(error)
 
     def _highest_session(self) -> int:
         """Session numbers must exceed every number that a previous D0 used. The clock alone is not enough: it

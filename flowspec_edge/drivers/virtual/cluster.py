@@ -132,7 +132,7 @@ class VirtualCluster:
         clock = EventClock()
         self.spans = []
         core = DraftCore(partial(self._draft_session, parallelism, clock), lambda: clock.now, self._observer,
-                         lambda: self._session, self._curve, policy=self._policy)
+                         lambda: self._session, self._stages, self._curve, policy=self._policy)
         if parallelism != "pipeline" and not self._whole:
             self._whole = [StageEngine(self._weights.whole(self._stages))]
         run = VirtualRun(core, self._engines_of(self._stages) if parallelism == "pipeline" else self._whole,

@@ -11,7 +11,19 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-from flowspec_edge.d0.core import DraftCore, Outgoing
+from flowspec_edge.d0.core import DraftCore
+from flowspec_edge.d0.events import (
+    Finish,
+    Learned,
+    Outgoing,
+    Reported,
+    Run,
+    Send,
+    Shown,
+    Submitted,
+    Wait,
+    Worked,
+)
 from flowspec_edge.d0.jobs import Job
 from flowspec_edge.d0.request import RequestHandle
 from flowspec_edge.d0.session import DraftPass, Verify
@@ -60,7 +72,6 @@ class VirtualRun:
         self._profile = devices.d0  # all devices have the same model
         self._clock = clock
         self._spans = spans
-        self._busy = False
         self._expected = 0  # requests that have not arrived
         n = self._count = len(devices.stages)
         self._parallelism = parallelism
@@ -88,14 +99,13 @@ class VirtualRun:
 
     def start(self, handle: RequestHandle) -> None:
         """A request arrives now. What keeps it from running is raised."""
-        self._core.start(handle)
+        self._core.feed(Submitted(handle))
+        self._pump()
         if handle.done():
             handle.result()
-        self._pump()
 
     def cancel(self, handle: RequestHandle) -> None:
         if handle.cancel():
-            self._core.end_cancelled()
             self._pump()
 
     def expect(self, arrivals: Sequence[tuple[float, Callable[[], None]]]) -> None:
@@ -126,25 +136,22 @@ class VirtualRun:
     # ---- D0 --------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Let D0 go on, unless it computes."""
-        self._send(self._core.take_control())
-        if self._busy:
-            return
-        self._send(self._core.take_messages())
-        job = self._core.next_job()
-        if job is None or self._busy:
-            return
-        self._send(self._core.take_ahead(job))
-        self._busy = True
-        start = self._clock.now
-        end = start + self._devices.job_seconds(job)
-        self._spans.append(self._span(job, end))
-        self._clock.at(end, partial(self._complete, job, start))
+        """Do what the core says until it waits. What is fed meanwhile may pump, too: a request that is
+        answered may make way for another one."""
+        while not isinstance(action := self._core.next(), Wait):
+            match action:
+                case Send(messages):
+                    self._send(messages)
+                case Run():
+                    end = self._clock.now + self._devices.job_seconds(action.job)
+                    self._spans.append(self._span(action.job, end))
+                    self._clock.at(end, partial(self._complete, action, self._clock.now))
+                case Finish():
+                    raise AssertionError("the figures of virtual stages come with the Close")
 
-    def _complete(self, job: Job, start: float) -> None:
-        self._busy = False
-        done = self._core.compute(job)
-        self._core.worked(job, done, start, self._clock.now)
+    def _complete(self, run: Run, start: float) -> None:
+        run.work()
+        self._core.feed(Worked(start, self._clock.now))
         self._pump()
 
     def _send(self, messages: Iterable[Outgoing]) -> None:
@@ -173,7 +180,7 @@ class VirtualRun:
             stage.receive(opening)
 
     def _end(self, closing: Close) -> None:
-        """Close a session; its request gets the stages' figures as they are now."""
+        """Close a session; the core gets the stages' figures as they are now."""
         traffic = self._open.pop(closing.session)
         stats = [self._stage_stats(traffic, closing.session, i) for i in range(len(self._stages))]
         if self._grouped:
@@ -188,7 +195,7 @@ class VirtualRun:
         active = self._core.find(closing.session)
         if active is not None:  # else it failed
             segment = active.handle.request.params.segment
-            self._core.settle(active, stats, self._devices.slot_seconds(segment))
+            self._core.feed(Reported(closing.session, stats, self._devices.slot_seconds(segment)))
 
     def _stage_stats(self, traffic: _Traffic, session: int, index: int) -> dict[str, float]:
         work = self._stages[index].work[session]
@@ -253,13 +260,13 @@ class VirtualRun:
         active = self._core.find(times.session)
         if active and active.watched:
             for stage in range(1, self._count + 1) if self._grouped else [times.stage]:
-                self._core.show_times(replace(times, stage=stage))
+                self._core.feed(Shown(replace(times, stage=stage)))
         if times.session in self._learned:
-            self._send_over(self._reports[times.stage - 1], times, partial(self._core.learn, times))
+            self._send_over(self._reports[times.stage - 1], times, partial(self._core.feed, Learned(times)))
 
     def _arrived(self, *messages: Output | Tap | Credit) -> None:
         for message in messages:
-            self._core.receive(message)
+            self._core.feed(message)
         self._pump()
 
     def _deliver_hint(self, index: int, message: Prune | Cancel | Close) -> None:
