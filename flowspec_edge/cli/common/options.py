@@ -18,7 +18,7 @@ import typer
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import check_values
-from flowspec_edge.model.families import SPARSE, UNSPLIT
+from flowspec_edge.model.families import family_of
 from flowspec_edge.model.modeldir import ModelDir, cache_values
 from flowspec_edge.util import procfs
 
@@ -259,7 +259,7 @@ def weights_of(model: ModelDir, dtype: Dtype) -> str:
 def require_unsharded(model: ModelDir, strategy: str) -> None:
     """UsageError for a tensor-parallel ``strategy`` on a sharded model, or on one whose layers only
     transformers' own code computes."""
-    if model.config.get("model_type") in (*SPARSE, *UNSPLIT):
+    if not family_of(model.config).llama_like:
         raise UsageError(f"{strategy} gives every device a slice of all layers, and layers as those of "
                          f"{model.path} cannot be sliced: leave this strategy out")
     if model.sharded:

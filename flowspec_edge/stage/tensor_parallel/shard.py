@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.families import SPARSE, UNSPLIT
+from flowspec_edge.model.families import family_of
 from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.model.weights.checkpoint import Checkpoint, TensorSlice, digest
 from flowspec_edge.stage.families import load_config, skeleton
@@ -49,10 +49,10 @@ def load_tensor_shard(model_dir: Path | str, kind: TensorKind, group: ProcessGro
         raise UsageError(f"{model_dir} is sharded by layers, for a pipeline: tensor parallelism needs the "
                          "checkpoint that it was made from")
     config = load_config(model_dir)
-    if config.model_type in SPARSE:
+    if family_of(config).sparse:
         raise UsageError(f"{model_dir}: tensor parallelism cannot split the experts of {config.model_type!r} "
                          "models: choose a strategy for pipelines, such as flowspec")
-    if config.model_type in UNSPLIT:
+    if not family_of(config).llama_like:
         raise UsageError(f"{model_dir}: tensor parallelism cannot split the layers of {config.model_type!r} "
                          "models: choose a strategy for pipelines, such as flowspec")
     rank, ranks = group.rank, group.size
