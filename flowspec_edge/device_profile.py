@@ -15,17 +15,14 @@ from pydantic import Field, model_validator
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS
+from flowspec_edge.model.families import LLAMA
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.terminal import did_you_mean
 from flowspec_edge.util.tomlfile import Count, NotNegative, Positive, StrictModel, load_toml
 
 # Kernel launches of stages and of D0 on torch 2.8, which is JetPack 6's, counted with 16 rows of one session
 # (tests/stage/test_launches.py, tests/drafting/test_launches.py).  With a session more, log-probabilities or
-# packed weights there are a few more.
-LAYER_LAUNCHES = {"llama": 17, "qwen3": 20,  # of a decoder layer, by transformers' name of the family
-                  "qwen3_moe": 35, "mixtral": 32,  # in int4 and without those of experts, as these, of which
-                  "qwen3_5_text": 58, "qwen3_5_moe_text": 77, "qwen3_next": 81}  # three in four are recurrent
-OTHER_LAYER_LAUNCHES = 20
+# packed weights there are a few more.  Those of a layer are in its family's record (``model.families``).
 GRAPH_LAYER_LAUNCHES = 6  # of a layer whose pieces are CUDA graphs; 4 without grouped heads
 SPARSE_GRAPH_LAYER_LAUNCHES = 17  # with experts, and without theirs
 EXPERT_LAUNCHES = 2  # of each expert that rows have chosen
@@ -55,7 +52,7 @@ class StageCurve(StrictModel):
     each corner; ``overhead_ms``: added to every segment, whatever the layers.
 
     Of a model with experts, ``ms`` is the time if every row chooses by itself, and ``shared_ms`` if all rows
-    choose the same; in between, by ``correlation``, as ``util.experts`` defines it: None for
+    choose the same; in between, by ``correlation``, as ``model.experts`` defines it: None for
     :data:`CORRELATION`.
     """
 
@@ -169,7 +166,7 @@ class LaunchCost(StrictModel):
     """
 
     us: NotNegative  # 10^-6 s
-    layer: Count = LAYER_LAUNCHES["llama"]  # launches of a decoder layer of the profile's model
+    layer: Count = LLAMA.launches  # launches of a decoder layer of the profile's model
     experts: Count | None = None  # in such a layer, if it has any; their launches are not in ``layer``
     chosen: Count | None = None  # of these by a row
     pass_graphs: bool = False  # whether draft passes are CUDA graphs

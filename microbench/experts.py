@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from flowspec_edge.model.experts import Experts, independent, separated
+from flowspec_edge.model.families import ExpertNames
 from flowspec_edge.stage.quant.schemes import scheme
-from flowspec_edge.util.experts import Experts, independent, separated
 from microbench._common import Row, options, print_rows, random_codes
 
 ROWS = (1, 2, 4, 8, 16, 32)
@@ -37,7 +38,7 @@ def stacked(experts: int) -> Any:
 
 def ours(theirs: Any, int4: bool) -> Experts:
     """As a stage loads them: views of the same weights, or random codes of 4 bits."""
-    made = separated(theirs, "qwen3_moe")
+    made = separated(theirs, ExpertNames())
     experts: list[Any] = list(made.children())
     for expert, gate_up, down in zip(experts, theirs.gate_up_proj, theirs.down_proj, strict=True):
         for name in expert.side_by_side:

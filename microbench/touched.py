@@ -4,7 +4,7 @@ Requests run in virtual time over four stages of the sparse demonstration model 
 count.  Of FlowSpec+, whose segments have 16 rows here: "siblings" follow one token, "segment" are the n rows
 that were numbered first, "likeliest of K" the first rows of K requests in one pass.  "chain": consecutive
 rows of the prompts; "oracle": of the first 2 n rows of a segment those n that share most in a stage, whatever
-they are worth.  U(n) is of independent rows, c the correlation (``util.experts``); profiles have
+they are worth.  U(n) is of independent rows, c the correlation (``model.experts``); profiles have
 that of a segment.
 """
 
@@ -22,11 +22,11 @@ from flowspec_edge.boards.planning.testbed import profile_or_testbed
 from flowspec_edge.d0.request import Request
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.messages import Segment, unpack_bits
+from flowspec_edge.model.experts import computed, independent
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.engine import Poll, Results, StageEngine
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.util.experts import computed, independent
 from microbench._common import Row, demo_prompts, options, print_rows
 
 TESTBED = "orin-nano-8gb-super:5/qwen3-30b-a3b/int4"

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from flowspec_edge.model.families import family_of
 from flowspec_edge.util.kernels import HeadNorms, RmsNorm, rotate_in_place, rotation
 from flowspec_edge.util.linears import add_product, detach_and_join
 
@@ -149,14 +150,11 @@ class _ModelNorm(nn.Module):
         return self._norm(x)
 
 
-LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")  # families whose layers DraftLayer knows
-
-
 def fuse_model(model: PreTrainedModel) -> bool:
     """Replace a model's layers; returns whether that was possible.  It then takes passes with a mask and a
     :class:`RowCache` alone, and positions that its ``rotary_emb`` has been told of (``reach``)."""
     base: Any = model.base_model
-    if model.config.model_type not in LLAMA_LIKE or not is_fixed(base.rotary_emb):
+    if not family_of(model.config).llama_like or not is_fixed(base.rotary_emb):
         return False
     base.rotary_emb = RotaryTable(base.rotary_emb, model.dtype, model.device)
     for index, layer in enumerate(base.layers):

@@ -19,12 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings, TargetFacts
-from flowspec_edge.drafting.fused import LLAMA_LIKE, RotaryTable, fuse_model
+from flowspec_edge.drafting.fused import RotaryTable, fuse_model
 from flowspec_edge.drafting.recorded import PassInputs, PassModel, RecordedPasses
 from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, JointCache, PassCache, additive_mask
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter, joined
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.model.draft_kinds import Shapes
+from flowspec_edge.model.families import family_of
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.bounded_read import UncachedFile
@@ -190,7 +191,7 @@ def _read_in_pieces(path: Path, dtype: torch.dtype, device: torch.device) -> Any
     """A Llama-like model, tensor by tensor: transformers holds it twice, on the CPU and on the device, which
     share their memory on a board.  None if the files' tensors are not those of the model."""
     config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    if (config.model_type not in LLAMA_LIKE or getattr(config, "quantization_config", None)
+    if (not family_of(config).llama_like or getattr(config, "quantization_config", None)
             or not any(path.glob(f"*{SAFETENSORS}"))):
         return None
     with torch.device("meta"):

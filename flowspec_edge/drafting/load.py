@@ -64,7 +64,7 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
     record, model, target = draft_kind_named(kind), ModelDir(model_dir), as_output_head(lm_head)
     directory = model.draft(kind)
     if record.in_target and directory is None:
-        raise UsageError(missing_own_layer(kind, model))
+        raise UsageError(missing_own_layer(record, model))
     directory = directory or model_dir / record.directory
     if record.looks_up_target and embedding is None:
         raise FlowspecError(f"{directory} looks up embeddings, and {model_dir / 'target'} has none")

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from flowspec_edge.d0.request import FinishReason
+from flowspec_edge.model.experts import separate_experts
 from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, Manifest, stage_part
 from flowspec_edge.model.modeldir import ModelDir, is_sharded
 from flowspec_edge.model.weights.checkpoint import Checkpoint
@@ -34,7 +35,6 @@ from flowspec_edge.stage.weights.load import (
     part_dir,
     scheme_of,
 )
-from flowspec_edge.util.experts import separate_experts
 from flowspec_edge.util.tensors import no_loading_bars, parse_dtype
 from flowspec_edge.util.threads import threads_worth
 from flowspec_edge.util.torchdevice import use_exact_kernels

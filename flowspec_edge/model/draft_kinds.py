@@ -32,7 +32,8 @@ class DraftKind:
     is_head         a small network on the target's states: its matrices are packed as lm_head is, and its
                     embeddings stay in their file
     is_block        drafts all depths of a tree in one pass
-    in_target       a layer of the target's own checkpoint
+    in_target       of a layer of the target's own checkpoint, how the names of its tensors begin; "": it has
+                    files of its own
     looks_up_target its embeddings are always the target's
     bound           to the one strategy that drafts with it, which drafts with nothing else
     inner_states    needs states from within the target, which a pipeline's stages alone send
@@ -55,7 +56,7 @@ class DraftKind:
     choice: int | None = None
     is_head: bool = True
     is_block: bool = False
-    in_target: bool = False
+    in_target: str = ""
     looks_up_target: bool = False
     bound: bool = False
     inner_states: bool = False
@@ -104,6 +105,8 @@ _EAGLE2 = DraftKind("eagle2", "eagle2", "EAGLE-2 head", "flowspec_edge.drafting.
 _DFLASH = DraftKind("dflash", "dflash", "DFlash block drafter", "flowspec_edge.drafting.block.formats",
                     (0, 150), formats=("DFlash", "DFlash2", "JetSpec"), choice=3, is_block=True,
                     inner_states=True, shares_memory=False, passes=3.3, usual="five layers and fc")
+MTP = DraftKind("mtp", "mtp", "own MTP layer", "flowspec_edge.drafting.eagle.mtp", (0, 110),
+                formats=("MTP",), in_target="mtp.", looks_up_target=True, usual="a layer with attention")
 
 # Kernel launches are counted on torch 2.8 (tests/drafting/test_launches.py), block drafters' are estimated.
 DRAFT_KINDS = {kind.name: kind for kind in (
@@ -121,8 +124,7 @@ DRAFT_KINDS = {kind.name: kind for kind in (
     _DFLASH,
     replace(_DFLASH, name="dspark", directory="dspark", title="DSpark block drafter", launches=(0, 160),
             formats=("DSpark",), choice=2),
-    DraftKind("mtp", "mtp", "own MTP layer", "flowspec_edge.drafting.eagle.mtp", (0, 110),
-              formats=("MTP",), in_target=True, looks_up_target=True, usual="a layer with attention"),
+    MTP,
     DraftKind("ngram", "", "n-grams of the text", "", (0, 0), is_head=False, shares_memory=False,
               charged_as=""),
 )}

@@ -1,48 +1,134 @@
-"""The families of models that stages can run, by ``model_type``, without transformers."""
+"""The families of models that stages can run: a record each, without torch or transformers.
+
+Loading, sharding, planning, costs and messages ask the record.  Code of its own has a family only if its
+layers are new: the record then names the module.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-# Families with experts, and with recurrent layers.
-SPARSE = ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "qwen3_5_moe_text")
-RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-# Families that only transformers' own code computes: not fused, not split among ranks.
-UNSPLIT = ("phi3", "ministral3", "gpt_oss", *RECURRENT)
-MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}  # -> of their language model
-# Families whose forward pass is exactly: embeddings, layers with attention (of all or a window) or a
-# recurrence, norm.
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "ministral3", "qwen3_moe", "mixtral",
-                 "gpt_oss", *RECURRENT)
+from flowspec_edge.model.draft_kinds import MTP, DraftKind
 
-# What transformers takes for fields that a config.json leaves out.
-_DEFAULTS: dict[str, dict[str, int]] = {
-    "llama": {"vocab_size": 32_000, "num_attention_heads": 32, "max_position_embeddings": 2_048},
-    "mistral": {"vocab_size": 32_000, "num_attention_heads": 32, "num_key_value_heads": 8,
-                "max_position_embeddings": 131_072},
-    "qwen2": {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 32,
-              "max_position_embeddings": 32_768},
-    "qwen3": {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128,
-              "max_position_embeddings": 32_768},
-    "phi3": {"vocab_size": 32_064, "num_attention_heads": 32, "max_position_embeddings": 4_096},
-    "ministral3": {"vocab_size": 131_072, "num_attention_heads": 32, "num_key_value_heads": 8,
-                   "max_position_embeddings": 262_144},
-    "qwen3_moe": {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 4,
-                  "max_position_embeddings": 32_768},
-    "mixtral": {"vocab_size": 32_000, "num_attention_heads": 32, "num_key_value_heads": 8,
-                "max_position_embeddings": 131_072},
-    "gpt_oss": {"vocab_size": 201_088, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-                "max_position_embeddings": 131_072},
-    "qwen3_next": {"vocab_size": 151_936, "num_attention_heads": 16, "num_key_value_heads": 2,
-                   "head_dim": 256, "max_position_embeddings": 32_768},
-    "qwen3_5_text": {"vocab_size": 248_320, "num_attention_heads": 16, "num_key_value_heads": 4,
-                     "head_dim": 256, "max_position_embeddings": 32_768},
-    "qwen3_5_moe_text": {"vocab_size": 248_320, "num_attention_heads": 16, "num_key_value_heads": 2,
-                         "head_dim": 256, "max_position_embeddings": 32_768},
-}
+# Modules of ``stage.layers`` that make a loaded layer compute in few kernel launches, and the name in each.
+FUSED = "flowspec_edge.stage.layers.fused:FusedLayer"
+_DELTA = "flowspec_edge.stage.layers.delta_net:in_fewer_launches"
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """How checkpoints name the experts of a layer.
+
+    block           their module in the layer
+    gate, up, down  an expert's matrices
+    clamped         the matrices have biases, and gate and up are clamped as gpt-oss clamps them
+    """
+
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    clamped: bool = False
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family: embeddings, layers with attention (of all rows or a window) or a recurrence, a norm.
+
+    name            transformers' ``model_type``
+    defaults        what transformers takes for fields that a config.json leaves out
+    layer           MODULE:NAME of what makes a loaded layer compute in few kernel launches, for CUDA; "":
+                    only transformers' own code computes it
+    launches        kernel launches of a decoder layer in int4, without those of experts; an average if layers
+                    differ.  Counted on torch 2.8 with 16 rows (tests/stage/test_launches.py)
+    within          ``model_type`` of a multimodal checkpoint with such a language model in its text_config
+    experts         names of its experts; None: its layers are dense
+    recurrent       most layers are recurrences (gated delta nets) instead of attention
+    always_windowed every layer has the configuration's window, if it has one; else ``layer_types`` says
+    packed_as       the quantised format of its published weights that stages read; "": none
+    draft_layers    kinds of draft models that its checkpoints may hold as layers of their own
+    """
+
+    name: str
+    defaults: Mapping[str, int] = field(default_factory=dict, hash=False)
+    layer: str = FUSED
+    launches: int = 20
+    within: str = ""
+    experts: ExpertNames | None = None
+    recurrent: bool = False
+    always_windowed: bool = False
+    packed_as: str = ""
+    draft_layers: tuple[DraftKind, ...] = ()
+
+    @property
+    def sparse(self) -> bool:
+        """Whether its layers have experts."""
+        return self.experts is not None
+
+    @property
+    def llama_like(self) -> bool:
+        """Whether its layers are those of Llama, perhaps with biases, norms of heads or a window."""
+        return self.layer == FUSED and not self.sparse
+
+
+LLAMA = Family("llama", {"vocab_size": 32_000, "num_attention_heads": 32, "max_position_embeddings": 2_048},
+               launches=17)
+FAMILIES = {family.name: family for family in (
+    LLAMA,
+    Family("mistral", {"vocab_size": 32_000, "num_attention_heads": 32, "num_key_value_heads": 8,
+                       "max_position_embeddings": 131_072}, always_windowed=True),
+    Family("qwen2", {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 32,
+                     "max_position_embeddings": 32_768}),
+    Family("qwen3", {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 32,
+                     "head_dim": 128, "max_position_embeddings": 32_768}),
+    Family("phi3", {"vocab_size": 32_064, "num_attention_heads": 32, "max_position_embeddings": 4_096},
+           layer="", always_windowed=True),
+    Family("ministral3", {"vocab_size": 131_072, "num_attention_heads": 32, "num_key_value_heads": 8,
+                          "max_position_embeddings": 262_144}, layer="", always_windowed=True),
+    Family("qwen3_moe", {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 4,
+                         "max_position_embeddings": 32_768},
+           launches=35, experts=ExpertNames(), always_windowed=True),
+    Family("mixtral", {"vocab_size": 32_000, "num_attention_heads": 32, "num_key_value_heads": 8,
+                       "max_position_embeddings": 131_072},
+           launches=32, experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2"), always_windowed=True),
+    Family("gpt_oss", {"vocab_size": 201_088, "num_attention_heads": 64, "num_key_value_heads": 8,
+                       "head_dim": 64, "max_position_embeddings": 131_072},
+           layer="", experts=ExpertNames(clamped=True), packed_as="mxfp4"),
+    Family("qwen3_next", {"vocab_size": 151_936, "num_attention_heads": 16, "num_key_value_heads": 2,
+                          "head_dim": 256, "max_position_embeddings": 32_768},
+           layer=_DELTA, launches=81, experts=ExpertNames(), recurrent=True, draft_layers=(MTP,)),
+    Family("qwen3_5_text", {"vocab_size": 248_320, "num_attention_heads": 16, "num_key_value_heads": 4,
+                            "head_dim": 256, "max_position_embeddings": 32_768},
+           layer=_DELTA, launches=58, within="qwen3_5", recurrent=True, draft_layers=(MTP,)),
+    Family("qwen3_5_moe_text", {"vocab_size": 248_320, "num_attention_heads": 16, "num_key_value_heads": 2,
+                                "head_dim": 256, "max_position_embeddings": 32_768},
+           layer=_DELTA, launches=77, within="qwen3_5_moe", experts=ExpertNames(), recurrent=True,
+           draft_layers=(MTP,)),
+)}
+# By the type of a multimodal checkpoint, the family of its language model.
+MULTIMODAL = {family.within: family for family in FAMILIES.values() if family.within}
+UNKNOWN = Family("", layer="")  # one that stages cannot run
+
+
+def family_of(config: Any) -> Family:
+    """The family of transformers' configuration, or of a config.json's fields: of those that stages cannot
+    run, a record without anything of its own."""
+    name = config.get("model_type") if isinstance(config, Mapping) else config.model_type
+    return FAMILIES.get(name, UNKNOWN) if isinstance(name, str) else UNKNOWN
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a language model's config.json, and transformers' defaults for those it leaves out."""
-    return {**_DEFAULTS.get(str(config.get("model_type")), {}), **config}
+    return {**family_of(config).defaults, **config}
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Of a multimodal model, the fields of its language model; else ``config``."""
+    inner, family = config.get("text_config"), config.get("model_type")
+    if not isinstance(family, str) or family not in MULTIMODAL or not isinstance(inner, dict):
+        return dict(config)
+    fields = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id", "quantization_config")
+              if name in config}
+    return {**inner, **fields, "model_type": MULTIMODAL[family].name}

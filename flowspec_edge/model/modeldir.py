@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kinds import STORED, DraftKind, draft_kind_named
-from flowspec_edge.model.families import MULTIMODAL, RECURRENT, SPARSE, with_defaults
+from flowspec_edge.model.families import FAMILIES, Family, family_of, text_config, with_defaults
 from flowspec_edge.model.recognise import GGUF, refuse_part, refuse_unless_runnable
 from flowspec_edge.model.weights.located import MANIFEST, WEIGHTS, locate, stored_names, warn_of_unread
 from flowspec_edge.sampling.settings import Sampling
@@ -28,7 +28,6 @@ from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.terminal import did_you_mean
 
 DEMO = "demo"
-_MTP = "mtp."  # begins the names of the tensors of an MTP layer
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
 
@@ -65,7 +64,7 @@ class ModelDir:
         it has none."""
         found = draft_kind_named(kind)
         path = self.parts / found.directory
-        if found.in_target and not path.is_dir() and self._stores_mtp:
+        if found.in_target and not path.is_dir() and found in self._own_layers:
             return self.target
         return path if (path / "config.json").is_file() else None
 
@@ -75,12 +74,12 @@ class ModelDir:
         return [kind for kind in STORED if self.draft(kind.name) is not None]
 
     @cached_property
-    def _stores_mtp(self) -> bool:
-        """Whether the target's checkpoint names tensors of an MTP layer of a family that has one."""
-        path = self.target / "config.json"
-        if not path.is_file() or self.config.get("model_type") not in RECURRENT:
-            return False
-        return any(name.startswith(_MTP) for name in stored_names(self.target))
+    def _own_layers(self) -> frozenset[DraftKind]:
+        """The kinds whose layer the target's checkpoint names tensors of, and its family has."""
+        if not (self.target / "config.json").is_file() or not (kinds := self.family.draft_layers):
+            return frozenset()
+        names = stored_names(self.target)
+        return frozenset(kind for kind in kinds if any(name.startswith(kind.in_target) for name in names))
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -90,9 +89,13 @@ class ModelDir:
         return config
 
     @property
+    def family(self) -> Family:
+        return family_of(self.config)
+
+    @property
     def sparse(self) -> bool:
         """Whether its layers have experts."""
-        return self.config.get("model_type") in SPARSE
+        return self.family.sparse
 
     @property
     def layers(self) -> int:
@@ -133,14 +136,16 @@ def is_sharded(model_dir: Path | str) -> bool:
     return (Path(model_dir) / MANIFEST).is_file()
 
 
-def missing_own_layer(kind: str, model: ModelDir | None, family: str = "") -> str:
+def missing_own_layer(kind: DraftKind, model: ModelDir | None, family: str = "") -> str:
     """Why ``model``, or one of a ``family`` that is not here, has no layer of its own that drafts."""
-    family = model.config.get("model_type", "") if model else family
-    if model is None or family not in RECURRENT:
-        return (f"draft {kind}: {family!r} models have no MTP layer that can be run, only those of the "
-                f"types {', '.join(RECURRENT)}")
-    return (f"draft {kind}: {model.path} has no MTP layer, since its weights hold no tensors {_MTP}*: take "
-            "the checkpoint as it was published, and shard that again")
+    layer = kind.title.removeprefix("own ")
+    if model is None or kind not in model.family.draft_layers:
+        family = model.config.get("model_type", "") if model else family
+        having = [name for name, other in FAMILIES.items() if kind in other.draft_layers]
+        return (f"draft {kind.name}: {family!r} models have no {layer} that can be run, only those of the "
+                f"types {', '.join(having)}")
+    return (f"draft {kind.name}: {model.path} has no {layer}, since its weights hold no tensors "
+            f"{kind.in_target}*: take the checkpoint as it was published, and shard that again")
 
 
 def resolve_model(name_or_path: str | Path | None = None, quantised: bool = False) -> ModelDir:
@@ -233,22 +238,12 @@ def cache_values(config: Mapping[str, Any]) -> int:
 
 def recurrent_layers(config: Mapping[str, Any]) -> int:
     """Layers without keys and values."""
-    if config.get("model_type") not in RECURRENT:
+    if not family_of(config).recurrent:
         return 0
     layers, every = int(config["num_hidden_layers"]), int(config.get("full_attention_interval") or 4)
     kinds = config.get("layer_types") or [
         "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
     return sum(kind == "linear_attention" for kind in kinds)
-
-
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a multimodal model, the fields of its language model; else ``config``."""
-    inner, family = config.get("text_config"), config.get("model_type")
-    if not isinstance(family, str) or family not in MULTIMODAL or not isinstance(inner, dict):
-        return dict(config)
-    fields = {name: config[name] for name in ("tie_word_embeddings", "eos_token_id", "quantization_config")
-              if name in config}
-    return {**inner, **fields, "model_type": MULTIMODAL[config["model_type"]]}
 
 
 def position_limit(config: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.draft_kinds import FORMATS, recognise_format
-from flowspec_edge.model.families import ARCHITECTURES, MULTIMODAL
+from flowspec_edge.model.families import FAMILIES, MULTIMODAL, family_of
 from flowspec_edge.model.weights.located import ADAPTER, MANIFEST, locate, stored_names
 from flowspec_edge.util.bounded_read import read_json_object
 
@@ -22,8 +22,7 @@ GGUF = ("GGUF files are not read: give the directory of the Hugging Face checkpo
         "made; flowspec models shard --dtype int4 makes 4 bits of it")
 _CHECKPOINT = "give the directory of the Hugging Face checkpoint (config.json, safetensors, tokenizer)"
 _EXPORT = "convert it to Hugging Face's format"
-# Quantised formats that ``flowspec models shard`` converts, and the one that stages read.
-CONVERTED, _READ = ("awq", "gptq"), "mxfp4"
+CONVERTED = ("awq", "gptq")  # quantised formats that ``flowspec models shard`` converts
 _IN_16_BITS = "take the 16 bit checkpoint, and quantise it with: flowspec models shard --dtype int4"
 # Files in which tools beside transformers say how weights are quantised.
 _QUANTISED_BESIDE = {"quantize_config.json": "gptq", "quant_config.json": "awq",
@@ -61,11 +60,11 @@ def require_family(config: Mapping[str, Any], path: Path | str) -> None:
     if not isinstance(family, str):
         raise UsageError(f"{path} names no model_type: it is not the configuration of a model, or an old "
                          "one; take the checkpoint as it was published")
-    if family in ARCHITECTURES or (family in MULTIMODAL and isinstance(inner, dict)):
+    if family in FAMILIES or (family in MULTIMODAL and isinstance(inner, dict)):
         return
-    only = f"only {', '.join(ARCHITECTURES)}"
+    only = f"only {', '.join(FAMILIES)}"
     inside = inner.get("model_type") if isinstance(inner, dict) else None
-    if inside in ARCHITECTURES:
+    if inside in FAMILIES:
         raise UsageError(f"{path}: stages cannot run {family!r} models, which hold a language model of the "
                          f"type {inside!r} among other parts.  That can be run alone: take a text checkpoint "
                          "of it, or save its language model as one with transformers")
@@ -89,7 +88,7 @@ def refuse_quantised(config: Mapping[str, Any], path: Path | str, converted: boo
         return
     facts = how if isinstance(how, dict) else how.to_dict()
     method = str(facts.get("quant_method") or "an unknown method").lower()
-    if method == _READ and config.get("model_type") == "gpt_oss":
+    if method == family_of(config).packed_as:
         return
     if method not in CONVERTED:
         raise UsageError(f"{path}: weights quantised with {method} cannot be read; {_IN_16_BITS}")

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from flowspec_edge.drafting.format import TargetFacts
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.catalogue import download, is_repository_name
-from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model, text_config
+from flowspec_edge.model.families import text_config
+from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape, missing_tensor
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families import load_config, skeleton

@@ -33,6 +33,7 @@ from flowspec_edge.messages import (
     Segment,
     Tap,
 )
+from flowspec_edge.model.experts import correlation_of
 from flowspec_edge.stage import forward, rows
 from flowspec_edge.stage.layers.attention import Part
 from flowspec_edge.stage.layers.graphs import LayerGraphs
@@ -40,7 +41,6 @@ from flowspec_edge.stage.layers.stage_cache import StageCache, StageMemory
 from flowspec_edge.stage.rows import COUNTERS, Session
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util import torchdevice
-from flowspec_edge.util.experts import correlation_of
 from flowspec_edge.util.tensors import from_torch, wire_name
 
 Poll = Callable[[], None]  # called between layers; it may receive messages
@@ -249,7 +249,7 @@ class StageEngine:
         return forward.run(self.shard, parts, keep_going, self.graphs) if parts else None
 
     def correlation(self, rows: int) -> float | None:
-        """Of the experts of the last pass, which had ``rows`` (``util.experts``)."""
+        """Of the experts of the last pass, which had ``rows`` (``model.experts``)."""
         return correlation_of(self.shard.modules, rows)
 
     def _prepare(self, admitted: Segment) -> Part | None:

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.families import RECURRENT, SPARSE
+from flowspec_edge.model.experts import separate_experts
+from flowspec_edge.model.families import Family, family_of, text_config
 from flowspec_edge.model.manifest import DRAFT_TARGET, Manifest, stage_part
-from flowspec_edge.model.modeldir import check_config, is_sharded, text_config
+from flowspec_edge.model.modeldir import check_config, is_sharded
 from flowspec_edge.model.recognise import refuse_quantised, refuse_unless_runnable, require_family
 from flowspec_edge.stage.layers import attention
 from flowspec_edge.stage.layers.delta_net import recur_over_trees
 from flowspec_edge.util.bounded_read import read_json_object
-from flowspec_edge.util.experts import separate_experts
 
 # Rotary embeddings whose angle depends only on the row's position.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -94,6 +96,14 @@ def skeleton(config: Any) -> Any:
                          ) from error
 
 
+def few_launches(family: Family) -> Callable[[nn.Module], nn.Module]:
+    """What makes a loaded layer of a family compute in few kernel launches, and returns it; the family's
+    record names it (``Family.layer``)."""
+    module, _, name = family.layer.partition(":")
+    found: Callable[[nn.Module], nn.Module] = getattr(import_module(module), name)
+    return found
+
+
 def _check(config: Any, path: Path | str, quantised: bool) -> None:
     require_family({"model_type": config.model_type}, path)
     _check_rope(config, path)
@@ -117,24 +127,24 @@ def _check_rope(config: Any, path: Path | str) -> None:
 
 
 def _check_shape(config: Any, path: Path | str) -> None:
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads, kv_heads, family = config.num_attention_heads, config.num_key_value_heads, family_of(config)
     if kv_heads < 1 or heads % kv_heads:
         raise UsageError(f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
     if config.hidden_act not in ACT2FN:
         raise UsageError(f"{path}: transformers has no activation {config.hidden_act!r}")
     experts = (getattr(config, "num_local_experts", None) or config.num_experts
-               ) if config.model_type in SPARSE else 0
+               ) if family.sparse else 0
     if experts and config.num_experts_per_tok > experts:
         raise UsageError(f"{path}: a row cannot choose {config.num_experts_per_tok} experts of {experts}")
-    if config.model_type in RECURRENT and config.linear_num_value_heads % config.linear_num_key_heads:
+    if family.recurrent and config.linear_num_value_heads % config.linear_num_key_heads:
         raise UsageError(f"{path}: {config.linear_num_value_heads} heads of recurrent layers cannot share "
                          f"{config.linear_num_key_heads} key heads evenly")
-    if config.model_type in RECURRENT and config.hidden_act != "silu":
+    if family.recurrent and config.hidden_act != "silu":
         raise UsageError(f"{path}: the convolution's activation is silu, not {config.hidden_act!r}")
 
 
 def _check_layers(config: Any, path: Path | str) -> None:
-    known = {"full_attention", "linear_attention" if config.model_type in RECURRENT else "sliding_attention"}
+    known = {"full_attention", "linear_attention" if family_of(config).recurrent else "sliding_attention"}
     others = {*(getattr(config, "layer_types", None) or ())} - known
     if others:
         raise UsageError(f"{path}: layers of type {', '.join(sorted(others))} cannot be run, only "

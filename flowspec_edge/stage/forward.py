@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flowspec_edge.model.experts import touched
 from flowspec_edge.stage.layers.attention import Part
 from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.shard import Shard
-from flowspec_edge.util.experts import touched
 from flowspec_edge.util.kernels import angles, rotation
 from flowspec_edge.util.tensors import indices, to_device, to_host, to_torch
 from flowspec_edge.util.weight_file import tokens_device

@@ -14,14 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.families import RECURRENT, UNSPLIT
+from flowspec_edge.model.families import family_of
 from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
 from flowspec_edge.model.modeldir import is_sharded
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.model.weights.files import WeightFiles
-from flowspec_edge.stage.families import load_config, skeleton
-from flowspec_edge.stage.layers.delta_net import in_fewer_launches
-from flowspec_edge.stage.layers.fused import FusedLayer
+from flowspec_edge.stage.families import few_launches, load_config, skeleton
 from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
 from flowspec_edge.stage.layers.stage_cache import CacheKind
 from flowspec_edge.stage.weights import tensor_names
@@ -146,8 +144,7 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     model_dir  a checkpoint, or a sharded model with this stage's part, whose files are all checked against
                the manifest
     dtype      "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits
-    fused      use FusedLayer, or fewer launches where layers are recurrent; None: on CUDA; never for another
-               family in ``UNSPLIT``
+    fused      compute layers in few launches, as the family's record says (``Family.layer``); None: on CUDA
 
     UsageError for an unusable model or split.  FlowspecError for too little memory, and for a missing,
     misshapen, truncated, altered or unexpected file or tensor, which it names.
@@ -161,8 +158,8 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     weights = part_dir(model_dir, stage_part(index))
     with opened_part(model_dir, stage_part(index)) as files:
         config, checkpoint = load_config(weights), Checkpoint(weights, files)
-        core, few = skeleton(config), fused and config.model_type in RECURRENT
-        fused = fused and config.model_type not in UNSPLIT
+        core, family = skeleton(config), family_of(config)
+        few = few_launches(family) if fused and family.layer else None
         parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
         if index == stages - 1:
             parts["model.norm"] = core.norm
@@ -179,10 +176,8 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
                 embed = _embedding(checkpoint, config, torch_dtype, torch_device)
             for name, module in parts.items():  # one by one: no more than one layer is in memory twice
                 read += load_modules({name: module}, checkpoint, torch_dtype, torch_device, quantised)
-                if fused and name.startswith("model.layers."):
-                    parts[name] = FusedLayer(module)
-                elif few and name.startswith("model.layers."):
-                    in_fewer_launches(module)
+                if few and name.startswith("model.layers."):
+                    parts[name] = few(module)
         release(torch_device)
         tensor_names.check_no_unexpected(weights, checkpoint.names, read if is_sharded(model_dir) else wanted)
         rotary = type(core.rotary_emb)(config=config).to(device)  # computed from the config alone

@@ -75,7 +75,7 @@ def missing_draft(chosen: type[Strategy], kind: str, model: ModelDir, write: Wri
     """
     found = DRAFT_KINDS[kind]
     if found.in_target:
-        return missing_own_layer(kind, model)
+        return missing_own_layer(found, model)
     plain = f"do not draft: {write('strategy', 'autoregressive')}"
     if model.sharded:
         add = "shard it again with --draft DIR"

@@ -12,9 +12,10 @@ from kits.tiny_models import tiny_model, tiny_tokenizer
 from kits.torch_devices import needs_cuda
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from flowspec_edge.drafting.fused import LLAMA_LIKE, RotaryTable
+from flowspec_edge.drafting.fused import RotaryTable
 from flowspec_edge.drafting.lm import LMDrafter, load_lm
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.families import family_of
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
@@ -65,7 +66,7 @@ def test_the_families_of_transformers(tmp_path: Path, family: str) -> None:
         drafter = load_lm(tmp_path, tmp_path, V, torch.float32, CPU, fused)
         agrees(drafter, tmp_path, V, [5, 6, 7, 8, 9, 3, 4, 60, 2])
         tables = [part for part in drafter._model.modules() if isinstance(part, RotaryTable)]
-        assert len(tables) == (fused and family in LLAMA_LIKE)
+        assert len(tables) == (fused and family_of({"model_type": family}).llama_like)
 
 
 @pytest.mark.parametrize("shape", [{"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 4},

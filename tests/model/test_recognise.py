@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.families import ARCHITECTURES, with_defaults
+from flowspec_edge.model.families import FAMILIES, with_defaults
 from flowspec_edge.model.modeldir import resolve_model
 from flowspec_edge.model.recognise import refuse_unless_runnable
 
@@ -134,7 +134,7 @@ def test_a_file_is_no_directory(model: Path) -> None:
         resolve_model(model / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_fields_left_out_are_those_of_transformers(family: str) -> None:
     theirs = AutoConfig.for_model(family)
     ours = with_defaults({"model_type": family})

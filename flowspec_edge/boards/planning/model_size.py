@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from flowspec_edge.boards.planning.planned_draft import NGRAMS, PlannedDraft, Wanted, choose
-from flowspec_edge.device_profile import LAYER_LAUNCHES, OTHER_LAYER_LAUNCHES
 from flowspec_edge.drafting.format import head_format_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
-from flowspec_edge.model.draft_kinds import HEADS, OWN_LAYERS, DraftKind
-from flowspec_edge.model.families import RECURRENT
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, OWN_LAYERS, DraftKind
+from flowspec_edge.model.experts import correlated
+from flowspec_edge.model.families import UNKNOWN, family_of
 from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
 from flowspec_edge.model.modeldir import (
     ModelDir,
@@ -41,7 +41,6 @@ from flowspec_edge.stage.quant.awq_gptq import importer
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
 from flowspec_edge.strategies.tree_strategy import TreeParameters
-from flowspec_edge.util.experts import correlated
 
 PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of a value outside the decoder's matrices
@@ -91,7 +90,7 @@ class ModelBytes:
     kv_cache: CacheBits
     from_weights: bool
     planned: PlannedDraft
-    layer_launches: int = OTHER_LAYER_LAUNCHES
+    layer_launches: int = UNKNOWN.launches
     window: int | None = None
     windowed: float = 0.0
     experts: int = 0
@@ -168,9 +167,10 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     if target and from_weights:
         _check(target, config, core)
     published = [(head.kind or "", head.repository) for head in known[1].runnable] if known else []
-    if (draft in [kind.name for kind in OWN_LAYERS] and draft not in here
-            and (from_weights or config.model_type not in RECURRENT)):
-        raise UsageError(missing_own_layer(draft, ModelDir(target) if target else None, config.model_type))
+    wanted = DRAFT_KINDS.get(draft)
+    if (wanted and wanted.in_target and draft not in here
+            and (from_weights or wanted not in family_of(config).draft_layers)):
+        raise UsageError(missing_own_layer(wanted, ModelDir(target) if target else None, config.model_type))
     planned = choose(draft, here, published)
     draft_dir = here.get(planned.kind.name)
     head = None if planned.by_ngrams else (
@@ -202,7 +202,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
                       if head else 0),
         kv_cache=kv_cache,
         from_weights=from_weights, planned=planned,
-        layer_launches=LAYER_LAUNCHES.get(config.model_type, OTHER_LAYER_LAUNCHES),
+        layer_launches=family_of(config).launches,
         experts=len(sparse), expert=module_bytes(sparse[0], width, packed) if sparse else 0,
         chosen=int(config.num_experts_per_tok) if sparse else 0,
         state=sum(kind.request_bytes(width) for kind in recurrent) // len(kinds),

@@ -169,7 +169,7 @@ def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequenc
 
 def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:
     """Bytes of a layer if every matrix is read once for 16 of the rows that it multiplies."""
-    from flowspec_edge.util.experts import correlated  # torch: not for a usage error
+    from flowspec_edge.model.experts import correlated  # torch: not for a usage error
 
     touched = correlated(size.experts, size.chosen, rows, correlation)
     dense = size.layer - size.expert * size.experts

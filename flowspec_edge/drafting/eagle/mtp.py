@@ -28,9 +28,10 @@ from flowspec_edge.drafting.format import Loaded, OwnLayerFormat, Surroundings, 
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.errors import FlowspecError, last_line
 from flowspec_edge.model.draft_kinds import DraftKind, Shapes
-from flowspec_edge.model.modeldir import check_config, text_config
+from flowspec_edge.model.experts import separate_experts
+from flowspec_edge.model.families import text_config
+from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.util.bounded_read import read_json_object
-from flowspec_edge.util.experts import separate_experts
 from flowspec_edge.util.kernels import angles
 from flowspec_edge.util.weight_file import MTP, Embedding, as_embedding
 

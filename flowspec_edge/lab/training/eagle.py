@@ -25,9 +25,10 @@ class EagleRecipe(HeadRecipe):
 
 
 def new_head(target: Any) -> EagleHead:
-    """An untrained head with the target's shape and (frozen) embedding; Qwen2's has biases on q, k and v."""
-    biased = {"qkv_bias": True} if target.config.model_type == "qwen2" else {}
-    head = EagleHead(layer_config(target.config, bias=True, **biased))
+    """An untrained head with the target's shape and (frozen) embedding; biases on q, k and v if the target has them."""
+    biased = (any(name.endswith("self_attn.q_proj.bias") for name, _ in target.model.layers.named_parameters())
+              and not getattr(target.config, "attention_bias", False))
+    head = EagleHead(layer_config(target.config, bias=True, **({"qkv_bias": True} if biased else {})))
     head.embed_tokens.weight = frozen_embedding(target)
     return head
 

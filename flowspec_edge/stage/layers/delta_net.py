@@ -121,8 +121,8 @@ class GatedMlp(nn.Module):
 
 
 @torch.inference_mode()
-def in_fewer_launches(layer: Any) -> None:
-    """Exchange parts of a loaded layer, recurrent or with attention.
+def in_fewer_launches(layer: Any) -> Any:
+    """Exchange parts of a loaded layer, recurrent or with attention, and return it.
 
     The recurrence itself is the same on every device; attention and routers stay transformers'.
     """
@@ -136,3 +136,4 @@ def in_fewer_launches(layer: Any) -> None:
         layer.mlp = GatedMlp(layer.mlp)
     elif hasattr(layer.mlp, "shared_expert"):
         layer.mlp.shared_expert = GatedMlp(layer.mlp.shared_expert)
+    return layer

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 
+from flowspec_edge.model.experts import Experts
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, attend
 from flowspec_edge.stage.layers.kv_cache import KVCache
-from flowspec_edge.util.experts import Experts
 from flowspec_edge.util.kernels import HeadNorms, RmsNorm, rotate_in_place
 from flowspec_edge.util.linears import add_product, detach_and_join
 

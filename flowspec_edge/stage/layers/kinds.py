@@ -9,14 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flowspec_edge.model.families import family_of
 from flowspec_edge.model.manifest import CacheBits, reserved
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, Part, folded_mask
 from flowspec_edge.stage.layers.kv_cache import KVArena, row_bytes, window_reusable, window_rows
 from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.layers.stage_cache import CacheKind
-
-# Families whose layers all have the configuration's window, if it has one; in others, ``layer_types`` says.
-_ALL_SLIDE = ("mistral", "mixtral", "qwen3_moe", "phi3", "ministral3")
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ def layer_kinds(config: Any, kept_in: CacheBits = "16bit", kv_heads: int | None 
                 ) -> list[KeysValues | GatedDelta]:
     """Of every layer of a model.  ``kv_heads`` and ``groups``: those of this device, if it has not all."""
     types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    if config.model_type in _ALL_SLIDE:
+    if family_of(config).always_windowed:
         types = ["sliding_attention"] * config.num_hidden_layers
     heads = int(config.num_attention_heads)
     if kv_heads is None:

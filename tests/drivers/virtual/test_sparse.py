@@ -12,9 +12,9 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import StageCurve, load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.model.experts import independent
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.registry import STRATEGIES
-from flowspec_edge.util.experts import independent
 
 PROMPT = [5, 17, 42, 3, 3, 58, 11]
 NEW = 12

@@ -21,10 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.sharding.source import open_source
-from flowspec_edge.stage.families import load_config
-from flowspec_edge.stage.shard import load_shard
-from flowspec_edge.util.experts import (
+from flowspec_edge.model.experts import (
     Experts,
     correlated,
     correlation_of,
@@ -32,6 +29,10 @@ from flowspec_edge.util.experts import (
     separated,
     touched,
 )
+from flowspec_edge.model.families import FAMILIES
+from flowspec_edge.sharding.source import open_source
+from flowspec_edge.stage.families import load_config
+from flowspec_edge.stage.shard import load_shard
 
 WIDTH, INNER = 32, 24
 _BLOCKS: dict[str, Any] = {"qwen3_moe": Qwen3MoeSparseMoeBlock, "mixtral": MixtralSparseMoeBlock}
@@ -46,8 +47,10 @@ def blocks(family: str, experts: int, chosen: int) -> tuple[Any, Any]:
     theirs, ours = _BLOCKS[family](config), _BLOCKS[family](config)
     for value in theirs.parameters():
         nn.init.normal_(value, std=0.3)
+    names = FAMILIES[family].experts
+    assert names is not None
     ours.gate = theirs.gate
-    ours.experts = separated(theirs.experts, family)
+    ours.experts = separated(theirs.experts, names)
     for expert, gate_up, down in zip(ours.experts, theirs.experts.gate_up_proj, theirs.experts.down_proj,
                                      strict=True):
         parts = (gate_up[:INNER], gate_up[INNER:], down)

@@ -8,43 +8,26 @@ quantisation treat experts like any other matrix, one at a time.  Routers are tr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowspec_edge.model.families import ExpertNames, family_of
 from flowspec_edge.util.tensors import indices, on_host
-
-
-class _Names(NamedTuple):
-    """In checkpoints: of the block in its layer, and of an expert's matrices."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-
-
-_FAMILIES = {
-    "qwen3_moe": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
-    "mixtral": _Names("block_sparse_moe", "w1", "w3", "w2"),
-    "qwen3_next": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
-    "qwen3_5_moe_text": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
-    "gpt_oss": _Names("mlp", "gate_proj", "up_proj", "down_proj"),
-}
 
 
 class Expert(nn.Module):
     """Loading puts ``side_by_side``, which have no biases, into one matrix, ``joined``: a launch less."""
 
-    def __init__(self, names: _Names, width: int, inner: int, bias: bool = False) -> None:
+    def __init__(self, names: ExpertNames, width: int, inner: int) -> None:
         super().__init__()
         self._gates, self._down = (names.gate, names.up), names.down
-        self.side_by_side = () if bias else self._gates
+        self.side_by_side = () if names.clamped else self._gates
         for name, (rows, columns) in {names.gate: (inner, width), names.up: (inner, width),
                                       names.down: (width, inner)}.items():
-            self.add_module(name, nn.Linear(columns, rows, bias=bias, device="meta"))
+            self.add_module(name, nn.Linear(columns, rows, bias=names.clamped, device="meta"))
 
     def gate_up(self, x: Tensor) -> Tensor:
         """[n, H] to [n, 2I], gates first."""
@@ -122,13 +105,12 @@ class Experts(nn.ModuleList):
         return activated
 
 
-def separated(stacked: Any, family: str) -> Experts:
+def separated(stacked: Any, names: ExpertNames) -> Experts:
     """Experts like transformers' ``stacked`` ones, on the meta device."""
-    names, bias = _FAMILIES[family], family == "gpt_oss"
-    shape = ((stacked.hidden_size, stacked.intermediate_size) if bias else
+    shape = ((stacked.hidden_size, stacked.intermediate_size) if names.clamped else
              (stacked.hidden_dim, stacked.intermediate_dim))
-    gated = ClampedGate(stacked.alpha, stacked.limit) if bias else Gated(stacked.act_fn)
-    one = Expert(names, *shape, bias)
+    gated = ClampedGate(stacked.alpha, stacked.limit) if names.clamped else Gated(stacked.act_fn)
+    one = Expert(names, *shape)
     return Experts((_like(one) for _ in range(stacked.num_experts)), gated)
 
 
@@ -145,14 +127,15 @@ def _like(module: nn.Module) -> Any:
 
 def separate_experts(core: Any) -> None:
     """Replace the stacked experts of a decoder on the meta device; dense layers stay as they are."""
-    family = core.config.model_type
-    for layer in core.layers if family in _FAMILIES else ():
-        block, name = layer.mlp, _FAMILIES[family].block
+    names = family_of(core.config).experts
+    for layer in core.layers if names else ():
+        assert names is not None
+        block = layer.mlp
         if hasattr(block, "experts"):
-            block.experts = separated(block.experts, family)
-        if name != "mlp":  # a layer's forward calls ``mlp``; its tensors have the checkpoint's names
+            block.experts = separated(block.experts, names)
+        if names.block != "mlp":  # a layer's forward calls ``mlp``; its tensors have the checkpoint's names
             del layer.mlp
-            setattr(layer, name, block)
+            setattr(layer, names.block, block)
             layer.__dict__["mlp"] = block
 
 
