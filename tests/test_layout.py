@@ -47,7 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 ORDER: dict[str, list[str]] = {
     "stage": ["quant", "weights", "layers", "rows", "families", "output_head", "shard", "forward",
               "engine", "preparation", "counters", "core"],
-    "drivers": ["observe", "virtual", "stage", "processes"],
+    "drivers": ["observe", "virtual", "stage", "ring", "processes"],
     "serving": ["sse", "access_log", "fair_queue", "admission", "metrics", "openai", "conversation",
                 "dashboard", "access_control", "intake", "app", "server"],
     "boards": ["paths", "inventory", "commands", "links", "ssh_stages", "transfer", "probe", "gpu_check",

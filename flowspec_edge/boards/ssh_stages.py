@@ -16,13 +16,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
-from typing import IO, Any
+from typing import IO
 
 from flowspec_edge.boards.commands import BEGUN, SshRunner, end_process, failure
 from flowspec_edge.boards.inventory import Inventory
 from flowspec_edge.boards.links.addresses import network_address
-from flowspec_edge.drivers.processes.addresses import Addresses
 from flowspec_edge.drivers.processes.spec import Connected
+from flowspec_edge.drivers.ring import Ring
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.transport import keys
@@ -83,13 +83,13 @@ class SshBoards:
             pairs = [keys.generate() for _ in inventory.device]
             for place, pair in enumerate(pairs):
                 keys.save(pair, directory / f"key{place}")
-            addresses = _addresses(inventory, pairs, directory / "key0")
-            configs = _configs(inventory, addresses, pairs, {
-                "model": self._model, "dtype": self._dtype})
-            for device, config in zip(inventory.verify, configs, strict=True):
-                key = (directory / f"key{config.stage}").read_text(encoding="ascii")
+            ring = _ring(inventory, [pair.public.decode() for pair in pairs])
+            for place, device in enumerate(inventory.verify, start=1):
+                key = (directory / f"key{place}").read_text(encoding="ascii")
                 runner = SshRunner(inventory, device, own_connection=True)
-                lines = _without_parent(config)
+                lines = _without_parent(ring.config(
+                    place, model=self._model, dtype=self._dtype, device=inventory.torch_device(device),
+                    key_file="/dev/fd/4"))
                 worker = module_command("flowspec_edge.drivers.stage", "--config", "/dev/fd/3",
                                         python=inventory.python(device))
                 self._start(device.name, runner,
@@ -98,7 +98,7 @@ class SshBoards:
         except BaseException:
             self.disconnect()
             raise
-        return Connected(addresses, self._exited)
+        return Connected(ring.addresses(directory / "key0"), self._exited)
 
     def disconnect(self) -> None:
         """Close the connections, which ends the stages; idempotent."""
@@ -139,32 +139,11 @@ class SshBoards:
             client.stdin.flush()
 
 
-def _addresses(inventory: Inventory, pairs: Sequence[keys.KeyPair], key_file: Path) -> Addresses:
+def _ring(inventory: Inventory, public: Sequence[str]) -> Ring:
     cluster, life = inventory.cluster, uuid.uuid4().hex[:8]
-    d0, first = (network_address(inventory, device) for device in (inventory.draft, inventory.verify[0]))
-    return Addresses(
-        control=f"tcp://{d0}:{cluster.control_port}", output=f"tcp://{d0}:{cluster.data_port}",
-        first=f"tcp://{first}:{cluster.data_port}",
-        instances=[f"v{stage}-{life}" for stage in range(1, len(inventory.verify) + 1)],
-        key_file=key_file, worker_keys=[pair.public for pair in pairs[1:]])
-
-
-def _configs(inventory: Inventory, addresses: Addresses, pairs: Sequence[keys.KeyPair],
-             shared: dict[str, Any]) -> list[WorkerConfig]:
-    """Without ``parent``, which only the board knows."""
-    devices = inventory.verify
-    public = [pair.public.decode() for pair in pairs]
-    hosts = [network_address(inventory, device) for device in devices]
-    listen = [f"tcp://{host}:{inventory.cluster.data_port}" for host in hosts]
-    following = [*listen[1:], addresses.output]
-    return [
-        WorkerConfig(
-            instance=addresses.instances[i], stage=i + 1, stages=len(devices),
-            device=inventory.torch_device(device), control=addresses.control, listen=listen[i],
-            next=following[i], key_file="/dev/fd/4", control_key=public[0], previous_key=public[i],
-            next_key=public[(i + 2) % len(public)], **shared)
-        for i, device in enumerate(devices)
-    ]
+    hosts = [network_address(inventory, device) for device in (inventory.draft, *inventory.verify)]
+    return Ring(f"tcp://{hosts[0]}:{cluster.control_port}", [f"tcp://{host}:{cluster.data_port}" for host in hosts],
+                [f"v{stage}-{life}" for stage in range(1, len(hosts))], public)
 
 
 def _without_parent(config: WorkerConfig) -> list[str]:

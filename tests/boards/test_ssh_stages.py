@@ -43,7 +43,7 @@ def test_a_request_over_boards(boards: ssh_boards.Boards, model: Path) -> None:
         cleanup.callback(stages.disconnect)
         place = stages.connect()
         assert place.addresses.key_file is not None
-        with ProcessCluster(ClusterSpec(model, 2), place) as cluster:
+        with ProcessCluster(ClusterSpec(model, 2), place).start() as cluster:
             assert cluster.generate(request).tokens == expected
         assert place.watch() is None
         workers = [pid for place in (1, 2) for pid in boards.running(place, WORKER)]

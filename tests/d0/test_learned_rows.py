@@ -201,7 +201,7 @@ def watch() -> Watch:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, watch: Watch) -> Iterator[ProcessCluster]:
-    with ProcessCluster(ClusterSpec(model, 2, threads=1, observer=watch)) as made:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, observer=watch)).start() as made:
         yield made
 
 

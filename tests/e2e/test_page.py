@@ -295,7 +295,7 @@ def test_a_lost_board_is_marked_until_it_is_back(browser: Browser, model: Path, 
     shutil.copytree(model, copy)
     with (watched_cluster(copy, rejoin_within=PATIENCE) as cluster, watchable(cluster) as watched,
           visit(browser, watched.server.url) as found):
-        page, running = found.page, cluster.clusters.running
+        page, processes = found.page, cluster.clusters
         board_names(page)
         boards, rail = page.locator("#boards li"), page.locator("#rail")
         page.fill("#length", str(LONG))
@@ -303,9 +303,8 @@ def test_a_lost_board_is_marked_until_it_is_back(browser: Browser, model: Path, 
         page.press("#prompt", "Enter")
         expect(page.locator(".answer")).to_have_text(re.compile("."))
         expect(rail).to_have_attribute("aria-label", re.compile("Segments are on their way"))
-        assert running is not None
         (copy / "target").rename(away)
-        os.kill(running.pids[1], signal.SIGKILL)
+        os.kill(processes.pids[1], signal.SIGKILL)
         expect(page.locator("#state")).to_have_text(re.compile("^V2 was killed"))
         expect(boards.nth(2)).to_have_attribute("data-lost", "")
         expect(boards.nth(2)).to_contain_text("lost")

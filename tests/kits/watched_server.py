@@ -17,7 +17,8 @@ from flowspec_edge.d0.request import Result
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.drivers.observe.power import PowerMeter
 from flowspec_edge.drivers.observe.system_stats import SystemStats
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.messages import Computed, Credit, Output, Tap
 from flowspec_edge.serving.admission import AdmissionQueue
@@ -48,7 +49,7 @@ class Watched:
     """A cluster of processes that a page's feed watches, and what came of its requests."""
 
     model: Path
-    clusters: OnDemandCluster
+    clusters: ProcessCluster
     feed: Feed
     recorder: Recorder
     meter: PowerMeter | None = None

@@ -9,7 +9,8 @@ import pytest
 from kits.http_server import AT_ONCE, Held, Watch
 from kits.tiny_model_dir import never_ends, tiny_model_dir
 
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
 
@@ -30,12 +31,12 @@ def watch() -> Watch:
 
 
 @pytest.fixture(scope="session")
-def processes(model: Path, watch: Watch) -> Iterator[OnDemandCluster]:
+def processes(model: Path, watch: Watch) -> Iterator[ProcessCluster]:
     """For all tests of a process, one after the other; new stages come up if one has killed them."""
     with open_cluster(ClusterSpec(model, 2, threads=1, at_once=AT_ONCE, observer=watch)) as clusters:
         yield clusters
 
 
 @pytest.fixture
-def held(processes: OnDemandCluster) -> Held:
+def held(processes: ProcessCluster) -> Held:
     return Held(processes)

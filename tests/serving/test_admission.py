@@ -135,7 +135,7 @@ def test_a_higher_priority_starts_first(held: Held, model: Path) -> None:
 def test_a_request_waits_for_room_beside_another(model: Path) -> None:
     """It has a place, but the caches are sized for one text of the longest kind."""
     rows = cache_rows(LONG + 100, 1, Params(), 1)
-    with (ProcessCluster(ClusterSpec(model, 1, threads=1, at_once=2, cache_rows=rows)) as cluster,
+    with (ProcessCluster(ClusterSpec(model, 1, threads=1, at_once=2, cache_rows=rows)).start() as cluster,
           running(served(model), cluster, at_once=2, keep_alive_s=0.05) as server):
         large = {"prompt": "x", "max_tokens": LONG, "stream": True}
         first = post(server, large)

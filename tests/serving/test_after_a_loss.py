@@ -43,10 +43,9 @@ def test_a_cluster_that_is_lost_and_another_one(model: Path) -> None:
     with open_cluster(ClusterSpec(model, 2, threads=1, observer=Observers([metrics, feed]))) as clusters:
         clusters.generate(Request(PROMPT, "flowspec", 2))
         assert (feed.loss_reason, *count()) == (None, 0, 0)
-        running = clusters.running
-        assert running
+        pids = clusters.pids
         over = clusters.submit(Request(PROMPT, "flowspec", 3),
-                               on_third(lambda: os.kill(running.pids[1], signal.SIGKILL)))
+                               on_third(lambda: os.kill(pids[1], signal.SIGKILL)))
         others = [clusters.submit(Request(PROMPT, "flowspec", 60)) for _ in range(2)]
         with pytest.raises(PeerLost):
             clusters.serve(lambda: False)
@@ -85,9 +84,8 @@ def test_rounds_after_a_loss_are_as_deep_as_before(model: Path) -> None:
     request = Request(PROMPT, "autoregressive", 8, params=Params(prefill_chunk=16))
     with open_cluster(ClusterSpec(model, 2, threads=1, rejoin_within=PATIENCE, observer=metrics)) as clusters:
         clusters.generate(replace(request, max_new_tokens=1))
-        running = clusters.running
-        assert running
-        clusters.generate(request, on_third(lambda: os.kill(running.pids[0], signal.SIGKILL)))
+        pids = clusters.pids
+        clusters.generate(request, on_third(lambda: os.kill(pids[0], signal.SIGKILL)))
     assert read(metrics, "losses_total") == read(metrics, "recoveries_total") == 1
     assert read(metrics, "round_accepted_tokens_count") > 0
     assert read(metrics, "round_accepted_tokens_sum") == read(metrics, "accepted_tokens_total") == 0
@@ -99,7 +97,7 @@ def test_a_lost_cluster_leaves_no_models_behind(model: Path) -> None:
         clusters.generate(Request(PROMPT, "flowspec", 2))
         running = clusters.running
         assert running
-        models, pid = weakref.ref(running._draft_models), running.pids[0]
+        models, pid = weakref.ref(running.draft_models), clusters.pids[0]
         del running
         gc.disable()
         try:

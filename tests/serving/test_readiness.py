@@ -16,7 +16,8 @@ from kits.http_server import NAME, Held, Running, running, served
 from kits.process_clusters import PATIENCE, alive, until
 from transformers import AutoTokenizer
 
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import PeerLost, RequestFailed
 from flowspec_edge.lab.plain import PlainDecoder
@@ -42,7 +43,7 @@ def text_of(chunks: Any) -> str:
 
 
 def test_after_a_killed_stage_ready_waits_for_a_token(
-        processes: OnDemandCluster, model: Path, plain: PlainDecoder) -> None:
+        processes: ProcessCluster, model: Path, plain: PlainDecoder) -> None:
     held = Held(processes)
     with running(served(model), held) as server, ThreadPoolExecutor(1) as pool:
         assert server.ready() == (200, "")
@@ -52,8 +53,7 @@ def test_after_a_killed_stage_ready_waits_for_a_token(
         waits = pool.submit(lambda: text_of(stream(server, 20)))
         until(lambda: server.admission.readiness().waiting == 1)
         held.may_start.clear()
-        assert processes.running is not None
-        pids = processes.running.pids
+        pids = processes.pids
         os.kill(pids[1], signal.SIGKILL)
         held.may_go.set()
         with pytest.raises(openai.APIError, match="the cluster was lost: V2 was killed by SIGKILL") as caught:
@@ -81,15 +81,14 @@ def test_without_requests_tokens_come_now_and_then(held: Held, model: Path) -> N
 
 
 @pytest.mark.soak
-def test_a_stage_that_dies_while_idle_is_replaced(processes: OnDemandCluster, model: Path,) -> None:
+def test_a_stage_that_dies_while_idle_is_replaced(processes: ProcessCluster, model: Path,) -> None:
     held = Held(processes)
     with running(served(model), held, recent_s=0.6) as server:
         until(lambda: len(held.ends) >= 3)  # tokens come without requests
         assert all(request.max_new_tokens == 1 for request in held.started)
-        assert processes.running is not None
-        pids = processes.running.pids
+        pids = processes.pids
         os.kill(pids[0], signal.SIGKILL)
-        until(lambda: processes.running is not None and processes.running.pids not in ([], pids))
+        until(lambda: processes.pids not in ([], pids))
         until(lambda: server.ready()[0] == 200)
         assert server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2).choices[0].text
 

@@ -12,7 +12,7 @@ import openai
 import pytest
 from kits.http_server import NAME, Held, running, served
 
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.app import make_app
@@ -50,7 +50,7 @@ class _Ending(Held):
         raise PeerLost("V1 ended with exit code 0")
 
 
-def test_stages_that_end_by_the_same_signal_are_no_error(processes: OnDemandCluster, model: Path) -> None:
+def test_stages_that_end_by_the_same_signal_are_no_error(processes: ProcessCluster, model: Path) -> None:
     admission, listener = AdmissionQueue(served(model).probe()), listen("127.0.0.1", 0, None)
     held = _Ending(processes)
     serve_app(listener, make_app(admission, served(model)), admission, nullcontext(held), lambda: None)

@@ -19,7 +19,7 @@ from kits.process_clusters import PATIENCE, until
 from transformers import AutoTokenizer
 
 from flowspec_edge.d0.capacity import cache_rows
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
@@ -42,7 +42,7 @@ def text(model: Path, plain: PlainDecoder) -> Callable[..., str]:
     return of
 
 
-def test_clients_at_once_get_the_texts_of_plain_decoding(processes: OnDemandCluster, model: Path,
+def test_clients_at_once_get_the_texts_of_plain_decoding(processes: ProcessCluster, model: Path,
                                                          text: Callable[..., str]) -> None:
     """Nine clients, of whom some stream and some sample, and four have a place at a time."""
     def one(server: Running, i: int) -> str:
@@ -57,7 +57,7 @@ def test_clients_at_once_get_the_texts_of_plain_decoding(processes: OnDemandClus
         assert found == text(f"prompt {i}", 8 + 3 * i, Sampling(i % 2, 0, 0.9, i) if i % 2 else None)
 
 
-def test_one_more_than_there_is_room_for_waits_with_its_position(processes: OnDemandCluster, model: Path,
+def test_one_more_than_there_is_room_for_waits_with_its_position(processes: ProcessCluster, model: Path,
                                                                  text: Callable[..., str]) -> None:
     with running(served(model), processes, at_once=2, capacity=1) as server, ThreadPoolExecutor(1) as pool:
         endless = [post(server, {"prompt": f"endless {i}", "max_tokens": LONG}) for i in range(2)]
@@ -78,7 +78,7 @@ def test_one_more_than_there_is_room_for_waits_with_its_position(processes: OnDe
 
 
 def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
-        processes: OnDemandCluster, watch: Watch, model: Path, text: Callable[..., str]) -> None:
+        processes: ProcessCluster, watch: Watch, model: Path, text: Callable[..., str]) -> None:
     long = "a long prompt " * 60
     with running(served(model), processes, at_once=1) as server:
         with ask(server, "runs", max_tokens=LONG, stream=True) as stream:  # of one that runs
@@ -103,7 +103,7 @@ def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
         assert server.admission.readiness().running == 0
 
 
-def test_a_caller_with_many_requests_gives_one_place_up(processes: OnDemandCluster, model: Path) -> None:
+def test_a_caller_with_many_requests_gives_one_place_up(processes: ProcessCluster, model: Path) -> None:
     held = Held(processes)
     with running(served(model), held, at_once=2) as server, ThreadPoolExecutor(8) as pool:
         busy = [post(server, {"prompt": "endless", "max_tokens": LONG, "user": "a"}) for _ in range(2)]
@@ -127,7 +127,7 @@ FLOODS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("flood", FLOODS)
 def test_a_flood_from_one_address_does_not_keep_another_out(
-        processes: OnDemandCluster, model: Path, text: Callable[..., str], flood: str) -> None:
+        processes: ProcessCluster, model: Path, text: Callable[..., str], flood: str) -> None:
     """Its answers outlast the test, so what the other caller gets is taken from it."""
     with running(served(model), processes, at_once=2, capacity=4) as server:
         for i in range(8):
@@ -142,7 +142,7 @@ def test_a_flood_from_one_address_does_not_keep_another_out(
 
 
 @pytest.mark.slow
-def test_answers_that_give_way_are_those_of_plain_decoding(processes: OnDemandCluster, model: Path,
+def test_answers_that_give_way_are_those_of_plain_decoding(processes: ProcessCluster, model: Path,
                                                            text: Callable[..., str]) -> None:
     """Two long ones of a caller; the newer gives its place to another's short ones, again and again."""
     samplings = [Sampling(), Sampling(1.0, 0, 0.9, 7)]
@@ -165,7 +165,7 @@ def test_answers_that_give_way_are_those_of_plain_decoding(processes: OnDemandCl
 def test_requests_for_the_whole_cache_give_way_to_others(model: Path, text: Callable[..., str]
                                                                   ) -> None:
     rows = cache_rows(LONG + 100, 1, Params(), 1)
-    with (ProcessCluster(ClusterSpec(model, 1, threads=1, at_once=2, cache_rows=rows)) as cluster,
+    with (ProcessCluster(ClusterSpec(model, 1, threads=1, at_once=2, cache_rows=rows)).start() as cluster,
           running(served(model), cluster, at_once=2) as server):
         whole = [post(server, {"prompt": f"whole {i}", "max_tokens": LONG, "stream": True}) for i in range(3)]
         assert whole[0].recv(100).startswith(b"HTTP/1.1 200 OK")
@@ -191,15 +191,14 @@ def test_a_killed_stage_that_may_come_back_loses_nothing(model: Path, text: Call
             answers = pool.map(lambda prompt: "".join(
                 chunk.choices[0].text for chunk in ask(server, prompt, max_tokens=40, stream=True)), prompts)
             until(lambda: len(held.started) > 1 and held.pieces > 0)
-            assert clusters.running is not None
-            os.kill(clusters.running.pids[1], signal.SIGKILL)
+            os.kill(clusters.pids[1], signal.SIGKILL)
             held.may_go.set()
             until(lambda: server.ready() == (503, "the cluster is recovering: V2 was killed by SIGKILL"))
             assert list(answers) == [text(prompt, 40) for prompt in prompts]
             assert server.ready() == (200, "")
 
 
-def test_a_killed_stage_loses_those_that_run_and_none_that_wait(processes: OnDemandCluster, model: Path,
+def test_a_killed_stage_loses_those_that_run_and_none_that_wait(processes: ProcessCluster, model: Path,
                                                                text: Callable[..., str]) -> None:
     with running(served(model), processes, at_once=2) as server, ThreadPoolExecutor(5) as pool:
         began = [threading.Event() for _ in range(2)]
@@ -212,8 +211,7 @@ def test_a_killed_stage_loses_those_that_run_and_none_that_wait(processes: OnDem
         assert all(event.wait(PATIENCE) for event in began)
         wait = [pool.submit(ask, server, f"waits {i}") for i in range(3)]
         until(lambda: server.admission.readiness().waiting == 3)
-        assert processes.running is not None
-        os.kill(processes.running.pids[0], signal.SIGKILL)
+        os.kill(processes.pids[0], signal.SIGKILL)
         for future in lost:
             with pytest.raises(openai.APIError, match="V1 was killed by SIGKILL"):
                 future.result(PATIENCE)

@@ -112,7 +112,7 @@ if __name__ == "__main__":
     renderer = TemplateRenderer()
     assert renderer.render("{{ messages[0].content }}", {}, [{"content": "a"}]) == "a"
     renderer.close()
-    with ProcessCluster(ClusterSpec(Path(sys.argv[1]), 1)) as cluster:
+    with ProcessCluster(ClusterSpec(Path(sys.argv[1]), 1)).start() as cluster:
         assert len(cluster.generate(Request([1, 2, 3], max_new_tokens=3)).tokens) == 3
     assert measure_hop(8, "fp32", exchanges=20).mbps > 0
     print("done")

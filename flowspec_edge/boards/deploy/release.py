@@ -17,7 +17,7 @@ from flowspec_edge.boards.deploy.steps.power import power_script
 from flowspec_edge.boards.inventory import DeviceEntry
 from flowspec_edge.boards.links.addresses import network_address
 from flowspec_edge.d0.config import DraftConfig
-from flowspec_edge.drivers.stage.config import WorkerConfig
+from flowspec_edge.drivers.ring import Ring
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.sharding.job import finished, run, total_size
@@ -96,39 +96,33 @@ class _Rendering:
         return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
     def _worker(self, release: str, place: int, device: DeviceEntry) -> str:
-        following = (place + 1) % len(self._boards)
-        return WorkerConfig(
-            instance=_instance(release, place), stage=place, stages=len(self._boards) - 1,
-            model=self._model, dtype=self._manifest.compute_dtype,
+        return self._ring(release).config(
+            place, model=self._model, dtype=self._manifest.compute_dtype,
             device=self._deployment.inventory.torch_device(device), cache_rows=self._cache_rows,
-            requests=self._deployment.at_once,
-            control=self._control, listen=self._data[place], next=self._data[following], key_file=paths.KEY,
-            public_key=self._keys[place], control_key=self._keys[0], previous_key=self._keys[place - 1],
-            next_key=self._keys[following]).dump()
+            requests=self._deployment.at_once, key_file=paths.KEY, public_key=self._keys[place]).dump()
 
     def _draft(self, release: str) -> str:
-        cluster, stages = self._deployment.cluster, len(self._boards) - 1
+        cluster, ring = self._deployment.cluster, self._ring(release)
         return DraftConfig(
             cluster=cluster.name, model=self._model, name=self._manifest.source.name,
             strategy=cluster.strategy, draft=cluster.draft_kind,
             dtype=self._manifest.compute_dtype,
-            device=self._deployment.inventory.torch_device(self._boards[0]), control=self._control,
-            output=self._data[0], first=self._data[1],
-            instances=[_instance(release, place) for place in range(1, stages + 1)], digests=self._digests,
+            device=self._deployment.inventory.torch_device(self._boards[0]), control=ring.control,
+            output=ring.data[0], first=ring.data[1], instances=list(ring.instances), digests=self._digests,
             key_file=paths.KEY, public_key=self._keys[0], worker_keys=self._keys[1:], context=cluster.context,
             at_once=self._deployment.at_once, scheduling_policy=cluster.scheduling_policy,
             host=cluster.serve_host, port=cluster.serve_port, forwarded_allow_ips=cluster.forwarded_allow_ips,
             cors_origins=cluster.cors_origins,
             api_key_file=paths.API_KEY if cluster.serves_others else "").dump()
 
+    def _ring(self, release: str) -> Ring:
+        """The release's id is part of the stages' instance ids, so D0 rejects stages of other releases."""
+        instances = [f"v{stage}-{release[:8]}" for stage in range(1, len(self._boards))]
+        return Ring(self._control, self._data, instances, self._keys)
+
     @property
     def _model(self) -> str:
         return paths.model_dir(self._manifest.request)
-
-
-def _instance(release: str, stage: int) -> str:
-    """The stage's instance id.  The release's id is part of it, so D0 rejects stages of other releases."""
-    return f"v{stage}-{release[:8]}"
 
 
 def sharded_model(deployment: Deployment, progress: Callable[[int, int], None] = lambda done, total: None

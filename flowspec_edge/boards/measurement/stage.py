@@ -20,7 +20,7 @@ from flowspec_edge.boards.measurement.link import spin
 from flowspec_edge.boards.planning.model_size import ModelBytes
 from flowspec_edge.boards.probe.board import resident_mb
 from flowspec_edge.drivers.processes.subprocesses import WorkerProcesses
-from flowspec_edge.drivers.stage.config import WorkerConfig
+from flowspec_edge.drivers.ring import Ring
 from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.messages import (
     Cancel,
@@ -76,9 +76,9 @@ class MeasuredWorker:
         cleanup.callback(self._end)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listen = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-            self._children.start([WorkerConfig(
-                instance=self._name, stage=1, stages=stages, model=str(target), dtype=dtype, device=device,
-                threads=threads, control=self._hub.endpoint, listen=listen, next=self._output.endpoint,
+            ring = Ring(self._hub.endpoint, [self._output.endpoint, listen], [self._name])
+            self._children.start([ring.config(
+                1, stages=stages, model=str(target), dtype=dtype, device=device, threads=threads,
                 listen_fd=listener.fileno(), parent=os.getpid())])
         self._input = transport.push(listen, f"{self._name} data in")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flowspec_edge.cli.bench.options import BenchOptions
-from flowspec_edge.cli.common.clusters import ClockSettings, local_processes, opened
+from flowspec_edge.cli.common.clusters import ClockSettings, local_processes
 from flowspec_edge.cli.common.options import dtype_of
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Here, Virtual
@@ -71,11 +71,13 @@ def open_points(links: Links, setup: ClusterSetup) -> AbstractContextManager[Ope
 
 @contextmanager
 def _processes(setup: ClusterSetup) -> Iterator[OpenPoint]:
+    from flowspec_edge.drivers.processes.clusters import open_cluster
+
     o = setup.options
 
     @contextmanager
     def open_point(value: Value | None) -> Iterator[PointCluster]:
-        with opened(setup.spec, local_processes(o.stages, o.device, setup.clock.profile)) as cluster:
+        with open_cluster(setup.spec, local_processes(o.stages, o.device, setup.clock.profile)) as cluster:
             yield PointCluster(cluster, None)
 
     yield open_point
@@ -85,7 +87,6 @@ def _processes(setup: ClusterSetup) -> Iterator[OpenPoint]:
 def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
     """Points share the weights."""
     from flowspec_edge.drivers.processes.clusters import open_cluster
-    from flowspec_edge.util.torchdevice import memory_errors
 
     loaded: list[VirtualCluster] = []
 
@@ -99,13 +100,13 @@ def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
                                        Virtual(profile, right_children=share)))
         yield PointCluster(loaded[0], None)
 
-    with memory_errors(setup.options.device):
-        yield open_point
+    yield open_point
 
 
 @contextmanager
 def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
     """Real processes that take the profile's time and send its bytes, over links that the kernel shapes."""
+    from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.drivers.virtual.devices import Devices
     from flowspec_edge.lab.emulation.durations import Emulation
     from flowspec_edge.lab.links.namespaces import NetnsTestbed, measure_links
@@ -117,7 +118,7 @@ def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
             bed.shape(_mbps(value))
             given = [link.mbps for link in measure_links(bed)]
             emulation = Emulation(Devices.of(setup.described(value)[1], setup.options.stages), "real")
-            with opened(setup.spec, Here(bed, emulation)) as cluster:
+            with open_cluster(setup.spec, Here(bed, emulation)) as cluster:
                 yield PointCluster(cluster, given)
 
         yield open_point
@@ -150,12 +151,12 @@ def _boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
 @contextmanager
 def _shaped_boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
     from flowspec_edge.boards.ssh_stages import SshBoards
-    from flowspec_edge.drivers.observe.power import board_meter
+    from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.lab.links.shaping import RemoteShaping
 
     assert setup.inventory is not None
     inventory = setup.inventory
-    with RemoteShaping(inventory) as shaping, board_meter() as meter:
+    with RemoteShaping(inventory) as shaping:
 
         @contextmanager
         def open_point(value: Value | None) -> Iterator[PointCluster]:
@@ -167,8 +168,7 @@ def _shaped_boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
             shaping.renew()
             place = SshBoards(inventory, setup.board_model, dtype_of(setup.model, setup.options.dtype),
                               shaping.renew)
-            spec = replace(setup.spec, device=place.device, meter=meter)
-            with opened(spec, place) as cluster:
+            with open_cluster(replace(setup.spec, device=place.device), place) as cluster:
                 given = [link.measure.mbps for link in links if link.measure]
                 yield PointCluster(cluster, given if len(given) == len(links) else None)
 

@@ -236,7 +236,6 @@ def timeline(
       flowspec bench timeline --strategy megatron --turns 40
     """
     from flowspec_edge.boards.planning.testbed import profile_or_testbed
-    from flowspec_edge.cli.common.clusters import opened
     from flowspec_edge.cli.common.options import device_of, dtype_of, stages_of
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for, require_runnable
     from flowspec_edge.drivers.processes.spec import ClusterSpec, Virtual
@@ -258,8 +257,10 @@ def timeline(
     text = Prompt("", "", prompt) if prompt is not None else load_prompts(demo_prompts(), 1)[0]
     [request] = requests_for(Tokenizer(found), found, [text], max_new_tokens, sampling, params)
 
-    with opened(ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device), Virtual(charged)
-                ) as cluster:
+    from flowspec_edge.drivers.processes.clusters import open_cluster
+
+    with open_cluster(ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device), Virtual(charged)
+                      ) as cluster:
         stats = cluster.generate(replace(request, strategy=chosen.name)).stats
     view = window(stats.ttft_s, stats.ttft_s + stats.decode_s, stats.slot_s, turns, skip_turns)
     caption = title("virtual", charged.name, stages, sampling.temperature, strategy)

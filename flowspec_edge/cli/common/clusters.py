@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, cast
 
 from flowspec_edge.cli.common.options import Clock
-from flowspec_edge.drivers.processes.spec import ClusterSpec, Here, Place, Processes, Virtual
+from flowspec_edge.drivers.processes.spec import Here, Virtual
 
 if TYPE_CHECKING:
     from flowspec_edge.d0.request import ClusterBackend, OnTokens, Request, Result, SharedCluster
     from flowspec_edge.device_profile import Profile
-    from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 
 
 INTERRUPTED = 130  # exit code: 128 + SIGINT, the shells' convention
@@ -71,26 +70,6 @@ def local_processes(stages: int, device: str, emulate: Profile | None = None) ->
     from flowspec_edge.lab.emulation.durations import Emulation
 
     return Here(emulation=Emulation(Devices.of(emulate, stages)))
-
-
-@overload
-def opened(spec: ClusterSpec, place: Processes) -> AbstractContextManager[SharedCluster]: ...
-@overload
-def opened(spec: ClusterSpec, place: Virtual) -> AbstractContextManager[VirtualCluster]: ...
-@overload
-def opened(spec: ClusterSpec, place: Place) -> AbstractContextManager[ClusterBackend]: ...
-@contextmanager
-def opened(spec: ClusterSpec, place: Place) -> Iterator[Any]:
-    """``open_cluster`` with one-line errors where memory is short and, if its times are real, with this
-    board's power meter, unless the spec has one."""
-    from flowspec_edge.drivers.observe.power import board_meter
-    from flowspec_edge.drivers.processes.clusters import open_cluster
-    from flowspec_edge.util.torchdevice import memory_errors
-
-    profiled = isinstance(place, Virtual) or (isinstance(place, Here) and place.emulation is not None)
-    with (memory_errors(spec.device), board_meter(spec.meter is None and not profiled) as meter,
-          closing(open_cluster(replace(spec, meter=spec.meter or meter), place)) as cluster):
-        yield cluster
 
 
 def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Result:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.cli.common.clusters import choose_clock, first_interrupt, local_processes, opened
+from flowspec_edge.cli.common.clusters import choose_clock, first_interrupt, local_processes
 from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
     OUTPUT,
@@ -114,6 +114,7 @@ def chat(
     from flowspec_edge.cli.common.plain_speed import shared_processors, sharing_note
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
     from flowspec_edge.d0.capacity import cache_rows
+    from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.serving.conversation import Conversation
 
@@ -122,7 +123,7 @@ def chat(
     spec = ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, at_once=1,
                        cache_rows=cache_rows(found.max_positions, 1, params, stages), rejoin_within=_REJOIN_S)
     with (ChatScreen() as screen,
-          opened(spec, local_processes(stages, device, clock_settings.profile)) as cluster,
+          open_cluster(spec, local_processes(stages, device, clock_settings.profile)) as cluster,
           _inputs() as messages):
         screen.live = live
         chatting = ChatSession(conversation, tokenizer, screen, cluster, strategy, sampling, params,

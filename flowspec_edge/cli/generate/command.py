@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flowspec_edge.cli.common.clusters import INTERRUPTED, answer, choose_clock, opened
+from flowspec_edge.cli.common.clusters import INTERRUPTED, answer, choose_clock
 from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
     OUTPUT,
@@ -155,6 +155,7 @@ def generate(
 
     from flowspec_edge.cli.common.plain_speed import PLAIN, plain_speed, shared_processors
     from flowspec_edge.d0.request import Request
+    from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.model.text import TextStream, Tokenizer
 
     tokenizer = Tokenizer(found, chat_template)
@@ -179,8 +180,8 @@ def generate(
     about = {"model": found.name, "stages": stages, "clock": clock_settings.clock,
              "profile": clock_settings.profile_name, "device": device}
     with (write_trace(trace, request, stages, about, tokenizer.decode, before) as watch,
-          opened(ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, observer=watch,
-                             at_once=1), clock_settings.place(stages, device)) as devices):
+          open_cluster(ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, observer=watch,
+                                   at_once=1), clock_settings.place(stages, device)) as devices):
         result = answer(devices, request, stream.push)
         stream.close()
         if not as_json:

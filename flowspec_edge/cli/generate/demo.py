@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.cli.common.clusters import local_processes, opened
+from flowspec_edge.cli.common.clusters import local_processes
 from flowspec_edge.cli.common.options import (
     MOST_REPEATS,
     MOST_SECONDS,
@@ -93,6 +93,7 @@ def demo(
     reference = plain_device_of(device, found, dtype_of(found, "auto"), stages + 1)
     texts = choose_prompts(load_prompts(demo_prompts()), prompts or limit)
 
+    from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.model.text import TextStream, Tokenizer
 
     tokenizer = Tokenizer(found)
@@ -115,7 +116,7 @@ def demo(
     types = {"dtype": dtype, "weights": weights_of(found, dtype)}
     local, virtual = BenchReport(None, "wall", types), BenchReport(None, "virtual", types)
     spec = ClusterSpec(found.path, stages, dtype_of(found, "auto"), device=device, at_once=1)
-    with opened(spec, local_processes(stages, device)) as cluster:
+    with open_cluster(spec, local_processes(stages, device)) as cluster:
         stream = TextStream(tokenizer.decode, write)
         cluster.generate(replace(requests[0], strategy="flowspec_plus"), stream.push)
         stream.close()
@@ -124,7 +125,7 @@ def demo(
         for done, name in enumerate(_STRATEGIES):
             if done < 2 or time.monotonic() < local_end:
                 _measure(local, cluster, plain, requests[:1], 0, [name], explains)
-    with opened(spec, Virtual(profile)) as simulated, \
+    with open_cluster(spec, Virtual(profile)) as simulated, \
             progress(len(requests) * (1 + len(_STRATEGIES)), "demo") as advance:
         for index in range(len(requests)):
             if index == 0 or time.monotonic() < end:

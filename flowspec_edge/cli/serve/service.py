@@ -59,11 +59,11 @@ class Service:
             log_json: bool = False, watchers: Sequence[Observer] = ()) -> None:
         """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` gets a line after the first token.
         ``spec``: without what this class determines: how requests share the stages, and who observes them."""
-        from flowspec_edge.cli.common.clusters import opened
         from flowspec_edge.d0.capacity import cache_rows
         from flowspec_edge.d0.observer import Observers
         from flowspec_edge.drivers.observe.power import board_meter
         from flowspec_edge.drivers.observe.system_stats import SystemStats
+        from flowspec_edge.drivers.processes.clusters import open_cluster
         from flowspec_edge.model.text import Tokenizer
         from flowspec_edge.serving.admission import AdmissionQueue
         from flowspec_edge.serving.app import make_app
@@ -97,7 +97,7 @@ class Service:
                 observer=Observers([metrics, feed, *watchers]), meter=meter)
             app = make_app(admission, served, self.api_key, metrics=metrics, live=live,
                            cors_origins=self.cors_origins)
-            serve_app(listener, app, admission, opened(spec, place), lambda: ready(says),
+            serve_app(listener, app, admission, open_cluster(spec, place), lambda: ready(says),
                       self.forwarded_allow_ips)
 
     def _first_line(self, url: str) -> str:

@@ -1,4 +1,4 @@
-"""Addresses and keys of a cluster's devices, and the listening sockets of a cluster on one machine."""
+"""Where the devices of a cluster on one machine are, and the listening sockets of its stages."""
 
 from __future__ import annotations
 
@@ -7,29 +7,15 @@ import socket
 import uuid
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from flowspec_edge.drivers.ring import Ring
 from flowspec_edge.drivers.stage.config import WorkerConfig
-from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.transport import keys
 
 _LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """What D0 needs to connect to its stages. Addresses are ZeroMQ endpoints; sequences start with V1."""
-
-    control: str  # where D0 listens for the stages' control connections
-    output: str  # where D0 listens for VN's outputs
-    first: str  # where V1 receives segments
-    instances: Sequence[str]  # the stages' instance ids
-    key_file: Path | None = None  # D0's own key; None: no encryption
-    worker_keys: Sequence[bytes] = ()  # the stages' public keys, with ``key_file``
-    unencrypted: bool = False  # allows links without keys beyond loopback
-    digests: Sequence[str] = ()  # the digests that the stages' shards must have; empty: any
 
 
 class Placement(Protocol):
@@ -63,7 +49,7 @@ class Loopback:
 
 
 class LocalPlan:
-    """Addresses and configurations of stages on this machine.
+    """The ring of stages on this machine, with keys of its own.
 
     The listening sockets exist before any stage starts, so no other program can take a port that was chosen.
     This process keeps the sockets open, so that peers of a restarting stage wait in the backlog.
@@ -74,39 +60,27 @@ class LocalPlan:
         self._open = ExitStack()
         self._placement = placement
         self._listeners = [self._listener(place) for place in range(1, stages + 1)]
-        self._listen = ["tcp://{}:{}".format(*listener.getsockname()) for listener in self._listeners]
         self._directory = directory
-        self._public: list[str] = []  # D0's, then the stages'
+        public = []
         for place in range(stages + 1):
             pair = keys.generate()
             keys.save(pair, self._key_file(place))
-            self._public.append(pair.public.decode())
+            public.append(pair.public.decode())
         life = uuid.uuid4().hex[:8]
-        self.addresses = Addresses(
-            control=f"tcp://{self._placement.address(0)}:{self._placement.control_port or '*'}",
-            output=f"tcp://{self._placement.address(0)}:*", first=self._listen[0],
-            instances=[f"v{stage}-{life}" for stage in range(1, stages + 1)],
-            key_file=self._key_file(0), worker_keys=[public.encode() for public in self._public[1:]])
+        here = f"tcp://{placement.address(0)}"
+        self._ring = Ring(
+            f"{here}:{placement.control_port or '*'}",
+            [f"{here}:*", *("tcp://{}:{}".format(*listener.getsockname()) for listener in self._listeners)],
+            [f"v{stage}-{life}" for stage in range(1, stages + 1)], public)
+        self.addresses = self._ring.addresses(self._key_file(0))
 
-    def configs(self, control: str, output: str, model: Path, dtype: ComputeDtype, threads: int,
-                emulate: Path | None = None, device: str = "cpu", cache_rows: int = 0, requests: int = 0
-                ) -> list[WorkerConfig]:
-        """Return the stages' configurations; D0 already listens at ``control`` and ``output``."""
-        stages = len(self._listeners)
-        following = [*self._listen[1:], output]
-        return [
-            WorkerConfig(
-                instance=self.addresses.instances[i], stage=i + 1, stages=stages,
-                model=str(model), dtype=dtype, device=device, threads=threads,
-                cache_rows=cache_rows, requests=requests,
-                control=control, listen=self._listen[i], next=following[i],
-                listen_fd=self._listeners[i].fileno(), parent=os.getpid(),
-                emulate=str(emulate or ""), key_file=str(self._key_file(i + 1)),
-                control_key=self._public[0], previous_key=self._public[i],
-                next_key=self._public[(i + 2) % len(self._public)],  # VN's results go to D0
-            )
-            for i in range(stages)
-        ]
+    def configs(self, control: str, output: str, **settings: Any) -> list[WorkerConfig]:
+        """Return the stages' configurations. D0 already listens at ``control`` and ``output``; ``settings``:
+        what all stages share."""
+        ring = replace(self._ring, control=control, data=[output, *self._ring.data[1:]])
+        return [ring.config(place, listen_fd=listener.fileno(), parent=os.getpid(),
+                            key_file=str(self._key_file(place)), **settings)
+                for place, listener in enumerate(self._listeners, start=1)]
 
     def _listener(self, place: int) -> socket.socket:
         with self._placement.entered(place):
@@ -117,4 +91,3 @@ class LocalPlan:
 
     def _key_file(self, place: int) -> Path:
         return self._directory / f"key{place}"
-

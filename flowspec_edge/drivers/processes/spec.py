@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from flowspec_edge.d0.request import SchedulingPolicy
     from flowspec_edge.device_profile import Profile
     from flowspec_edge.drivers.observe.power import PowerMeter
-    from flowspec_edge.drivers.processes.addresses import Addresses, Placement
+    from flowspec_edge.drivers.processes.addresses import Placement
+    from flowspec_edge.drivers.ring import Addresses
     from flowspec_edge.drivers.virtual.devices import Devices
     from flowspec_edge.lab.emulation.durations import Emulation
 
@@ -38,7 +39,8 @@ class ClusterSpec:
     start_within   seconds for all stages to say Hello
     rejoin_within  seconds for a lost stage to come back, while open requests wait; 0: every loss is final.
                    D0 restarts the stages that it started
-    meter          running power meter of this board; results have the energy if every board has one
+    meter          running power meter of this board; None: one of the cluster's own, if its times are real.
+                   Results have the energy if every board has one
     slow           entered around calls that may take minutes on a slow disk (loading D0's models)
     idle_s         seconds to measure idle power before the first request; only with a meter
 

@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 
-from flowspec_edge.drivers.processes.addresses import Addresses, Placement
+from flowspec_edge.drivers.processes.addresses import Placement
 from flowspec_edge.drivers.processes.membership import Membership, StageBroken
+from flowspec_edge.drivers.ring import Addresses
 from flowspec_edge.errors import PeerFault, PeerLost, ProtocolError
 from flowspec_edge.messages import (
     Batch,

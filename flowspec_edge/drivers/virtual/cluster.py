@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flowspec_edge.d0.core import DraftCore
 from flowspec_edge.d0.models import DraftModels
@@ -31,6 +32,10 @@ from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import one_parallelism, strategy_class
 from flowspec_edge.util.threads import threads_worth
+from flowspec_edge.util.torchdevice import memory_errors
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class StageWeights:
@@ -75,7 +80,9 @@ class VirtualCluster:
         """
         self.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
         self._size = ModelDir(model_dir).size
-        self._draft_models = DraftModels(model_dir, dtype, device)
+        self._device = device
+        with memory_errors(device):
+            self._draft_models = DraftModels(model_dir, dtype, device)
         self._stages = stages
         self._observer = observer or Observer()
         self._policy = scheduling_policy
@@ -87,7 +94,7 @@ class VirtualCluster:
         self._right_children = right_children
         self._texts: dict[tuple[object, ...], list[int]] = {}  # plain decoding's, by request
         self.spans = []
-        with threads_worth(self._size):
+        with threads_worth(self._size), memory_errors(device):
             self._engines_of(stages)
 
     def under(self, profile: Profile | Devices, stages: int, right_children: float = 1.0) -> VirtualCluster:
@@ -165,7 +172,7 @@ class VirtualCluster:
         order = sorted((place for place in range(len(requests)) if not follows or follows[place] is None),
                        key=lambda place: arrivals[place] if arrivals else 0.0)
         run.expect([(arrivals[place] if arrivals else 0.0, partial(start, place)) for place in order])
-        with threads_worth(self._size):
+        with threads_worth(self._size), memory_errors(self._device):
             run.run()
         failed = (handle.exception() for handle in handles if handle.done())
         for error in [*filter(None, failed), *errors]:
@@ -205,3 +212,9 @@ class VirtualCluster:
 
     def close(self) -> None:
         """A virtual cluster holds no processes or sockets."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

@@ -45,7 +45,7 @@ def deviations(model: Path, wish: ProfileOptions) -> list[float]:
     for stages, strategy in CASES:
         request = Request(prompt, strategy, 48)
         made = VirtualCluster(model, stages, profile).generate(request).stats.tokens_per_second
-        with ProcessCluster(ClusterSpec(model, stages, threads=1)) as cluster:
+        with ProcessCluster(ClusterSpec(model, stages, threads=1)).start() as cluster:
             cluster.generate(request)  # warm
             real = sorted(cluster.generate(request).stats.tokens_per_second for _ in range(3))[1]
         found.append(made / real - 1)

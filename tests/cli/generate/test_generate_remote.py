@@ -16,7 +16,8 @@ from transformers import AutoTokenizer
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.d0.request import Request
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
@@ -32,14 +33,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cluster(model: Path) -> Iterator[OnDemandCluster]:
+def cluster(model: Path) -> Iterator[ProcessCluster]:
     with open_cluster(ClusterSpec(model, 2, threads=1)) as made:
         made.generate(Request([1], "flowspec", 1))  # it is up, wherever its owner is later
         yield made
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, cluster: OnDemandCluster) -> Iterator[Running]:
+def server(model: Path, cluster: ProcessCluster) -> Iterator[Running]:
     with running(served(model), cluster) as server:
         yield server
 
@@ -69,7 +70,7 @@ def generate(file: str, *arguments: str) -> int:
 
 
 @ssh_boards.needs_boards
-def test_over_ssh(model: Path, cluster: OnDemandCluster, tmp_path: Path,
+def test_over_ssh(model: Path, cluster: ProcessCluster, tmp_path: Path,
                   monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The service listens on the loopback of its board, in a network of its own, and wants a key.  The first
     test: there is one cluster, and no other test may own it meanwhile."""

@@ -163,7 +163,7 @@ def test_a_request_that_lost_a_stage_is_one_trace(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path, layers=2)
     request = Request(PROMPT, "flowspec", 24)
     trace = RequestTimeline(request)
-    with ProcessCluster(ClusterSpec(model, 2, threads=1, rejoin_within=PATIENCE, observer=trace)) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, rejoin_within=PATIENCE, observer=trace)).start() as cluster:
         result = cluster.generate(request, on_third(lambda: os.kill(cluster.pids[1], signal.SIGKILL)))
     assert result.tokens == PlainDecoder(model).generate(PROMPT, 24, Sampling())[0]
     assert len(openings(trace)) == 2

@@ -24,7 +24,8 @@ from flowspec_edge.d0.request import Request, Result, Stats
 from flowspec_edge.drivers.observe.power import PowerMeter, board_meter
 from flowspec_edge.drivers.observe.system_stats import SystemStats
 from flowspec_edge.drivers.processes.addresses import Loopback
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster, open_cluster
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
 from flowspec_edge.serving.admission import Readiness
 from flowspec_edge.serving.dashboard.feed import Feed
@@ -51,7 +52,7 @@ class Boards(Loopback):
 
 @dataclass
 class Running:
-    clusters: OnDemandCluster
+    clusters: ProcessCluster
     roots: Sequence[Path]
     metrics: Metrics
     feed: Feed
@@ -164,9 +165,8 @@ def test_what_leaves_a_board_out_is_no_figure(running: Running) -> None:
 @pytest.mark.soak  # a stage that has to import everything anew
 def test_a_request_that_lost_a_stage_has_no_figure(running: Running) -> None:
     """The stage that is gone never reported what the first part took."""
-    cluster = running.clusters.running
-    assert cluster is not None
-    result = running.clusters.generate(REQUEST, on_third(lambda: os.kill(cluster.pids[1], signal.SIGKILL)))
+    cluster = running.clusters
+    result = cluster.generate(REQUEST, on_third(lambda: os.kill(cluster.pids[1], signal.SIGKILL)))
     assert len(result.tokens) == 8
     assert result.stats.energy_j is None
     assert running.ask_measured()[0].energy_j is not None

@@ -59,7 +59,7 @@ def test_segments_times_add_up_to_the_stages_counters(model: Path) -> None:
     watch = Watch()
     request = Request(PROMPT, "flowspec", max_new_tokens=16)
     trace = RequestTimeline(request)
-    with ProcessCluster(ClusterSpec(model, STAGES, threads=1, observer=Observers([trace, watch]))) as cluster:
+    with ProcessCluster(ClusterSpec(model, STAGES, threads=1, observer=Observers([trace, watch]))).start() as cluster:
         silent = cluster.generate(replace(request))
         assert watch.times == []
         watch.timed = True
@@ -107,7 +107,7 @@ def test_one_that_raises_ends_nothing_and_is_told_on(
         model: Path, caplog: pytest.LogCaptureFixture, moment: str) -> None:
     requests = [Request(PROMPT, "flowspec", max_new_tokens=n) for n in (4, 16)]
     answer = PlainDecoder(model).generate(PROMPT, 16, Sampling())[0]
-    with ProcessCluster(ClusterSpec(model, STAGES, threads=1, observer=Broken(moment))) as cluster:
+    with ProcessCluster(ClusterSpec(model, STAGES, threads=1, observer=Broken(moment))).start() as cluster:
         results = cluster.generate_many(requests)
     assert [result.tokens for result in results] == [answer[:4], answer]
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [ZeroDivisionError]

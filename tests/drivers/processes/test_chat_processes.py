@@ -83,7 +83,7 @@ def watch() -> Watch:
 @pytest.fixture(scope="module")
 def cluster(tiny_model: Path, watch: Watch) -> Iterator[ProcessCluster]:
     with ProcessCluster(ClusterSpec(tiny_model, STAGES, threads=1, cache_rows=BUDGET,
-                                    observer=watch)) as made:
+                                    observer=watch)).start() as made:
         yield made
 
 
@@ -215,7 +215,7 @@ def test_a_loss_takes_what_was_kept(tiny_model: Path) -> None:
     kept = Request(some(80, 60), "flowspec", 8, params=SMALL)
     lost = Request(some(81, 60), "flowspec", 30, params=SMALL)
     with ProcessCluster(ClusterSpec(tiny_model, STAGES, threads=1, cache_rows=BUDGET,
-                                    rejoin_within=PATIENCE)) as cluster:
+                                    rejoin_within=PATIENCE)).start() as cluster:
         assert cluster.generate(kept).tokens == expected(tiny_model, kept)
         result = cluster.generate(lost, on_third(lambda: os.kill(cluster.pids[1], signal.SIGKILL)))
         assert result.tokens == expected(tiny_model, lost)

@@ -203,12 +203,13 @@ def everything(model: Path, seed: int, requests: int, kills: int, strategies: li
     feed.watched = True
     with ProcessCluster(ClusterSpec(model, STAGES, threads=1, at_once=4, cache_rows=BUDGET,
                                     rejoin_within=PATIENCE, observer=Observers([held, feed, metrics]))
-                        ) as cluster:
+                        ).start() as cluster:
         mix = Mix(cluster, PlainDecoder(model), seed, requests, kills, strategies, vocabulary)
         mix.run()
         assert cluster.status.state is ClusterState.RUNNING
         assert not cluster.busy
-        pool = cluster._core.pool
+        assert cluster.running is not None
+        pool = cluster.running.core.pool
         assert held.open == feed._open == metrics._acceptance._rounds == {}
         assert pool._open == {}
         assert pool.rows <= BUDGET

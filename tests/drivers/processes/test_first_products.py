@@ -56,7 +56,7 @@ def test_a_draft_model_is_loaded_and_tried_slowly(tiny_model: Path, kind: str) -
 @pytest.mark.soak  # a stage's process imports for long
 def test_once_a_token_has_come_no_request_reads_another_library(tiny_model: Path) -> None:
     """Neither on D0 nor in a stage: a service is ready with its first token, whatever it is asked then."""
-    with Products() as products, ProcessCluster(ClusterSpec(tiny_model, 1, slow=products.slow)) as cluster:
+    with Products() as products, ProcessCluster(ClusterSpec(tiny_model, 1, slow=products.slow)).start() as cluster:
         assert products.slowly[0]  # lm_head
         cluster.generate(Request([0], "flowspec_plus", 1))  # as `flowspec draft` does before it is ready
         processes = (os.getpid(), *cluster.pids)

@@ -73,7 +73,7 @@ def test_a_worker_has_the_environment_of_its_start(tiny_model: Path, tmp_path: P
     """The fork server, which may be older, has another one."""
     forkserver.preload()
     monkeypatch.setenv("FLOWSPEC_SYSFS", str(board(tmp_path, 7.0)))
-    with ProcessCluster(ClusterSpec(tiny_model, 1, threads=1)) as cluster:
+    with ProcessCluster(ClusterSpec(tiny_model, 1, threads=1)).start() as cluster:
         request = Request(list(range(9)), "autoregressive", 2)
         stage = once_measured(lambda: cluster.generate(request).stats.stages[0],
                               lambda told: "session_j" in told, tries=3)

@@ -30,10 +30,10 @@ from flowspec_edge import messages as m
 from flowspec_edge.d0.request import Request, RequestHandle
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.drivers.processes import process_cluster
-from flowspec_edge.drivers.processes.addresses import Addresses
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Connected
 from flowspec_edge.drivers.processes.subprocesses import WorkerProcesses
+from flowspec_edge.drivers.ring import Addresses
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.lab.plain import PlainDecoder
@@ -190,7 +190,7 @@ class Site:
                                    directory / "key0" if encrypted else None,
                                    [pair.public for pair in self.pairs[1:]])
         self.cluster = ProcessCluster(ClusterSpec(model, 2, threads=1, rejoin_within=PATIENCE,
-                                                  observer=self.seen), Connected(self.addresses))
+                                                  observer=self.seen), Connected(self.addresses)).start()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self.cluster.serve, args=[self._over.is_set], daemon=True)
         self._thread.start()
@@ -239,17 +239,19 @@ def right_or_one_error(handle: RequestHandle, expected: list[int]) -> None:
 
 def test_strangers_on_a_usual_clusters_ports(model: Path, expected: list[int]) -> None:
     seen, held = Striker(), list[socket.socket]()
-    with ProcessCluster(ClusterSpec(model, 2, threads=1, observer=seen, rejoin_within=PATIENCE)) as cluster:
-        links, plan = cluster._links, cluster._plan
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, observer=seen, rejoin_within=PATIENCE)).start() as cluster:
+        running = cluster.running
+        assert running is not None
+        links, plan = running.links, running.plan
         assert plan is not None
-        ports = [links.control_endpoint, links.output_endpoint, *plan._listen]
+        ports = [links.control_endpoint, links.output_endpoint, *plan._ring.data[1:]]
         seen.arm(3, lambda: knock(ports, held))
         assert cluster.generate(REQUEST).tokens == expected
         assert not seen.armed
         with ExitStack() as intruders:
             for endpoint in ports:
                 kind = zmq.DEALER if endpoint == links.control_endpoint else zmq.PUSH
-                intruders.enter_context(intruder(kind, endpoint, cluster._members.instances[0]))
+                intruders.enter_context(intruder(kind, endpoint, running.members.instances[0]))
             assert cluster.generate(REQUEST).tokens == expected
         assert seen.losses == []
     for raw in held:
@@ -273,7 +275,7 @@ def test_strangers_on_ports_without_keys_change_nothing(
                 for _ in range(count):
                     send(wrong_frames(rng, made.session, 2, INSTANCES[1]))
                 assert handle.result(PATIENCE).tokens == expected
-                until(lambda: made.cluster._links._output.dropped > count // 4)
+                until(lambda: made.cluster.running.links._output.dropped > count // 4)
         assert made.seen.losses == []
         assert made.seen.drops["frame"] > count // 4
         for endpoint in made.listen:
@@ -284,7 +286,7 @@ def test_strangers_on_ports_without_keys_change_nothing(
                 right_or_one_error(handle, expected)
             assert made.begin().result(PATIENCE).tokens == expected
         until(lambda: all(member.counters.get("dropped_frames", 0) > 0
-                          for member in made.cluster._members._members.values()))
+                          for member in made.cluster.running.members._members.values()))
         for raw in held:
             raw.close()
     assert len([record for record in caplog.records if "dropped a message" in record.message]) <= 4
@@ -342,7 +344,7 @@ def test_a_draft_device_that_counts_from_behind_is_told(
         assert made.begin().result(PATIENCE).tokens == expected
         before = made.session
         monkeypatch.setattr(process_cluster.time, "time", lambda: 5.0)
-        made.cluster._core.newest_session = 0
+        made.cluster.running.core.newest_session = 0
         assert made.begin().result(PATIENCE).tokens == expected
         assert made.seen.losses
         assert made.session > before

@@ -19,7 +19,7 @@ from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
 from flowspec_edge.d0.request import Request
 place = Loopback() if sys.argv[2] == "programs" else None
-with ProcessCluster(ClusterSpec(Path(sys.argv[1]), int(sys.argv[3]), threads=1), Here(place)) as cluster:
+with ProcessCluster(ClusterSpec(Path(sys.argv[1]), int(sys.argv[3]), threads=1), Here(place)).start() as cluster:
     cluster.generate(Request(list(range(9)), "autoregressive", 2))
     print(server_pid() or "", *cluster.pids, flush=True)
     sys.stdin.read()

@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_only_its_own_request_ends(model: Path) -> None:
     spoiled = [*PROMPT[:AT], LARGE, *PROMPT[AT:]]
     other = Request(PROMPT, "autoregressive", max_new_tokens=12)  # its rows are always computed alone
-    with ProcessCluster(ClusterSpec(model, 2, "fp16", threads=1)) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, "fp16", threads=1)).start() as cluster:
         alone = cluster.generate(other).tokens
         requests = [other, Request(spoiled, "flowspec", max_new_tokens=12), other]
         handles = [cluster.submit(request) for request in requests]

@@ -31,7 +31,7 @@ def expected(model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path) -> Iterator[ProcessCluster]:
-    with ProcessCluster(ClusterSpec(model, 2, threads=1)) as made:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1)).start() as made:
         yield made
 
 
@@ -43,7 +43,8 @@ def test_a_fault_of_the_power_meter_costs_the_figures_alone(
         raise ZeroDivisionError("a fault")
 
     monkeypatch.setattr(PowerMeter, where, broken)
-    monkeypatch.setattr(cluster._energy, "_meter", PowerMeter((), 1.0))
+    assert cluster.running is not None
+    monkeypatch.setattr(cluster.running.energy, "_meter", PowerMeter((), 1.0))
     results = cluster.generate_many(REQUESTS)
     assert [result.tokens for result in results] == expected
     assert {result.stats.energy_j for result in results} == {None}
@@ -66,7 +67,7 @@ def test_each_request_has_its_own_exception(cluster: ProcessCluster) -> None:
 def test_a_silent_stage_is_noticed_while_requests_begin(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that begins while no other runs does not make the stages' silence start again."""
     monkeypatch.setattr(subprocesses, "_STOPPED_S", PATIENCE)  # else its state is noticed first
-    with ProcessCluster(ClusterSpec(model, 2, threads=1, dead_after=4.0)) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, dead_after=4.0)).start() as cluster:
         os.kill(cluster.pids[1], signal.SIGSTOP)
 
         handles: list[RequestHandle] = []

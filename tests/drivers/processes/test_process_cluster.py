@@ -24,11 +24,11 @@ from kits.tiny_model_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.d0.request import Request, Result
-from flowspec_edge.drivers.processes.addresses import Addresses
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.forkserver import WorkerProcess
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Connected
+from flowspec_edge.drivers.ring import Addresses
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
 from flowspec_edge.lab.plain import PlainDecoder
@@ -52,7 +52,7 @@ def plain(model: Path) -> PlainDecoder:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path) -> Iterator[ProcessCluster]:
-    with ProcessCluster(ClusterSpec(model, 3, threads=1)) as made:
+    with ProcessCluster(ClusterSpec(model, 3, threads=1)).start() as made:
         yield made
 
 
@@ -135,12 +135,12 @@ def test_an_interrupted_request_leaves_the_cluster_up(cluster: ProcessCluster, m
 
 def test_more_stages_than_layers_is_an_error(model: Path) -> None:
     with pytest.raises(UsageError, match="4 stages are more than the model's 3 layers"):
-        ProcessCluster(ClusterSpec(model, 4))
+        ProcessCluster(ClusterSpec(model, 4)).start()
 
 
 def test_no_model_is_an_error_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is an empty directory"):
-        ProcessCluster(ClusterSpec(tmp_path, 1))
+        ProcessCluster(ClusterSpec(tmp_path, 1)).start()
 
 
 @pytest.mark.parametrize(("named", "large", "expected"), [
@@ -154,7 +154,7 @@ def test_d0_takes_its_share_of_threads(model: Path, monkeypatch: pytest.MonkeyPa
     before = torch.get_num_threads()
     torch.set_num_threads(7)
     try:
-        with ProcessCluster(ClusterSpec(model, 1)):
+        with ProcessCluster(ClusterSpec(model, 1)).start():
             assert torch.get_num_threads() == expected
         assert torch.get_num_threads() == 7
     finally:
@@ -162,7 +162,7 @@ def test_d0_takes_its_share_of_threads(model: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_cluster_ends_cleanly(model: Path) -> None:
-    cluster = ProcessCluster(ClusterSpec(model, 2, threads=1))
+    cluster = ProcessCluster(ClusterSpec(model, 2, threads=1)).start()
     pids = cluster.pids
     try:
         assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=8)).tokens == greedy(model, 8)
@@ -181,7 +181,7 @@ def test_a_cluster_ends_cleanly(model: Path) -> None:
 ])
 def test_a_lost_stage_is_named_and_the_others_are_reaped(model: Path, number: signal.Signals,
                                                          dead_after: float, text: str) -> None:
-    with ProcessCluster(ClusterSpec(model, 2, threads=1, dead_after=dead_after)) as cluster:
+    with ProcessCluster(ClusterSpec(model, 2, threads=1, dead_after=dead_after)).start() as cluster:
         pids = cluster.pids
         with pytest.raises(PeerLost, match=text):
             cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=1000),
@@ -201,14 +201,14 @@ def test_a_truncated_shard_is_told_by_the_stage_that_reads_it(model: Path, tmp_p
     file = broken / "target" / name
     os.truncate(file, file.stat().st_size // 2)
     with pytest.raises(FlowspecError, match=name) as caught:
-        ProcessCluster(ClusterSpec(broken, 3, threads=1))
+        ProcessCluster(ClusterSpec(broken, 3, threads=1)).start()
     assert str(caught.value).startswith("V2 ")
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_a_table_that_changes_in_use_is_told_by_v1(model: Path, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(model, tmp_path / "broken"))
-    with ProcessCluster(ClusterSpec(broken, 2, threads=1)) as cluster:
+    with ProcessCluster(ClusterSpec(broken, 2, threads=1)).start() as cluster:
         # the second if the file is cut between V1's look at its size and the read
         told = r"model\.safetensors (has changed|was cut short) while its embeddings were in use"
         with pytest.raises(FlowspecError, match=told) as caught:
@@ -235,7 +235,7 @@ def test_stages_elsewhere_serve_one_d0_after_another(model: Path, tmp_path: Path
     with subprocess.Popen(command) as worker:
         for _ in range(2):
             with ProcessCluster(ClusterSpec(model, 1),
-                                Connected(Addresses(control, output, data, ["board-1"]))) as cluster:
+                                Connected(Addresses(control, output, data, ["board-1"]))).start() as cluster:
                 assert cluster.pids == []
                 result = cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=4))
                 assert result.tokens == greedy(model, 4)

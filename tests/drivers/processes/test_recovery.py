@@ -49,7 +49,7 @@ def striker() -> Striker:
 def cluster(model: Path, striker: Striker) -> Iterator[ProcessCluster]:
     # Twice, since a new fork server imports for long.
     with ProcessCluster(ClusterSpec(model, 3, threads=1, rejoin_within=2 * PATIENCE,
-                                    observer=striker)) as made:
+                                    observer=striker)).start() as made:
         yield made
 
 
@@ -120,7 +120,7 @@ def test_a_stage_that_does_not_come_back_is_named(model: Path, tmp_path: Path) -
         shutil.rmtree(copy / "target")
         os.kill(pids[1], signal.SIGKILL)
 
-    with ProcessCluster(ClusterSpec(copy, 2, threads=1, rejoin_within=5.0)) as cluster:
+    with ProcessCluster(ClusterSpec(copy, 2, threads=1, rejoin_within=5.0)).start() as cluster:
         pids = cluster.pids
         begun = cluster.submit(Request(PROMPT, "flowspec", 1000), on_third(strike))
         why = r"V2 was killed by SIGKILL; not back within 5 s: V2 .*has no config\.json"
@@ -128,7 +128,7 @@ def test_a_stage_that_does_not_come_back_is_named(model: Path, tmp_path: Path) -
             cluster.serve(begun.done)
         with pytest.raises(PeerLost, match="not back within 5 s: V2"):
             begun.result(0)
-        assert cluster.closed
+        assert cluster.running is None
         assert not any(map(alive, pids))
 
 

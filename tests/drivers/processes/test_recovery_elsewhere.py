@@ -24,9 +24,9 @@ from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import ClusterState, Request
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.drivers.processes import process_cluster
-from flowspec_edge.drivers.processes.addresses import Addresses
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Connected
+from flowspec_edge.drivers.ring import Addresses
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.lab.plain import PlainDecoder
@@ -181,7 +181,7 @@ def answer(boards: Boards, strike: Callable[[], None], mender: Mender, **setting
 
     with ProcessCluster(ClusterSpec(boards.model, 2, threads=1, observer=mender,
                                     **{"rejoin_within": PATIENCE, **settings}),  # type: ignore[arg-type]
-                        Connected(boards.addresses)) as cluster:
+                        Connected(boards.addresses)).start() as cluster:
         tokens = cluster.generate(Request(PROMPT, "flowspec", 40, SAMPLED), on_tokens).tokens
         assert cluster.status.state is ClusterState.RUNNING
     assert streamed == tokens
@@ -250,13 +250,13 @@ def test_a_draft_device_whose_clock_is_behind_after_a_reboot(boards: Boards, exp
 DRAFT_DEVICE = """
 import sys
 from pathlib import Path
-from flowspec_edge.drivers.processes.addresses import Addresses
+from flowspec_edge.drivers.ring import Addresses
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Connected
 from flowspec_edge.d0.request import ClusterState, Request
 model, *places = sys.argv[1:]
 addresses = Addresses(*places, ["board-1", "board-2"])
-with ProcessCluster(ClusterSpec(Path(model), 2, threads=1), Connected(addresses)) as cluster:
+with ProcessCluster(ClusterSpec(Path(model), 2, threads=1), Connected(addresses)).start() as cluster:
     cluster.generate(Request(list(range(70)), "flowspec", 1500), lambda new: print(*new, flush=True))
 """
 

@@ -74,7 +74,7 @@ def strike_often(cluster: ProcessCluster, striker: Striker, own_text: Callable[[
 def test_random_losses(model: Path, own_text: Callable[[Request], list[int]]) -> None:
     striker, losses = Striker(), 30
     with ProcessCluster(ClusterSpec(model, 4, threads=1, dead_after=2.0, rejoin_within=PATIENCE,
-                                    observer=striker)) as cluster:
+                                    observer=striker)).start() as cluster:
         pids = strike_often(cluster, striker, own_text, PIPELINED, 2, seed=1)
         descriptors = len(os.listdir("/proc/self/fd"))
         pids |= strike_often(cluster, striker, own_text, PIPELINED, losses - 2, seed=2)
@@ -90,7 +90,7 @@ def test_a_request_that_costs_a_stage_every_time_ends_alone(
         model: Path, own_text: Callable[[Request], list[int]]) -> None:
     striker = Striker()
     with ProcessCluster(ClusterSpec(model, 2, threads=1, rejoin_within=PATIENCE,
-                                    observer=striker)) as cluster:
+                                    observer=striker)).start() as cluster:
         bad = Request(LONG, "flowspec", 8)
 
         def opened(draft_session: DraftSession) -> None:
@@ -110,7 +110,7 @@ def test_a_request_that_costs_a_stage_every_time_ends_alone(
 def test_a_stage_that_ends_again_and_again_is_given_up(model: Path, tmp_path: Path) -> None:
     copy = tmp_path / "model"
     shutil.copytree(model, copy)
-    with ProcessCluster(ClusterSpec(copy, 2, threads=1, rejoin_within=10 * PATIENCE)) as cluster:
+    with ProcessCluster(ClusterSpec(copy, 2, threads=1, rejoin_within=10 * PATIENCE)).start() as cluster:
         (copy / "target" / "model.safetensors").unlink()
         os.kill(cluster.pids[0], signal.SIGKILL)
         with pytest.raises(PeerLost, match=r"no model at .*; restarted 5 times without success"):

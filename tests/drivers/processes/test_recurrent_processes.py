@@ -34,7 +34,7 @@ def striker() -> Striker:
 @pytest.fixture(scope="module")
 def cluster(model: Path, striker: Striker) -> Iterator[ProcessCluster]:
     spec = ClusterSpec(model, 2, threads=1, cache_rows=2400, rejoin_within=PATIENCE, observer=striker)
-    with ProcessCluster(spec) as made:
+    with ProcessCluster(spec).start() as made:
         yield made
 
 

@@ -22,7 +22,7 @@ from flowspec_edge.sampling.rule import Sampling
 
 @pytest.fixture(scope="module")
 def processes(tiny_model: Path) -> Iterator[ProcessCluster]:
-    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1)) as made:
+    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1)).start() as made:
         yield made
 
 
@@ -58,7 +58,7 @@ def test_processes_in_order_of_arrival(tiny_model: Path) -> None:
     requests = [replace(request, priority=-i) for i, request in enumerate(some(3, ["flowspec"]))]
     observer = FirstSent()
     with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1, observer=observer,
-                                    scheduling_policy="fcfs")) as cluster:
+                                    scheduling_policy="fcfs")).start() as cluster:
         results = cluster.generate_many(requests)
     assert [result.tokens for result in results] == [own_text(tiny_model, request) for request in requests]
     assert observer.first == -2

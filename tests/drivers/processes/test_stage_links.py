@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from kits.process_clusters import PATIENCE
 
-from flowspec_edge.drivers.processes.addresses import Addresses, Loopback
+from flowspec_edge.drivers.processes.addresses import Loopback
 from flowspec_edge.drivers.processes.membership import Membership
 from flowspec_edge.drivers.processes.stage_links import StageLinks
+from flowspec_edge.drivers.ring import Addresses
 from flowspec_edge.messages import Hello
 from flowspec_edge.transport.zmq_links import Tuning, ZmqTransport
 

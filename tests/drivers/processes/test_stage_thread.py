@@ -54,7 +54,7 @@ def test_only_a_single_stage_on_a_gpu_shares_d0s_process() -> None:
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "speculative", "flowspec"])
 def test_tokens_are_those_of_plain_decoding(model: Path, strategy: str) -> None:
-    with ProcessCluster(ClusterSpec(model, 1)) as cluster:
+    with ProcessCluster(ClusterSpec(model, 1)).start() as cluster:
         assert cluster.pids == [os.getpid()]
         assert [thread.name for thread in stages()] == ["V1"]
         for sampling in (Sampling(), Sampling(1.0, seed=5)):
@@ -64,9 +64,10 @@ def test_tokens_are_those_of_plain_decoding(model: Path, strategy: str) -> None:
 
 def test_a_stage_that_ends_is_started_again(model: Path) -> None:
     expected = PlainDecoder(model).generate(PROMPT, NEW, Sampling())[0]
-    with ProcessCluster(ClusterSpec(model, 1, rejoin_within=60)) as cluster:
+    with ProcessCluster(ClusterSpec(model, 1, rejoin_within=60)).start() as cluster:
         [first] = stages()
-        [worker] = cluster._workers._workers
+        assert cluster.running is not None
+        [worker] = cluster.running.workers._workers
         assert cluster.generate(Request(PROMPT, "flowspec", NEW), on_third(worker.kill)).tokens == expected
         [second] = stages()
         assert second is not first
@@ -74,8 +75,9 @@ def test_a_stage_that_ends_is_started_again(model: Path) -> None:
 
 
 def test_without_a_restart_the_loss_is_said(model: Path) -> None:
-    with ProcessCluster(ClusterSpec(model, 1)) as cluster:
-        [worker] = cluster._workers._workers
+    with ProcessCluster(ClusterSpec(model, 1)).start() as cluster:
+        assert cluster.running is not None
+        [worker] = cluster.running.workers._workers
         with pytest.raises(PeerLost, match="V1 ended with exit code 0"):
             cluster.generate(Request(PROMPT, "flowspec", NEW), on_third(worker.kill))
 
@@ -87,5 +89,5 @@ def test_a_damaged_shard_is_one_line(model: Path, tmp_path: Path) -> None:
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(PeerLost, match=r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight") as caught:
-        ProcessCluster(ClusterSpec(broken, 1))
+        ProcessCluster(ClusterSpec(broken, 1)).start()
     assert "\n" not in str(caught.value)

@@ -23,7 +23,7 @@ def test_it_is_replaced_and_the_answer_goes_on(model: Path, monkeypatch: pytest.
     monkeypatch.setattr(forkserver, "_EXIT_CODE_S", 0.5)
     striker = Striker()
     with ProcessCluster(ClusterSpec(model, 2, threads=1, rejoin_within=2 * PATIENCE,
-                                    observer=striker)) as cluster:
+                                    observer=striker)).start() as cluster:
         def strike() -> None:
             server = forkserver.server_pid()
             assert server is not None
@@ -41,7 +41,7 @@ def test_one_that_never_answers_ends_the_recovery_and_is_named(model: Path, monk
                                                                ) -> None:
     """Every new one is stopped, too; after the recovery's deadline no other one is tried."""
     tried = []
-    with ProcessCluster(ClusterSpec(model, 1, threads=1, rejoin_within=1.0)) as cluster:
+    with ProcessCluster(ClusterSpec(model, 1, threads=1, rejoin_within=1.0)).start() as cluster:
         preload = forkserver.preload
 
         def stopped() -> None:

@@ -94,7 +94,7 @@ def test_a_cancel_costs_the_layer_that_it_comes_in(eight_layers: Path) -> None:
 def test_real_stages_skip_cancelled_runs(demo_model: Path, demo_prompts: list[list[int]]) -> None:
     """A stage may be through with a run before its cancel comes; of a dozen texts' cancels one is in time."""
     virtual, skipped = VirtualCluster(demo_model, 2, PROFILE), 0.0
-    with ProcessCluster(ClusterSpec(demo_model, 2)) as cluster:
+    with ProcessCluster(ClusterSpec(demo_model, 2)).start() as cluster:
         for prompt in demo_prompts[:12]:
             request = Request(prompt, "pipeinfer", 32)
             result = cluster.generate(request)

@@ -16,7 +16,7 @@ from flowspec_edge.d0 import models
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.processes import process_cluster as processes
+from flowspec_edge.drivers.processes import run as processes
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
@@ -55,8 +55,7 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
     with open_cluster(ClusterSpec(tiny_model, 2, device=device, threads=1),
                       Here(emulation=emulation)) as clusters:
         result = clusters.generate(Request(PROMPT, "flowspec", 10))
-        assert clusters.running is not None
-        pids = clusters.running.pids
+        pids = clusters.pids
         assert [parent_of(pid) for pid in pids] == [os.getpid()] * 2
         commands = [Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0") for pid in pids]
         configs = [command[command.index("--config") + 1] for command in commands]
@@ -66,7 +65,7 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
 
 
 def test_on_the_cpu_stages_are_forked_as_before(tiny_model: Path) -> None:
-    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1)) as cluster:
+    with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1)).start() as cluster:
         assert os.getpid() not in [parent_of(pid) for pid in cluster.pids]
 
 

@@ -217,7 +217,7 @@ def test_text_and_at_least_the_time_of_virtual_time(tiny_model: Path, links: Lin
     prompt = [1, 2, 3, 4, 5]
     expected = plain.generate(prompt, 12, Request(prompt).sampling)[0]
     with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1),
-                        Here(emulation=Emulation(devices, links))) as cluster:
+                        Here(emulation=Emulation(devices, links))).start() as cluster:
         for strategy in ("autoregressive", "chunk_pp", "flowspec", "pipedec", "pipeinfer", "spd"):
             request = Request(prompt, strategy, 12)
             result = cluster.generate(request)

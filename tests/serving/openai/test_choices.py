@@ -11,7 +11,7 @@ import openai
 import pytest
 from kits.http_server import NAME, Running, ask, running, served
 
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.sampling.rule import Sampling
@@ -21,7 +21,7 @@ HOW: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 10, "temperature": 1, "se
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: OnDemandCluster) -> Iterator[Running]:
+def server(model: Path, processes: ProcessCluster) -> Iterator[Running]:
     with running(served(model), processes, capacity=4) as it:
         yield it
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from kits.http_server import NAME, Running, ask, running, served
 
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 
 WANTED = {"flowspec": {"tokens": True}}
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: OnDemandCluster) -> Iterator[Running]:
+def server(model: Path, processes: ProcessCluster) -> Iterator[Running]:
     with running(served(model), processes) as it:
         yield it
 

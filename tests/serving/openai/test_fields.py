@@ -18,7 +18,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import response_create_params as response_params
 from transformers import AutoTokenizer
 
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
@@ -89,7 +89,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: OnDemandCluster, template: Path) -> Iterator[Running]:
+def server(model: Path, processes: ProcessCluster, template: Path) -> Iterator[Running]:
     pytest.importorskip("llguidance")
     with running(served(model, str(template), "autoregressive"), processes) as it:
         yield it

@@ -17,7 +17,7 @@ from kits.http_server import NAME, Running, running, served
 from kits.process_clusters import until
 from kits.services import free_port
 
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 
 pytest.importorskip("llguidance")
 pytestmark = [pytest.mark.soak, pytest.mark.filterwarnings("default")]
@@ -34,7 +34,7 @@ QUESTION = "Weather in Rome?"
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: OnDemandCluster, tmp_path_factory: pytest.TempPathFactory
+def server(model: Path, processes: ProcessCluster, tmp_path_factory: pytest.TempPathFactory
            ) -> Iterator[Running]:
     template = tmp_path_factory.mktemp("template") / "tools.jinja"
     template.write_text(TEMPLATE)

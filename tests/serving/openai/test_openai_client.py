@@ -12,7 +12,7 @@ from kits.http_server import NAME, Running, running, served
 from kits.process_clusters import until
 from transformers import AutoTokenizer
 
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.chat import Message
 from flowspec_edge.model.modeldir import ModelDir
@@ -25,7 +25,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: OnDemandCluster) -> Iterator[Running]:
+def server(model: Path, processes: ProcessCluster) -> Iterator[Running]:
     with running(served(model), processes) as it:
         yield it
 

@@ -13,7 +13,7 @@ from kits.http_server import NAME, Held, Running, running, served
 from kits.process_clusters import until
 from openai.types.responses import Response
 
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.errors import RequestFailed
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.chat import Message
@@ -34,7 +34,7 @@ ORDER = ["response.created", "response.in_progress", "response.output_item.added
 
 
 @pytest.fixture(scope="module")
-def cluster(processes: OnDemandCluster) -> Held:
+def cluster(processes: ProcessCluster) -> Held:
     return Held(processes)
 
 

@@ -13,7 +13,7 @@ import pytest
 from kits.http_server import NAME, Running, running, served
 from openai.types.responses import Response
 
-from flowspec_edge.drivers.processes.clusters import OnDemandCluster
+from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.model.chat import recognise_tool_format
 from flowspec_edge.serving.openai.detokenize import CallPiece, ToolCallParser
 from flowspec_edge.serving.openai.errors import ApiError
@@ -98,7 +98,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, processes: OnDemandCluster, template: Path) -> Iterator[Running]:
+def server(model: Path, processes: ProcessCluster, template: Path) -> Iterator[Running]:
     pytest.importorskip("llguidance")
     with running(served(model, str(template)), processes) as it:
         yield it
