@@ -21,6 +21,7 @@ from flowspec_edge.drafting.load import SharedMemory, load_drafters, needs_embed
 from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Tap
+from flowspec_edge.model.draft_kinds import NGRAM
 from flowspec_edge.model.manifest import DRAFT
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.sampling.rule import Sampling
@@ -85,7 +86,7 @@ class DraftModels:
         params = request.params
         chosen = strategy_class(request.strategy)
         kind = draft_kind(chosen, params, self._model)
-        looks_up = kind == "ngram" or (kind is not None and chosen.merges_look_up(params))
+        looks_up = kind == NGRAM.name or (kind is not None and chosen.merges_look_up(params))
         return (kind, looks_up, *((params.ngram_max, params.ngram_min) if looks_up else ()))
 
     def draft_session(self, request: Request, stages: int, clock: Callable[[], float], session: int,
@@ -157,7 +158,7 @@ class DraftModels:
 
     def _drafter(self, kind: str, params: Params, merged: bool = False) -> Drafter:
         looked_up = NgramDrafter(params.ngram_max, params.ngram_min)
-        if kind == "ngram":
+        if kind == NGRAM.name:
             return looked_up
         if kind not in self._drafters:
             with self._slow(), allocation(f"the draft model {kind}", 0, _MEMORY_ADVICE):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NGRAM, OWN_LAYERS
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NAMED, NGRAM, OWN
 from flowspec_edge.model.modeldir import ModelDir, missing_own_layer
 from flowspec_edge.strategies.parameters import Parameters
 
@@ -33,7 +33,7 @@ class Written(NamedTuple):
 AS_OPTION = Written("--{name} {value}",
                     frozenset(name for name, kind in DRAFT_KINDS.items() if not kind.bound))
 # A cluster file's; any other value of its ``draft`` is the directory of a head.
-AS_LINE = Written('{name} = "{value}"', frozenset({NGRAM.name, *(kind.name for kind in OWN_LAYERS)}))
+AS_LINE = Written('{name} = "{value}"', frozenset(kind.name for kind in NAMED))
 
 
 def draft_kind(chosen: type[Strategy], params: Parameters, model: ModelDir) -> str | None:
@@ -100,9 +100,9 @@ def with_a_draft(chosen: type[Strategy], params: _P, model: ModelDir, write: Wri
     """
     own = [kind for kind in model.drafts if kind.in_target]
     drafter = DRAFT_KINDS.get(chosen.drafter or "", NGRAM)
-    if params.draft != "own" or drafter is NGRAM or drafter.bound or len(model.drafts) > len(own):
+    if params.draft != OWN or drafter is NGRAM or drafter.bound or len(model.drafts) > len(own):
         return params, ""
     lacks, other = (("head", f"its {own[0].title}: {write('draft', own[0].name)}") if own else
                     ("draft model", f"a head: flowspec models head {model.path}"))
-    return (replace(params, draft="ngram"),
+    return (replace(params, draft=NGRAM.name),
             f"{model.path} has no {lacks}, so {chosen.name} looks up in the text; for {other}")

@@ -24,7 +24,7 @@ from flowspec_edge.d0.capacity import cache_rows, tentative_rows
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import find_known
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, OWN
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
 from flowspec_edge.model.modeldir import (
     ModelDir,
@@ -171,7 +171,7 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]
     directory = beside(path, cluster.model)
     named = cluster.model in shipped_models() or (find_known(cluster.model) and not directory.is_dir())
     model = resolve_model(cluster.model if named else directory)
-    if not cluster.draft or cluster.draft_kind != "own":
+    if not cluster.draft or cluster.draft_kind != OWN:
         return model, None
     head = beside(path, cluster.draft)
     if model.sharded:

@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from flowspec_edge.boards.planning.planned_draft import NGRAMS, PlannedDraft, Wanted, choose
+from flowspec_edge.boards.planning.planned_draft import NGRAMS, PlannedDraft, choose
 from flowspec_edge.drafting.format import head_format_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, OWN_LAYERS, DraftKind
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, OWN_LAYERS, DraftKind, WantedDraft
 from flowspec_edge.model.experts import correlated
 from flowspec_edge.model.families import UNKNOWN, family_of
 from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
@@ -148,7 +148,7 @@ class ModelBytes:
 
 
 def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = None,
-                kv_cache: CacheBits = "16bit", draft: Wanted = "head") -> ModelBytes:
+                kv_cache: CacheBits = "16bit", draft: WantedDraft = "head") -> ModelBytes:
     """Of a model by name or directory, a checkpoint or its config.json, or OWNER/NAME on the hub, of which
     only config.json is fetched.
 

@@ -11,6 +11,7 @@ from flowspec_edge.cli.common.options import Dtype
 from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.d0.request import SchedulingPolicy
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.draft_kinds import NGRAM
 from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.strategies.draft_choice import draft_kind
 from flowspec_edge.strategies.params import Params
@@ -118,7 +119,7 @@ class Service:
     def _runnable(self) -> list[str]:
         """The strategies that need no other models than ``strategy``."""
         chosen = strategy_class(self.strategy)
-        loaded = {None, "ngram", draft_kind(chosen, self.params, self.model)}
+        loaded = {None, NGRAM.name, draft_kind(chosen, self.params, self.model)}
         names = []
         for other in dict.fromkeys([*STRATEGIES.values(), chosen]):
             try:
