@@ -30,7 +30,7 @@ from flowspec_edge.d0.scheduler import Scheduler
 from flowspec_edge.d0.session import DraftPass, DraftSession
 from flowspec_edge.messages import Batch
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, STORED
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.util.tensors import from_torch
 
@@ -99,8 +99,9 @@ class _TimedHead(LmHead):
 
 class MeasuredDraftDevice:
     def __init__(self, model_dir: Path, dtype: str, device: str, target: MeasuredWorker) -> None:
-        rows = min(ModelDir(model_dir).max_positions, _CONTEXT) + _DRAFT_ROWS
-        self._models = DraftModels(model_dir, dtype, device, cache_rows=rows)
+        model = OpenModel(model_dir)
+        rows = min(model.max_positions, _CONTEXT) + _DRAFT_ROWS
+        self._models = DraftModels(model, dtype, device, cache_rows=rows)
         self._target = target
         self._sessions = 0
         self.tokens: list[int] = []  # of the newest request

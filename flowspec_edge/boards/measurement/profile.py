@@ -50,7 +50,7 @@ from flowspec_edge.device_profile import (
 )
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS
 from flowspec_edge.model.manifest import ComputeDtype
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.transport.zmq_links import ZmqTransport
 from flowspec_edge.util import torchdevice
@@ -96,7 +96,7 @@ class ProfileOptions:
     """``threads`` 0 keeps torch's default; ``peer`` is (host, port)."""
 
     name: str
-    model: ModelDir
+    model: OpenModel
     dtype: ComputeDtype
     device: str
     threads: int

@@ -17,7 +17,7 @@ from flowspec_edge.drivers.processes.spec import ClusterSpec, Here, Virtual
 from flowspec_edge.lab.bench.axes import Axis, Value
 from flowspec_edge.lab.bench.results import Links
 from flowspec_edge.lab.bench.runner import OpenPoint, PointCluster
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.util.threads import share_of_cores
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ClusterSetup:
     """
 
     axis: Axis | None
-    model: ModelDir
+    model: OpenModel
     options: BenchOptions
     clock: ClockSettings
     at_once: int = 1

@@ -32,7 +32,7 @@ from flowspec_edge.cli.common.options import (
 )
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kinds import EAGLE2
-from flowspec_edge.model.modeldir import DEMO
+from flowspec_edge.model.opened import DEMO
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 

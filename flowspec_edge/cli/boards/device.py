@@ -26,7 +26,7 @@ from flowspec_edge.cli.common.progress import done_of, plain_lines
 from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.draft_kinds import EAGLE2
-from flowspec_edge.model.modeldir import DEMO
+from flowspec_edge.model.opened import DEMO
 from flowspec_edge.util.terminal import plain, printable
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def profile(
         return
     from datetime import date
 
-    from flowspec_edge.model.modeldir import resolve_model
+    from flowspec_edge.model.opened import resolve_model
     from flowspec_edge.util.files import check_writable, write_output
 
     if out is not None:

@@ -11,7 +11,7 @@ from flowspec_edge.boards.planning.board_spec import is_cluster
 from flowspec_edge.cli.boards.plan_output import PlanReport
 from flowspec_edge.model.catalogue import find_known, is_repository_name
 from flowspec_edge.model.draft_kinds import HEADS, OWN
-from flowspec_edge.model.modeldir import is_here, shipped_models
+from flowspec_edge.model.opened import is_here, shipped_models
 from flowspec_edge.stage.quant.schemes import default_head_bits
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 

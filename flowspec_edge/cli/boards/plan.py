@@ -11,7 +11,7 @@ import typer
 from flowspec_edge.cli.common.options import MOST_TOKENS
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kinds import EAGLE2, WantedDraft
-from flowspec_edge.model.modeldir import DEMO, ModelDir, require_name, resolve_model
+from flowspec_edge.model.opened import DEMO, OpenModel, require_name, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.boards.planning.board_spec import BoardSpec
@@ -144,7 +144,7 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
         return runs(members, advance)
 
 
-def _source(model: str, planned: PlannedDraft) -> tuple[ModelDir, Draft]:
+def _source(model: str, planned: PlannedDraft) -> tuple[OpenModel, Draft]:
     """The model whose acceptance a prediction uses, and the kind that it drafts with: the model itself with
     what is planned, if both are here and small, else the demonstration model with its EAGLE head."""
     kind = planned.kind.name
@@ -157,7 +157,7 @@ def _source(model: str, planned: PlannedDraft) -> tuple[ModelDir, Draft]:
     return resolve_model(DEMO), kind if planned.by_ngrams else EAGLE2.name
 
 
-def prediction_requests(source: ModelDir, kind: Draft) -> list[Request]:
+def prediction_requests(source: OpenModel, kind: Draft) -> list[Request]:
     """All strategies draft with one kind of ``source``'s draft models, or all by look-up."""
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for
     from flowspec_edge.lab.bench.tasks import load_prompts

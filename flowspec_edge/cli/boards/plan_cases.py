@@ -33,7 +33,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.draft_kinds import NGRAM, WantedDraft
 from flowspec_edge.model.manifest import CacheBits, HeadBits
-from flowspec_edge.model.modeldir import DEMO, ModelDir
+from flowspec_edge.model.opened import DEMO, OpenModel
 
 _COMPARED_TYPES: tuple[PlanDtype, ...] = ("fp16", "int4")
 _COMPARED = 3  # splits over different boards with the best rates
@@ -276,7 +276,7 @@ class Tokens:
     calibrates  whether the chosen split also runs with the acceptance of a published head
     """
 
-    model: ModelDir
+    model: OpenModel
     requests: Sequence[Request]
     calibrates: bool
 

@@ -12,7 +12,7 @@ import typer
 from flowspec_edge.cli.common.listing import print_columns
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, LM, STORED
-from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model, shipped_models
+from flowspec_edge.model.opened import OpenModel, is_here, resolve_model, shipped_models
 
 _HEADS = ", ".join(kind.name for kind in STORED if kind.choice is not None)
 
@@ -124,10 +124,10 @@ def _heads(name: str, model: KnownModel, head: str | None) -> dict[str, str]:
     raise UsageError(f"the catalogue knows no {kind} head for {name}, only {runnable}")
 
 
-def _describe(model: ModelDir) -> str:
+def _describe(model: OpenModel) -> str:
     family = model.config.get("model_type", "unknown family")
     return f"{family}, {model.layers} layers of width {model.hidden_width}, {model.size / 1e6:.1f} MB"
 
 
-def _drafts(model: ModelDir) -> str:
+def _drafts(model: OpenModel) -> str:
     return ", ".join(kind.directory for kind in model.drafts) or "none"

@@ -10,7 +10,7 @@ import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_STAGES
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, EAGLE2, HEADS, LM, NGRAM, TRAINED, DraftKind
-from flowspec_edge.model.modeldir import ModelDir, is_here, require_name, resolve_model
+from flowspec_edge.model.opened import OpenModel, is_here, require_name, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.lab.training.cost import TrainingCost
@@ -87,7 +87,7 @@ def head(
           "flowspec deploy up, which resumes, too.")
 
 
-def _ngram(name: str, known: KnownModel | None, here: ModelDir | None) -> DraftChoice:
+def _ngram(name: str, known: KnownModel | None, here: OpenModel | None) -> DraftChoice:
     fetch = [] if here or not known else [f"flowspec models fetch {name} --head none"]
     return DraftChoice(NGRAM.name, here is not None, (
         "At once: n-grams, looked up in the prompt and the answer.  No draft model, the same tokens; it "
@@ -96,7 +96,7 @@ def _ngram(name: str, known: KnownModel | None, here: ModelDir | None) -> DraftC
         [*fetch, f'flowspec generate --model {name} --draft {NGRAM.name} "…"'])
 
 
-def _published(name: str, known: KnownModel | None, here: ModelDir | None, stages: int) -> DraftChoice:
+def _published(name: str, known: KnownModel | None, here: OpenModel | None, stages: int) -> DraftChoice:
     own = [kind.name for kind in HEADS if here and here.draft(kind.name)]
     shard = f"flowspec models shard --model {name} --stages {stages} --out {_short(name)}-{stages}"
     layer = next((kind for kind in here.drafts if kind.in_target), None) if here else None
@@ -132,7 +132,7 @@ def _facts(head: PublishedHead) -> str:
     return f"{told}; {head.acceptance}: {head.source}" if head.acceptance else told
 
 
-def _small(name: str, known: KnownModel | None, here: ModelDir | None, stages: int) -> DraftChoice:
+def _small(name: str, known: KnownModel | None, here: OpenModel | None, stages: int) -> DraftChoice:
     use = [f'flowspec generate --model {name} --strategy {strategy} --draft {LM.name} "…"'
            for strategy in ("pipedec", "pearl")]
     if here and here.draft(LM.name):
@@ -149,7 +149,7 @@ def _small(name: str, known: KnownModel | None, here: ModelDir | None, stages: i
 
 
 def _training(name: str, kind: str, steps: int | None, stages: int, known: KnownModel | None,
-              here: ModelDir | None, cost: TrainingCost | None) -> DraftChoice:
+              here: OpenModel | None, cost: TrainingCost | None) -> DraftChoice:
     out = f"{_short(name)}-{kind}"
     if here is None and known is None:  # train-head reads a directory
         fetch, given = [f"hf download {name} --local-dir {_short(name)}"], _short(name)

@@ -10,7 +10,7 @@ import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_TOKENS
 from flowspec_edge.model.draft_kinds import TrainedDraft
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 
 _Model = Annotated[str, typer.Option("--model", help="The model, by name or directory.", metavar="DIR")]
 

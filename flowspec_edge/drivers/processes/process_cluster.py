@@ -46,7 +46,7 @@ from flowspec_edge.drivers.processes.timing import ClusterTiming
 from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
 from flowspec_edge.lab.emulation.links import EmulatedTransport
 from flowspec_edge.model.manifest import SESSIONS, ComputeDtype
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.shard import stage_ranges
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.registry import strategy_class
@@ -80,7 +80,7 @@ class ProcessCluster:
         model_dir, stages, emulation = Path(spec.model), spec.stages, here.emulation
         parse_dtype(spec.dtype)
         grouped = parallelism != "pipeline"
-        stage_ranges(ModelDir(model_dir).stages, stages, allow_empty=grouped)
+        stage_ranges(OpenModel(model_dir), stages, allow_empty=grouped)
         self.parallelism = parallelism
         self._at_once = spec.at_once
         self._device = spec.device
@@ -108,7 +108,7 @@ class ProcessCluster:
                                        fail_on_rejoin=spec.rejoin_within > 0, digests=addresses.digests)
             self._timing = ClusterTiming(emulation, parallelism, stages,
                                          lambda kind: self._draft_models.pass_seconds(kind),
-                                         ModelDir(model_dir).sparse)
+                                         OpenModel(model_dir).sparse)
             core = self._core = DraftCore(self._draft_session, time.monotonic, self.observer,
                                           self._highest_session, self._timing.curve, spec.cache_rows,
                                           spec.scheduling_policy)
@@ -125,7 +125,7 @@ class ProcessCluster:
                 emulate = self._workers.directory / "emulation.json" if emulation else None
                 if emulation and emulate:
                     emulation.save(emulate)
-                fair = spec.threads or share_of_cores(stages + 1, ModelDir(model_dir).size)  # D0 is one, too
+                fair = spec.threads or share_of_cores(stages + 1, OpenModel(model_dir).size)  # D0 is one, too
                 self._workers.start(plan.configs(self._links.control_endpoint, self._links.output_endpoint,
                                                  model_dir, cast(ComputeDtype, spec.dtype), fair or 0,
                                                  parallelism, emulate, spec.device,

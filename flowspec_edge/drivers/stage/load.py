@@ -12,9 +12,8 @@ from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.lab.emulation.collectives import EmulatedGroup, GroupCharge
 from flowspec_edge.lab.emulation.durations import Charge, Emulation, stage_charge
 from flowspec_edge.messages import Hello
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.preparation import choose_graphs, warm_up
 from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.stage.tensor_parallel.engine import TensorEngine
@@ -35,7 +34,7 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None
         torch.set_num_threads(config.threads)
     make_current(config.device)
     rank, stages = config.stage - 1, config.stages
-    weights = ModelDir(Path(config.model)).stages
+    weights = OpenModel(Path(config.model))
     charge: Charge | None = (
         stage_charge(emulation.devices, config.parallelism, config.stage) if emulation else None)
     shard: Shard
@@ -49,8 +48,8 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None
         group: ProcessGroup = GlooGroup(rank, stages, config.group, config.interface, config.group_within_s)
         if emulation and emulation.links == "real":
             profile = emulation.devices.stages[rank]
-            wide = group = EmulatedGroup(group, profile, load_config(weights).num_hidden_layers)
+            wide = group = EmulatedGroup(group, profile, weights.layers)
             charge = GroupCharge(wide, profile, overlaps=config.parallelism == "galaxy")
-        rank_shard = load_tensor_shard(weights, config.parallelism, group, config.dtype, config.device)
+        rank_shard = load_tensor_shard(weights.target, config.parallelism, group, config.dtype, config.device)
         shard, engine = rank_shard, TensorEngine(rank_shard, group, config.cache_rows)
     return engine, Hello(config.instance, config.stage, stages, shard.layers, shard.digest), charge

@@ -48,7 +48,7 @@ from flowspec_edge.lab.training.text_files import (
     work_beside,
 )
 from flowspec_edge.model.draft_kinds import SPD
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.shard import split_layers
 from flowspec_edge.util.tomlfile import toml_table
 
@@ -199,7 +199,7 @@ _SEED = 0
 _QUICK_RECIPE = SpdRecipe(steps=60, window=64, tokens_per_step=256, micro_batch=128)
 
 
-def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None, quick: bool = False
+def train_spd(model: OpenModel, out: Path | None = None, work: Path | None = None, quick: bool = False
               ) -> None:
     """Train a module for ``model``, unless ``out`` (default MODEL/spd) exists.
 

@@ -39,9 +39,8 @@ from flowspec_edge.lab.training.text_files import (
     work_beside,
 )
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, TRAINED
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import digest as tensors_digest
-from flowspec_edge.stage.families import load_config
 from flowspec_edge.util.tomlfile import toml_table
 
 _SEED = 0
@@ -65,7 +64,7 @@ class HeadOptions:
     start: Path | None = None
 
 
-def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str, out: Path | None = None,
+def train_head_part(model: OpenModel, kind: str, options: HeadOptions, date: str, out: Path | None = None,
                     work: Path | None = None) -> None:
     """Train a head for ``model``, unless ``out`` (default MODEL/KIND, required for a checkpoint) exists.
 
@@ -117,7 +116,7 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
     make_part(console, out, part)
 
 
-def _place(model: ModelDir, kind: str) -> Path:
+def _place(model: OpenModel, kind: str) -> Path:
     if model.target == model.path:
         raise UsageError(f"{model.path} is a plain checkpoint, which has no place for a head: say where it "
                          "goes with --out DIR, and bring it to the boards with models shard --draft DIR")
@@ -139,7 +138,7 @@ def recipe_for(kind: str, options: HeadOptions) -> HeadRecipe:
     return recipe
 
 
-def _start(model: ModelDir, kind: str, directory: Path | None, out: Path) -> Any:
+def _start(model: OpenModel, kind: str, directory: Path | None, out: Path) -> Any:
     if directory is None:
         return None
     load = trainer_of(kind).load
@@ -148,15 +147,15 @@ def _start(model: ModelDir, kind: str, directory: Path | None, out: Path) -> Any
                          "nothing")
     if directory.resolve() == out.resolve():
         raise UsageError(f"{directory} is where the new head would go: say where else with --out DIR")
-    config = load_config(model.target)
+    config = model.parsed_config
     nothing = torch.zeros(1).expand(config.vocab_size, config.hidden_size)
     head = load(directory, nothing)
     head.embed_tokens.weight = nn.Parameter(nothing, requires_grad=False)
     return head
 
 
-def _drafted(model: ModelDir, kind: str, requested: int | None) -> int | None:
-    vocabulary, most = int(load_config(model.target).vocab_size), trainer_of(kind).drafts
+def _drafted(model: OpenModel, kind: str, requested: int | None) -> int | None:
+    vocabulary, most = int(model.config["vocab_size"]), trainer_of(kind).drafts
     if not most:
         if requested is not None:
             raise UsageError(f"--draft-vocab is for {_having(lambda trainer: trainer.drafts)}: {kind} drafts the "
@@ -186,7 +185,7 @@ class _Tokens:
         return rarest_token(self.text, self.vocabulary)
 
 
-def _text(model: ModelDir, eos: int, work: Path, files: Sequence[Path], recipe: HeadRecipe, quick: bool
+def _text(model: OpenModel, eos: int, work: Path, files: Sequence[Path], recipe: HeadRecipe, quick: bool
           ) -> TrainingText:
     if files:
         text = prepare_files(work, files, load_tokenizer(model), eos, recipe.window + 1, LENGTH + 1)

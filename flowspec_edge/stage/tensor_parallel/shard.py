@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.families import family_of
-from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import Checkpoint, TensorSlice, digest
-from flowspec_edge.stage.families import load_config, skeleton
+from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.shard import Shard, even_runs
 from flowspec_edge.stage.tensor_parallel.layers import Heads, Projection, TensorLayer
 from flowspec_edge.stage.tensor_parallel.layout import JoinedNorm, SplitEmbedding, TensorKind, make_layout
@@ -45,10 +45,10 @@ def load_tensor_shard(model_dir: Path | str, kind: TensorKind, group: ProcessGro
                       device: torch.device | str = "cpu") -> TensorShard:
     """Load ``group.rank``'s slices; there may be more ranks than heads.  Errors as for ``load_shard``."""
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
-    if is_sharded(model_dir):
+    if OpenModel(Path(model_dir)).sharded:
         raise UsageError(f"{model_dir} is sharded by layers, for a pipeline: tensor parallelism needs the "
                          "checkpoint that it was made from")
-    config = load_config(model_dir)
+    config = OpenModel(Path(model_dir)).parsed_config
     if family_of(config).sparse:
         raise UsageError(f"{model_dir}: tensor parallelism cannot split the experts of {config.model_type!r} "
                          "models: choose a strategy for pipelines, such as flowspec")

@@ -33,7 +33,7 @@ from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.transport.zmq_links import ZmqTransport
 
