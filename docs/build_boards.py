@@ -17,7 +17,7 @@ from flowspec_edge.boards.planning.estimate import predict
 from flowspec_edge.boards.planning.layer_split import problem_for
 from flowspec_edge.boards.planning.model_size import PlanDtype, model_bytes
 from flowspec_edge.cli.boards.plan import prediction_requests
-from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.model.opened import DEMO, resolve_model
 from flowspec_edge.strategies.parameters import Draft
 
 DOCUMENT = Path(__file__).with_name("five-boards.md")

@@ -34,8 +34,8 @@ from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.messages import Segment
-from flowspec_edge.model.manifest import ComputeDtype, Manifest, types_text
-from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
+from flowspec_edge.model.manifest import ComputeDtype, types_text
+from flowspec_edge.model.opened import DEMO, OpenModel, resolve_model
 from flowspec_edge.model.text import TextStream, Tokenizer
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.strategies.base import Pipeline, Strategy
@@ -83,7 +83,7 @@ class Cluster:
     clock      "virtual" or "wall"
     """
 
-    def __init__(self, model: ModelDir, stages: int, dtype: ComputeDtype, device: str,
+    def __init__(self, model: OpenModel, stages: int, dtype: ComputeDtype, device: str,
                  place: Here | Virtual, threads: int | None = None,
                  scheduling_policy: SchedulingPolicy = "fair") -> None:
         self.model = model
@@ -141,7 +141,7 @@ class Cluster:
         """In which types weights and activations are, such as "weights int4, computed in bf16". In fp32 every
         strategy gives the tokens of :meth:`plain`. In 16 bits sums are rounded, and near ties may be decided
         differently: :meth:`different_tokens` counts."""
-        stored = Manifest.read(self.model.path).stored if self.model.sharded else self._dtype
+        stored = self.model.manifest.stored if self.model.manifest else self._dtype
         return types_text(self._dtype, stored)
 
     @property
@@ -226,11 +226,11 @@ class Cluster:
 
 
 def _choose(model: str | Path, stages: int | None, dtype: ComputeDtype | None
-            ) -> tuple[ModelDir, int, ComputeDtype]:
+            ) -> tuple[OpenModel, int, ComputeDtype]:
     found = resolve_model(model)
-    if not found.sharded:
+    manifest = found.manifest
+    if manifest is None:
         return found, _STAGES if stages is None else stages, dtype or "fp32"
-    manifest = Manifest.read(found.path)
     if stages is not None:
         manifest.check_stages(stages)
     return found, manifest.stages, dtype or manifest.compute_dtype

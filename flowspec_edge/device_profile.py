@@ -338,6 +338,8 @@ def load_profile(name_or_path: str) -> Profile:
     return load_toml(path, Profile)
 
 
+# The measured times of passes in ``DraftCost``: whose they are.
+PASSES = {"pass_ms": "EAGLE head", "lm_pass_ms": "small draft model", "spd_pass_ms": "SPD's module"}
 _WIDTH = 110
 _COMMENTS = {
     "us": {"launch": "of a kernel on the GPU; no other time of this file contains what launches add"},
@@ -354,9 +356,7 @@ _COMMENTS = {
     "overhead_ms": {"stage": "of every segment, for any number of layers"},
     "shared_ms": {"stage": "if all rows chose the same experts; ms: each by itself"},
     "correlation": {"stage": "of the experts of a segment's rows: 0 for independent, 1 for the same"},
-    "pass_ms": {"draft": "EAGLE head"},
-    "lm_pass_ms": {"draft": "small draft model"},
-    "spd_pass_ms": {"draft": "SPD's module"},
+    **{name: {"draft": words} for name, words in PASSES.items()},
     "ms": {"lm_head": "for an output", "int4": "a product with int4 weights"},
     "row_ms": {"draft": "added by each node", "lm_head": "added by each row, bookkeeping included"},
     "mbps": {"link": "10^6 bits a second"},

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.lab.bench.tasks import load_prompts
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.util.resources import resource_dir

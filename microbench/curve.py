@@ -12,7 +12,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.d0.slot_curve import SlotCurve
 from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 from microbench._common import demo_prompts, options

@@ -16,7 +16,7 @@ from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.lab.emulation.durations import Emulation
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from microbench._common import demo_prompts, options
 
 STRATEGIES = ("chunk_pp", "flowspec", "flowspec_plus")

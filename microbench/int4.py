@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.stage.quant.base import KINDS, Kind
 from flowspec_edge.stage.quant.schemes import scheme
 from microbench._common import Row, print_rows

@@ -16,7 +16,7 @@ from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.bench.samples import repeats_itself
 from flowspec_edge.lab.bench.tasks import load_prompts
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.layered import Chain

@@ -30,14 +30,15 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from flowspec_edge.messages import Open, Segment, pack_bits
+from flowspec_edge.model.config import load_config
 from flowspec_edge.model.manifest import Manifest, ShardDtype
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import describe, open_source
 from flowspec_edge.sharding.writer import TensorFile
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.families import load_config, skeleton
+from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.quant.grouped import GroupedScheme, pack
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.stage.weights import tensor_names
@@ -186,7 +187,7 @@ def _shard(source: Path, out: Path, dtype: ShardDtype) -> tuple[int, int]:
 
 def _make(source: Path, out: Path, dtype: ShardDtype, split: tuple[int, ...]) -> tuple[int, int]:
     warm_up(dtype)
-    opened = describe(ModelDir(source), RandomWeights(source), (), "random")
+    opened = describe(OpenModel(source), RandomWeights(source), (), "random")
     recipe = recipe_for(opened, dtype)
     if recipe.kind == "int4":
         recipe = replace(recipe, scheme=Nearest(recipe.group))

@@ -23,7 +23,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.messages import Segment, unpack_bits
 from flowspec_edge.model.experts import computed, independent
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.engine import Poll, Results, StageEngine
 from flowspec_edge.strategies.params import Params

@@ -19,7 +19,7 @@ ASK = """
 import json, sys
 import flowspec_edge.util.resources as r
 from flowspec_edge.device_profile import load_profile, profile_names
-from flowspec_edge.model.modeldir import shipped_models
+from flowspec_edge.model.opened import shipped_models
 import flowspec_edge.serving as serving
 from pathlib import Path
 def files(root):

@@ -19,6 +19,7 @@ from flowspec_edge.boards.paths import PYTHON
 from flowspec_edge.d0.request import SchedulingPolicy
 from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.draft_kinds import NAMED, OWN, NamedDraft
 from flowspec_edge.model.manifest import CacheBits, HeadBits, ShardDtype
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.strategies.registry import require_pipelines
@@ -88,14 +89,9 @@ class ClusterSettings(StrictModel):
     cors_origins: list[Origin] = Field(default=[])  # of web pages that may ask; "*": all
 
     @property
-    def draft_kind(self) -> Literal["own", "mtp", "ngram"]:
+    def draft_kind(self) -> NamedDraft:
         """What ``draft`` names; "own": a head, in the model's directory or the given one."""
-        return "mtp" if self.draft == "mtp" else "ngram" if self.by_ngrams else "own"
-
-    @property
-    def by_ngrams(self) -> bool:
-        """Whether D0 drafts by look-up in the text, without a draft model."""
-        return self.draft == "ngram"
+        return self.draft if self.draft in [kind.name for kind in NAMED] else OWN
 
     @property
     def serves_others(self) -> bool:

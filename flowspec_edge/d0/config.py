@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from flowspec_edge.d0.request import SchedulingPolicy
+from flowspec_edge.model.draft_kinds import OWN, NamedDraft
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.transport.bind_check import unencrypted_bind_problem
@@ -20,7 +21,7 @@ class DraftConfig(StrictModel):
     model: Text  # the sharded model's directory, with D0's part
     name: Text  # clients' name of the model
     strategy: Text = DEFAULT_STRATEGY
-    draft: Literal["own", "mtp", "ngram"] = "own"  # the strategy's own kind of draft model, or that kind
+    draft: NamedDraft = OWN  # the strategy's own kind of draft model, or that kind
     dtype: ComputeDtype = "fp16"
     device: Text = "cpu"  # torch's, for lm_head and the draft models; the tree stays on the CPU
     control: Text  # where the stages connect to

@@ -21,15 +21,14 @@ from flowspec_edge.drafting.load import SharedMemory, load_drafters, needs_embed
 from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Tap
-from flowspec_edge.model.manifest import DRAFT
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.draft_kinds import NGRAM
+from flowspec_edge.model.opened import OpenModel, opened
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.quant.schemes import quantise_linears
 from flowspec_edge.stage.shard import find_embedding, stage_ranges
-from flowspec_edge.stage.weights.load import head_scheme_of, opened_part
+from flowspec_edge.stage.weights.load import head_scheme_of
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.draft_choice import draft_kind, draft_label
 from flowspec_edge.strategies.params import Params
@@ -46,7 +45,7 @@ _MEMORY_ADVICE = "end other programs, take a smaller draft model, or let D0 comp
 
 
 class DraftModels:
-    def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu",
+    def __init__(self, model: OpenModel | Path, dtype: str = "fp32", device: torch.device | str = "cpu",
                  slow: Callable[[], AbstractContextManager[None]] = nullcontext, cache_rows: int = 0,
                  record: Recorder | None = None, loaded: Callable[[int], None] = lambda sizes: None) -> None:
         """device  torch device for lm_head and the draft models; the tree stays on the CPU
@@ -63,15 +62,14 @@ class DraftModels:
         self.graph_sizes: dict[str, int] = {}  # numbers of rows for which passes are graphs, by kind
         use_exact_kernels()
         make_current(device)
-        self._model = ModelDir(model_dir)
+        self._model = opened(model)
         self._dtype = dtype
-        self._scheme = head_scheme_of(model_dir)
+        self._scheme = head_scheme_of(self._model)
         # Compares every file of a sharded model: those of draft models, which are loaded later, too.
-        with (opened_part(model_dir, DRAFT) as files,
-              allocation("lm_head on the draft device", 0, _MEMORY_ADVICE)):
-            self._lm_head = LmHead(load_output_head(self._model.target, dtype, device, self._scheme, files))
+        with allocation("lm_head on the draft device", 0, _MEMORY_ADVICE):
+            self._lm_head = LmHead(load_output_head(self._model, dtype, device))
         # Refuses a model that stages cannot run.
-        self.kinds = layer_kinds(load_config(self._model.target))
+        self.kinds = layer_kinds(self._model.parsed_config)
         self._limit = self._model.max_positions
         self._drafters: dict[str, Callable[[], Drafter]] = {}
         if self._lm_head.head.device.type == "cuda":
@@ -85,7 +83,7 @@ class DraftModels:
         params = request.params
         chosen = strategy_class(request.strategy)
         kind = draft_kind(chosen, params, self._model)
-        looks_up = kind == "ngram" or (kind is not None and chosen.merges_look_up(params))
+        looks_up = kind == NGRAM.name or (kind is not None and chosen.merges_look_up(params))
         return (kind, looks_up, *((params.ngram_max, params.ngram_min) if looks_up else ()))
 
     def draft_session(self, request: Request, stages: int, clock: Callable[[], float], session: int,
@@ -127,7 +125,7 @@ class DraftModels:
             drafter = self._drafter(kind, request.params, chosen.merges_look_up(request.params))
             drafter = around(drafter) if around else drafter
         cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
-        depths = tuple(hi for _, hi in stage_ranges(self._model.stages, stages, allow_empty=True))
+        depths = tuple(hi for _, hi in stage_ranges(self._model, stages, allow_empty=True))
         pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot,
                             sparse)
         return DraftSession(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
@@ -157,17 +155,17 @@ class DraftModels:
 
     def _drafter(self, kind: str, params: Params, merged: bool = False) -> Drafter:
         looked_up = NgramDrafter(params.ngram_max, params.ngram_min)
-        if kind == "ngram":
+        if kind == NGRAM.name:
             return looked_up
         if kind not in self._drafters:
             with self._slow(), allocation(f"the draft model {kind}", 0, _MEMORY_ADVICE):
                 head = self._lm_head.head
-                embedding = (find_embedding(self._model.target, self._dtype, head.device)
-                             if needs_embedding(kind, self._model.parts) else None)
+                embedding = (find_embedding(self._model, self._dtype, head.device)
+                             if needs_embedding(kind, self._model) else None)
                 same_bits = (partial(quantise_linears, how=self._scheme, device=head.device)
                              if self._scheme else lambda module: None)
                 memory = self._shared_memory()
-                self._drafters[kind] = load_drafters(kind, self._model.parts, head, embedding, self._dtype,
+                self._drafters[kind] = load_drafters(kind, self._model, head, embedding, self._dtype,
                                                      self._model.layers, same_bits, memory)
             if memory and memory.choice:
                 log.info("D0, %s: %s", kind, memory.choice)

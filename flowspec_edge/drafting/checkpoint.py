@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -18,14 +16,14 @@ from transformers import PretrainedConfig
 
 from flowspec_edge.errors import FlowspecError, UsageError, first_line, last_line
 from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.config import check_config
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, FORMATS, recognise_format
-from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.model.recognise import describe
-from flowspec_edge.model.weights.checkpoint import Checkpoint
+from flowspec_edge.model.weights.checkpoint import Checkpoint, StoredTensor
 from flowspec_edge.model.weights.located import PICKLED, SAFE, locate, warn_of_unread
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.tensors import check_finite
-from flowspec_edge.util.weight_file import Embedding, EmbeddingTable, SafetensorsFile
+from flowspec_edge.util.weight_file import Embedding, EmbeddingTable
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _Config = TypeVar("_Config", bound=PretrainedConfig)
@@ -77,14 +75,6 @@ def _instead(raw: dict[str, Any]) -> str:
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """``read`` reads it: a head in 16 bits never has to be in memory as a whole."""
-
-    shape: torch.Size
-    read: Callable[[], Tensor]
-
-
 def config_of(kind: type[_Config], fields: dict[str, Any], directory: Path) -> _Config:
     """FlowspecError for fields of ``directory``'s config.json that do not go together."""
     try:
@@ -105,15 +95,7 @@ def own_embedding(directory: Path, config: PretrainedConfig, dtype: torch.dtype)
         return None
     checkpoint = Checkpoint(directory)
     name = _own_name_of_embedding(checkpoint)
-    file = checkpoint.file_of(name) if name else None
-    if name is None or not isinstance(file, SafetensorsFile):
-        return None
-    table = EmbeddingTable(file, name, dtype)
-    shape, wanted = [table.num_embeddings, table.embedding_dim], [config.vocab_size, config.hidden_size]
-    if shape != wanted:
-        raise FlowspecError(f"{directory}: tensor {EMBEDDING} has shape {shape}, config.json asks for "
-                            f"{wanted}")
-    return table
+    return checkpoint.table(name, torch.Size((config.vocab_size, config.hidden_size)), dtype) if name else None
 
 
 def _own_name_of_embedding(checkpoint: Checkpoint) -> str | None:
@@ -146,9 +128,7 @@ def read_weights(directory: Path, what: str, embedding: bool = True) -> dict[str
         raise UsageError(f"no {_bare(what)} at {directory}: neither {SAFE} nor {PICKLED} is there")
     warn_of_unread(directory)
     checkpoint = Checkpoint(directory)
-    return {name: StoredTensor(info.shape, partial(checkpoint.file_of(name).read, name))
-            for name, info in checkpoint.stored(checkpoint.names).items()
-            if embedding or plain_name(name) != EMBEDDING}
+    return checkpoint.lazy(name for name in checkpoint.names if embedding or plain_name(name) != EMBEDDING)
 
 
 def plain_names(weights: dict[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:

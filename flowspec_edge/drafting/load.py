@@ -16,7 +16,7 @@ from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.draft_kinds import draft_kind_named
-from flowspec_edge.model.modeldir import ModelDir, missing_own_layer
+from flowspec_edge.model.opened import OpenModel, missing_own_layer, opened
 from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.util.graphs import KernelChoice, Recorder
 from flowspec_edge.util.tensors import parse_dtype
@@ -44,11 +44,11 @@ class SharedMemory:
         return partial(make, memory=memory, recorded=recorded)
 
 
-def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
+def load_drafters(kind: str, directory: OpenModel | Path, lm_head: Tensor | OutputHead,
                   embedding: Tensor | Embedding | None, dtype: str, layers: int,
                   quantise: Callable[[nn.Module], None] = lambda module: None,
                   memory: SharedMemory | None = None) -> Callable[[], Drafter]:
-    """Load a draft model of ``model_dir``; returns a factory of drafters (one per session) that share it.
+    """Load a draft model of a model; returns a factory of drafters (one per session) that share it.
 
     kind       of draft model, one with files
     lm_head    [V, H], or a module of it, the target's; the drafter works on its device
@@ -61,22 +61,22 @@ def load_drafters(kind: str, model_dir: Path, lm_head: Tensor | OutputHead,
 
     UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
     """
-    record, model, target = draft_kind_named(kind), ModelDir(model_dir), as_output_head(lm_head)
-    directory = model.draft(kind)
-    if record.in_target and directory is None:
+    record, model, target = draft_kind_named(kind), opened(directory), as_output_head(lm_head)
+    place = model.draft(kind)
+    if record.in_target and place is None:
         raise UsageError(missing_own_layer(record, model))
-    directory = directory or model_dir / record.directory
+    place = place or model.parts / record.directory
     if record.looks_up_target and embedding is None:
-        raise FlowspecError(f"{directory} looks up embeddings, and {model_dir / 'target'} has none")
-    loaded = format_of(record).load(directory, Surroundings(
-        model_dir / "target", target, None if embedding is None else as_embedding(embedding), layers,
+        raise FlowspecError(f"{place} looks up embeddings, and {model.target} has none")
+    loaded = format_of(record).load(place, Surroundings(
+        model.target, target, None if embedding is None else as_embedding(embedding), layers,
         parse_dtype(dtype), quantise, memory is not None or None))
     if loaded.vocabulary is not None:
-        require_vocabulary(directory, loaded.vocabulary, target)
+        require_vocabulary(place, loaded.vocabulary, target)
     return memory.drafters(loaded.make) if memory and record.shares_memory else loaded.make
 
 
-def needs_embedding(kind: str, model_dir: Path) -> bool:
+def needs_embedding(kind: str, model: OpenModel | Path) -> bool:
     """Whether :func:`load_drafters` needs the target's: their file is read as a whole to check it."""
     record = draft_kind_named(kind)
-    return record.looks_up_target or format_of(record).needs_embedding(model_dir / record.directory)
+    return record.looks_up_target or format_of(record).needs_embedding(opened(model).parts / record.directory)

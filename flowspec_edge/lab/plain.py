@@ -15,24 +15,20 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from flowspec_edge.d0.request import FinishReason
 from flowspec_edge.model.experts import separate_experts
-from flowspec_edge.model.manifest import DRAFT, DRAFT_TARGET, Manifest, stage_part
-from flowspec_edge.model.modeldir import ModelDir, is_sharded
-from flowspec_edge.model.weights.checkpoint import Checkpoint
+from flowspec_edge.model.manifest import stage_part
+from flowspec_edge.model.opened import OpenModel, opened
 from flowspec_edge.sampling.restrictions import AnswerRestrictions
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sampling.sampler import AnswerPenalties, choose
 from flowspec_edge.sampling.settings import Penalties, Restrictions
-from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers.attention import register_rounded
 from flowspec_edge.stage.output_head import load_output_head
+from flowspec_edge.stage.shard import load_lm_head
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.load import (
     fast_layout,
     head_scheme_of,
     load_modules,
-    load_tensor,
-    opened_part,
-    part_dir,
     scheme_of,
 )
 from flowspec_edge.util.tensors import no_loading_bars, parse_dtype
@@ -43,10 +39,10 @@ from flowspec_edge.util.torchdevice import use_exact_kernels
 class PlainDecoder:
     def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu") -> None:
         use_exact_kernels()
-        found = ModelDir(model_dir)
+        found = OpenModel(model_dir)
         self._size = found.size
         if found.sharded:
-            self.model = load_reference_model(found.stages, dtype, device)
+            self.model = load_reference_model(found, dtype, device)
         else:
             with no_loading_bars():
                 read = AutoModelForCausalLM.from_pretrained(found.target, dtype=parse_dtype(dtype),
@@ -86,11 +82,11 @@ class PlainDecoder:
         return tokens, "length"
 
 
-def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu") -> Any:
+def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> Any:
     """transformers' causal language model, quantised matrices included; errors as for ``load_shard``."""
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
-    config = load_config(model_dir)
-    manifest = Manifest.read(model_dir) if is_sharded(model_dir) else None
+    found = opened(directory)
+    config, manifest = found.parsed_config, found.manifest
     rounded = {"attn_implementation": register_rounded()} if manifest and manifest.kv_cache == "int8" else {}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **rounded)
@@ -106,23 +102,18 @@ def load_reference_model(model_dir: Path | str, dtype: str, device: torch.device
             parts["model.embed_tokens"] = core.embed_tokens
         if index == len(runs) - 1:
             parts["model.norm"] = core.norm
-        with opened_part(model_dir, stage_part(index)) as files:
-            checkpoint = Checkpoint(part_dir(model_dir, stage_part(index)), files)
-            read = load_modules(parts, checkpoint, torch_dtype, torch_device, scheme_of(model_dir))
+        with found.part(stage_part(index)) as part:
+            checkpoint = part.checkpoint
+            read = load_modules(parts, checkpoint, torch_dtype, torch_device, scheme_of(found))
         tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, read if manifest else whole)
     core.rotary_emb = type(core.rotary_emb)(config=config).to(torch_device)
-    home = Path(model_dir) / DRAFT_TARGET if manifest else Path(model_dir)
-    head_scheme = head_scheme_of(model_dir)
-    if head_scheme is not None:
-        with opened_part(model_dir, DRAFT) as files:
-            model.lm_head = load_output_head(home, dtype, torch_device, head_scheme, files)
-    elif config.tie_word_embeddings and tensor_names.LM_HEAD not in Checkpoint(home):
+    if head_scheme_of(found) is not None:
+        model.lm_head = load_output_head(found, dtype, torch_device)
+    elif config.tie_word_embeddings and tensor_names.LM_HEAD not in found.checkpoint():
         model.lm_head.weight = core.embed_tokens.weight
     else:
-        with opened_part(model_dir, DRAFT) as files:
-            head = load_tensor(Checkpoint(home, files), tensor_names.LM_HEAD,
-                               core.embed_tokens.weight.shape, torch_dtype, torch_device)
+        head = load_lm_head(found, dtype, torch_device)
         model.lm_head.weight = nn.Parameter(fast_layout(head), requires_grad=False)
-    if (home / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(home)
+    if found.generation_config:
+        model.generation_config = GenerationConfig.from_pretrained(found.target)
     return model.requires_grad_(False).eval()

@@ -1,1 +1,1 @@
-"""A model as its directory describes it, without torch.  Start with ``modeldir``."""
+"""A model as its directory describes it, without torch.  Start with ``opened``."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.grammar import json_value
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.located import MANIFEST
 from flowspec_edge.util.bounded_read import read_json, read_json_object, read_text
 
@@ -252,7 +252,7 @@ BUILT_IN: dict[str, Callable[[Sequence[Message]], list[PromptPiece]]] = {
 _NAME_PATTERNS = {"llama-2": re.compile(r"llama[-_ ]?2.*chat"), "vicuna": re.compile(r"vicuna")}
 
 
-def recognise(model: ModelDir) -> str | None:
+def recognise(model: OpenModel) -> str | None:
     """The built-in format for the model's name; None if none matches."""
     from flowspec_edge.model.catalogue import find_known  # pydantic takes a while
 
@@ -265,7 +265,7 @@ def recognise(model: ModelDir) -> str | None:
     return None
 
 
-def require_template(model: ModelDir, chosen: str | None) -> None:
+def require_template(model: OpenModel, chosen: str | None) -> None:
     """UsageError for a ``chosen`` template that is missing, or a model without one; needs no transformers."""
     if chosen is not None:
         if chosen not in BUILT_IN:
@@ -274,12 +274,12 @@ def require_template(model: ModelDir, chosen: str | None) -> None:
         raise no_template(model)
 
 
-def no_template(model: ModelDir) -> UsageError:
+def no_template(model: OpenModel) -> UsageError:
     return UsageError(f"{model.path} has no chat template, and its name matches no built-in one; give "
                       f"--chat-template {', '.join(BUILT_IN)} or a file with a Jinja template")
 
 
-def _has_own_template(model: ModelDir) -> bool:
+def _has_own_template(model: OpenModel) -> bool:
     """Whether the tokenizer may have one; its loader decides where its files cannot be read."""
     if any((model.target / name).exists() for name in _TEMPLATE_FILES):
         return True
@@ -311,7 +311,7 @@ def _split(messages: Sequence[Message]) -> tuple[str | None, list[tuple[str, str
     return system, list(zip([message.content for message in turns[::2]], [*answers, None], strict=True))
 
 
-def _names(model: ModelDir) -> list[str]:
+def _names(model: OpenModel) -> list[str]:
     names = [model.name]
     origins = ((model.target / "config.json", ("_name_or_path",)),
                (model.target / "tokenizer_config.json", ("name_or_path",)),

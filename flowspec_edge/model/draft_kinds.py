@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flowspec_edge.errors import UsageError
 
@@ -43,6 +43,8 @@ class DraftKind:
     graph_launches  all of them where passes are CUDA graphs; None: they are not recorded
     usual           the size that a plan assumes for one that is not on this machine
     made_by         the command that makes one for a model, if that takes no choice of a kind
+    trainer         MODULE:NAME of what trains one for ``flowspec models train-head`` (``lab.training.heads``)
+    measured_by     strategies whose requests measure a pass for a profile, in the time that ``charged_as`` names
     """
 
     name: str
@@ -66,6 +68,8 @@ class DraftKind:
     graph_launches: int | None = None
     usual: str = ""
     made_by: str = ""
+    trainer: str = ""
+    measured_by: tuple[str, ...] = ()
 
     @property
     def by_name_only(self) -> bool:
@@ -97,44 +101,71 @@ def _is_language_model(config: Mapping[str, Any], shapes: Shapes) -> bool:
             and not _is_spd(config, shapes))
 
 
-_EAGLE2 = DraftKind("eagle2", "eagle2", "EAGLE-2 head", "flowspec_edge.drafting.eagle.eagle2", (0, 32),
-                    recognise=_is_eagle2, formats=("EAGLE-2",), choice=0, graph_launches=6,
-                    usual="one layer and fc")
+EAGLE2 = DraftKind("eagle2", "eagle2", "EAGLE-2 head", "flowspec_edge.drafting.eagle.eagle2", (0, 32),
+                   recognise=_is_eagle2, formats=("EAGLE-2",), choice=0, graph_launches=6,
+                   usual="one layer and fc", trainer="flowspec_edge.lab.training.eagle:EAGLE2_TRAINER",
+                   measured_by=("flowspec", "chunk_pp"))
+EAGLE3 = DraftKind("eagle3", "eagle3", "EAGLE-3 head", "flowspec_edge.drafting.eagle.eagle3_formats", (0, 38),
+                   recognise=_is_eagle3, formats=("EAGLE-3",), choice=1, inner_states=True, graph_launches=5,
+                   usual="one layer, fc and an lm_head of 32,000 tokens",
+                   trainer="flowspec_edge.lab.training.eagle:EAGLE3_TRAINER")
+LM = DraftKind("lm", "draft-lm", "small language model", "flowspec_edge.drafting.lm", (354, 18),
+               recognise=_is_language_model, is_head=False, charged_as="lm_pass_ms", graph_launches=4,
+               measured_by=("speculative",))
+SPD = DraftKind("spd", "spd", "SPD module", "flowspec_edge.lab.spd.drafter", (0, 38), recognise=_is_spd,
+                is_head=False, looks_up_target=True, bound=True, shares_memory=False,
+                charged_as="spd_pass_ms", made_by="flowspec models train-spd", measured_by=("spd",))
 # ``passes``, by bytes at Llama-2-7B: five layers, fc over five states and lm_head in 2.46 GB, beside one
 # layer, fc and lm_head in 0.74.
 _DFLASH = DraftKind("dflash", "dflash", "DFlash block drafter", "flowspec_edge.drafting.block.formats",
                     (0, 150), formats=("DFlash", "DFlash2", "JetSpec"), choice=3, is_block=True,
-                    inner_states=True, shares_memory=False, passes=3.3, usual="five layers and fc")
+                    inner_states=True, shares_memory=False, passes=3.3, usual="five layers and fc",
+                    trainer="flowspec_edge.lab.training.block:TRAINER")
 MTP = DraftKind("mtp", "mtp", "own MTP layer", "flowspec_edge.drafting.eagle.mtp", (0, 110),
                 formats=("MTP",), in_target="mtp.", looks_up_target=True, usual="a layer with attention")
+NGRAM = DraftKind("ngram", "", "n-grams of the text", "", (0, 0), is_head=False, shares_memory=False,
+                  charged_as="")
 
 # Kernel launches are counted on torch 2.8 (tests/drafting/test_launches.py), block drafters' are estimated.
 DRAFT_KINDS = {kind.name: kind for kind in (
-    _EAGLE2,
-    replace(_EAGLE2, name="eagle2-deep", directory="eagle2-deep", title="second EAGLE-2 head",
-            recognise=None, formats=(), files_of="eagle2", choice=None),
-    DraftKind("eagle3", "eagle3", "EAGLE-3 head", "flowspec_edge.drafting.eagle.eagle3_formats", (0, 38),
-              recognise=_is_eagle3, formats=("EAGLE-3",), choice=1, inner_states=True, graph_launches=5,
-              usual="one layer, fc and an lm_head of 32,000 tokens"),
-    DraftKind("lm", "draft-lm", "small language model", "flowspec_edge.drafting.lm", (354, 18),
-              recognise=_is_language_model, is_head=False, charged_as="lm_pass_ms", graph_launches=4),
-    DraftKind("spd", "spd", "SPD module", "flowspec_edge.lab.spd.drafter", (0, 38), recognise=_is_spd,
-              is_head=False, looks_up_target=True, bound=True, shares_memory=False, charged_as="spd_pass_ms",
-              made_by="flowspec models train-spd"),
+    EAGLE2,
+    replace(EAGLE2, name="eagle2-deep", directory="eagle2-deep", title="second EAGLE-2 head",
+            recognise=None, formats=(), files_of=EAGLE2.name, choice=None, trainer="", measured_by=()),
+    EAGLE3,
+    LM,
+    SPD,
     _DFLASH,
     replace(_DFLASH, name="dspark", directory="dspark", title="DSpark block drafter", launches=(0, 160),
-            formats=("DSpark",), choice=2),
+            formats=("DSpark",), choice=2, trainer="flowspec_edge.lab.training.block:MARKOV_TRAINER"),
     MTP,
-    DraftKind("ngram", "", "n-grams of the text", "", (0, 0), is_head=False, shares_memory=False,
-              charged_as=""),
+    NGRAM,
 )}
-NGRAM = DRAFT_KINDS["ngram"]
 # Kinds that have files.
 STORED = tuple(kind for kind in DRAFT_KINDS.values() if kind.directory)
 # Those that a model is run with unless it is told otherwise, the preferred first: the others stand in for it.
 HEADS = tuple(sorted((kind for kind in STORED if kind.choice is not None), key=lambda kind: kind.choice or 0))
 # Those that are layers of a target's own checkpoint.
 OWN_LAYERS = tuple(kind for kind in STORED if kind.in_target)
+# Those that ``flowspec models train-head`` trains.
+TRAINED = tuple(kind for kind in STORED if kind.trainer)
+OWN = "own"  # in the place of a kind: the one that a strategy or a model has by itself
+# Kinds that a configuration names; any other draft there is a head's directory.
+NAMED = (*OWN_LAYERS, NGRAM)
+# What a user may let any strategy draft with, heads first; what a configuration names; what a plan is made for
+# ("head": a head or own layer that there is, else one yet to be trained; "auto": else n-grams); what is trained.
+_DRAFTS = (OWN, *(kind.name for kind in sorted(DRAFT_KINDS.values(), key=lambda kind: not kind.is_head)
+                  if not kind.bound))
+_NAMED = (OWN, *(kind.name for kind in NAMED))
+_WANTED = ("auto", "head", *(kind.name for kind in NAMED))
+_TRAINED = tuple(kind.name for kind in TRAINED)
+if TYPE_CHECKING:  # a type checker knows no literals that are computed
+    Draft = str
+    NamedDraft = str
+    WantedDraft = str
+    TrainedDraft = str
+else:
+    Draft, NamedDraft = Literal[_DRAFTS], Literal[_NAMED]
+    WantedDraft, TrainedDraft = Literal[_WANTED], Literal[_TRAINED]
 
 
 def draft_kind_named(name: str) -> DraftKind:

@@ -25,7 +25,7 @@ from flowspec_edge.model.chat import (
     variables_of,
 )
 from flowspec_edge.model.grammar import GrammarCompiler
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
@@ -41,7 +41,7 @@ class Tokenizer:
     None uses the tokenizer's own template, else the built-in one for the model's name.
     """
 
-    def __init__(self, model: ModelDir, chat_template: str | None = None) -> None:
+    def __init__(self, model: OpenModel, chat_template: str | None = None) -> None:
         from transformers import AutoTokenizer  # slow to import
 
         try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Message, Rendering
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 
 _MIN_ANSWER = 64  # tokens; if the answer has less room, the prompt leaves out the oldest exchange
@@ -27,7 +27,7 @@ class ChatPrompt:
 class Conversation:
     """A chat; when the context is full, prompts leave out the oldest exchanges."""
 
-    def __init__(self, tokenizer: Tokenizer, model: ModelDir, answer_tokens: int, system: str | None = None,
+    def __init__(self, tokenizer: Tokenizer, model: OpenModel, answer_tokens: int, system: str | None = None,
                  rendering: Rendering | None = None) -> None:
         """``answer_tokens``: the longest answer; ``rendering``: how chats become prompts. UsageError if
         the model has no chat template."""

@@ -13,8 +13,9 @@ from flowspec_edge.drafting import checkpoint as weights
 from flowspec_edge.drafting.checkpoint import EMBEDDING, LM_HEAD, plain_name
 from flowspec_edge.drafting.format import TargetFacts, format_of, own_layer_format_of
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.config import cache_values
 from flowspec_edge.model.draft_kinds import STORED, DraftKind, recognise_kind
-from flowspec_edge.model.modeldir import ModelDir, cache_values
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights import located
 from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.quant.base import Scheme
@@ -69,7 +70,7 @@ class DraftFiles:
         return (self.parameters - looked_up + copied) * width + fixed - saved
 
 
-def drafts_of(model: ModelDir, given: Sequence[Path]) -> list[DraftFiles]:
+def drafts_of(model: OpenModel, given: Sequence[Path]) -> list[DraftFiles]:
     """``model``'s own draft models; those ``given`` replace any of the same kind.
 
     UsageError for a directory without a draft model, and for two of one kind.

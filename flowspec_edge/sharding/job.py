@@ -26,6 +26,7 @@ from flowspec_edge.model.manifest import (
     Quantisation,
     ShardPart,
 )
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.located import MANIFEST
 from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, TextFile
 from flowspec_edge.sharding.source import Linear, SourceModel
@@ -40,9 +41,9 @@ JOURNAL = "sharding.journal"
 
 def finished(plan: ShardingPlan, out: Path) -> Manifest | None:
     """The manifest of an earlier run; None if unfinished, UsageError if ``out`` holds another request's."""
-    if not (out / MANIFEST).is_file():
+    manifest = OpenModel(out).manifest
+    if manifest is None:
         return None
-    manifest = Manifest.read(out)
     if manifest.request != plan.request:
         raise UsageError(f"{out} already holds a sharded model, of another model or with other options: give "
                          "another --out")
@@ -68,7 +69,7 @@ def run(plan: ShardingPlan, out: Path, progress: Progress | None = None) -> Mani
             text = json.dumps(json.loads(manifest.model_dump_json()), indent=1) + "\n"
             write_atomically(out / MANIFEST, text)
         journal.remove()
-    return Manifest.read(out)
+    return OpenModel(out).require_manifest()
 
 
 def _write(plan: ShardingPlan, file: PlannedFile, out: Path, journal: Journal, progress: Progress | None

@@ -17,10 +17,10 @@ from flowspec_edge.drafting.format import TargetFacts
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.catalogue import download, is_repository_name
 from flowspec_edge.model.families import text_config
-from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model
-from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape, missing_tensor
+from flowspec_edge.model.opened import OpenModel, is_here, resolve_model
+from flowspec_edge.model.weights.checkpoint import check_shape, missing_tensor
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
-from flowspec_edge.stage.families import load_config, skeleton
+from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.util.bounded_read import read_bytes
@@ -127,13 +127,13 @@ def open_source(model: str, drafts: Sequence[Path] = ()) -> SourceModel:
         found = resolve_model(directory, quantised=True)
     if found.sharded:
         raise UsageError(f"{found.path} is sharded already: give the checkpoint that it was made from")
-    return describe(found, Checkpoint(found.target), drafts, model if revision else found.name, revision)
+    return describe(found, found.checkpoint(), drafts, model if revision else found.name, revision)
 
 
-def describe(model: ModelDir, weights: WeightSource, drafts: Sequence[Path], name: str,
+def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], name: str,
              revision: str | None = None) -> SourceModel:
     """Check ``weights`` against ``model``'s configuration; errors as for ``open_source``."""
-    config = load_config(model.target, quantised=True)
+    config = model.parsed_config
     core = skeleton(config)
     reads = importer(config)
     linears = [[Linear(f"model.layers.{i}.{path}", *module.weight.shape)

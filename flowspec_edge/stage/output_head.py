@@ -14,11 +14,12 @@ from pathlib import Path
 import torch
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.manifest import DRAFT
+from flowspec_edge.model.opened import OpenModel, OpenPart, opened
 from flowspec_edge.model.output_head import MatrixRows, OutputHead
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
-from flowspec_edge.model.weights.files import WeightFiles
-from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.quant.base import QuantLinear, Scheme
+from flowspec_edge.stage.weights.load import head_scheme_of
 from flowspec_edge.stage.weights.tensor_names import EMBEDDING, LM_HEAD
 from flowspec_edge.util.tensors import check_finite, parse_dtype
 
@@ -27,16 +28,20 @@ _SLICE = 1024  # rows that are read at a time
 PREFIX = LM_HEAD.removesuffix(".weight")  # of the names of a quantised matrix' tensors
 
 
-def load_output_head(directory: Path, dtype: str, device: torch.device | str = "cpu",
-                     scheme: Scheme | None = None, files: WeightFiles | None = None) -> OutputHead:
-    """From a checkpoint's directory, or ``draft/target`` of a sharded model; the embeddings if tied.
+def load_output_head(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> OutputHead:
+    """Of a checkpoint, or of D0's part of a sharded model, whose files are all compared with its manifest; the
+    embeddings if tied.
 
-    scheme  of a matrix that is stored quantised
-    files   opens its file
-
-    FlowspecError that names a missing, misshapen or damaged tensor.
+    FlowspecError that names a missing, misshapen or damaged tensor, or a missing or altered file.
     """
-    config, checkpoint = load_config(directory), Checkpoint(directory, files)
+    found = opened(model)
+    with found.part(DRAFT) as part:
+        return read_output_head(part, dtype, device, head_scheme_of(found))
+
+
+def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, scheme: Scheme | None) -> OutputHead:
+    """``scheme``: of a matrix that is stored quantised."""
+    config, checkpoint = part.parsed_config, part.checkpoint
     torch_dtype, at = parse_dtype(dtype), torch.device(device)
     rows, width = config.vocab_size, config.hidden_size
     if scheme is None:
@@ -59,9 +64,10 @@ def load_output_head(directory: Path, dtype: str, device: torch.device | str = "
     first, *others = names.items()
     beside = checkpoint.tensors([name for _, name in others])  # scales: a thirtieth of the matrix
     for name, tensor in beside.items():
-        check_finite(tensor, tensor.dtype, f"{directory}: tensor {name}")
+        check_finite(tensor, tensor.dtype, f"{checkpoint.directory}: tensor {name}")
     for lo, piece in checkpoint.pieces(first[1], _SLICE):
-        check_finite(piece, torch_dtype if scheme is None else piece.dtype, f"{directory}: tensor {first[1]}")
+        check_finite(piece, torch_dtype if scheme is None else piece.dtype,
+                     f"{checkpoint.directory}: tensor {first[1]}")
         block = bisect_right(edges, lo) - 1
         stored_rows = {suffix: beside[name][lo:lo + len(piece)] for suffix, name in others}
         target = blocks[block]

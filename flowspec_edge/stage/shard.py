@@ -15,18 +15,17 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.families import family_of
-from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
-from flowspec_edge.model.modeldir import is_sharded
-from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
-from flowspec_edge.model.weights.files import WeightFiles
-from flowspec_edge.stage.families import few_launches, load_config, skeleton
+from flowspec_edge.model.manifest import DRAFT, CacheBits, stage_part
+from flowspec_edge.model.opened import OpenModel, opened
+from flowspec_edge.model.weights.checkpoint import Checkpoint
+from flowspec_edge.stage.families import few_launches, skeleton
 from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
 from flowspec_edge.stage.layers.stage_cache import CacheKind
 from flowspec_edge.stage.weights import tensor_names
-from flowspec_edge.stage.weights.load import load_modules, load_tensor, opened_part, part_dir, scheme_of
+from flowspec_edge.stage.weights.load import load_modules, load_tensor, scheme_of
 from flowspec_edge.util.tensors import parse_dtype
 from flowspec_edge.util.torchdevice import allocation, release
-from flowspec_edge.util.weight_file import Embedding, EmbeddingTable, SafetensorsFile, as_embedding
+from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 log = logging.getLogger(__name__)
 
@@ -118,16 +117,16 @@ def split_layers(layers: int, stages: int, allow_empty: bool = False) -> list[tu
     return even_runs(layers, stages)
 
 
-def stage_ranges(model_dir: Path | str, stages: int, allow_empty: bool = False) -> list[tuple[int, int]]:
+def stage_ranges(model: OpenModel | Path | str, stages: int, allow_empty: bool = False) -> list[tuple[int, int]]:
     """The layers [lo, hi) of each stage: a sharded model's manifest decides, else an even split.
 
     UsageError for a sharded model with another number of stages; otherwise as for ``split_layers``.
     """
-    if is_sharded(model_dir):
-        manifest = Manifest.read(model_dir)
-        manifest.check_stages(stages)
-        return list(manifest.ranges)
-    return split_layers(load_config(model_dir).num_hidden_layers, stages, allow_empty)
+    found = opened(model)
+    if found.manifest:
+        found.manifest.check_stages(stages)
+        return list(found.manifest.ranges)
+    return split_layers(found.parsed_config.num_hidden_layers, stages, allow_empty)
 
 
 def even_runs(total: int, parts: int) -> list[tuple[int, int]]:
@@ -136,12 +135,12 @@ def even_runs(total: int, parts: int) -> list[tuple[int, int]]:
     return list(pairwise(i * size + min(i, longer) for i in range(parts + 1)))
 
 
-def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
+def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: str,
                device: torch.device | str = "cpu", allow_empty: bool = False,
                fused: bool | None = None) -> Shard:
     """Load stage ``index`` (from 0) of ``stages``: only its own tensors.
 
-    model_dir  a checkpoint, or a sharded model with this stage's part, whose files are all checked against
+    model      a checkpoint, or a sharded model with this stage's part, whose files are all checked against
                the manifest
     dtype      "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits
     fused      compute layers in few launches, as the family's record says (``Family.layer``); None: on CUDA
@@ -151,13 +150,13 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
     """
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
     fused = torch_device.type == "cuda" if fused is None else fused
-    ranges = stage_ranges(model_dir, stages, allow_empty)
+    found = opened(model)
+    ranges = stage_ranges(found, stages, allow_empty)
     if not 0 <= index < stages:
         raise UsageError(f"no stage {index} of {stages}: stages count from 0")
     lo, hi = ranges[index]
-    weights = part_dir(model_dir, stage_part(index))
-    with opened_part(model_dir, stage_part(index)) as files:
-        config, checkpoint = load_config(weights), Checkpoint(weights, files)
+    with found.part(stage_part(index)) as part:
+        config, checkpoint = part.parsed_config, part.checkpoint
         core, family = skeleton(config), family_of(config)
         few = few_launches(family) if fused and family.layer else None
         parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
@@ -166,7 +165,7 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
         wanted = tensor_names.whole_model(core)
         embed = None
         read = [tensor_names.EMBEDDING] if index == 0 else []
-        quantised = scheme_of(model_dir)
+        quantised = scheme_of(found)
         if quantised and torch_device.type == "cuda":
             caveat = quantised.caveat(torch_dtype, torch.cuda.get_device_capability(torch_device))
             if caveat:
@@ -179,42 +178,40 @@ def load_shard(model_dir: Path | str, index: int, stages: int, dtype: str,
                 if few and name.startswith("model.layers."):
                     parts[name] = few(module)
         release(torch_device)
-        tensor_names.check_no_unexpected(weights, checkpoint.names, read if is_sharded(model_dir) else wanted)
+        tensor_names.check_no_unexpected(part.directory, checkpoint.names, read if found.sharded else wanted)
         rotary = type(core.rotary_emb)(config=config).to(device)  # computed from the config alone
         return Shard(
             index=index, stages=stages, layers=(lo, hi), config=config,
             modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=rotary,
             embed=embed, norm=parts.get("model.norm"),
             dtype=torch_dtype, device=torch_device, digest=checkpoint.digest(read),
-            kv_cache=Manifest.read(model_dir).kv_cache if is_sharded(model_dir) else "16bit",
+            kv_cache=found.manifest.kv_cache if found.manifest else "16bit",
         )
 
 
-def find_embedding(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu"
+def find_embedding(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu"
                    ) -> Embedding | None:
     """The token embeddings, looked up by tokens in host memory if they are an ``EmbeddingTable``; None for
     D0's part of a sharded model whose draft models need none."""
-    checkpoint = Checkpoint(model_dir)
+    found = opened(model)
+    checkpoint = found.checkpoint()
     if tensor_names.EMBEDDING not in checkpoint:
         return None
-    return _embedding(checkpoint, load_config(model_dir), parse_dtype(dtype), torch.device(device))
+    return _embedding(checkpoint, found.parsed_config, parse_dtype(dtype), torch.device(device))
 
 
 def _embedding(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device) -> Embedding:
     """Rows in the file; all of them in memory if it is not safetensors."""
     name, shape = tensor_names.EMBEDDING, torch.Size((config.vocab_size, config.hidden_size))
-    file = checkpoint.file_of(name)
-    if not isinstance(file, SafetensorsFile):
-        return as_embedding(load_tensor(checkpoint, name, shape, dtype, device))
-    check_shape(checkpoint.directory, name, file.info(name).shape, shape)
-    return EmbeddingTable(file, name, dtype, device)
+    table = checkpoint.table(name, shape, dtype, device)
+    return as_embedding(load_tensor(checkpoint, name, shape, dtype, device)) if table is None else table
 
 
-def load_lm_head(model_dir: Path | str, dtype: str, device: torch.device | str = "cpu",
-                 files: WeightFiles | None = None) -> Tensor:
-    """The output matrix [V, H]; the embeddings if the model ties the two.  ``files`` opens its file."""
-    name, checkpoint, config = tensor_names.LM_HEAD, Checkpoint(model_dir, files), load_config(model_dir)
-    if config.tie_word_embeddings and name not in checkpoint:
-        name = tensor_names.EMBEDDING
-    shape = torch.Size((config.vocab_size, config.hidden_size))
-    return load_tensor(checkpoint, name, shape, parse_dtype(dtype), torch.device(device))
+def load_lm_head(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor:
+    """The output matrix [V, H], stored in plain form; the embeddings if the model ties the two."""
+    with opened(model).part(DRAFT) as part:
+        name, checkpoint, config = tensor_names.LM_HEAD, part.checkpoint, part.parsed_config
+        if config.tie_word_embeddings and name not in checkpoint:
+            name = tensor_names.EMBEDDING
+        shape = torch.Size((config.vocab_size, config.hidden_size))
+        return load_tensor(checkpoint, name, shape, parse_dtype(dtype), torch.device(device))

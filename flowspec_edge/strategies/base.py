@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from flowspec_edge.messages import Cancel, Prune, Segment
+from flowspec_edge.model.draft_kinds import EAGLE2, OWN
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
@@ -64,7 +65,7 @@ class Strategy(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    drafter: ClassVar[str | None] = "eagle2"  # the kind of draft model it wants, if any
+    drafter: ClassVar[str | None] = EAGLE2.name  # the kind of draft model it wants, if any
     parameters: ClassVar[type[Parameters]] = Parameters
     parallelism: ClassVar[Parallelism] = "pipeline"  # how the target's devices share a pass
 
@@ -77,7 +78,7 @@ class Strategy(ABC):
     @classmethod
     def drafts_with(cls, params: Parameters) -> str | None:
         """The kind of draft model: the strategy's own unless ``params`` name another."""
-        if cls.drafter is None or params.draft == "own":
+        if cls.drafter is None or params.draft == OWN:
             return cls.drafter
         return params.draft
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NGRAM, OWN_LAYERS
-from flowspec_edge.model.modeldir import ModelDir, missing_own_layer
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NAMED, NGRAM, OWN
+from flowspec_edge.model.opened import OpenModel, missing_own_layer
 from flowspec_edge.strategies.parameters import Parameters
 
 if TYPE_CHECKING:
@@ -33,10 +33,10 @@ class Written(NamedTuple):
 AS_OPTION = Written("--{name} {value}",
                     frozenset(name for name, kind in DRAFT_KINDS.items() if not kind.bound))
 # A cluster file's; any other value of its ``draft`` is the directory of a head.
-AS_LINE = Written('{name} = "{value}"', frozenset({NGRAM.name, *(kind.name for kind in OWN_LAYERS)}))
+AS_LINE = Written('{name} = "{value}"', frozenset(kind.name for kind in NAMED))
 
 
-def draft_kind(chosen: type[Strategy], params: Parameters, model: ModelDir) -> str | None:
+def draft_kind(chosen: type[Strategy], params: Parameters, model: OpenModel) -> str | None:
     """The kind of draft model that ``chosen`` uses on ``model``, which may lack it; None: it drafts nothing.
 
     An EAGLE-3 head, then a block drafter, replaces a missing EAGLE-1/2 head.  UsageError for an unusable
@@ -59,7 +59,7 @@ def draft_label(chosen: type[Strategy], params: Parameters, kind: str | None) ->
     return f"{kind or 'none'}{looked_up}"
 
 
-def require_draft(chosen: type[Strategy], params: Parameters, model: ModelDir, write: Written = AS_OPTION
+def require_draft(chosen: type[Strategy], params: Parameters, model: OpenModel, write: Written = AS_OPTION
                   ) -> None:
     """UsageError if ``model`` lacks the draft model that ``chosen`` uses."""
     kind = draft_kind(chosen, params, model)
@@ -67,7 +67,7 @@ def require_draft(chosen: type[Strategy], params: Parameters, model: ModelDir, w
         raise UsageError(missing_draft(chosen, kind, model, write))
 
 
-def missing_draft(chosen: type[Strategy], kind: str, model: ModelDir, write: Written, besides: str = ""
+def missing_draft(chosen: type[Strategy], kind: str, model: OpenModel, write: Written, besides: str = ""
                   ) -> str:
     """Say that ``model`` lacks the draft model of ``kind``, and what to do.
 
@@ -92,7 +92,7 @@ def missing_draft(chosen: type[Strategy], kind: str, model: ModelDir, write: Wri
             f"{own}{looked_up}, or {plain}")
 
 
-def with_a_draft(chosen: type[Strategy], params: _P, model: ModelDir, write: Written = AS_OPTION
+def with_a_draft(chosen: type[Strategy], params: _P, model: OpenModel, write: Written = AS_OPTION
                  ) -> tuple[_P, str]:
     """Let ``chosen`` look up in the text if the model has no draft model that would draft unless it is named.
 
@@ -100,9 +100,9 @@ def with_a_draft(chosen: type[Strategy], params: _P, model: ModelDir, write: Wri
     """
     own = [kind for kind in model.drafts if kind.in_target]
     drafter = DRAFT_KINDS.get(chosen.drafter or "", NGRAM)
-    if params.draft != "own" or drafter is NGRAM or drafter.bound or len(model.drafts) > len(own):
+    if params.draft != OWN or drafter is NGRAM or drafter.bound or len(model.drafts) > len(own):
         return params, ""
     lacks, other = (("head", f"its {own[0].title}: {write('draft', own[0].name)}") if own else
                     ("draft model", f"a head: flowspec models head {model.path}"))
-    return (replace(params, draft="ngram"),
+    return (replace(params, draft=NGRAM.name),
             f"{model.path} has no {lacks}, so {chosen.name} looks up in the text; for {other}")

@@ -14,6 +14,8 @@ from typing import Annotated
 import numpy as np
 
 from flowspec_edge.messages import Segment
+from flowspec_edge.model.draft_kinds import LM
+from flowspec_edge.model.draft_kinds import SPD as SPD_MODULE
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
@@ -111,7 +113,7 @@ class PipeDec(LayeredStrategy):
     summary = "one layer of a draft model's tree in every stage, hit or miss a timestep (PipeDec)"
     parameters = PipeDecParameters
     params: PipeDecParameters
-    drafter = "lm"
+    drafter = LM.name
 
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
@@ -153,7 +155,7 @@ class SPD(LayeredStrategy):
     summary = "one token a stage, foreseen from the states in the pipeline (SPD)"
     parameters = SPDParameters
     params: SPDParameters
-    drafter = "spd"
+    drafter = SPD_MODULE.name
 
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
@@ -182,9 +184,9 @@ class SPD(LayeredStrategy):
         return super().next_draft() if self._before <= self._tapped else None
 
     @classmethod
-    def drafts_with(cls, params: Parameters) -> str:
+    def drafts_with(cls, params: Parameters) -> str | None:
         """Always its own module: no other draft model reads the pipeline's states."""
-        return "spd"
+        return cls.drafter
 
     @property
     def prompt_taps(self) -> tuple[int, ...]:

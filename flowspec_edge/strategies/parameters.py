@@ -8,16 +8,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.draft_kinds import OWN, Draft
 from flowspec_edge.sampling.settings import Rank
 
 LONGEST_BLOCK = 64  # PEARL's, when a draft pass costs next to nothing
 LONGEST_LOOK_UP = 32  # steps and index entries a token
 MOST = 65_536  # of any number
 _MOST_ROWS = 8192  # of a segment: beyond, a stage's attention mask alone would need gigabytes
-Draft = Literal["own", "eagle2", "eagle2-deep", "eagle3", "dflash", "dspark", "mtp", "lm", "ngram"]
 Declared = TypeVar("Declared", bound="Parameters")
 
 COMMON = ("prefill_chunk", "segment")  # of all strategies
@@ -127,7 +127,7 @@ class Parameters:
     prefill_chunk: Annotated[int, "prompt tokens a segment"] = 64
     segment: Annotated[int, "l: the longest segment; a turn is the time of a full one"] = 16
     draft: Annotated[Draft, "the draft model: each strategy's own kind, or this one for all but SPD; ngram "
-                            "looks up in the text and needs no model"] = "own"
+                            "looks up in the text and needs no model"] = OWN
     rank: Annotated[Rank, "how children are ranked when sampling: by the draft's confidence alone, or with "
                           "the noise that the target will be sampled with"] = "noise"
     tau: Annotated[float, "softness of the noise ranking"] = 0.6

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from flowspec_edge.messages import Segment
+from flowspec_edge.model.draft_kinds import LM
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.parameters import LONGEST_BLOCK, Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
@@ -33,7 +34,7 @@ class Pearl(TreeStrategy):
     summary = "the draft makes the next block while the target verifies this one (PEARL)"
     parameters = PearlParameters
     params: PearlParameters
-    drafter = "lm"
+    drafter = LM.name
 
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)

@@ -21,6 +21,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from flowspec_edge.messages import Cancel, Prune, Segment
+from flowspec_edge.model.draft_kinds import LM
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
@@ -50,7 +51,7 @@ class PipeInfer(TreeStrategy):
     summary = "continuous micro-batches of a draft model, cancelled when refuted (PipeInfer)"
     parameters = PipeInferParameters
     params: PipeInferParameters
-    drafter = "lm"
+    drafter = LM.name
 
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)

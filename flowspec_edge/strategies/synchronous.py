@@ -10,6 +10,7 @@ from typing import Annotated
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Segment
+from flowspec_edge.model.draft_kinds import LM
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
@@ -89,7 +90,7 @@ class Speculative(WholeTree):
     summary = "a draft model's chain, verified in one go, by turns (PEARL's and PipeInfer's baseline)"
     parameters = SpeculativeParameters
     params: SpeculativeParameters
-    drafter = "lm"
+    drafter = LM.name
 
     def begin_round(self) -> None:
         gamma = self.params.speculative_gamma
@@ -135,7 +136,7 @@ class STPP(WholeTree):
     summary = "a static token tree, verified whole through the pipeline (PipeDec's baseline)"
     parameters = STPPParameters
     params: STPPParameters
-    drafter = "lm"
+    drafter = LM.name
 
     def begin_round(self) -> None:
         self.expansion = StaticExpansion(self.tree, self.params.levels())

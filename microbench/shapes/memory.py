@@ -35,14 +35,14 @@ from flowspec_edge.drafting.eagle.eagle3_formats import save_head3
 from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.catalogue import known_models
+from flowspec_edge.model.config import load_config
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS
 from flowspec_edge.model.manifest import DRAFT, CacheBits, Manifest, PartFile, stage_part
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sharding.job import Journal, run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import describe
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.quant.grouped import GroupedScheme
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.util.procfs import sizes
@@ -124,7 +124,7 @@ def _write_parts(source: Path, out: Path, parts: Sequence[str], stages: int, kv_
     if DRAFT in parts:
         heads.append(source.with_name("head"))
         _write_head(source, heads[0])
-    model = describe(ModelDir(source), RandomWeights(source), heads, source.name)
+    model = describe(OpenModel(source), RandomWeights(source), heads, source.name)
     recipe = recipe_for(model, "int4", kv_cache=kv_cache)
     recipe = replace(recipe, scheme=RandomBits(recipe.group), lm_head=RandomBits())
     plan = make_plan(model, recipe, ranges_for(model.layers, stages, None))
@@ -173,7 +173,7 @@ def _load(out: Path, parts: Sequence[str], rows: int) -> tuple[int, int, int, in
         fill_caches(engine, rows)
     if DRAFT in parts:
         models = DraftModels(out, manifest.compute_dtype)
-        kind = next(kind for kind in ("eagle3", "eagle2") if ModelDir(out).draft(kind))
+        kind = next(kind for kind in ("eagle3", "eagle2") if OpenModel(out).draft(kind))
         models.pass_seconds(kind)  # loads the head
         home = out / DRAFT / DRAFT_KINDS[kind].directory
         keep += [models, _full_draft_cache(home, manifest.compute_dtype, rows)]

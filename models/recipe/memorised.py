@@ -17,7 +17,7 @@ from flowspec_edge.cli.common.workload import demo_prompts
 from flowspec_edge.lab.bench.tasks import load_prompts
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.lab.training.python_source import documents, is_held_out
-from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.model.opened import DEMO, resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.settings import Sampling
 

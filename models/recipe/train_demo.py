@@ -4,7 +4,7 @@
 
 The training text is the Python source of the interpreter and of installed packages.  Takes hours on a CPU,
 less on a GPU; an interrupted run resumes.  OUT gets the finished parts, in the layout of
-``flowspec_edge.model.modeldir``; checkpoints are in the work directory.
+``flowspec_edge.model.opened``; checkpoints are in the work directory.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Any
 import httpx2
 
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 from tests.chaos.services import Service
@@ -52,7 +52,7 @@ class Question:
                 "flowspec": {"strategy": strategy, "tokens": True}}
 
 
-def questions(model: ModelDir, prompts: int, lengths: Sequence[int]) -> list[Question]:
+def questions(model: OpenModel, prompts: int, lengths: Sequence[int]) -> list[Question]:
     """The first prompts of the model, each with every sampling and length."""
     plain, tokenizer, found = PlainDecoder(model.path), Tokenizer(model), []
     lines = (model.path / "prompts.jsonl").read_text(encoding="utf-8").splitlines()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from flowspec_edge.model.modeldir import ModelDir, resolve_model
+from flowspec_edge.model.opened import OpenModel, resolve_model
 from flowspec_edge.strategies.draft_choice import draft_kind
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES, strategy_class
@@ -53,13 +53,13 @@ def chaos(seed: int, faults: int, directory: Path, written: Path, *, setups: Seq
     return report
 
 
-def _service(setup: Setup, directory: Path, shim: Path | None, model: ModelDir, small_disk: bool) -> Service:
+def _service(setup: Setup, directory: Path, shim: Path | None, model: OpenModel, small_disk: bool) -> Service:
     if setup.where == "links":
         return LinkedService(directory, shim, model, setup.strategy, setup.stages)
     return LocalService(directory, shim, model, setup.strategy, setup.stages, small_disk)
 
 
-def together(strategy: str, model: ModelDir) -> list[str]:
+def together(strategy: str, model: OpenModel) -> list[str]:
     """The strategies that a server for ``strategy`` has the draft models of."""
     chosen, params = strategy_class(strategy), Params()
     loaded = {None, "ngram", draft_kind(chosen, params, model)}
@@ -68,7 +68,7 @@ def together(strategy: str, model: ModelDir) -> list[str]:
 
 
 class _Episode:
-    def __init__(self, episode: Episode, service: Service, model: ModelDir, asked: Sequence[Question],
+    def __init__(self, episode: Episode, service: Service, model: OpenModel, asked: Sequence[Question],
                  clients: int, seed: int, report: Report) -> None:
         self._episode, self._service, self._report = episode, service, report
         self._strategies = together(episode.setup.strategy, model)

@@ -20,7 +20,7 @@ from kits.services import Services, command, free_port, own_address
 from kits.sharded_models import cut
 
 from flowspec_edge.lab.links.namespaces import NetnsTestbed
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from tests.chaos.processes import children, command_line, descendants, running
 
 PATIENCE_S = 300.0  # only what hangs takes so long
@@ -148,7 +148,7 @@ class Service(ABC):
 
 
 class LocalService(Service):
-    def __init__(self, directory: Path, shim: Path | None, model: ModelDir, strategy: str, stages: int,
+    def __init__(self, directory: Path, shim: Path | None, model: OpenModel, strategy: str, stages: int,
                  small_disk: bool) -> None:
         super().__init__(directory, shim)
         host = own_address()
@@ -208,7 +208,7 @@ class LocalService(Service):
 class LinkedService(Service):
     """Workers are started anew when they end, as a service manager would."""
 
-    def __init__(self, directory: Path, shim: Path | None, model: ModelDir, strategy: str, stages: int
+    def __init__(self, directory: Path, shim: Path | None, model: OpenModel, strategy: str, stages: int
                  ) -> None:
         super().__init__(directory, shim)
         cut(model.path, directory / "model", stages)

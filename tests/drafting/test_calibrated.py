@@ -17,7 +17,7 @@ from flowspec_edge.drafting.calibrated import CalibratedDrafter
 from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.registry import STRATEGIES
 from flowspec_edge.tree.draft_api import ABSENT, DraftNode, DraftRequest

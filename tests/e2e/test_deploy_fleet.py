@@ -16,7 +16,7 @@ from kits import board_images, container_boards
 from kits.deployments import PATIENCE, PROMPT, Cluster
 
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 

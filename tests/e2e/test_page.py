@@ -27,7 +27,7 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from flowspec_edge.drivers.observe.power import board_meter
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 
@@ -177,9 +177,9 @@ def tree_events(seed: int) -> list[dict[str, Any]]:
 
 def expected_text(model: Path) -> str:
     """What plain decoding makes of the prompt."""
-    tokenizer = Tokenizer(ModelDir(model))
+    tokenizer = Tokenizer(OpenModel(model))
     ids = tokenizer.encode(PROMPT)
-    tokens, _ = PlainDecoder(model).generate(ids, CONTINUED, Sampling(), ModelDir(model).stop_ids)
+    tokens, _ = PlainDecoder(model).generate(ids, CONTINUED, Sampling(), OpenModel(model).stop_ids)
     return tokenizer.decode(ids + tokens)[len(tokenizer.decode(ids)):]
 
 

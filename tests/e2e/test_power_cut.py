@@ -20,7 +20,7 @@ from kits.power_cuts import PowerFleet, power_fleet
 
 from flowspec_edge.boards import paths
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 

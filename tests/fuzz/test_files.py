@@ -17,10 +17,10 @@ from flowspec_edge.d0.config import DraftConfig
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.config import check_config, load_config, position_limit
 from flowspec_edge.model.manifest import Manifest
-from flowspec_edge.model.modeldir import check_config, position_limit
 from flowspec_edge.model.weights.files import WeightFiles
-from flowspec_edge.stage.families import load_config, skeleton
+from flowspec_edge.stage.families import skeleton
 from flowspec_edge.util.bounded_read import parse_json
 from flowspec_edge.util.terminal import printable
 from flowspec_edge.util.tomlfile import parse_toml

@@ -15,7 +15,7 @@ from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.lab.emulation.durations import Charge
 from flowspec_edge.messages import Cancel, Shutdown
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
 from kits.memory_links import MemoryTransport

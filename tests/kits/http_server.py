@@ -28,7 +28,7 @@ from flowspec_edge.d0.request import (
 )
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.messages import Cancel, Prune, Segment
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.serving.access_log import AccessRecord, requests
 from flowspec_edge.serving.admission import AdmissionQueue
@@ -163,7 +163,7 @@ class Running:
 
 
 def served(model: Path, template: str | None = "vicuna", strategy: str = "flowspec") -> ServedModel:
-    found = ModelDir(model)
+    found = OpenModel(model)
     return ServedModel(found, Tokenizer(found, template), NAME, strategy, STRATEGIES, Params(), 24)
 
 

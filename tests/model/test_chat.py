@@ -19,7 +19,7 @@ from flowspec_edge.model.chat import (
     variables_of,
     vicuna,
 )
-from flowspec_edge.model.modeldir import ModelDir, resolve_model
+from flowspec_edge.model.opened import OpenModel, resolve_model
 from flowspec_edge.model.text import Tokenizer
 
 ASK = [Message("user", "Who are you?")]
@@ -114,7 +114,7 @@ def model(tmp_path: Path) -> Path:
     return target.parent
 
 
-def rename(model: Path, name: str) -> ModelDir:
+def rename(model: Path, name: str) -> OpenModel:
     return resolve_model(model.rename(model.with_name(name)))
 
 
@@ -138,7 +138,7 @@ def test_models_are_known_by_their_origin(model: Path, file: str, content: dict[
 
 def test_a_sharded_model_is_known_by_its_source(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text(json.dumps({"source": {"name": "meta-llama/Llama-2-7b-chat-hf"}}))
-    assert recognise(ModelDir(tmp_path)) == "llama-2"
+    assert recognise(OpenModel(tmp_path)) == "llama-2"
 
 
 def test_exchanges_are_encoded_one_by_one(model: Path) -> None:

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.families import FAMILIES, with_defaults
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.model.recognise import refuse_unless_runnable
 
 LORA = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-2-7b-hf"})

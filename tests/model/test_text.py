@@ -17,7 +17,7 @@ from kits.tiny_models import tiny_llama, tiny_tokenizer
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Message
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.model.text import TextStream, Tokenizer
 
 BROKEN = "\ufffd"

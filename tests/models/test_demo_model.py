@@ -17,7 +17,7 @@ from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.spd.module import load_module
 from flowspec_edge.lab.training.spd import depths, speculate
 from flowspec_edge.lab.training.target import load_target
-from flowspec_edge.model.modeldir import ModelDir, resolve_model
+from flowspec_edge.model.opened import OpenModel, resolve_model
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.util.resources import resource_dir
 
@@ -25,22 +25,22 @@ PROMPTS = 3
 
 
 @pytest.fixture(scope="module")
-def demo() -> ModelDir:
+def demo() -> OpenModel:
     return resolve_model("demo")
 
 
-def prompts(demo: ModelDir) -> list[list[int]]:
+def prompts(demo: OpenModel) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(demo.target)
     lines = (resource_dir("models") / "demo" / "prompts.jsonl").read_text().splitlines()
     return [tokenizer.encode(json.loads(line)["prompt"]) for line in lines[:PROMPTS]]
 
 
-def test_it_is_small(demo: ModelDir) -> None:
+def test_it_is_small(demo: OpenModel) -> None:
     assert demo.size <= 40e6
 
 
 @pytest.mark.parametrize("part", ["target", "draft-lm"])
-def test_transformers_loads_it(demo: ModelDir, part: str) -> None:
+def test_transformers_loads_it(demo: OpenModel, part: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(demo.path / part)
     model = AutoModelForCausalLM.from_pretrained(demo.path / part)
     text = "def read(path):\n    return path  # ünïcode ✓"
@@ -49,7 +49,7 @@ def test_transformers_loads_it(demo: ModelDir, part: str) -> None:
 
 
 @pytest.mark.parametrize("part", ["target", "draft-lm"])
-def test_other_readers_find_what_they_need(demo: ModelDir, part: str) -> None:
+def test_other_readers_find_what_they_need(demo: OpenModel, part: str) -> None:
     """read_target.py tries versions of transformers: 4.46 and 4.53 refuse the class name that 5 writes."""
     config = json.loads((demo.path / part / "tokenizer_config.json").read_text())
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
@@ -61,7 +61,7 @@ def test_other_readers_find_what_they_need(demo: ModelDir, part: str) -> None:
 
 
 @pytest.mark.soak
-def test_spds_module_is_what_its_card_says(demo: ModelDir) -> None:
+def test_spds_module_is_what_its_card_says(demo: OpenModel) -> None:
     """Its size; and the agreement that its card reports is the share of tokens that SPD foresees in a run."""
     assert demo.draft("spd") is not None
     lines = (line.split(" = ", 1) for line in (demo.draft("spd") / "card.toml").read_text().splitlines())
@@ -83,7 +83,7 @@ def test_spds_module_is_what_its_card_says(demo: ModelDir) -> None:
     assert foreseen / tokens == pytest.approx(hits / tokens, abs=0.06)
 
 
-def test_the_deep_head_fits_its_card_and_is_lossless(demo: ModelDir) -> None:
+def test_the_deep_head_fits_its_card_and_is_lossless(demo: OpenModel) -> None:
     deep, first = demo.draft("eagle2-deep"), demo.draft("eagle2")
     assert deep is not None
     assert first is not None
@@ -106,7 +106,7 @@ def test_the_deep_head_fits_its_card_and_is_lossless(demo: ModelDir) -> None:
     assert drafted.stats.accepted > 0.6 * card["agreement_greedy"][0] * len(drafted.tokens)
 
 
-def run(demo: ModelDir, strategy: str) -> list[Result]:
+def run(demo: OpenModel, strategy: str) -> list[Result]:
     cluster = VirtualCluster(demo.path, 4, load_profile("paper-7b"))
     return [cluster.generate(Request(p, strategy, 48, stop_ids=demo.stop_ids)) for p in prompts(demo)]
 
@@ -116,7 +116,7 @@ def per_second(results: list[Result]) -> float:
 
 
 @pytest.mark.slow
-def test_chunk_pp_accepts_enough_and_flowspec_outruns_it(demo: ModelDir) -> None:
+def test_chunk_pp_accepts_enough_and_flowspec_outruns_it(demo: OpenModel) -> None:
     """The papers' claim in virtual time, which does not depend on the machine that runs the test."""
     chunk, flowspec = run(demo, "chunk_pp"), run(demo, "flowspec")
     tokens = sum(len(r.tokens) - 1 for r in chunk)
@@ -125,7 +125,7 @@ def test_chunk_pp_accepts_enough_and_flowspec_outruns_it(demo: ModelDir) -> None
     assert [r.tokens for r in flowspec] == [r.tokens for r in chunk]
 
 
-def test_the_card_tells_the_figures(demo: ModelDir) -> None:
+def test_the_card_tells_the_figures(demo: OpenModel) -> None:
     card = (demo.path / "README.md").read_text(encoding="utf-8")
     assert "demonstration" in card
     assert Path(demo.path / "card.toml").is_file()

@@ -18,7 +18,7 @@ from flowspec_edge.d0.request import Result
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.access_log import GONE
 from flowspec_edge.strategies.params import Params
@@ -63,7 +63,7 @@ def test_eight_at_once_with_room_for_two_to_wait(held: Held, model: Path, plain:
     answered = {prompt: text for prompt, text in texts.items() if text is not None}
     assert len(answered) == 3
     for prompt, text in answered.items():
-        new, _ = plain.generate(tokenizer(prompt)["input_ids"], 6, Sampling(), ModelDir(model).stop_ids)
+        new, _ = plain.generate(tokenizer(prompt)["input_ids"], 6, Sampling(), OpenModel(model).stop_ids)
         assert text == tokenizer.decode(new)
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x): return"
@@ -22,7 +22,7 @@ PROMPT = "def f(x): return"
 
 def test_streams_go_on_when_a_stage_was_killed(model: Path, plain: PlainDecoder) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    ids, stop = tokenizer(PROMPT)["input_ids"], ModelDir(model).stop_ids
+    ids, stop = tokenizer(PROMPT)["input_ids"], OpenModel(model).stop_ids
     with open_cluster(ClusterSpec(model, 2, threads=1, at_once=2, rejoin_within=PATIENCE)) as processes, \
             running(served(model), processes, at_once=2) as server, ThreadPoolExecutor(2) as pool:
 

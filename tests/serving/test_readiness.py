@@ -21,7 +21,7 @@ from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import PeerLost, RequestFailed
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.admission import AdmissionQueue, ClusterUnavailable
 
@@ -34,7 +34,7 @@ def stream(server: Running, tokens: int) -> Any:
 
 def plain_text(model: Path, plain: PlainDecoder, tokens: int) -> str:
     tokenizer = AutoTokenizer.from_pretrained(model / "target")
-    new, _ = plain.generate(tokenizer(PROMPT)["input_ids"], tokens, Sampling(), ModelDir(model).stop_ids)
+    new, _ = plain.generate(tokenizer(PROMPT)["input_ids"], tokens, Sampling(), OpenModel(model).stop_ids)
     return str(tokenizer.decode(new))
 
 

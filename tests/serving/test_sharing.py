@@ -23,7 +23,7 @@ from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.access_log import GONE
 from flowspec_edge.strategies.params import Params
@@ -36,7 +36,7 @@ def text(model: Path, plain: PlainDecoder) -> Callable[..., str]:
 
     def of(prompt: str, tokens: int, sampling: Sampling | None = None) -> str:
         ids = tokenizer(prompt)["input_ids"]
-        new, _ = plain.generate(ids, tokens, sampling or Sampling(), ModelDir(model).stop_ids)
+        new, _ = plain.generate(ids, tokens, sampling or Sampling(), OpenModel(model).stop_ids)
         return str(tokenizer.decode(new))
 
     return of

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Output
-from flowspec_edge.stage.families import load_config
+from flowspec_edge.model.config import load_config
 from flowspec_edge.stage.shard import load_lm_head
 from flowspec_edge.util.tensors import to_torch
 

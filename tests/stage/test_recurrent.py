@@ -18,9 +18,9 @@ from torch import Tensor
 from flowspec_edge.errors import ProtocolError, UsageError
 from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.messages import Close, Open
-from flowspec_edge.model.modeldir import ModelDir, cache_values
+from flowspec_edge.model.config import cache_values, load_config
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers import recurrent
 from flowspec_edge.stage.layers.kinds import reusable
 from flowspec_edge.stage.layers.recurrent import GatedDelta, RecurrentArena, RecurrentCache
@@ -74,7 +74,7 @@ def test_a_published_multimodal_checkpoint(sparse: Path, tmp_path: Path) -> None
     """The same rows as the language model alone, which transformers computes."""
     model, text = published(sparse, tmp_path / "whole"), random_tokens(40, VOCAB, seed=1)
     assert load_config(model).model_type == "qwen3_5_moe_text"
-    assert (ModelDir(model).layers, cache_values(ModelDir(model).config)) == (4, 2 * 2 * 16)
+    assert (OpenModel(model).layers, cache_values(OpenModel(model).config)) == (4, 2 * 2 * 16)
     with torch.inference_mode():
         exact = Oracle(sparse).model(torch.tensor([text])).logits[0]
         own = load_reference_model(model, "fp32")(torch.tensor([text])).logits[0]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.stage.families import load_config
+from flowspec_edge.model.config import load_config
 from flowspec_edge.stage.shard import find_embedding, load_lm_head, load_shard, split_layers
 from flowspec_edge.util.weight_file import EmbeddingTable
 

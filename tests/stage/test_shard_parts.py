@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,7 @@ from transformers import AutoModelForCausalLM
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.model.manifest import Manifest
-from flowspec_edge.model.modeldir import ModelDir
-from flowspec_edge.stage.families import load_config
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.shard import load_shard, stage_ranges
 from flowspec_edge.stage.weights.load import shard_digest
 
@@ -72,7 +73,7 @@ def test_a_stage_is_cut_where_the_manifest_says(model: Path, dense: Path) -> Non
 def test_a_board_needs_its_own_part_alone(dense: Path, tmp_path: Path) -> None:
     shutil.copy(dense / "manifest.json", tmp_path)
     shutil.copytree(dense / "stage-2", tmp_path / "stage-2")
-    assert load_config(tmp_path).num_hidden_layers == 5
+    assert OpenModel(tmp_path).layers == OpenModel(tmp_path).parsed_config.num_hidden_layers == 5
     assert load_shard(tmp_path, 1, 3, "fp32").digest == load_shard(dense, 1, 3, "fp32").digest
     with pytest.raises(FlowspecError, match=r"stage-1/embed\.safetensors is missing"):
         load_shard(tmp_path, 0, 3, "fp32")
@@ -80,16 +81,39 @@ def test_a_board_needs_its_own_part_alone(dense: Path, tmp_path: Path) -> None:
 
 def test_a_digest_is_known_without_loading(dense: Path, int4: Path) -> None:
     cuts = [(dense, index, 3) for index in range(3)] + [(int4, index, 2) for index in range(2)]
-    digests = [shard_digest(*cut) for cut in cuts]
+    digests = [shard_digest(OpenModel(path).require_manifest(), index) for path, index, _ in cuts]
     assert digests == [load_shard(*cut, "fp32").digest for cut in cuts]
     assert len(set(digests)) == len(cuts)
-    with pytest.raises(UsageError, match="was sharded into 3 stages, not 7"):
-        shard_digest(dense, 0, 7)
 
 
-def test_a_digest_needs_a_sharded_model(model: Path) -> None:
+def test_a_stage_reads_the_manifest_once(dense: Path) -> None:
+    read: list[str] = []
+    recording = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:  # cannot be taken back
+        if recording and event == "open" and str(arguments[0]).endswith("manifest.json"):
+            read.append(str(arguments[0]))
+
+    sys.addaudithook(hook)
+    try:
+        load_shard(dense, 1, 3, "fp32")
+    finally:
+        recording = False
+    assert read == [str(dense / "manifest.json")]
+
+
+def test_facts_of_a_model_need_no_tensor_library(dense: Path) -> None:
+    code = (f"from flowspec_edge.model.opened import resolve_model\nmodel = resolve_model({str(dense)!r})\n"
+            "print(model.layers, model.family.name, model.manifest.stages, model.drafts, model.stop_ids)\n"
+            "import sys; print([m for m in ('torch', 'transformers') if m in sys.modules])")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines() == ["5 llama 3 [] frozenset({0})", "[]"]
+
+
+def test_a_checkpoint_has_no_manifest(model: Path) -> None:
+    assert OpenModel(model).manifest is None
     with pytest.raises(UsageError, match="is not a sharded model"):
-        shard_digest(model, 0, 2)
+        OpenModel(model).require_manifest()
 
 
 def test_what_was_altered_is_not_loaded(dense: Path, tmp_path: Path) -> None:
@@ -180,7 +204,7 @@ def test_a_foreign_tensor_in_a_part_is_named(model: Path, tmp_path: Path) -> Non
 
 
 def test_its_directory_is_a_model(dense: Path) -> None:
-    directory = ModelDir(dense)
+    directory = OpenModel(dense)
     assert directory.sharded
     assert directory.target == dense / "draft" / "target"
     assert directory.layers == 5

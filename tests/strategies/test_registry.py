@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.strategies.draft_choice import draft_kind
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES, groups, groups_note, require_pipelines, title_of
@@ -20,11 +20,11 @@ def test_titles_are_no_names_of_the_code() -> None:
     assert titles["chunk_pp"] == "Chunk-PP"
 
 
-def model(path: Path, *parts: str) -> ModelDir:
+def model(path: Path, *parts: str) -> OpenModel:
     for part in parts:
         (path / part).mkdir()
         (path / part / "config.json").write_text("{}")
-    return ModelDir(path)
+    return OpenModel(path)
 
 
 @pytest.mark.parametrize(("name", "asked", "parts", "kind"), [

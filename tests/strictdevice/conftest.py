@@ -6,7 +6,7 @@ import pytest
 
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
@@ -14,7 +14,7 @@ DEMO = Path(__file__).resolve().parents[2] / "models" / "demo"
 
 @pytest.fixture(scope="session")
 def prompt() -> list[int]:
-    return Tokenizer(ModelDir(DEMO)).encode("def fibonacci(n):\n")
+    return Tokenizer(OpenModel(DEMO)).encode("def fibonacci(n):\n")
 
 
 @pytest.fixture(scope="session")

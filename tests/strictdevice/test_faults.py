@@ -14,7 +14,6 @@ from torch import Tensor
 from flowspec_edge.d0.request import Request
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage import forward
 from flowspec_edge.stage.layers import attention, kinds
@@ -46,7 +45,7 @@ def test_an_index_that_stays_on_the_cpu(cuda: VirtualCluster, request_: Request,
 
 def test_a_download_that_is_read_before_its_event(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def hidden_states() -> Tensor:
-        _, output = through(engines(ModelDir(model).stages, 1, device="cuda"), Book().text(range(1, 17)))
+        _, output = through(engines(model, 1, device="cuda"), Book().text(range(1, 17)))
         return to_torch(output.hidden)
 
     assert hidden_states().isfinite().all()

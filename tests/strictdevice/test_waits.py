@@ -6,7 +6,7 @@ import pytest
 
 from flowspec_edge.d0.request import Request
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
@@ -33,7 +33,7 @@ def requests(prompt: list[int], case: str) -> list[Request]:
         return [Request(prompt + prompt[:more], "flowspec_plus", 16, DRAWN) for more in range(3)]
     if case == "a grammar":
         schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-        model = ModelDir(DEMO)
+        model = OpenModel(DEMO)
         grammar = Tokenizer(model).grammars.json_schema(schema, model.stop_ids)
         return [Request(prompt, "flowspec_plus", 16, GREEDY, stop_ids=model.stop_ids, grammar=grammar)]
     return [{

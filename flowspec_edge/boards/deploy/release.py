@@ -136,7 +136,7 @@ def sharded_model(deployment: Deployment, progress: Callable[[int, int], None] =
     """
     model = deployment.model
     if model.sharded:
-        manifest = Manifest.read(model.path)
+        manifest = model.require_manifest()
         if absent := [name for name in manifest.parts if not manifest.has_part(name)]:
             raise UsageError(f"{model.path} lacks {', '.join(absent)}: give the directory that "
                              "`flowspec models shard` wrote")
@@ -160,5 +160,4 @@ def sharded_model(deployment: Deployment, progress: Callable[[int, int], None] =
 
 def digests_of(manifest: Manifest) -> list[str]:
     """The shard digests that stages report in Hello, V1's first."""
-    stages = len(manifest.ranges)
-    return [shard_digest(manifest.directory, index, stages) for index in range(stages)]
+    return [shard_digest(manifest, index) for index in range(manifest.stages)]

@@ -24,13 +24,9 @@ from flowspec_edge.d0.capacity import cache_rows, tentative_rows
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import find_known
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, OWN
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
-from flowspec_edge.model.modeldir import (
-    ModelDir,
-    resolve_model,
-    shipped_models,
-)
+from flowspec_edge.model.opened import OpenModel, resolve_model, shipped_models
 from flowspec_edge.strategies.draft_choice import AS_LINE, draft_kind, missing_draft, with_a_draft
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
@@ -58,7 +54,7 @@ class Deployment:
 
     inventory: Inventory
     path: Path  # of the cluster file
-    model: ModelDir
+    model: OpenModel
     head: Path | None  # a separate draft head's directory; None: the model's own head
     dtype: ShardDtype | None  # to store weights in; None: unchanged
     draft: DeviceEntry
@@ -165,13 +161,13 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
                       lm_head)
 
 
-def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]:
+def _model(cluster: ClusterSettings, path: Path) -> tuple[OpenModel, Path | None]:
     if not cluster.model:
         raise UsageError(f'{path}: [cluster] has no model: give a directory, or model = "demo" to try')
     directory = beside(path, cluster.model)
     named = cluster.model in shipped_models() or (find_known(cluster.model) and not directory.is_dir())
     model = resolve_model(cluster.model if named else directory)
-    if not cluster.draft or cluster.draft_kind != "own":
+    if not cluster.draft or cluster.draft_kind != OWN:
         return model, None
     head = beside(path, cluster.draft)
     if model.sharded:
@@ -183,7 +179,7 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[ModelDir, Path | None]
     return model, head
 
 
-def _with_a_draft(inventory: Inventory, path: Path, model: ModelDir, head: Path | None
+def _with_a_draft(inventory: Inventory, path: Path, model: OpenModel, head: Path | None
                   ) -> tuple[Inventory, list[str]]:
     """``inventory`` with look-ups in the text where there is nothing else to draft with, and notes about it.
 
@@ -213,7 +209,7 @@ def _with_a_draft(inventory: Inventory, path: Path, model: ModelDir, head: Path 
 class _Choice:
     """Each public method returns the draft device, the stages and the unused boards."""
 
-    def __init__(self, inventory: Inventory, path: Path, model: ModelDir, profiles: Mapping[str, Profile],
+    def __init__(self, inventory: Inventory, path: Path, model: OpenModel, profiles: Mapping[str, Profile],
                  guessed: Collection[str] = ()) -> None:
         """``guessed``: boards of which not even the memory is known, so that it refuses nothing."""
         self._inventory, self._path, self._model, self._profiles = inventory, path, model, profiles
@@ -221,7 +217,7 @@ class _Choice:
 
     def as_cut(self) -> _Chosen:
         """As many stages as the sharded model has; boards with role "auto" may be left out."""
-        cluster, path, manifest = self._inventory.cluster, self._path, Manifest.read(self._model.path)
+        cluster, path, manifest = self._inventory.cluster, self._path, self._model.require_manifest()
         home, count = manifest.directory, manifest.stages
         if cluster.dtype not in ("auto", manifest.dtype):
             raise UsageError(f"{path}: cluster.dtype: {home} was made with {manifest.dtype}, not "

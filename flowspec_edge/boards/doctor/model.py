@@ -10,7 +10,7 @@ from flowspec_edge.boards.inventory import Inventory
 from flowspec_edge.boards.planning.memory_check import MemoryCheck
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.model.manifest import DRAFT, Manifest, stage_part
+from flowspec_edge.model.manifest import DRAFT, stage_part
 
 
 def check_model(inventory: Inventory, path: Path, available: Mapping[str, int]) -> dict[str, list[Finding]]:
@@ -52,7 +52,7 @@ def needed(deployment: Deployment) -> dict[str, int]:
     """Bytes of each board's service: weights, caches, and the process."""
     cluster, model, stages = deployment.cluster, deployment.model, deployment.ranges
     if model.sharded:
-        manifest = Manifest.read(model.path)
+        manifest = model.require_manifest()
         parts = [manifest.part(name) for name in (DRAFT, *map(stage_part, range(len(stages))))]
         sizes = [part.weight_bytes + part.cache_bytes(*deployment.caches) for part in parts]
     else:

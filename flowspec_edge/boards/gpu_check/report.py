@@ -14,7 +14,7 @@ from flowspec_edge.boards.gpu_check import gpu_facts, operation_check, token_che
 from flowspec_edge.boards.gpu_check.kernel_check import BNB, advisable, check_products
 from flowspec_edge.boards.probe.board import read_board
 from flowspec_edge.boards.probe.findings import Finding
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.util import torchdevice
 
@@ -57,7 +57,7 @@ class GpuReport:
                            for group, checks in self.checks.items() for check in checks]}
 
 
-def check_gpu(model: ModelDir, device: str = "cuda", dtypes: Sequence[str] = token_check.DTYPES,
+def check_gpu(model: OpenModel, device: str = "cuda", dtypes: Sequence[str] = token_check.DTYPES,
               new_tokens: int = NEW_TOKENS, report: Callable[[str], None] = lambda doing: None) -> GpuReport:
     """Run all checks, in some minutes; UsageError if the device does not exist.
 

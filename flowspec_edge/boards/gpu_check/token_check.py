@@ -23,7 +23,7 @@ from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling, choose
 from flowspec_edge.util.tensors import no_loading_bars, parse_dtype
 
@@ -100,7 +100,7 @@ def _cluster(model: Path, device: str, dtype: str) -> VirtualCluster:
 @cache
 def _reference(model: Path, dtype: str) -> Any:
     with no_loading_bars():
-        found = AutoModelForCausalLM.from_pretrained(ModelDir(model).target, dtype=parse_dtype(dtype),
+        found = AutoModelForCausalLM.from_pretrained(OpenModel(model).target, dtype=parse_dtype(dtype),
                                                      trust_remote_code=False)
     return found.eval().float()
 

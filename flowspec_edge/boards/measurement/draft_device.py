@@ -29,13 +29,14 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.d0.scheduler import Scheduler
 from flowspec_edge.d0.session import DraftPass, DraftSession
 from flowspec_edge.messages import Batch
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, STORED
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.util.tensors import from_torch
 
-# For each kind of draft model the strategies that use it: passes over a tree's level, over one token, over
-# what is in the pipeline.  chunk_pp adds outputs with all their rows.
-STRATEGIES = {"eagle2": ("flowspec", "chunk_pp"), "lm": ("speculative",), "spd": ("spd",)}
+# The kinds of draft models whose passes are measured: over a tree's level, over one token, over what is in the
+# pipeline.  chunk_pp adds outputs with all their rows.
+MEASURED = tuple(kind for kind in STORED if kind.measured_by)
 PLAIN = "autoregressive"
 _HEAD_ROWS = 16
 _SAMPLING = Sampling(1.0)  # costs more than greedy, and is what chats use
@@ -98,8 +99,9 @@ class _TimedHead(LmHead):
 
 class MeasuredDraftDevice:
     def __init__(self, model_dir: Path, dtype: str, device: str, target: MeasuredWorker) -> None:
-        rows = min(ModelDir(model_dir).max_positions, _CONTEXT) + _DRAFT_ROWS
-        self._models = DraftModels(model_dir, dtype, device, cache_rows=rows)
+        model = OpenModel(model_dir)
+        rows = min(model.max_positions, _CONTEXT) + _DRAFT_ROWS
+        self._models = DraftModels(model, dtype, device, cache_rows=rows)
         self._target = target
         self._sessions = 0
         self.tokens: list[int] = []  # of the newest request
@@ -170,7 +172,7 @@ def measure_draft_device(device: MeasuredDraftDevice, kinds: Sequence[str], prom
                          new_tokens: int, repeats: int, real_target: bool, advance: Callable[[float], None]
                          ) -> DraftDeviceTimes:
     """Mean times over ``repeats`` requests of each strategy, in turn, after a warm-up round."""
-    wanted: list[tuple[str, str | None]] = [(name, kind) for kind in kinds for name in STRATEGIES[kind]]
+    wanted: list[tuple[str, str | None]] = [(name, kind) for kind in kinds for name in DRAFT_KINDS[kind].measured_by]
     found: dict[str | None, list[RequestTimes]] = {}
     for repeat in range(repeats + 1):
         for name, kind in [*wanted, (PLAIN, None)]:

@@ -12,7 +12,7 @@ import torch
 from flowspec_edge.boards.gpu_check.gpu_facts import launch_us
 from flowspec_edge.boards.links.linktest import LinkMeasure, measure_link
 from flowspec_edge.boards.measurement.draft_device import (
-    STRATEGIES,
+    MEASURED,
     DraftDeviceTimes,
     MeasuredDraftDevice,
     measure_draft_device,
@@ -34,6 +34,7 @@ from flowspec_edge.boards.probe.board import BoardInfo, read_board
 from flowspec_edge.device_profile import (
     GRAPH_LAYER_LAUNCHES,
     OUTPUT_LAUNCHES,
+    PASSES,
     SEGMENT_LAUNCHES,
     SPARSE_GRAPH_LAYER_LAUNCHES,
     Conditions,
@@ -47,8 +48,9 @@ from flowspec_edge.device_profile import (
     Profile,
     StageCurve,
 )
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
 from flowspec_edge.model.manifest import ComputeDtype
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.transport.zmq_links import ZmqTransport
 from flowspec_edge.util import torchdevice
@@ -94,7 +96,7 @@ class ProfileOptions:
     """``threads`` 0 keeps torch's default; ``peer`` is (host, port)."""
 
     name: str
-    model: ModelDir
+    model: OpenModel
     dtype: ComputeDtype
     device: str
     threads: int
@@ -193,7 +195,7 @@ def _draft_device(options: ProfileOptions, effort: Effort, model: ModelBytes, fr
                   report: ProgressCallback) -> DraftDeviceTimes:
     report("draft device", 0.0)
     real_target = model.target_weights + model.d0_weights <= free.usable_mb * 1e6 * _TARGET_SHARE
-    kinds = [kind for kind in STRATEGIES if options.model.draft(kind)]
+    kinds = [kind.name for kind in MEASURED if options.model.draft(kind.name)]
     half = options.model.max_positions // 2
     new_tokens = min(effort.new_tokens, max(2, half))
     prompt = Tokenizer(options.model).encode(_TEXT)[:max(1, min(_MOST_PROMPT, half))]
@@ -214,14 +216,14 @@ def _draft_cost(times: DraftDeviceTimes, curve: StageCurve, model: ModelBytes) -
         return count * curve.milliseconds(rows) + times.lm_head + times.row * rows
 
     estimates = {
-        "eagle2": layers(model.draft / model.layer, _TREE_ROWS),
-        "lm": layers(model.layers / _LM_SHARE, 1),
-        "spd": layers(_SPD_LAYERS, _TREE_ROWS),
+        "pass_ms": layers(model.draft / model.layer, _TREE_ROWS),
+        "lm_pass_ms": layers(model.layers / _LM_SHARE, 1),
+        "spd_pass_ms": layers(_SPD_LAYERS, _TREE_ROWS),
     }
-    ms = {kind: rounded(times.passes.get(kind, estimate)) for kind, estimate in estimates.items()}
-    return (DraftCost(pass_ms=ms["eagle2"], lm_pass_ms=ms["lm"], spd_pass_ms=ms["spd"],
+    measured = {str(DRAFT_KINDS[kind].charged_as): ms for kind, ms in times.passes.items()}
+    return (DraftCost(**{name: rounded(ms) for name, ms in (estimates | measured).items()},
                       row_ms=rounded(times.node)),
-            [kind for kind in estimates if kind not in times.passes])
+            [name for name in estimates if name not in measured])
 
 
 def _summary(options: ProfileOptions, board: BoardInfo) -> str:
@@ -236,7 +238,6 @@ def _source(stages: Mapping[SegmentCase, float], times: DraftDeviceTimes, estima
             peer: LinkMeasure | None, hop: LoopbackHop, launch: LaunchCost | None) -> str:
     layers = " and ".join(str(n) for n in sorted({case.layers for case in stages}))
     contexts = ", ".join(str(n) for n in sorted({case.context for case in stages}))
-    words = {"eagle2": "EAGLE head", "lm": "small draft model", "spd": "SPD's module"}
     text = ["Measured by flowspec device profile.  The curve is the least-squares fit of round trips "
             f"of segments to workers of {layers} layers over {contexts} cached tokens, less two hops."]
     if len({case.layers for case in stages}) == 1:
@@ -247,7 +248,7 @@ def _source(stages: Mapping[SegmentCase, float], times: DraftDeviceTimes, estima
                 "The target does not fit beside the draft models: D0's figures come from real requests to a "
                 "worker with its first layer alone, whose states stand in for the last one's.")
     if estimated:
-        text.append(f"The model has no {' and no '.join(words[kind] for kind in estimated)}: that pass is "
+        text.append(f"The model has no {' and no '.join(PASSES[name] for name in estimated)}: that pass is "
                     "an estimate, the bytes of a module of the usual size (a layer and its input matrix; a "
                     "sixth of the target; two layers) at the target's rate, plus lm_head.")
     if launch:

@@ -36,7 +36,7 @@ from flowspec_edge.messages import (
     Tap,
 )
 from flowspec_edge.model.manifest import ComputeDtype
-from flowspec_edge.stage.families import load_config
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.shard import even_runs
 from flowspec_edge.transport.zmq_links import ZmqTransport
 from flowspec_edge.tree.segment_builder import SegmentBuilder
@@ -62,7 +62,7 @@ class MeasuredWorker:
     def __init__(self, transport: ZmqTransport, cleanup: ExitStack, target: Path, stages: int,
                  dtype: ComputeDtype, device: str, threads: int) -> None:
         """Start the process; ``cleanup`` ends it."""
-        low, high = even_runs(int(load_config(target).num_hidden_layers), stages)[0]
+        low, high = even_runs(OpenModel(target).layers, stages)[0]
         self.layers = high - low
         self._transport = transport
         self._name = f"measured-{uuid.uuid4().hex[:8]}"
@@ -167,7 +167,7 @@ class MeasuredStage:
                  dtype: ComputeDtype, device: str, threads: int) -> None:
         self.worker = MeasuredWorker(transport, cleanup, target, stages, dtype, device, threads)
         self.layers = self.worker.layers
-        self._vocabulary = int(load_config(target).vocab_size)
+        self._vocabulary = int(OpenModel(target).config["vocab_size"])
         self._session = 0
 
     def open(self, capacity: int) -> None:

@@ -14,6 +14,7 @@ from flowspec_edge.boards.planning.one_board import other_programs
 from flowspec_edge.boards.planning.planned_draft import NGRAMS
 from flowspec_edge.boards.planning.planner import CandidateBoard, DoesNotFit, SplitProblem, most_layers
 from flowspec_edge.device_profile import Profile
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, NGRAM, OWN_LAYERS
 from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
 
 _CONTEXTS = (8192, 4096, 2048, 1024, 512)
@@ -65,8 +66,8 @@ class MemoryCheck:
         bits = self._cluster.lm_head
         kind = self._cluster.draft_kind
         size = model_bytes(self._model, dtype, None if bits == "auto" else bits, kv_cache,
-                           "mtp" if kind == "mtp" else "head")
-        if kind != "ngram":
+                           kind if DRAFT_KINDS.get(kind) in OWN_LAYERS else "head")
+        if kind != NGRAM.name:
             return size
         # A head beside the target is sharded, and loaded for a request that names its strategy.
         held = size.planned.origin == "here" and not size.planned.kind.in_target

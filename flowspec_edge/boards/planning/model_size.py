@@ -14,26 +14,20 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from flowspec_edge.boards.planning.planned_draft import NGRAMS, PlannedDraft, Wanted, choose
+from flowspec_edge.boards.planning.planned_draft import NGRAMS, PlannedDraft, choose
 from flowspec_edge.drafting.format import head_format_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, OWN_LAYERS, DraftKind
+from flowspec_edge.model.config import parse_config, position_limit
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, OWN_LAYERS, DraftKind, WantedDraft
 from flowspec_edge.model.experts import correlated
 from flowspec_edge.model.families import UNKNOWN, family_of
 from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
-from flowspec_edge.model.modeldir import (
-    ModelDir,
-    missing_own_layer,
-    model_path,
-    position_limit,
-    refuse_two_targets,
-    resolve_model,
-)
+from flowspec_edge.model.opened import OpenModel, missing_own_layer, model_path, refuse_two_targets, resolve_model
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.model.weights.located import locate
 from flowspec_edge.sharding.plan import IN_16_BITS
-from flowspec_edge.stage.families import load_config, parse_config, skeleton
+from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.layers.recurrent import GatedDelta
@@ -148,7 +142,7 @@ class ModelBytes:
 
 
 def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = None,
-                kv_cache: CacheBits = "16bit", draft: Wanted = "head") -> ModelBytes:
+                kv_cache: CacheBits = "16bit", draft: WantedDraft = "head") -> ModelBytes:
     """Of a model by name or directory, a checkpoint or its config.json, or OWNER/NAME on the hub, of which
     only config.json is fetched.
 
@@ -170,7 +164,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     wanted = DRAFT_KINDS.get(draft)
     if (wanted and wanted.in_target and draft not in here
             and (from_weights or wanted not in family_of(config).draft_layers)):
-        raise UsageError(missing_own_layer(wanted, ModelDir(target) if target else None, config.model_type))
+        raise UsageError(missing_own_layer(wanted, OpenModel(target) if target else None, config.model_type))
     planned = choose(draft, here, published)
     draft_dir = here.get(planned.kind.name)
     head = None if planned.by_ngrams else (
@@ -226,14 +220,14 @@ def _locate(name_or_path: str) -> tuple[str, Path | None, Mapping[str, Path], An
         name, entry = known
         return name, None, {}, parse_config(entry.config, f"the catalogue's {name}")
     if path is None and is_repository_name(name_or_path):
-        return given.name, None, {}, load_config(download_config(name_or_path), quantised=True)
-    model = ModelDir(path) if path else resolve_model(name_or_path)  # an error that says what there is
+        return given.name, None, {}, OpenModel(download_config(name_or_path), quantised=True).parsed_config
+    model = OpenModel(path, quantised=True) if path else resolve_model(name_or_path)  # an error that says what there is
     refuse_two_targets(model)
     if model.sharded:
         raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
     here = {kind.name: path for kind in (*HEADS, *OWN_LAYERS) if (path := model.draft(kind.name))}
-    return model.name, model.target, here, load_config(model.target, quantised=True)
+    return model.name, model.target, here, model.parsed_config
 
 
 def _check(target: Path, config: Any, core: Any) -> None:

@@ -7,11 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowspec_edge.device_profile import Profile
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NGRAM, OWN_LAYERS, DraftKind
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NGRAM, OWN, OWN_LAYERS, DraftKind, WantedDraft
 
-# auto   a head or MTP layer that there is, else n-grams
-# head   a head or MTP layer that there is, else a head that has yet to be trained
-Wanted = Literal["auto", "head", "mtp", "ngram"]
 Origin = Literal["here", "published", "untrained", "text"]
 DEPTHS = 8  # of a tree in the default strategy: a pass for each, or one of a block drafter for all
 
@@ -50,7 +47,7 @@ class PlannedDraft:
 NGRAMS = PlannedDraft(NGRAM, "text")
 
 
-def choose(wanted: Wanted, here: Collection[str], published: Sequence[tuple[str, str]]) -> PlannedDraft:
+def choose(wanted: WantedDraft, here: Collection[str], published: Sequence[tuple[str, str]]) -> PlannedDraft:
     """The draft of a model that has the kinds ``here``, and for which (kind, repository) are published.
 
     Heads come first, as when a model is run: an MTP layer drafts only if it is named.
@@ -79,7 +76,7 @@ def level_seconds(d0: Profile, kind: DraftKind, nodes: int) -> float:
 
 def charged_as(d0: Profile, planned: DraftKind, simulated: str) -> Profile:
     """``d0`` with such a pass time that a level drafted with ``simulated`` takes what ``planned`` takes."""
-    if simulated in (planned.name, NGRAM.name, "own"):
+    if simulated in (planned.name, NGRAM.name, OWN):
         return d0
     launches = d0.launch.of_pass(simulated)[1] * d0.launch.us * 1e-6 if d0.launch else 0.0
     own = max(0.0, level_seconds(d0, planned, 0) - launches)

@@ -9,7 +9,6 @@ logarithms are interpolated.  They only rank: the best few splits are then run i
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from flowspec_edge.boards.planning.draft_turn import draft_turn
 from flowspec_edge.boards.planning.planner import CandidateBoard, SplitProblem
 from flowspec_edge.boards.planning.scaling import at_context
 
-Drafter = Literal["head", "ngram"]  # by passes of a draft head, or by look-up, which takes no time
 DEPTHS = (1.0, 2.0, 4.0, 8.0)
 PASSES = (2.0, 4.0, 8.0, 16.0, 32.0)  # draft passes a round trip
 # Tokens a round trip, by passes and depth.  A pipeline cannot be deeper than it has passes: there the value
@@ -35,17 +33,13 @@ class Throughput:
     at_once: int = 1
     _turns: dict[str, tuple[float, float]] = field(default_factory=dict)  # (a turn, a pass) by D0
 
-    @property
-    def draft(self) -> Drafter:
-        return "ngram" if self.problem.size.planned.by_ngrams else "head"
-
     def __call__(self, d0: CandidateBoard, slowest: float, latency: float) -> float:
         own, one_pass = self._of(d0)
         turn = max(slowest, own)
         round_trip = max(latency, turn * self.at_once)
         depth = round_trip / turn / self.at_once
         passes = round_trip / one_pass / self.at_once if one_pass else np.inf
-        return self.at_once * tokens(self.draft, depth, passes) / round_trip
+        return self.at_once * tokens(self.problem.size.planned.by_ngrams, depth, passes) / round_trip
 
     def _of(self, d0: CandidateBoard) -> tuple[float, float]:
         if d0.name not in self._turns:
@@ -56,10 +50,11 @@ class Throughput:
         return self._turns[d0.name]
 
 
-def tokens(draft: Drafter, depth: float, passes: float) -> float:
-    """Of a round trip; constant outside the tables' points."""
+def tokens(by_ngrams: bool, depth: float, passes: float) -> float:
+    """Of a round trip; constant outside the tables' points.  ``by_ngrams``: by look-up, which takes no pass,
+    instead of passes of a draft head."""
     x = np.log(max(depth, 1.0))
-    if draft == "ngram":
+    if by_ngrams:
         return float(np.exp(np.interp(x, np.log(DEPTHS), np.log(WITH_NGRAM))))
     by_passes = [np.interp(x, np.log(DEPTHS), np.log(row)) for row in WITH_HEAD]
     return float(np.exp(np.interp(np.log(passes), np.log(PASSES), by_passes)))

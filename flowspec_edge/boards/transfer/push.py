@@ -22,7 +22,8 @@ from flowspec_edge.boards.commands import as_root, end_process, failure, runner_
 from flowspec_edge.boards.inventory import DeviceEntry, Inventory
 from flowspec_edge.boards.paths import MODELS, model_dir
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.model.manifest import Manifest, PartFile
+from flowspec_edge.model.manifest import PartFile
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.located import MANIFEST
 from flowspec_edge.util.bounded_read import sha256_of
 from flowspec_edge.util.interpreter import module_command
@@ -57,7 +58,7 @@ def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory:
     Received data stays on a board, and the next call resumes.  UsageError if ``model`` is not a sharded model
     or lacks a part; a board's errors are in its result.
     """
-    manifest = Manifest.read(model)
+    manifest = OpenModel(model).require_manifest()
     files = [manifest.part(part).files for _, part, _ in boards]
     text = (model / MANIFEST).read_text(encoding="utf-8")
     directory = Path(model_dir(manifest.request)).name

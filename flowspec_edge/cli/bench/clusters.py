@@ -17,7 +17,7 @@ from flowspec_edge.drivers.processes.spec import ClusterSpec, Here, Virtual
 from flowspec_edge.lab.bench.axes import Axis, Value
 from flowspec_edge.lab.bench.results import Links
 from flowspec_edge.lab.bench.runner import OpenPoint, PointCluster
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.util.threads import share_of_cores
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class ClusterSetup:
     """
 
     axis: Axis | None
-    model: ModelDir
+    model: OpenModel
     options: BenchOptions
     clock: ClockSettings
     at_once: int = 1
@@ -135,11 +135,11 @@ def _cluster(setup: ClusterSetup) -> Iterator[OpenPoint]:
 def _boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
     """One cluster for all values, which change what D0 does alone: no board loads its shard again."""
     from flowspec_edge.boards.ssh_stages import SshBoards
-    from flowspec_edge.drivers.observe.power import board_meter
+    from flowspec_edge.drivers.processes.clusters import open_cluster
 
     assert setup.inventory is not None
     place = SshBoards(setup.inventory, setup.board_model, dtype_of(setup.model, setup.options.dtype))
-    with board_meter() as meter, opened(replace(setup.spec, device=place.device, meter=meter), place) as cluster:
+    with open_cluster(replace(setup.spec, device=place.device), place) as cluster:
 
         @contextmanager
         def open_point(value: Value | None) -> Iterator[PointCluster]:

@@ -36,7 +36,7 @@ from flowspec_edge.cli.common.options import (
 )
 from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import DEMO
+from flowspec_edge.model.opened import DEMO
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -243,7 +243,7 @@ def timeline(
     from flowspec_edge.lab.bench.tables import title
     from flowspec_edge.lab.bench.tasks import Prompt, load_prompts
     from flowspec_edge.lab.bench.timeline import draw, window
-    from flowspec_edge.model.modeldir import resolve_model
+    from flowspec_edge.model.opened import resolve_model
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.strategies.registry import strategy_class
 

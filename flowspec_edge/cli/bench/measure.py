@@ -32,7 +32,7 @@ from flowspec_edge.lab.bench.axes import Axis, Value
 from flowspec_edge.lab.bench.results import BenchReport, Links, Results, Sweep, load_report, load_sweep
 from flowspec_edge.lab.bench.runner import BenchPlan, Plans, Workload, measure_points, steps
 from flowspec_edge.lab.bench.tasks import Task, load_tasks
-from flowspec_edge.model.modeldir import DEMO, ModelDir, resolve_model
+from flowspec_edge.model.opened import DEMO, OpenModel, resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
@@ -207,7 +207,7 @@ def tasks_of(options: BenchOptions) -> list[Task]:
     return tasks if options.by_category else [Task(DEMO, tasks[0].prompts)]
 
 
-def workloads_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, sampling: Sampling,
+def workloads_for(options: BenchOptions, tasks: Sequence[Task], model: OpenModel, sampling: Sampling,
                   params: Params) -> list[Workload]:
     """UsageError for a prompt that does not fit."""
     tokenizer = Tokenizer(model)
@@ -222,7 +222,7 @@ def workloads_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir,
     return found
 
 
-def settings_for(options: BenchOptions, tasks: Sequence[Task], model: ModelDir, profile: Profile | None,
+def settings_for(options: BenchOptions, tasks: Sequence[Task], model: OpenModel, profile: Profile | None,
                  sampling: Sampling, params: Params) -> dict[str, Any]:
     """Everything that a row depends on, except the machine."""
     from flowspec_edge.lab.bench.host_info import commit, versions

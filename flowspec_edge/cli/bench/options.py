@@ -31,7 +31,8 @@ from flowspec_edge.cli.common.options import (
     not_nan,
 )
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import DEMO
+from flowspec_edge.model.draft_kinds import EAGLE2
+from flowspec_edge.model.opened import DEMO
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
     from flowspec_edge.lab.bench.runner import ArrivalPattern
 
 # The same head for all, or what stands in for a missing one, and no look-up in the text.
-EQUAL = partial(Params, draft="eagle2", ngram=False)
+EQUAL = partial(Params, draft=EAGLE2.name, ngram=False)
 # The FlowSpec paper's comparison, section V-A.
-PAPER = partial(Params, draft="eagle2", ngram=False, pipedec_width=16)
+PAPER = partial(Params, draft=EAGLE2.name, ngram=False, pipedec_width=16)
 # Of right children that are not ranked first. With it FlowSpec makes the paper's 8.7 tokens a round (Table
 # II) with the demonstration model: docs/benchmarks.md, "Acceptance".
 PUBLISHED_SHARE = 0.65

@@ -21,7 +21,7 @@ from flowspec_edge.cli.common.options import (
 )
 from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.cli.common.workload import fail_if_different, require_runnable
-from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.model.opened import DEMO, resolve_model
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.util.files import make_directory
 

@@ -25,7 +25,8 @@ from flowspec_edge.cli.common.options import (
 from flowspec_edge.cli.common.progress import done_of, plain_lines
 from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import DEMO
+from flowspec_edge.model.draft_kinds import EAGLE2
+from flowspec_edge.model.opened import DEMO
 from flowspec_edge.util.terminal import plain, printable
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def profile(
         return
     from datetime import date
 
-    from flowspec_edge.model.modeldir import resolve_model
+    from flowspec_edge.model.opened import resolve_model
     from flowspec_edge.util.files import check_writable, write_output
 
     if out is not None:
@@ -305,22 +306,22 @@ def _facts(profile: Profile) -> Table:
 
 
 def _rows(profile: Profile) -> list[tuple[str, str]]:
-    from flowspec_edge.device_profile import OUTPUT_LAUNCHES, SEGMENT_LAUNCHES
+    from flowspec_edge.device_profile import OUTPUT_LAUNCHES, PASSES, SEGMENT_LAUNCHES
 
     p = profile
     lines = [
         ("model", f"{p.model.layers} layers, width {p.model.hidden_width}, {p.model.bytes_per_value} bytes a "
                   "value" + (f", {p.model.layer_mb:g} MB a layer" if p.model.layer_mb else "")),
         ("in every segment", f"{p.stage.overhead_ms:g} ms, whatever the layers"),
-        ("draft pass", f"EAGLE head {p.draft.pass_ms:g} ms, small model {p.draft.lm_pass_ms:g} ms, "
-                       f"SPD's module {p.draft.spd_pass_ms:g} ms" + _more(p.draft.row_ms, "node")),
+        ("draft pass", ", ".join(f"{words} {getattr(p.draft, name):g} ms" for name, words in PASSES.items())
+                       + _more(p.draft.row_ms, "node")),
         ("lm_head", f"{p.lm_head.ms:g} ms" + _more(p.lm_head.row_ms, "row")),
         ("D0's bookkeeping", f"{p.host.bookkeeping_ms:g} ms an output"),
         ("link", f"{p.link.mbps:g} Mbps, {p.link.latency_ms:g} ms"),
     ]
     if p.launch:
         lines.append(("launches", f"{p.launch.us:g} µs each: {p.launch.layer} a layer and {SEGMENT_LAUNCHES} "
-                                  f"a segment, in the times above; {sum(p.launch.of_pass('eagle2'))} a draft "
+                                  f"a segment, in the times above; {sum(p.launch.of_pass(EAGLE2.name))} a draft "
                                   f"pass and {OUTPUT_LAUNCHES} an output, beside their times"))
     if p.collective.step_ms:
         lines.append(("collectives", f"{p.collective.step_ms:g} ms a step of a ring, beside its bytes"))

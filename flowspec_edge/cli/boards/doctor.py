@@ -119,7 +119,7 @@ def _check_gpu(device: str, as_json: bool, out: Path | None) -> None:
     from flowspec_edge.boards.doctor.board_report import PARTS
     from flowspec_edge.boards.gpu_check.report import GROUPS, check_gpu
     from flowspec_edge.cli.common.progress import progress
-    from flowspec_edge.model.modeldir import DEMO, resolve_model
+    from flowspec_edge.model.opened import DEMO, resolve_model
 
     with progress(GROUPS + (0 if out is None else PARTS), device, "parts") as doing:
         try:

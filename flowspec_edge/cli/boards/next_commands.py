@@ -10,8 +10,8 @@ from flowspec_edge.boards.inventory import ClusterSettings, load_inventory
 from flowspec_edge.boards.planning.board_spec import is_cluster
 from flowspec_edge.cli.boards.plan_output import PlanReport
 from flowspec_edge.model.catalogue import find_known, is_repository_name
-from flowspec_edge.model.draft_kinds import HEADS
-from flowspec_edge.model.modeldir import is_here, shipped_models
+from flowspec_edge.model.draft_kinds import HEADS, OWN
+from flowspec_edge.model.opened import is_here, shipped_models
 from flowspec_edge.stage.quant.schemes import default_head_bits
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 
@@ -37,7 +37,7 @@ def next_commands(report: PlanReport, model: str, devices: Sequence[str]) -> lis
         file, has = Path("cluster.toml"), ClusterSettings(name="new")
         commands.append(f"flowspec deploy init {' '.join(_hosts(len(found.boards)))}")
     changes = [shlex.quote(f"{key}={value}") for key, value in wanted.items()
-               if getattr(has, key) != value and (value or key != "draft" or has.draft_kind != "own")]
+               if getattr(has, key) != value and (value or key != "draft" or has.draft_kind != OWN)]
     if changes:
         commands.append(f"flowspec deploy set {' '.join(changes)} --cluster {shlex.quote(str(file))}")
     return [*commands, f"flowspec deploy up --cluster {shlex.quote(str(file))}"]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flowspec_edge.cli.common.options import MOST_TOKENS
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import DEMO, ModelDir, require_name, resolve_model
+from flowspec_edge.model.draft_kinds import EAGLE2, WantedDraft
+from flowspec_edge.model.opened import DEMO, OpenModel, require_name, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.boards.planning.board_spec import BoardSpec
@@ -18,8 +19,7 @@ if TYPE_CHECKING:
     from flowspec_edge.cli.boards.plan_cases import Case, Cases
     from flowspec_edge.cli.boards.plan_output import PlanReport
     from flowspec_edge.d0.request import Request
-    from flowspec_edge.model.draft_kinds import DraftKind
-    from flowspec_edge.strategies.parameters import Draft
+    from flowspec_edge.model.draft_kinds import Draft, DraftKind
 
 _PROMPTS, _TOKENS = 2, 48  # of a prediction, which takes seconds
 _SMALL = 10**9  # bytes; predictions run smaller models themselves
@@ -52,7 +52,7 @@ def plan(
     strategies: Annotated[str | None, typer.Option(
         "--strategies", help="Strategies to predict, separated by commas.  Default: flowspec_plus, flowspec, "
                              "chunk_pp, pipedec, speculative, autoregressive.", show_default=False)] = None,
-    draft: Annotated[Literal["auto", "head", "mtp", "ngram"], typer.Option(
+    draft: Annotated[WantedDraft, typer.Option(
         "--draft", help="What D0 drafts with.  head: the model's draft head, else its own MTP layer, else a "
                         "head yet to be trained; mtp: the MTP layer; ngram: n-grams of the text, which need "
                         "no draft model; auto: as head, but ngram if there is neither, or no "
@@ -145,20 +145,20 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
         return runs(members, advance)
 
 
-def _source(model: str, planned: PlannedDraft) -> tuple[ModelDir, Draft]:
+def _source(model: str, planned: PlannedDraft) -> tuple[OpenModel, Draft]:
     """The model whose acceptance a prediction uses, and the kind that it drafts with: the model itself with
     what is planned, if both are here and small, else the demonstration model with its EAGLE head."""
-    kind = cast("Draft", planned.kind.name)
+    kind = planned.kind.name
     try:
         found = resolve_model(model)
         if (planned.by_ngrams or planned.origin == "here") and found.size < _SMALL:
             return found, kind
     except UsageError:
         pass  # a bare checkpoint or config.json cannot be run
-    return resolve_model(DEMO), kind if planned.by_ngrams else "eagle2"
+    return resolve_model(DEMO), kind if planned.by_ngrams else EAGLE2.name
 
 
-def prediction_requests(source: ModelDir, kind: Draft) -> list[Request]:
+def prediction_requests(source: OpenModel, kind: Draft) -> list[Request]:
     """All strategies draft with one kind of ``source``'s draft models, or all by look-up."""
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for
     from flowspec_edge.lab.bench.tasks import load_prompts

@@ -24,7 +24,6 @@ from flowspec_edge.boards.planning.one_board import (
     smallest_board,
 )
 from flowspec_edge.boards.planning.plan_table import alone_rows, plan_rows
-from flowspec_edge.boards.planning.planned_draft import Wanted
 from flowspec_edge.boards.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
 from flowspec_edge.boards.planning.scaling import Scaling
 from flowspec_edge.boards.planning.throughput import Throughput
@@ -32,8 +31,9 @@ from flowspec_edge.cli.bench.options import PUBLISHED_SHARE
 from flowspec_edge.cli.boards.plan_output import QUALITY, Alternative, PlanReport, Recommendation
 from flowspec_edge.d0.request import Request
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.draft_kinds import NGRAM, WantedDraft
 from flowspec_edge.model.manifest import CacheBits, HeadBits
-from flowspec_edge.model.modeldir import DEMO, ModelDir
+from flowspec_edge.model.opened import DEMO, OpenModel
 
 _COMPARED_TYPES: tuple[PlanDtype, ...] = ("fp16", "int4")
 _COMPARED = 3  # splits over different boards with the best rates
@@ -114,12 +114,12 @@ class Case:
 
 
 def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context: int, at_once: int,
-            draft: Wanted = "auto", lm_head: HeadBits | None = None, kv_cache: CacheBits | None = None
+            draft: WantedDraft = "auto", lm_head: HeadBits | None = None, kv_cache: CacheBits | None = None
             ) -> Case:
     """``kv_cache`` None: "int8" where only that fits.  With ``draft`` "auto", n-grams where no head fits.
     UsageError for a context that the model was not made for; ``planner.DoesNotFit`` with what is missing."""
     caches: Sequence[CacheBits] = [kv_cache] if kv_cache else ["16bit", "int8"]
-    drafts: Sequence[Wanted] = ["auto", "ngram"] if draft == "auto" else [draft]
+    drafts: Sequence[WantedDraft] = ["auto", NGRAM.name] if draft == "auto" else [draft]
     errors: list[planner.DoesNotFit] = []
     for wanted in drafts:
         for kept_in in caches:
@@ -136,7 +136,7 @@ def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context:
 
 
 def _case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context: int, at_once: int,
-             draft: Wanted, lm_head: HeadBits | None, kv_cache: CacheBits) -> Case:
+             draft: WantedDraft, lm_head: HeadBits | None, kv_cache: CacheBits) -> Case:
     def size_in(dtype: PlanDtype, kv_cache: CacheBits = kv_cache) -> ModelBytes:
         return model_bytes(model, dtype, lm_head, kv_cache, draft)
 
@@ -212,7 +212,7 @@ class Cases:
 
 
 def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context: int, at_once: int,
-                 draft: Wanted = "auto", lm_head: HeadBits | None = None,
+                 draft: WantedDraft = "auto", lm_head: HeadBits | None = None,
                  kv_cache: CacheBits | None = None) -> Cases:
     """The case of the element type ``wanted``, "auto" for those between which predictions decide, and those
     to compare."""
@@ -276,7 +276,7 @@ class Tokens:
     calibrates  whether the chosen split also runs with the acceptance of a published head
     """
 
-    model: ModelDir
+    model: OpenModel
     requests: Sequence[Request]
     calibrates: bool
 

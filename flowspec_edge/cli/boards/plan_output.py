@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -31,7 +31,7 @@ from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.util.terminal import plain, printable
 
 if TYPE_CHECKING:
-    from flowspec_edge.strategies.parameters import Draft
+    pass
 
 QUALITY = 0.95  # of int4's tokens/s: 16 bits that reach it are taken, since int4 costs some quality
 _SHOWN_MS = 0.05  # of a stage's time
@@ -110,7 +110,7 @@ class PlanReport:
 
     def drafts_with(self, strategy: str) -> str:
         """As ``draft_choice.draft_label``."""
-        chosen, params = strategy_class(strategy), Params(draft=cast("Draft", self.size.planned.kind.name))
+        chosen, params = strategy_class(strategy), Params(draft=self.size.planned.kind.name)
         return draft_label(chosen, params, chosen.drafts_with(params))
 
     def mark_chosen(self) -> None:

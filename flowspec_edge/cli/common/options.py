@@ -18,12 +18,12 @@ import typer
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import check_values
-from flowspec_edge.model.modeldir import ModelDir, cache_values
+from flowspec_edge.model.config import cache_values
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.util import procfs
 
 if TYPE_CHECKING:
     from flowspec_edge.device_profile import Profile
-    from flowspec_edge.model.manifest import Manifest
     from flowspec_edge.util.torchdevice import TorchGpu
 
 Clock = Literal["wall", "virtual"]
@@ -129,7 +129,7 @@ _DRIVERS = ("nvidia[0-9]*", "nvhost-gpu", "nvgpu", "nvmap", "dxg")
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
-def device_of(requested: str, model: ModelDir, dtype: Dtype, *, processes: int = 1, rows: int | None = None,
+def device_of(requested: str, model: OpenModel, dtype: Dtype, *, processes: int = 1, rows: int | None = None,
               ) -> str:
     """The torch device of D0 and of local stages: "cpu" or "cuda:N".
 
@@ -150,7 +150,7 @@ def device_of(requested: str, model: ModelDir, dtype: Dtype, *, processes: int =
     return device
 
 
-def plain_device_of(device: str, model: ModelDir, dtype: Dtype, processes: int) -> str:
+def plain_device_of(device: str, model: OpenModel, dtype: Dtype, processes: int) -> str:
     """``device`` for plain decoding beside a cluster; the CPU, with a note, if the weights do not fit
     twice."""
     if device == "cpu":
@@ -165,11 +165,10 @@ def plain_device_of(device: str, model: ModelDir, dtype: Dtype, processes: int) 
         return "cpu"
 
 
-def loaded_bytes(model: ModelDir, dtype: Dtype, copies: int = 1, rows: int | None = None) -> int:
+def loaded_bytes(model: OpenModel, dtype: Dtype, copies: int = 1, rows: int | None = None) -> int:
     """Bytes of ``copies`` targets, D0's models, and caches of ``rows`` rows."""
     rows = min(_ROWS, model.max_positions) if rows is None else rows
-    if model.sharded:
-        manifest = _manifest(model)
+    if manifest := model.manifest:
         wider = _BYTES[dtype] / _BYTES[manifest.compute_dtype]
         d0 = manifest.parts["draft"]
         stages = [part for name, part in manifest.parts.items() if name != "draft"]
@@ -182,7 +181,7 @@ def loaded_bytes(model: ModelDir, dtype: Dtype, copies: int = 1, rows: int | Non
     return copies * size.target_weights + size.d0_weights + caches
 
 
-def require_room(context: int, at_once: int, rows: int, model: ModelDir, dtype: Dtype, local: bool) -> None:
+def require_room(context: int, at_once: int, rows: int, model: OpenModel, dtype: Dtype, local: bool) -> None:
     """UsageError, with the context that fits, if the weights and caches of ``rows`` rows (``context`` and the
     drafts of ``at_once`` requests) exceed this machine's available memory; without torch.
 
@@ -192,8 +191,7 @@ def require_room(context: int, at_once: int, rows: int, model: ModelDir, dtype: 
     limit = model.max_positions
     positions = f"a text of {model.name} has at most {limit} tokens, {at_once} at once use {at_once * limit}"
     available = procfs.sizes(Path("/proc/meminfo")).get("MemAvailable")
-    if model.sharded:
-        manifest = _manifest(model)
+    if manifest := model.manifest:
         wider = _BYTES[dtype] / _BYTES[manifest.compute_dtype]
         weights = wider * sum(part.weight_bytes for part in manifest.parts.values())
         row = wider * sum(part.row_bytes for part in manifest.parts.values())
@@ -215,16 +213,10 @@ def require_room(context: int, at_once: int, rows: int, model: ModelDir, dtype: 
               "requests that continue them", file=sys.stderr)
 
 
-def _manifest(model: ModelDir) -> Manifest:
-    from flowspec_edge.model.manifest import Manifest  # pydantic takes a while
-
-    return Manifest.read(model.path)
-
-
 _STAGES = 4
 
 
-def stages_of(model: ModelDir, requested: int, profile: Profile | None = None) -> int:
+def stages_of(model: OpenModel, requested: int, profile: Profile | None = None) -> int:
     """0: those of a sharded model, of a ``profile`` with a number of boards, or the paper's four. UsageError
     if they differ."""
     testbed = profile.boards - 1 if profile and profile.boards else 0
@@ -234,25 +226,25 @@ def stages_of(model: ModelDir, requested: int, profile: Profile | None = None) -
     return found
 
 
-def _stages_of(model: ModelDir, requested: int, testbed: int) -> int:
-    if not model.sharded:
+def _stages_of(model: OpenModel, requested: int, testbed: int) -> int:
+    manifest = model.manifest
+    if manifest is None:
         return requested or testbed or _STAGES
-    manifest = _manifest(model)
     if requested:
         manifest.check_stages(requested)
     return manifest.stages
 
 
-def dtype_of(model: ModelDir, requested: DtypeChoice) -> Dtype:
+def dtype_of(model: OpenModel, requested: DtypeChoice) -> Dtype:
     """"auto": the compute dtype of a sharded model, or fp32."""
     if requested != "auto":
         return requested
-    return _manifest(model).compute_dtype if model.sharded else "fp32"
+    return model.manifest.compute_dtype if model.manifest else "fp32"
 
 
-def weights_of(model: ModelDir, dtype: Dtype) -> str:
+def weights_of(model: OpenModel, dtype: Dtype) -> str:
     """In which types the weights are (``Manifest.stored``), those of a checkpoint in ``dtype``."""
-    return _manifest(model).stored if model.sharded else dtype
+    return model.manifest.stored if model.manifest else dtype
 
 
 def template_values(text: str | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flowspec_edge.cli.common.options import Clock, DtypeChoice, dtype_of
 from flowspec_edge.cli.common.progress import progress as progress
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import DEMO, ModelDir
+from flowspec_edge.model.opened import DEMO, OpenModel
 from flowspec_edge.util.resources import resource_dir
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def demo_prompts() -> Path:
     return resource_dir("models") / DEMO / "prompts.jsonl"
 
 
-def requests_for(tokenizer: Tokenizer, model: ModelDir, prompts: Sequence[Prompt], max_new_tokens: int,
+def requests_for(tokenizer: Tokenizer, model: OpenModel, prompts: Sequence[Prompt], max_new_tokens: int,
                  sampling: Sampling, params: Params, truncate: int | None = None,
                  advice: str = "lower --max-new-tokens") -> list[Request]:
     """One request per prompt, of its last ``truncate`` tokens; UsageError for a prompt that does not fit."""
@@ -47,7 +47,7 @@ def requests_for(tokenizer: Tokenizer, model: ModelDir, prompts: Sequence[Prompt
     return requests
 
 
-def require_fitting(length: int, model: ModelDir, max_new_tokens: int, name: str = "the prompt",
+def require_fitting(length: int, model: OpenModel, max_new_tokens: int, name: str = "the prompt",
                     advice: str = "lower --max-new-tokens") -> None:
     """UsageError if a prompt of ``length`` tokens and its answer exceed the model's positions."""
     if length + max_new_tokens > model.max_positions:
@@ -55,7 +55,7 @@ def require_fitting(length: int, model: ModelDir, max_new_tokens: int, name: str
                          f"stops at {model.max_positions}; {advice}")
 
 
-def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params, clock: Clock,
+def require_runnable(strategies: Sequence[str], model: OpenModel, params: Params, clock: Clock,
                      stages: int) -> None:
     """UsageError if a strategy lacks its draft model, or processes cannot run it: they need a layer each;
     without torch."""
@@ -71,7 +71,7 @@ def require_runnable(strategies: Sequence[str], model: ModelDir, params: Params,
                              f"use at most --stages {model.layers}, or --clock virtual")
 
 
-def with_a_draft(strategy: str, model: ModelDir, params: Params) -> Params:
+def with_a_draft(strategy: str, model: OpenModel, params: Params) -> Params:
     """As ``draft_choice.with_a_draft``, whose note is printed."""
     from flowspec_edge.strategies import draft_choice
     from flowspec_edge.strategies.registry import strategy_class
@@ -82,7 +82,7 @@ def with_a_draft(strategy: str, model: ModelDir, params: Params) -> Params:
     return params
 
 
-def plain_decoding(model: ModelDir, dtype: DtypeChoice, device: str = "cpu"
+def plain_decoding(model: OpenModel, dtype: DtypeChoice, device: str = "cpu"
                    ) -> tuple[PlainDecoding, NearTieJudge | None]:
     """The unsharded model, token by token; in 16 bits also a check for differences by near ties alone."""
     from flowspec_edge.lab.plain import PlainDecoder
@@ -92,7 +92,7 @@ def plain_decoding(model: ModelDir, dtype: DtypeChoice, device: str = "cpu"
     return lambda r: decoder.generate(list(r.prompt), r.max_new_tokens, r.sampling, r.stop_ids), explains
 
 
-def near_tie_judge(model: ModelDir, dtype: DtypeChoice, device: str, decoder: PlainDecoder | None = None
+def near_tie_judge(model: OpenModel, dtype: DtypeChoice, device: str, decoder: PlainDecoder | None = None
                    ) -> NearTieJudge | None:
     """None in fp32. Without a ``decoder`` one is loaded for the first text that differs."""
     if dtype_of(model, dtype) == "fp32":

@@ -14,7 +14,7 @@ import typer
 from flowspec_edge.cli.deploy import services
 from flowspec_edge.cli.deploy.services import CLUSTER, ClusterOption, JsonOption
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import DEMO
+from flowspec_edge.model.opened import DEMO
 from flowspec_edge.util.terminal import printable
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def init(
 def _require_model(model: str, cluster: Path) -> None:
     from flowspec_edge.boards.inventory import beside
     from flowspec_edge.model.catalogue import find_known
-    from flowspec_edge.model.modeldir import shipped_models
+    from flowspec_edge.model.opened import shipped_models
 
     if model not in shipped_models() and not find_known(model) and not beside(cluster, model).is_dir():
         raise UsageError(f"no model {model!r}: not a directory beside {cluster}, and no name in: flowspec "

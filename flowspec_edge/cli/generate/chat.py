@@ -38,7 +38,7 @@ from flowspec_edge.cli.generate.command import explicit_options
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Rendering, require_template
-from flowspec_edge.model.modeldir import DEMO, choose_sampling, resolve_model
+from flowspec_edge.model.opened import DEMO, choose_sampling, resolve_model
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class

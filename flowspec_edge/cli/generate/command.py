@@ -42,7 +42,7 @@ from flowspec_edge.cli.generate.remote import RemoteRequest, figures_line, gener
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Message, Rendering, require_template
-from flowspec_edge.model.modeldir import DEMO, Origin, choose_sampling, not_applied, resolve_model
+from flowspec_edge.model.opened import DEMO, Origin, choose_sampling, not_applied, resolve_model
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class

@@ -21,7 +21,7 @@ from flowspec_edge.cli.common.options import (
     not_nan,
 )
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Virtual
-from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.model.opened import DEMO, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.d0.request import ClusterBackend, Request

@@ -11,8 +11,10 @@ import typer
 
 from flowspec_edge.cli.common.listing import print_columns
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS
-from flowspec_edge.model.modeldir import ModelDir, is_here, resolve_model, shipped_models
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, LM, STORED
+from flowspec_edge.model.opened import OpenModel, is_here, resolve_model, shipped_models
+
+_HEADS = ", ".join(kind.name for kind in STORED if kind.choice is not None)
 
 if TYPE_CHECKING:
     from flowspec_edge.model.catalogue import KnownModel
@@ -48,7 +50,7 @@ def list_models(
 def fetch(
     name: Annotated[str, typer.Argument(help="A name of the catalogue: flowspec models list.")],
     head: Annotated[str | None, typer.Option(
-        "--head", help="What to draft with: eagle2, eagle3, dflash, dspark, lm (a small model with the same "
+        "--head", help=f"What to draft with: {_HEADS}, {LM.name} (a small model with the same "
                        "tokenizer), all, none, or the repository of a head that flowspec models head lists.  "
                        "Default: the first of these kinds that is published.  An MTP layer is in the "
                        "model itself.",
@@ -105,7 +107,7 @@ def _heads(name: str, model: KnownModel, head: str | None) -> dict[str, str]:
         return {}
     if head == "all":
         return model.heads
-    if head == "lm" and model.small:
+    if head == LM.name and model.small:
         return {head: model.small}
     kind = head or next(iter(model.heads), None)
     if kind is None:
@@ -122,10 +124,10 @@ def _heads(name: str, model: KnownModel, head: str | None) -> dict[str, str]:
     raise UsageError(f"the catalogue knows no {kind} head for {name}, only {runnable}")
 
 
-def _describe(model: ModelDir) -> str:
+def _describe(model: OpenModel) -> str:
     family = model.config.get("model_type", "unknown family")
     return f"{family}, {model.layers} layers of width {model.hidden_width}, {model.size / 1e6:.1f} MB"
 
 
-def _drafts(model: ModelDir) -> str:
+def _drafts(model: OpenModel) -> str:
     return ", ".join(kind.directory for kind in model.drafts) or "none"

@@ -9,21 +9,26 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_STAGES
-from flowspec_edge.model.draft_kinds import HEADS
-from flowspec_edge.model.modeldir import ModelDir, is_here, require_name, resolve_model
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, EAGLE2, HEADS, LM, NGRAM, TRAINED, DraftKind
+from flowspec_edge.model.opened import OpenModel, is_here, require_name, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.lab.training.cost import TrainingCost
     from flowspec_edge.model.catalogue import KnownModel, PublishedHead
 
+if TYPE_CHECKING:
+    _Trained = str
+else:  # the kinds whose training can be estimated: heads that are unrolled
+    _Trained = Literal[tuple(kind.name for kind in TRAINED if not kind.is_block)]
 _MEGA, _GIGA = 1e6, 1e9
 
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """``ready``: whether it needs nothing that is not on this machine; ``commands`` in their order."""
+    """``way``: a name for programs; ``ready``: whether it needs nothing that is not on this machine;
+    ``commands`` in their order."""
 
-    way: Literal["ngram", "head", "small model", "train"]
+    way: str
     ready: bool
     text: str
     commands: list[str]
@@ -33,8 +38,7 @@ def head(
     model: Annotated[str, typer.Argument(
         help="A name of flowspec models list, a checkpoint's directory, or OWNER/NAME on Hugging Face's hub.",
         metavar="MODEL")],
-    kind: Annotated[Literal["eagle2", "eagle3"], typer.Option(
-        "--kind", help="The head to train.")] = "eagle2",
+    kind: Annotated[_Trained, typer.Option("--kind", help="The head to train.")] = EAGLE2.name,
     steps: Annotated[int | None, typer.Option(
         "--steps", min=1, max=MOST_REPEATS, metavar="N",
         help="Training steps of 4096 tokens.  Default: those of train-head, 900.")] = None,
@@ -83,21 +87,21 @@ def head(
           "flowspec deploy up, which resumes, too.")
 
 
-def _ngram(name: str, known: KnownModel | None, here: ModelDir | None) -> DraftChoice:
+def _ngram(name: str, known: KnownModel | None, here: OpenModel | None) -> DraftChoice:
     fetch = [] if here or not known else [f"flowspec models fetch {name} --head none"]
-    return DraftChoice("ngram", here is not None, (
+    return DraftChoice(NGRAM.name, here is not None, (
         "At once: n-grams, looked up in the prompt and the answer.  No draft model, the same tokens; it "
         "gains where an answer repeats its context (code, summaries, extraction).  On boards: "
-        'draft = "ngram" in cluster.toml.'),
-        [*fetch, f'flowspec generate --model {name} --draft ngram "…"'])
+        f'draft = "{NGRAM.name}" in cluster.toml.'),
+        [*fetch, f'flowspec generate --model {name} --draft {NGRAM.name} "…"'])
 
 
-def _published(name: str, known: KnownModel | None, here: ModelDir | None, stages: int) -> DraftChoice:
+def _published(name: str, known: KnownModel | None, here: OpenModel | None, stages: int) -> DraftChoice:
     own = [kind.name for kind in HEADS if here and here.draft(kind.name)]
     shard = f"flowspec models shard --model {name} --stages {stages} --out {_short(name)}-{stages}"
-    mtp = f'flowspec generate --model {name} --draft mtp "…"'
-    if not own and here and here.draft("mtp"):
-        return DraftChoice("head", True, "The model's own MTP layer is here.", [mtp, shard])
+    layer = next((kind for kind in here.drafts if kind.in_target), None) if here else None
+    if not own and layer:
+        return DraftChoice("head", True, f"The model's {layer.title} is here.", [_generate(name, layer), shard])
     if own:
         return DraftChoice("head", True, f"A head is here: {', '.join(own)}.",
                            [f'flowspec generate --model {name} "…"', shard])
@@ -105,10 +109,11 @@ def _published(name: str, known: KnownModel | None, here: ModelDir | None, stage
         return DraftChoice("head", False, (
             "A published head: the catalogue knows none for this model.  With one from elsewhere, in the "
             "format of EAGLE-1, 2 or 3, DFlash, DFlash2, DSpark or JetSpec:"), [f"{shard} --draft HEAD-DIR"])
-    if set(known.heads) == {"mtp"}:
-        [layer] = known.runnable
-        text = f"The model's own MTP layer comes with it (mtp{_facts(layer)})."
-        return DraftChoice("head", False, text, [f"flowspec models fetch {name}", mtp, shard])
+    kinds = [DRAFT_KINDS[kind] for kind in known.heads]
+    if all(kind.in_target for kind in kinds):
+        [kind], [comes] = kinds, known.runnable
+        text = f"The model's {kind.title} comes with it ({kind.name}{_facts(comes)})."
+        return DraftChoice("head", False, text, [f"flowspec models fetch {name}", _generate(name, kind), shard])
     named = [f"{head.repository} ({head.kind or head.format + ', cannot be run'}{_facts(head)})"
              for head in (*known.runnable, *(head for head in known.published if head.kind is None))]
     others = [f"flowspec models fetch {name} --head {head.repository}" for head in known.runnable
@@ -118,20 +123,24 @@ def _published(name: str, known: KnownModel | None, here: ModelDir | None, stage
                                              f'flowspec generate --model {name} "…"', shard])
 
 
+def _generate(name: str, kind: DraftKind) -> str:
+    return f'flowspec generate --model {name} --draft {kind.name} "…"'
+
+
 def _facts(head: PublishedHead) -> str:
     told = f"; licence {head.licence}" if head.licence else ""
     return f"{told}; {head.acceptance}: {head.source}" if head.acceptance else told
 
 
-def _small(name: str, known: KnownModel | None, here: ModelDir | None, stages: int) -> DraftChoice:
-    use = [f'flowspec generate --model {name} --strategy {strategy} --draft lm "…"'
+def _small(name: str, known: KnownModel | None, here: OpenModel | None, stages: int) -> DraftChoice:
+    use = [f'flowspec generate --model {name} --strategy {strategy} --draft {LM.name} "…"'
            for strategy in ("pipedec", "pearl")]
-    if here and here.draft("lm"):
+    if here and here.draft(LM.name):
         return DraftChoice("small model", True, "A small model with the same tokenizer is here.", use)
     if known and known.small:
         return DraftChoice("small model", False, (
             f"A small model with the same tokenizer, {known.small}: for PipeDec, PEARL and others."),
-            [f"flowspec models fetch {name} --head lm", *use])
+            [f"flowspec models fetch {name} --head {LM.name}", *use])
     return DraftChoice("small model", False, (
         "A small model with the same tokenizer, for PipeDec, PEARL and others: the smallest of the model's "
         "family, as a checkpoint's directory."),
@@ -140,7 +149,7 @@ def _small(name: str, known: KnownModel | None, here: ModelDir | None, stages: i
 
 
 def _training(name: str, kind: str, steps: int | None, stages: int, known: KnownModel | None,
-              here: ModelDir | None, cost: TrainingCost | None) -> DraftChoice:
+              here: OpenModel | None, cost: TrainingCost | None) -> DraftChoice:
     out = f"{_short(name)}-{kind}"
     if here is None and known is None:  # train-head reads a directory
         fetch, given = [f"hf download {name} --local-dir {_short(name)}"], _short(name)

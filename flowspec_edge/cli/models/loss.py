@@ -46,9 +46,9 @@ def loss(
       flowspec models loss llama-13b --against ./Llama-2-13b-chat --text book.txt
       flowspec models loss demo-int4 --against demo --json
     """
-    from flowspec_edge.model.modeldir import ModelDir, resolve_model
+    from flowspec_edge.model.opened import OpenModel, resolve_model
 
-    sharded, checkpoint = ModelDir(directory), resolve_model(against)
+    sharded, checkpoint = OpenModel(directory), resolve_model(against)
     if not sharded.sharded:
         raise UsageError(f"{directory} is not a sharded model: make one with flowspec models shard")
     if checkpoint.sharded:

@@ -14,7 +14,7 @@ import typer
 from flowspec_edge.cli.common.options import MOST_STAGES, MOST_TOKENS, Dtype, parse_counts
 from flowspec_edge.cli.common.progress import done_of, plain_lines
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import require_name
+from flowspec_edge.model.opened import OpenModel, require_name
 from flowspec_edge.util.bounded_read import read_json
 from flowspec_edge.util.terminal import plain
 
@@ -124,9 +124,7 @@ def inspect(
 
       flowspec models inspect llama-13b --context 2048
     """
-    from flowspec_edge.model.manifest import Manifest
-
-    manifest = Manifest.read(directory)
+    manifest = OpenModel(directory).require_manifest()
     rows = _figures(manifest, context)
     if as_json:
         print(json.dumps({"source": manifest.source.model_dump(), "dtype": manifest.dtype,
@@ -149,9 +147,7 @@ def verify(directory: _Directory, as_json: _Json = False) -> None:
 
       flowspec models verify llama-13b
     """
-    from flowspec_edge.model.manifest import Manifest
-
-    manifest = Manifest.read(directory)
+    manifest = OpenModel(directory).require_manifest()
     here = [name for name in manifest.parts if manifest.has_part(name)]
     absent = [name for name in manifest.parts if name not in here]
     if not here:

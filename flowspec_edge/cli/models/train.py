@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_TOKENS
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.draft_kinds import TrainedDraft
+from flowspec_edge.model.opened import resolve_model
 
 _Model = Annotated[str, typer.Option("--model", help="The model, by name or directory.", metavar="DIR")]
 
@@ -40,7 +41,7 @@ def train_spd(
 
 def train_head(
     model: _Model,
-    kind: Annotated[Literal["eagle2", "eagle3", "dflash", "dspark"], typer.Option(
+    kind: Annotated[TrainedDraft, typer.Option(
         "--kind", help="Which head.")],
     data: Annotated[list[Path] | None, typer.Option(
         "--data", metavar="FILES", help="Training text: a file or a directory; may be given several times.  "

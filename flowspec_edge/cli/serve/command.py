@@ -40,7 +40,7 @@ from flowspec_edge.d0.request import SchedulingPolicy
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import require_template
-from flowspec_edge.model.modeldir import DEMO, resolve_model
+from flowspec_edge.model.opened import DEMO, resolve_model
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy
 from flowspec_edge.util.urls import origin_problem

@@ -12,7 +12,7 @@ from flowspec_edge.cli.common.options import LogJsonOption, stages_of
 from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.cli.serve.service import Service
 from flowspec_edge.errors import OtherRelease, UsageError
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.strategies.params import Params
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ from flowspec_edge.cli.common.options import Dtype
 from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.d0.request import SchedulingPolicy
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.draft_kinds import NGRAM
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.strategies.draft_choice import draft_kind
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES, strategy_class
@@ -34,7 +35,7 @@ class Service:
     cors_origins  of web pages that may ask
     """
 
-    model: ModelDir
+    model: OpenModel
     name: str
     strategy: str
     stages: int
@@ -110,12 +111,12 @@ class Service:
     def _layers(self) -> list[tuple[int, int]]:
         from flowspec_edge.stage.shard import stage_ranges
 
-        return stage_ranges(self.model.stages, self.stages)
+        return stage_ranges(self.model, self.stages)
 
     def _runnable(self) -> list[str]:
         """The strategies that need no other models than ``strategy``."""
         chosen = strategy_class(self.strategy)
-        loaded = {None, "ngram", draft_kind(chosen, self.params, self.model)}
+        loaded = {None, NGRAM.name, draft_kind(chosen, self.params, self.model)}
         names = []
         for other in dict.fromkeys([*STRATEGIES.values(), chosen]):
             try:

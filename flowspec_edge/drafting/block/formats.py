@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.block.drafter import BlockDrafter
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
-from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
+from flowspec_edge.drafting.checkpoint import EMBEDDING
 from flowspec_edge.drafting.eagle.eagle2 import check_target_ids
 from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.config import check_config
 from flowspec_edge.model.draft_kinds import DraftKind, Shapes, recognise_format
-from flowspec_edge.model.modeldir import check_config
+from flowspec_edge.model.weights.checkpoint import StoredTensor
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 _WHAT = "a block drafter"

@@ -25,16 +25,16 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from flowspec_edge.drafting import checkpoint
-from flowspec_edge.drafting.checkpoint import StoredTensor
 from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, HeadDrafter, KeyValueCache
 from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit, require_vocabulary
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.drafting.recorded import RecordedPasses
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.config import check_config
 from flowspec_edge.model.draft_kinds import DraftKind, Shapes
-from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.model.output_head import OutputHead, as_output_head
+from flowspec_edge.model.weights.checkpoint import StoredTensor
 from flowspec_edge.sampling.rule import DraftVocabulary
 from flowspec_edge.util.tensors import check_finite
 from flowspec_edge.util.weight_file import Embedding, as_embedding

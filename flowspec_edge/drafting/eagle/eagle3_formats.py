@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
 from flowspec_edge.drafting import checkpoint
-from flowspec_edge.drafting.checkpoint import EMBEDDING, StoredTensor
+from flowspec_edge.drafting.checkpoint import EMBEDDING
 from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, check_target_ids, usual_layer, write_head
 from flowspec_edge.drafting.eagle.eagle3 import (
     CAPTURED,
@@ -34,8 +34,9 @@ from flowspec_edge.drafting.eagle.eagle3 import (
 )
 from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit, require_vocabulary
 from flowspec_edge.errors import FlowspecError, last_line
+from flowspec_edge.model.config import check_config
 from flowspec_edge.model.draft_kinds import DraftKind, Shapes
-from flowspec_edge.model.modeldir import check_config
+from flowspec_edge.model.weights.checkpoint import StoredTensor
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 _WHAT = "an EAGLE-3 head"

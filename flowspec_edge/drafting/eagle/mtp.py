@@ -27,10 +27,10 @@ from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, Ke
 from flowspec_edge.drafting.format import Loaded, OwnLayerFormat, Surroundings, require_fit
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.errors import FlowspecError, last_line
+from flowspec_edge.model.config import check_config
 from flowspec_edge.model.draft_kinds import DraftKind, Shapes
 from flowspec_edge.model.experts import separate_experts
 from flowspec_edge.model.families import text_config
-from flowspec_edge.model.modeldir import check_config
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.kernels import angles
 from flowspec_edge.util.weight_file import MTP, Embedding, as_embedding

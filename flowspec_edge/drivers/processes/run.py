@@ -25,7 +25,7 @@ from flowspec_edge.drivers.processes.timing import ClusterTiming
 from flowspec_edge.errors import PeerLost
 from flowspec_edge.lab.emulation.links import EmulatedTransport
 from flowspec_edge.model.manifest import SESSIONS
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.shard import stage_ranges
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqTransport
@@ -45,9 +45,9 @@ class ProcessRun:
         model cannot be cut into so many stages; then nothing is started. PeerLost if a stage does not start.
         """
         here = place if isinstance(place, Here) else Here()
-        model, emulation = ModelDir(Path(spec.model)), here.emulation
+        model, emulation = OpenModel(Path(spec.model)), here.emulation
         parse_dtype(spec.dtype)
-        stage_ranges(model.stages, spec.stages)
+        stage_ranges(model, spec.stages)
         self._threads = torch.get_num_threads()
         with ExitStack() as undo:
             self.workers = WorkerProcesses()
@@ -99,7 +99,7 @@ class ProcessRun:
                     plan.close()
             with slow():
                 # In parallel with the stages' loading.
-                self.draft_models = DraftModels(Path(spec.model), spec.dtype, spec.device, slow, reserved,
+                self.draft_models = DraftModels(model, spec.dtype, spec.device, slow, reserved,
                                                 loaded=observer.drafter_loaded)
                 core.pool.suit(self.draft_models.kinds, SESSIONS * spec.at_once)
             self.links.wait_for_hello(spec.start_within, place.waiting)

@@ -11,7 +11,7 @@ from flowspec_edge.d0.capacity import tentative_rows
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.lab.emulation.durations import Charge, Emulation, stage_charge
 from flowspec_edge.messages import Hello
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.preparation import choose_graphs, warm_up
 from flowspec_edge.stage.shard import load_shard
@@ -29,7 +29,7 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None
     if config.threads:
         torch.set_num_threads(config.threads)
     make_current(config.device)
-    shard = load_shard(ModelDir(Path(config.model)).stages, config.stage - 1, config.stages, config.dtype,
+    shard = load_shard(OpenModel(Path(config.model)), config.stage - 1, config.stages, config.dtype,
                        config.device)
     engine = StageEngine(shard, config.cache_rows, config.requests, tentative_rows(Params(), config.stages))
     if shard.device.type == "cuda":

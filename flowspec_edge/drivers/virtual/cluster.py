@@ -25,7 +25,7 @@ from flowspec_edge.drafting.calibrated import CalibratedDrafter
 from flowspec_edge.drivers.virtual.clock import EventClock, Span
 from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.drivers.virtual.run import VirtualRun
-from flowspec_edge.model.modeldir import ModelDir, is_sharded
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import Shard, load_shard, stage_ranges
 from flowspec_edge.strategies.base import Parallelism
@@ -42,16 +42,16 @@ class StageWeights:
     """The target's weights, loaded once for all stages. A checkpoint can be split at any layer, a sharded
     model only where it was sharded."""
 
-    def __init__(self, model_dir: Path, dtype: str, device: str = "cpu") -> None:
-        self._model_dir, self._dtype, self._device = model_dir, dtype, device
+    def __init__(self, model: OpenModel, dtype: str, device: str = "cpu") -> None:
+        self._model, self._dtype, self._device = model, dtype, device
         self._loaded: list[Shard] = []
 
     def shards(self, stages: int) -> list[Shard]:
         """Return ``stages`` pieces with shared weights; the last may be empty. Raises as ``load_shard``."""
-        ranges = stage_ranges(self._model_dir, stages, allow_empty=True)
+        ranges = stage_ranges(self._model, stages, allow_empty=True)
         if not self._loaded:
-            pieces = stages if is_sharded(self._model_dir) else 1
-            self._loaded = [load_shard(self._model_dir, i, pieces, self._dtype, self._device)
+            pieces = stages if self._model.sharded else 1
+            self._loaded = [load_shard(self._model, i, pieces, self._dtype, self._device)
                             for i in range(pieces)]
         if len(self._loaded) > 1:
             return self._loaded
@@ -79,14 +79,15 @@ class VirtualCluster:
         right_children  the share of right children that drafts have (``CalibratedDrafter``): 1, the head's
         """
         self.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
-        self._size = ModelDir(model_dir).size
+        model = OpenModel(model_dir)
+        self._size = model.size
         self._device = device
         with memory_errors(device):
-            self._draft_models = DraftModels(model_dir, dtype, device)
+            self._draft_models = DraftModels(model, dtype, device)
         self._stages = stages
         self._observer = observer or Observer()
         self._policy = scheduling_policy
-        self._weights = StageWeights(ModelDir(model_dir).stages, dtype, device)
+        self._weights = StageWeights(model, dtype, device)
         self._curve = self._warm_curve() if learn else None
         self._engines: dict[int, list[StageEngine]] = {}  # by the number of pieces
         self._whole: list[StageEngine] = []  # one, once a group has been asked for

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Open, Output, Payload, Segment
-from flowspec_edge.model.manifest import Manifest
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.output_head import OutputHead
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.output_head import load_output_head
@@ -45,7 +44,7 @@ class WeightLoss:
     same_best_token: float
 
 
-def weight_losses(sharded: ModelDir, checkpoint: ModelDir, texts: Sequence[Sequence[int]],
+def weight_losses(sharded: OpenModel, checkpoint: OpenModel, texts: Sequence[Sequence[int]],
                   device: str = "cpu", advance: Callable[[], None] = lambda: None) -> list[WeightLoss]:
     """For quantised layers with the checkpoint's lm_head, then with the sharded model's own, if it differs.
 
@@ -54,7 +53,7 @@ def weight_losses(sharded: ModelDir, checkpoint: ModelDir, texts: Sequence[Seque
 
     UsageError unless ``sharded`` was made from a model of ``checkpoint``'s shape.
     """
-    manifest = Manifest.read(sharded.path)
+    manifest = sharded.require_manifest()
     shape = checkpoint.layers, int(checkpoint.config["vocab_size"])
     if (manifest.layers, manifest.vocabulary) != shape:
         raise UsageError(f"{sharded.path} was not made from {checkpoint.path}: it has {manifest.layers} "
@@ -62,26 +61,26 @@ def weight_losses(sharded: ModelDir, checkpoint: ModelDir, texts: Sequence[Seque
     dtype = manifest.compute_dtype
     true = _hidden(checkpoint, checkpoint.layers, dtype, texts, device, advance)
     found = _hidden(sharded, manifest.stages, dtype, texts, device, advance)
-    head = load_output_head(checkpoint.target, dtype, device)
+    head = load_output_head(checkpoint, dtype, device)
     layers = manifest.quantisation.kind if manifest.quantisation else manifest.dtype
     losses = [_compared(f"layers {layers}", texts, (true, head), (found, head))]
-    if (scheme := head_scheme_of(sharded.path)) is not None:
-        own = load_output_head(sharded.target, dtype, device, scheme)
+    if (scheme := head_scheme_of(sharded)) is not None:
+        own = load_output_head(sharded, dtype, device)
         losses.append(_compared(f"layers {layers}, lm_head {scheme.kind}", texts, (true, head), (found, own)))
     return losses
 
 
-def steps(sharded: ModelDir, checkpoint: ModelDir) -> int:
-    return checkpoint.layers + Manifest.read(sharded.path).stages
+def steps(sharded: OpenModel, checkpoint: OpenModel) -> int:
+    return checkpoint.layers + sharded.require_manifest().stages
 
 
-def _hidden(model: ModelDir, stages: int, dtype: str, texts: Sequence[Sequence[int]], device: str,
+def _hidden(model: OpenModel, stages: int, dtype: str, texts: Sequence[Sequence[int]], device: str,
             advance: Callable[[], None]) -> list[Tensor]:
     """Post-norm states [n, H] of each text."""
     segments = [_chain(number, text) for number, text in enumerate(texts)]
     states: list[Payload] = []
     for index in range(stages):
-        engine = StageEngine(load_shard(model.stages, index, stages, dtype, device))
+        engine = StageEngine(load_shard(model, index, stages, dtype, device))
         results: list[Segment | Output] = []
         for segment in segments:
             engine.open(Open(session=segment.session, epoch=0, capacity=len(segment.numbers)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.draft_kinds import EAGLE2, LM
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from flowspec_edge.lab.bench.axes import Value
 
 # The FlowSpec paper's comparison, section V-A: all draft with the head alone.
-PAPER = Params(draft="eagle2", ngram=False, pipedec_width=16)
+PAPER = Params(draft=EAGLE2.name, ngram=False, pipedec_width=16)
 STAGES_ALONE = str(Path(__file__).with_name("stages_alone.toml"))
 SEVEN, THIRTEEN = "paper-7b", "paper-13b-int4"
 Kind = Literal["speed", "acceptance", "bandwidth", "depth", "stages", "law"]
@@ -70,9 +71,9 @@ _ABLATION = Measurement("ablation-7b", SEVEN, ("chunk_pp", "pruned_pp", "flowspe
 _BANDWIDTH = Measurement("bandwidth-7b", SEVEN, _METHODS, axis="bandwidth", values=(1000, 500, 250, 125))
 _DEPTH = Measurement("depth-7b", SEVEN, ("flowspec",), axis="depth",
                      values=tuple((d0, d_exp) for d0 in range(3, 9) for d_exp in range(3, 9)))
-_EVERY = Measurement("methods-7b", SEVEN, tuple(STRATEGIES), params=Params(draft="eagle2", ngram=False))
+_EVERY = Measurement("methods-7b", SEVEN, tuple(STRATEGIES), params=Params(draft=EAGLE2.name, ngram=False))
 _PIPEDEC = Measurement("pipedec-70b", "pipedec-70b", ("autoregressive", "stpp", "pipedec"),
-                       params=Params(draft="lm"), axis="stages", values=(7, 14, 21))
+                       params=Params(draft=LM.name), axis="stages", values=(7, 14, 21))
 _SPD = Measurement("spd", STAGES_ALONE, ("autoregressive", "spd"), params=Params(), axis="stages",
                    values=(2, 4, 8, 16))
 

@@ -27,7 +27,7 @@ def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[s
         s = measured.settings
         tasks = "; ".join(f"{t['name']}: {t['prompts']} prompts, SHA-256 {t['sha256'][:12]}"
                           for t in s["tasks"])
-        drafts = f"draft {s['draft']}, {DRAFTS[bool(s.get('ngram'))]}; {measured.acceptance}"
+        drafts = f"draft {s['draft']}, {DRAFTS[measured.looks_up]}; {measured.acceptance}"
         rest = (f"model {s['model']}; {tasks}; at most {s['max_new_tokens']} new tokens; {types_of(s)}; "
                 f"seed {s['seed']}; {drafts}; measured {measured.results.date} with "
                 f"{s['versions']['flowspec-edge']}")
@@ -105,7 +105,7 @@ def _left_out(artefact: Artefact, found: Sequence[Measured]) -> list[str]:
     """The package's methods that a table of all methods has not."""
     if not artefact.every_method:
         return []
-    missing = {DRAFTS[bool(measured.settings.get("ngram"))]:
+    missing = {DRAFTS[measured.looks_up]:
                [name for name in STRATEGIES if name not in measured.measurement.strategies]
                for measured in found}
     said = "; ".join(f"{way}: {', '.join(names)}" for way, names in missing.items() if names)

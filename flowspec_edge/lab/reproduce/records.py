@@ -98,6 +98,11 @@ class Measured:
         return self.results.settings
 
     @property
+    def looks_up(self) -> bool:
+        """Whether every method also looked up in the text."""
+        return bool(self.settings.get("ngram"))
+
+    @property
     def acceptance(self) -> str:
         share = self.settings.get("acceptance", 1.0)
         return OF_THE_HEAD if share == 1 else f"acceptance calibrated to the paper's ({share:g})"
@@ -175,7 +180,7 @@ class _Point:
                 identical=not exact.different_answers, different_answers=exact.different_answers,
                 tokens=exact.tokens, different_tokens=exact.different_tokens, near_ties=exact.near_ties,
                 acceptance=self.measured.acceptance, draft=samples[0].draft,
-                looks_up=bool(self.measured.settings.get("ngram")))
+                looks_up=self.measured.looks_up)
 
 
 def _speeds(mine: Sequence[Sample], others: Others, stages: int) -> Found:
@@ -240,7 +245,7 @@ _FIGURES: dict[Kind, Figures] = {
 def _published(kind: Kind, measured: Measured, paper: PaperResults) -> Iterator[Record]:
     """The paper's figures for this testbed; none for other numbers of stages, and none with look-up."""
     m, stages = measured.measurement, measured.settings.get("stages", 0)
-    if measured.settings.get("ngram"):
+    if measured.looks_up:
         return  # the papers look up nothing
 
     def record(source: str, method: str, quantity: Quantity, figure: float, temperature: float = 0.0,

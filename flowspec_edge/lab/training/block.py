@@ -7,16 +7,24 @@ too, and which the EAGLE heads here have.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flowspec_edge.drafting.block.formats import default_layers
+from flowspec_edge.drafting.block.formats import default_layers, load_block_head, save_block_head
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
 from flowspec_edge.drafting.tree_cache import ContextCache
-from flowspec_edge.lab.training.heads import HeadRecipe, Reading, Student, frozen_embedding
+from flowspec_edge.lab.training.heads import (
+    HeadRecipe,
+    HeadTrainer,
+    Reading,
+    Student,
+    TextTokens,
+    frozen_embedding,
+)
 from flowspec_edge.lab.training.target import SHAPE
 
 
@@ -110,3 +118,18 @@ class Block(Student):
     def drafts(self, states: Tensor, rows: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:
         best = self.logits(self.hidden(states[:, :-1], rows, anchors), rows, anchors).argmax(-1)
         yield from best[:, :, :depth].unbind(2)
+
+
+def _block(target: Any, recipe: HeadRecipe, text: TextTokens, drafted: int, start: None) -> Block:
+    assert isinstance(recipe, BlockRecipe)
+    return Block(new_block_head(target, recipe, text.rarest()), target)
+
+
+def _stored(directory: Path, target: Any) -> Block:
+    layers = target.config.num_hidden_layers
+    return Block(load_block_head(directory, target.get_input_embeddings().weight, torch.float32, layers), target)
+
+
+TRAINER = HeadTrainer(BlockRecipe(steps=900), _block, _stored,
+                      lambda head, directory: save_block_head(head, directory, torch.float16))
+MARKOV_TRAINER = replace(TRAINER, recipe=BlockRecipe(steps=900, rank=64))

@@ -16,15 +16,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.lab.training.eagle import (
-    DRAFT_VOCABULARY,
-    Eagle2,
-    Eagle3,
-    EagleRecipe,
-    new_head,
-    new_head3,
-)
-from flowspec_edge.lab.training.heads import HeadRecipe, UnrolledStudent, optimiser_for
+from flowspec_edge.lab.training.eagle import Eagle2, EagleRecipe
+from flowspec_edge.lab.training.heads import HeadRecipe, UnrolledStudent, optimiser_for, trainer_of
 from flowspec_edge.lab.training.loop import backpropagate, device
 
 _SECONDS = 12.0  # wanted of the timed step
@@ -136,7 +129,7 @@ def _counted(step: _Step, kind: str, recipe: HeadRecipe, depth: int) -> tuple[fl
     layers = sum(p.numel() for p in student.target.model.layers.parameters())
     trained = [p for p in student.head.parameters() if p.requires_grad]
     total = 2 * (layers + matrix) * tokens + 6 * sum(p.numel() for p in trained) * rows
-    if kind == "eagle2":  # whose outputs go through rows of the target's lm_head, which is frozen
+    if isinstance(student, Eagle2):  # whose outputs go through rows of the target's lm_head, which is frozen
         total += 4 * matrix * rows
     for name, p in student.head.named_parameters():
         if p.requires_grad and p.ndim == 2 and "lm_head" not in name:  # Muon's iterations
@@ -178,12 +171,24 @@ def _student(config: Any, kind: str, recipe: HeadRecipe, dev: torch.device) -> U
     dtype = torch.bfloat16 if dev.type == "cuda" else torch.float32
     with dev:
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
-        if kind == "eagle2":
-            chosen = recipe if isinstance(recipe, EagleRecipe) else EagleRecipe(recipe.steps)
-            ranked = torch.arange(min(config.vocab_size, chosen.ranked))
-            return Eagle2(new_head(target), target, chosen.soft_weight, ranked)
-        drafted = torch.arange(min(config.vocab_size, DRAFT_VOCABULARY))
-        return Eagle3(new_head3(target, drafted), target)
+        trainer = trainer_of(kind)
+        drafted = min(config.vocab_size, trainer.drafts or config.vocab_size)
+        student = trainer.new(target, recipe, _FirstTokens(config.vocab_size), drafted, None)
+    assert isinstance(student, UnrolledStudent)
+    return student
+
+
+@dataclass(frozen=True)
+class _FirstTokens:
+    """In the place of a text's tokens: the first of ``vocabulary``."""
+
+    vocabulary: int
+
+    def most_frequent(self, size: int) -> Tensor:
+        return torch.arange(min(self.vocabulary, size))
+
+    def rarest(self) -> int:
+        return self.vocabulary - 1
 
 
 def _batch(windows: int, config: Any, recipe: HeadRecipe, dev: torch.device) -> tuple[Tensor, Tensor, Tensor]:

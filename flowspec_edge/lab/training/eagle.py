@@ -9,10 +9,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, load_head, save_head
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, captured_layers
-from flowspec_edge.lab.training.heads import HeadRecipe, Reading, UnrolledStudent, frozen_embedding
+from flowspec_edge.drafting.eagle.eagle3_formats import load_head3, save_head3
+from flowspec_edge.lab.training.heads import (
+    HeadRecipe,
+    HeadTrainer,
+    Reading,
+    TextTokens,
+    UnrolledStudent,
+    frozen_embedding,
+)
 from flowspec_edge.lab.training.target import layer_config
+from flowspec_edge.model.draft_kinds import EAGLE2, EAGLE3
 
 
 @dataclass(frozen=True)
@@ -25,7 +34,7 @@ class EagleRecipe(HeadRecipe):
 
 
 def new_head(target: Any) -> EagleHead:
-    """An untrained head with the target's shape and (frozen) embedding; biases on q, k and v if the target has them."""
+    """An untrained head with the target's shape and (frozen) embedding, and its biases on q, k and v."""
     biased = (any(name.endswith("self_attn.q_proj.bias") for name, _ in target.model.layers.named_parameters())
               and not getattr(target.config, "attention_bias", False))
     head = EagleHead(layer_config(target.config, bias=True, **({"qkv_bias": True} if biased else {})))
@@ -36,7 +45,7 @@ def new_head(target: Any) -> EagleHead:
 class Eagle2(UnrolledStudent):
     """``ranked``: ids of the tokens that the cross-entropy is over; by default the whole vocabulary."""
 
-    name = "eagle2"
+    name = EAGLE2.name
     states_are_features = True
 
     def __init__(self, head: EagleHead, target: Any, soft_weight: float = 1.0, ranked: Tensor | None = None
@@ -143,7 +152,7 @@ def new_head3(target: Any, drafted: Tensor) -> Eagle3Head:
 
 
 class Eagle3(UnrolledStudent):
-    name = "eagle3"
+    name = EAGLE3.name
 
     def __init__(self, head: Eagle3Head, target: Any) -> None:
         super().__init__(head, target)
@@ -174,3 +183,32 @@ class Eagle3(UnrolledStudent):
 
     def best(self, out: Tensor) -> Tensor:
         return self._ids[self.head.logits(out).argmax(-1)]
+
+
+def _eagle2(target: Any, recipe: HeadRecipe, text: TextTokens, drafted: int, start: EagleHead | None) -> Eagle2:
+    assert isinstance(recipe, EagleRecipe)
+    if start is not None:
+        start.requires_grad_(True).embed_tokens.weight = frozen_embedding(target)
+    head = new_head(target) if start is None else start
+    return Eagle2(head, target, recipe.soft_weight, text.most_frequent(recipe.ranked))
+
+
+def _eagle3(target: Any, recipe: HeadRecipe, text: TextTokens, drafted: int, start: None) -> Eagle3:
+    return Eagle3(new_head3(target, text.most_frequent(drafted)), target)
+
+
+def _embedding(target: Any) -> Tensor:
+    weight: Tensor = target.get_input_embeddings().weight
+    return weight
+
+
+# As many steps as the demonstration model's heads; a large target needs more.
+EAGLE2_TRAINER = HeadTrainer(
+    EagleRecipe(steps=900), _eagle2,
+    lambda directory, target: Eagle2(load_head(directory, _embedding(target), torch.float32), target),
+    lambda head, directory: save_head(head, directory, torch.float16, with_embedding=False),
+    load=lambda directory, embedding: load_head(directory, embedding, torch.float32))
+EAGLE3_TRAINER = HeadTrainer(
+    Eagle3Recipe(steps=900), _eagle3,
+    lambda directory, target: Eagle3(load_head3(directory, _embedding(target), torch.float32), target),
+    lambda head, directory: save_head3(head, directory, torch.float16), drafts=DRAFT_VOCABULARY)

@@ -12,8 +12,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,7 @@ from flowspec_edge.lab.training.loop import (
     train,
     window_batch,
 )
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
 from flowspec_edge.util.files import replacing
 from flowspec_edge.util.threads import threads_worth
 
@@ -65,6 +67,45 @@ class Reading(NamedTuple):
 
     states: Tensor
     features: Tensor
+
+
+class TextTokens(Protocol):
+    """How often the training text has each token."""
+
+    def most_frequent(self, size: int) -> Tensor:
+        """The ids of the ``size`` most frequent tokens, ascending: int64 [size]; fewer if there are fewer."""
+
+    def rarest(self) -> int:
+        """The last of those tokens that the text has least often."""
+
+
+@dataclass(frozen=True)
+class HeadTrainer:
+    """How a kind of head is trained; the kind's record names its trainer (``DraftKind.trainer``).
+
+    recipe  by default
+    new     a student: of a target, a recipe, the text's tokens, how many of them it drafts, and the head to go
+            on from (None: an untrained one)
+    stored  the student of a finished head's directory and its target
+    save    writes a head to a directory in float16, without the embedding, which is the target's
+    drafts  the most tokens that it drafts by default; 0: always all of the target's
+    load    reads a head to go on from, of a directory and an embedding [V, H]; None: every training begins with
+            an untrained head
+    """
+
+    recipe: HeadRecipe
+    new: Callable[[Any, HeadRecipe, TextTokens, int, Any], Student]
+    stored: Callable[[Path, Any], Student]
+    save: Callable[[Any, Path], None]
+    drafts: int = 0
+    load: Callable[[Path, Tensor], Any] | None = None
+
+
+def trainer_of(kind: str) -> HeadTrainer:
+    """Of one of ``draft_kinds.TRAINED``."""
+    module, _, name = DRAFT_KINDS[kind].trainer.partition(":")
+    found: HeadTrainer = getattr(import_module(module), name)
+    return found
 
 
 class Student(ABC):

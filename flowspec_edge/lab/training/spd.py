@@ -47,7 +47,8 @@ from flowspec_edge.lab.training.text_files import (
     make_part,
     work_beside,
 )
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.draft_kinds import SPD
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.shard import split_layers
 from flowspec_edge.util.tomlfile import toml_table
 
@@ -157,7 +158,8 @@ def train_module(recipe: SpdRecipe, target: Any, text: Tensor, held_out: Tensor,
         return "agreement " + ", ".join(f"n={n} {share:.3f}" for n, share in shares.items())
 
     optimiser = Optimiser(module, recipe.muon_lr, recipe.adam_lr, recipe.decay_from)
-    train(Run("spd", module, optimiser, recipe.steps, work / "spd.pt", loss, report, loop.checkpoint_every_s))
+    train(Run(SPD.name, module, optimiser, recipe.steps, work / f"{SPD.name}.pt", loss, report,
+              loop.checkpoint_every_s))
     return module
 
 
@@ -197,7 +199,7 @@ _SEED = 0
 _QUICK_RECIPE = SpdRecipe(steps=60, window=64, tokens_per_step=256, micro_batch=128)
 
 
-def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None, quick: bool = False
+def train_spd(model: OpenModel, out: Path | None = None, work: Path | None = None, quick: bool = False
               ) -> None:
     """Train a module for ``model``, unless ``out`` (default MODEL/spd) exists.
 
@@ -208,7 +210,7 @@ def train_spd(model: ModelDir, out: Path | None = None, work: Path | None = None
     console = Console(soft_wrap=True)
     if out is None:
         check_place(model.path)
-    out = out or model.path / "spd"
+    out = out or model.path / SPD.directory
     eos = check_target(model)
     if is_finished(out):
         console.print(f"{out} is there already; delete it to have it made again", markup=False)

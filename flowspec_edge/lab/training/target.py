@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.lab.training.loop import device
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import digest
-from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import load_lm_head
 from flowspec_edge.util.tensors import no_loading_bars
 
@@ -22,18 +21,18 @@ SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediat
          "rms_norm_eps", "rope_parameters", "vocab_size")  # fields that a draft layer takes over
 
 
-def check_target(model: ModelDir) -> int:
+def check_target(model: OpenModel) -> int:
     """The end-of-text id; UsageError without one, and if the model is sharded or cannot run on stages."""
     if model.sharded:
         raise UsageError(f"{model.path} is cut into shards, and training needs the whole model: "
                          "give the checkpoint that it was made from")
-    load_config(model.target)
+    _ = model.parsed_config  # refuses what stages cannot run
     if not model.stop_ids:
         raise UsageError(f"{model.target / 'config.json'} has no eos_token_id, which ends a training text")
     return min(model.stop_ids)
 
 
-def load_target(model: ModelDir) -> Any:
+def load_target(model: OpenModel) -> Any:
     """A frozen causal LM: float32 on a CPU, where that is the fastest dtype; on a GPU as stored."""
     dev = device()
     dtype: Any = "auto" if dev.type == "cuda" else torch.float32
@@ -46,14 +45,14 @@ def load_target(model: ModelDir) -> Any:
     return target.to(dev).eval().requires_grad_(False)
 
 
-def load_tokenizer(model: ModelDir) -> Any:
+def load_tokenizer(model: OpenModel) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model.target, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises a bare Exception
         raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {first_line(error)}") from error
 
 
-def load_fast_tokenizer(model: ModelDir) -> Tokenizer:
+def load_fast_tokenizer(model: OpenModel) -> Tokenizer:
     """UsageError if the model has only a slow tokenizer."""
     fast = getattr(load_tokenizer(model), "backend_tokenizer", None)
     if not isinstance(fast, Tokenizer):
@@ -62,17 +61,17 @@ def load_fast_tokenizer(model: ModelDir) -> Tokenizer:
     return fast
 
 
-def check_tokens(model: ModelDir, *texts: Tensor) -> None:
+def check_tokens(model: OpenModel, *texts: Tensor) -> None:
     """UsageError for a token id outside the model's vocabulary."""
-    largest, vocabulary = max(int(text.max()) for text in texts), int(load_config(model.target).vocab_size)
+    largest, vocabulary = max(int(text.max()) for text in texts), int(model.config["vocab_size"])
     if largest >= vocabulary:
         raise UsageError(f"the tokenizer in {model.target} makes token {largest} of the text, but the "
                          f"model's vocabulary has {vocabulary} tokens: they do not belong together")
 
 
-def fingerprint(model: ModelDir) -> str:
+def fingerprint(model: OpenModel) -> str:
     """A digest of the output matrix, which differs between a model and its fine-tunes."""
-    return digest({"lm_head": load_lm_head(model.target, "fp32")})
+    return digest({"lm_head": load_lm_head(model, "fp32")})
 
 
 def layer_config(config: Any, **own: Any) -> LlamaConfig:

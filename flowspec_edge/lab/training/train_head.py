@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,30 +11,10 @@ import torch
 from rich.console import Console
 from torch import Tensor, nn
 
-from flowspec_edge.drafting.block.formats import load_block_head, save_block_head
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead, load_head, save_head
-from flowspec_edge.drafting.eagle.eagle3_formats import load_head3, save_head3
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.training.block import Block, BlockRecipe, new_block_head, rarest_token
-from flowspec_edge.lab.training.eagle import (
-    DRAFT_VOCABULARY,
-    Eagle2,
-    Eagle3,
-    Eagle3Recipe,
-    EagleRecipe,
-    draft_vocabulary,
-    new_head,
-    new_head3,
-)
-from flowspec_edge.lab.training.heads import (
-    DEPTHS,
-    LENGTH,
-    HeadRecipe,
-    Student,
-    agreement,
-    frozen_embedding,
-    train_head,
-)
+from flowspec_edge.lab.training.block import rarest_token
+from flowspec_edge.lab.training.eagle import draft_vocabulary
+from flowspec_edge.lab.training.heads import DEPTHS, LENGTH, HeadRecipe, HeadTrainer, agreement, train_head, trainer_of
 from flowspec_edge.lab.training.loop import QUICK, LoopOptions
 from flowspec_edge.lab.training.python_source import QUICK_CHARACTERS, prepare_for
 from flowspec_edge.lab.training.target import (
@@ -58,17 +38,12 @@ from flowspec_edge.lab.training.text_files import (
     prepare_files,
     work_beside,
 )
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, TRAINED
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import digest as tensors_digest
-from flowspec_edge.stage.families import load_config
 from flowspec_edge.util.tomlfile import toml_table
 
 _SEED = 0
-# As many steps as the demonstration model's head; a large target needs more.
-_RECIPES: dict[str, HeadRecipe] = {"eagle2": EagleRecipe(steps=900), "eagle3": Eagle3Recipe(steps=900),
-                                   "dflash": BlockRecipe(steps=900),
-                                   "dspark": BlockRecipe(steps=900, rank=64)}
 _QUICK: dict[str, Any] = {"steps": 60, "window": 64, "tokens_per_step": 256, "micro_batch": 128, "chains": 16}
 
 
@@ -89,7 +64,7 @@ class HeadOptions:
     start: Path | None = None
 
 
-def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str, out: Path | None = None,
+def train_head_part(model: OpenModel, kind: str, options: HeadOptions, date: str, out: Path | None = None,
                     work: Path | None = None) -> None:
     """Train a head for ``model``, unless ``out`` (default MODEL/KIND, required for a checkpoint) exists.
 
@@ -98,7 +73,7 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
     for another target's start head.
     """
     console = Console(soft_wrap=True)
-    eos = check_target(model)
+    eos, trainer = check_target(model), trainer_of(kind)
     out = out or _place(model, kind)
     drafted = _drafted(model, kind, options.draft_vocab)
     recipe = recipe_for(kind, options)
@@ -125,10 +100,12 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
 
     def part(directory: Path) -> None:
         target = load_target(model)
-        student = _student(kind, target, text, drafted, recipe, start)
+        torch.manual_seed(_SEED)
+        vocabulary = target.config.vocab_size
+        student = trainer.new(target, recipe, _Tokens(text.train, vocabulary), drafted or vocabulary, start)
         loop = QUICK if options.quick else LoopOptions()
         train_head(recipe, student, text.train, text.held_out, work, seed, loop, untrained=start is None)
-        _save(student, directory)
+        trainer.save(student.head, directory)
         console.print("measuring on held-out text")
         facts = _facts(directory, kind, target, recipe, text, date, windows=8 if options.quick else 48)
         if options.start:
@@ -139,7 +116,7 @@ def train_head_part(model: ModelDir, kind: str, options: HeadOptions, date: str,
     make_part(console, out, part)
 
 
-def _place(model: ModelDir, kind: str) -> Path:
+def _place(model: OpenModel, kind: str) -> Path:
     if model.target == model.path:
         raise UsageError(f"{model.path} is a plain checkpoint, which has no place for a head: say where it "
                          "goes with --out DIR, and bring it to the boards with models shard --draft DIR")
@@ -149,7 +126,7 @@ def _place(model: ModelDir, kind: str) -> Path:
 
 def recipe_for(kind: str, options: HeadOptions) -> HeadRecipe:
     """UsageError for a depth beyond the recipe's window."""
-    recipe = replace(_RECIPES[kind], **(_QUICK if options.quick else {}))
+    recipe = replace(trainer_of(kind).recipe, **(_QUICK if options.quick else {}))
     depth = recipe.depth if options.depth is None else options.depth
     if not 1 <= depth <= recipe.window:
         raise UsageError(f"--depth must be 1 to {recipe.window}, the tokens of a window, not {depth}")
@@ -161,32 +138,54 @@ def recipe_for(kind: str, options: HeadOptions) -> HeadRecipe:
     return recipe
 
 
-def _start(model: ModelDir, kind: str, directory: Path | None, out: Path) -> EagleHead | None:
+def _start(model: OpenModel, kind: str, directory: Path | None, out: Path) -> Any:
     if directory is None:
         return None
-    if kind != "eagle2":
-        raise UsageError(f"--start is for eagle2: an {kind} head is trained from nothing")
+    load = trainer_of(kind).load
+    if load is None:
+        raise UsageError(f"--start is for {_having(lambda trainer: trainer.load)}: an {kind} head is trained from "
+                         "nothing")
     if directory.resolve() == out.resolve():
         raise UsageError(f"{directory} is where the new head would go: say where else with --out DIR")
-    config = load_config(model.target)
+    config = model.parsed_config
     nothing = torch.zeros(1).expand(config.vocab_size, config.hidden_size)
-    head = load_head(directory, nothing, torch.float32)
+    head = load(directory, nothing)
     head.embed_tokens.weight = nn.Parameter(nothing, requires_grad=False)
     return head
 
 
-def _drafted(model: ModelDir, kind: str, requested: int | None) -> int | None:
-    vocabulary = int(load_config(model.target).vocab_size)
-    if kind != "eagle3":
+def _drafted(model: OpenModel, kind: str, requested: int | None) -> int | None:
+    vocabulary, most = int(model.config["vocab_size"]), trainer_of(kind).drafts
+    if not most:
         if requested is not None:
-            raise UsageError(f"--draft-vocab is for eagle3: {kind} drafts the target's whole vocabulary")
+            raise UsageError(f"--draft-vocab is for {_having(lambda trainer: trainer.drafts)}: {kind} drafts the "
+                             "target's whole vocabulary")
         return None
     if requested is not None and not 1 <= requested <= vocabulary:
         raise UsageError(f"--draft-vocab must be 1 to {vocabulary}, the target's vocabulary, not {requested}")
-    return requested or min(vocabulary, DRAFT_VOCABULARY)
+    return requested or min(vocabulary, most)
 
 
-def _text(model: ModelDir, eos: int, work: Path, files: Sequence[Path], recipe: HeadRecipe, quick: bool
+def _having(what: Callable[[HeadTrainer], object]) -> str:
+    """The kinds whose trainers have it."""
+    return " and ".join(kind.name for kind in TRAINED if what(trainer_of(kind.name)))
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The training text's tokens, of a target's ``vocabulary``."""
+
+    text: Tensor
+    vocabulary: int
+
+    def most_frequent(self, size: int) -> Tensor:
+        return draft_vocabulary(self.text, self.vocabulary, size)
+
+    def rarest(self) -> int:
+        return rarest_token(self.text, self.vocabulary)
+
+
+def _text(model: OpenModel, eos: int, work: Path, files: Sequence[Path], recipe: HeadRecipe, quick: bool
           ) -> TrainingText:
     if files:
         text = prepare_files(work, files, load_tokenizer(model), eos, recipe.window + 1, LENGTH + 1)
@@ -198,45 +197,9 @@ def _text(model: ModelDir, eos: int, work: Path, files: Sequence[Path], recipe: 
     return text
 
 
-def _student(kind: str, target: Any, text: TrainingText, drafted: int | None, recipe: HeadRecipe,
-             start: EagleHead | None) -> Student:
-    torch.manual_seed(_SEED)
-    vocabulary = target.config.vocab_size
-    if isinstance(recipe, EagleRecipe):
-        ranked = draft_vocabulary(text.train, vocabulary, recipe.ranked)
-        if start:
-            start.requires_grad_(True).embed_tokens.weight = frozen_embedding(target)
-            return Eagle2(start, target, recipe.soft_weight, ranked)
-        return Eagle2(new_head(target), target, recipe.soft_weight, ranked)
-    if isinstance(recipe, BlockRecipe):
-        return Block(new_block_head(target, recipe, rarest_token(text.train, vocabulary)), target)
-    ids = draft_vocabulary(text.train, vocabulary, drafted or vocabulary)
-    return Eagle3(new_head3(target, ids), target)
-
-
-def _save(student: Student, directory: Path) -> None:
-    """In float16, without the embedding, which is the target's."""
-    if isinstance(student, Eagle3):
-        save_head3(student.head, directory, torch.float16)
-    elif isinstance(student, Block):
-        save_block_head(student.head, directory, torch.float16)
-    else:
-        save_head(student.head, directory, torch.float16, with_embedding=False)
-
-
-def _stored(kind: str, directory: Path, target: Any) -> Student:
-    embedding: Tensor = target.get_input_embeddings().weight
-    if kind == "eagle3":
-        return Eagle3(load_head3(directory, embedding, torch.float32), target)
-    if DRAFT_KINDS[kind].is_block:
-        layers = target.config.num_hidden_layers
-        return Block(load_block_head(directory, embedding, torch.float32, layers), target)
-    return Eagle2(load_head(directory, embedding, torch.float32), target)
-
-
 def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: TrainingText, date: str,
            windows: int) -> dict[str, Any]:
-    student = _stored(kind, directory, target)
+    student = trainer_of(kind).stored(directory, target)
     head = student.head
     what = "a block drafter" if DRAFT_KINDS[kind].is_block else "an EAGLE head"
     facts: dict[str, Any] = {
@@ -250,7 +213,7 @@ def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: Tr
         "training_tokens": recipe.steps * recipe.tokens_per_step,
         "training_text": text.described,
     }
-    if isinstance(student, Eagle3):
+    if trainer_of(kind).drafts:
         ids = student.head.target_ids()
         share = torch.isin(text.held_out.to(ids.device), ids).float().mean().item()
         facts |= {"draft_vocabulary": len(ids), "held_out_tokens_in_it": round(share, 4)}

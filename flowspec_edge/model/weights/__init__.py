@@ -1,1 +1,6 @@
-"""A checkpoint's weights: ``located`` decides which files hold them, ``checkpoint`` reads them."""
+"""A checkpoint's weights: ``located`` decides which files hold them, ``checkpoint`` reads them, for targets, draft
+models and sharding alike.
+
+A further file format, such as GGUF, is a ``WeightFile`` that ``files`` opens by its suffix, and its name in
+``located``.
+"""

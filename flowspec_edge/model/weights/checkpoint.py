@@ -4,7 +4,9 @@ by one (``stacked``)."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from flowspec_edge.model.weights.located import INDEX, PICKLED, SAFE, locate
 from flowspec_edge.model.weights.stacked import StackedExperts, stacks
 from flowspec_edge.util.weight_file import (
     MTP,
+    EmbeddingTable,
+    SafetensorsFile,
     TensorInfo,
     WeightFile,
     is_written_otherwise,
@@ -24,6 +28,14 @@ from flowspec_edge.util.weight_file import (
 )
 
 _SAMPLE = 1024  # elements at each end of a tensor that enter the digest
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """``read`` reads it: a head in 16 bits never has to be in memory as a whole."""
+
+    shape: torch.Size
+    read: Callable[[], Tensor]
 
 
 class Checkpoint:
@@ -66,6 +78,20 @@ class Checkpoint:
     def stored(self, names: Iterable[str]) -> dict[str, TensorInfo]:
         """Reads only the files' headers."""
         return {name: self.file_of(name).info(name) for name in names}
+
+    def lazy(self, names: Iterable[str]) -> dict[str, StoredTensor]:
+        """As :meth:`stored`, with what reads each."""
+        return {name: StoredTensor(info.shape, partial(self.file_of(name).read, name))
+                for name, info in self.stored(names).items()}
+
+    def table(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
+              ) -> EmbeddingTable | None:
+        """Embeddings of ``shape``, whose rows stay in the file; None if that is not a safetensors file."""
+        file = self.file_of(name)
+        if not isinstance(file, SafetensorsFile):
+            return None
+        check_shape(self.directory, name, file.info(name).shape, shape)
+        return EmbeddingTable(file, name, dtype, device)
 
     def pieces(self, name: str, rows: int = 0, buffer: Tensor | None = None) -> Iterator[tuple[int, Tensor]]:
         """All rows of one tensor in pieces of ``rows`` (0: some MB): (first row, rows as stored).

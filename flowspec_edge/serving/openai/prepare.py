@@ -13,7 +13,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Message, Rendering, Tool, ToolCall, ToolFormat, check_values
 from flowspec_edge.model.grammar import GrammarText
-from flowspec_edge.model.modeldir import ModelDir, choose_sampling
+from flowspec_edge.model.opened import OpenModel, choose_sampling
 from flowspec_edge.model.text import THINKING, Tokenizer
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.serving.openai.answer_formats import wanted_answer
@@ -95,7 +95,7 @@ class ServedModel:
     context        tokens of prompt and answer together; None: the model's own limit
     """
 
-    model: ModelDir
+    model: OpenModel
     tokenizer: Tokenizer
     name: str
     strategy: str = DEFAULT_STRATEGY

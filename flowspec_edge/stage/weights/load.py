@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +11,8 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.manifest import Manifest, stage_part
-from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
-from flowspec_edge.model.weights.files import WeightFiles
 from flowspec_edge.stage.quant.base import QuantLinear, Scheme
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.weights.tensor_names import is_ignorable
@@ -25,45 +22,21 @@ from flowspec_edge.util.tensors import check_finite
 _JOINED = ".joined.weight"  # of matrices that are side by side (``_join``)
 
 
-@contextmanager
-def opened_part(model_dir: Path | str, part: str) -> Iterator[WeightFiles]:
-    """The files of a part of a sharded model, compared with its manifest: names, sizes and small files before
-    the block, the sha256 of weights after it.  Use nothing that the block has loaded before it has ended.
-
-    For a checkpoint it compares nothing.  FlowspecError that names a missing, altered or unexpected file.
-    """
-    if not is_sharded(model_dir):
-        yield WeightFiles()
-        return
-    files = WeightFiles(Manifest.read(model_dir).check_sizes(part))
-    with files.compared():
-        yield files
-
-
-def part_dir(model_dir: Path | str, part: str) -> Path:
-    """The weights' directory: a part's, or the checkpoint."""
-    return Path(model_dir, part) if is_sharded(model_dir) else Path(model_dir)
-
-
-def scheme_of(model_dir: Path | str) -> Scheme | None:
+def scheme_of(model: OpenModel) -> Scheme | None:
     """The scheme of a model whose matrices are stored in 4 bits, else None."""
-    how = Manifest.read(model_dir).quantisation if is_sharded(model_dir) else None
+    how = model.manifest.quantisation if model.manifest else None
     return scheme(how.kind, how.group) if how else None
 
 
-def head_scheme_of(model_dir: Path | str) -> Scheme | None:
+def head_scheme_of(model: OpenModel) -> Scheme | None:
     """The scheme of a model whose lm_head is stored in 8 or 4 bits, else None."""
-    how = Manifest.read(model_dir).lm_head if is_sharded(model_dir) else None
+    how = model.manifest.lm_head if model.manifest else None
     return scheme(how.kind, how.group) if how else None
 
 
-def shard_digest(model_dir: Path, index: int, stages: int) -> str:
-    """The digest of ``load_shard(model_dir, index, stages, …)``, without loading the weights.
-
-    UsageError if ``model_dir`` is not sharded into ``stages``; FlowspecError for missing or damaged files.
-    """
-    manifest = Manifest.read(model_dir)
-    manifest.check_stages(stages)
+def shard_digest(manifest: Manifest, index: int) -> str:
+    """The digest of ``load_shard`` for stage ``index``, without loading the weights; FlowspecError for missing
+    or damaged files."""
     checkpoint = Checkpoint(manifest.directory / stage_part(index))
     return checkpoint.digest(name for name in checkpoint.names if not is_ignorable(name))
 

@@ -21,7 +21,7 @@ from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Invento
 from flowspec_edge.boards.probe.facts import BoardFacts, BoardStatus, Installed, ReleaseFacts, ServiceFacts
 from flowspec_edge.boards.services.status import FleetStatus
 from flowspec_edge.model.manifest import DRAFT, Manifest
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 
 KEYS = {"draft": "d" * 40, "stage": "s" * 40}
 OTHER = "o" * 40
@@ -42,7 +42,7 @@ def deployment(**settings: object) -> Deployment:
               DeviceEntry(name="stage", address="10.0.0.2", role="verify", power_mode="MAXN")]
     cluster = ClusterSettings.model_validate({"name": "lab", "serve_host": "0.0.0.0", **settings})
     return Deployment(Inventory(cluster=cluster, device=boards), Path("/lab/cluster.toml"),
-                      ModelDir(Path("/lab/model")), None, None, boards[0], ((boards[1], (0, 2)),))
+                      OpenModel(Path("/lab/model")), None, None, boards[0], ((boards[1], (0, 2)),))
 
 
 def status(previous: str = REQUEST) -> FleetStatus:

@@ -24,7 +24,7 @@ from flowspec_edge.d0.config import DraftConfig
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.manifest import DRAFT, Manifest, stage_part
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.transport.keys import parse_public
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.tomlfile import M, load_toml
@@ -67,7 +67,7 @@ class Given:
                               role="verify" if i else "draft", torch_device=device or None)
                   for i, device in enumerate(self.devices)]
         inventory = Inventory(cluster=ClusterSettings(name="lab", **self.cluster), device=boards)
-        return Deployment(inventory, Path("/lab/cluster.toml"), ModelDir(Path("/lab/model")), None, None,
+        return Deployment(inventory, Path("/lab/cluster.toml"), OpenModel(Path("/lab/model")), None, None,
                           boards[0], tuple(zip(boards[1:], self.ranges, strict=True)))
 
     def render(self) -> tuple[str, dict[str, Files]]:

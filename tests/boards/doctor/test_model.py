@@ -13,7 +13,7 @@ from flowspec_edge.boards.doctor.model import check_model, judge_model, needed
 from flowspec_edge.boards.inventory import Inventory
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.model.manifest import Manifest
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling import sampler
 from flowspec_edge.sampling.rule import Sampling, gumbel, log_probs
 

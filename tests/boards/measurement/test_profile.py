@@ -14,7 +14,6 @@ from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.boards.measurement.draft_device import (
     PLAIN,
-    STRATEGIES,
     MeasuredDraftDevice,
     RequestTimes,
     WorkItem,
@@ -33,7 +32,8 @@ from flowspec_edge.boards.measurement.stage import (
 from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.transport.zmq_links import ZmqTransport
 
@@ -59,7 +59,7 @@ def test_measured_requests_decode_as_in_a_cluster(model: Path) -> None:
         target.ready()
         device0 = MeasuredDraftDevice(model, "fp32", "cpu", target)
         for kind in kinds:
-            for strategy in STRATEGIES[kind]:
+            for strategy in DRAFT_KINDS[kind].measured_by:
                 times = device0.run(strategy, prompt, 12)
                 assert device0.tokens == plain
                 assert {item.kind for item in times.items} == {"draft", "verify"}

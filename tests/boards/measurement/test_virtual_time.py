@@ -16,7 +16,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 
 CASES = ((2, "autoregressive"), (1, "flowspec"))
 WITHIN = 0.4

@@ -22,11 +22,11 @@ from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.drafting.block.formats import load_block_head
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.config import load_config
 from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, recipe_for
 from flowspec_edge.sharding.source import open_source
-from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.layers.kv_cache import KVArena
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.strategies.params import Params

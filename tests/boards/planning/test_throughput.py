@@ -43,7 +43,7 @@ def test_a_slow_draft_device_costs_tokens() -> None:
     rate = Throughput(problem())
     quick, slow = board("quick"), board("slow", lm_head_ms=80.0)
     assert rate(slow, 0.05, 0.2) < rate(quick, 0.05, 0.2)
-    assert tokens("head", 4, 4) < tokens("head", 4, 16)
+    assert tokens(False, 4, 4) < tokens(False, 4, 16)
 
 
 def test_a_long_context_slows_the_drafts_too() -> None:

@@ -14,7 +14,7 @@ from flowspec_edge.cli.common.options import device_of, loaded_bytes, plain_devi
 from flowspec_edge.cli.main import main
 from flowspec_edge.drafting.eagle.eagle2 import load_head
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.layers.kv_cache import KVArena
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.util import torchdevice
@@ -77,14 +77,14 @@ def test_generate_and_bench_tell_the_device(model: Path, tmp_path: Path, capsys:
 
 @without_cuda
 def test_auto_is_the_cpu_here(model: Path) -> None:
-    assert device_of("auto", ModelDir(model), "fp32") == device_of("cpu", ModelDir(model), "fp32") == "cpu"
+    assert device_of("auto", OpenModel(model), "fp32") == device_of("cpu", OpenModel(model), "fp32") == "cpu"
 
 
 def test_what_must_fit_is_the_model_its_caches_and_every_process(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To the byte, on a GPU described by its facts; plain decoding has weights of its own."""
-    found, free = ModelDir(model), [0]
+    found, free = OpenModel(model), [0]
     monkeypatch.setattr(torchdevice, "gpus", lambda: [TorchGpu("G", (8, 0), 0, 0),
                                                       TorchGpu("H", (8, 0), *free * 2)])
     monkeypatch.setattr(torchdevice, "architectures", lambda: ["sm_80"])
@@ -118,7 +118,7 @@ def test_what_must_fit_is_the_model_its_caches_and_every_process(
 @pytest.mark.parametrize("sharded", [False, True])
 def test_bytes_are_those_of_what_is_loaded(model: Path, tmp_path: Path, dtype: str, sharded: bool) -> None:
     """The shards' own, lm_head's, the head's and the caches' that 100 rows take."""
-    found = ModelDir(model)
+    found = OpenModel(model)
     whole = load_shard(found.target, 0, 1, dtype)
     torch_dtype = whole.dtype
     lm_head = load_lm_head(found.target, dtype)
@@ -129,7 +129,7 @@ def test_bytes_are_those_of_what_is_loaded(model: Path, tmp_path: Path, dtype: s
     d0 = lm_head.nbytes + sum(p.numel() for p in in_memory) * torch_dtype.itemsize
     if sharded:
         cut(found.target, tmp_path / "cut", 2, "fp16", drafts=[model / "eagle2"])
-        found = ModelDir(tmp_path / "cut")
+        found = OpenModel(tmp_path / "cut")
     copies = [loaded_bytes(found, dtype, n, 100) for n in (1, 2)]  # type: ignore[arg-type]
     assert copies[1] - copies[0] == whole.nbytes
     assert copies[0] == pytest.approx(whole.nbytes + d0 + sum(caches), rel=0.05)

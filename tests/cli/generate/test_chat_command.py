@@ -21,7 +21,7 @@ from kits.tiny_model_dir import tiny_model_dir
 from flowspec_edge.cli.main import main
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.chat import Message
-from flowspec_edge.model.modeldir import ModelDir, resolve_model
+from flowspec_edge.model.opened import OpenModel, resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.conversation import Conversation
@@ -39,7 +39,7 @@ class Told:
     """What plain decoding answers to a chat, turn by turn."""
 
     def __init__(self, model: Path) -> None:
-        self._found = ModelDir(model)
+        self._found = OpenModel(model)
         self._tokenizer = Tokenizer(self._found, "vicuna")
         self._plain = PlainDecoder(model)
 
@@ -134,7 +134,7 @@ def test_the_demonstration_model_is_the_default(
 
 def test_what_no_longer_fits_is_left_out(model: Path, told: Told) -> None:
     """The oldest exchanges go, one after the other; a message that does not fit alone is refused."""
-    found = ModelDir(model)
+    found = OpenModel(model)
     chat = Conversation(Tokenizer(found, "vicuna"), found, 100)
     left_out = 0
     said: list[str] = []

@@ -20,7 +20,7 @@ from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x): return"
@@ -61,7 +61,7 @@ def file(server: Running, tmp_path: Path) -> str:
 def expected(model: Path, sampling: Sampling = Sampling()) -> tuple[list[int], str]:  # noqa: B008
     tokenizer = AutoTokenizer.from_pretrained(model / "target")
     tokens, _ = PlainDecoder(model).generate(tokenizer(PROMPT)["input_ids"], 12, sampling,
-                                             ModelDir(model).stop_ids)
+                                             OpenModel(model).stop_ids)
     return tokens, tokenizer.decode(tokens)
 
 

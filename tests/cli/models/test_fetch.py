@@ -22,7 +22,7 @@ from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.cli.main import main
 from flowspec_edge.model.catalogue import find_known, known_models
 from flowspec_edge.model.chat import BUILT_IN, recognise
-from flowspec_edge.model.modeldir import ModelDir, resolve_model
+from flowspec_edge.model.opened import OpenModel, resolve_model
 
 
 def flowspec(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -122,7 +122,7 @@ def test_a_fetched_model_has_a_name_everywhere(tmp_path: Path, place: Path,
         assert "flowspec models fetch llama-2-7b" in capsys.readouterr().err
         repositories[head] = source / "eagle2"
         assert flowspec("models", "fetch", "llama-2-7b", **here).returncode == 0
-    assert recognise(ModelDir(place / "llama-2-7b")) == "llama-2"
+    assert recognise(OpenModel(place / "llama-2-7b")) == "llama-2"
     assert main(["models", "list", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert rows["llama-2-7b"]["here"]

@@ -17,7 +17,7 @@ from flowspec_edge.cli.main import main
 from flowspec_edge.lab.training import cost
 from flowspec_edge.lab.training.eagle import EagleRecipe
 from flowspec_edge.lab.training.heads import optimiser_for
-from flowspec_edge.stage.families import load_config
+from flowspec_edge.model.config import load_config
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = "def f(x): return"
@@ -58,7 +58,7 @@ def answer(services: Services, tokens: int = 12) -> str:
 def expected(whole: Path, tokens: int = 12) -> str:
     tokenizer = AutoTokenizer.from_pretrained(whole / "target")
     new, _ = PlainDecoder(whole).generate(tokenizer(PROMPT)["input_ids"], tokens, Sampling(),
-                                          ModelDir(whole).stop_ids)
+                                          OpenModel(whole).stop_ids)
     return str(tokenizer.decode(new))
 
 

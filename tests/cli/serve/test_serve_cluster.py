@@ -16,7 +16,7 @@ from openai import OpenAI
 from transformers import AutoTokenizer
 
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.util.interpreter import module_command
 
@@ -49,5 +49,5 @@ def test_boards_answer_clients_and_nothing_stays_on_them(tmp_path: Path) -> None
             assert boards.left(place, worker) == 0
     tokenizer = AutoTokenizer.from_pretrained(model / "target")
     new, _ = PlainDecoder(model).generate(tokenizer(PROMPT)["input_ids"], 12, Sampling(),
-                                          ModelDir(model).stop_ids)
+                                          OpenModel(model).stop_ids)
     assert done.choices[0].text == tokenizer.decode(new)

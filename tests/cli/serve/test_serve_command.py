@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 from flowspec_edge.cli.common.options import require_room
 from flowspec_edge.cli.main import main
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 from tests.chaos.processes import descendants
 
@@ -110,7 +110,7 @@ def test_it_serves_logs_and_leaves_nothing_behind(
     until(lambda: not any(map(alive, pids)))  # helpers of multiprocessing end a moment later
     assert list(tmp_path.iterdir()) == []
     ids = AutoTokenizer.from_pretrained(model / "target")(PROMPT)["input_ids"]
-    new, _ = PlainDecoder(model).generate(ids, 12, Sampling(), ModelDir(model).stop_ids)
+    new, _ = PlainDecoder(model).generate(ids, 12, Sampling(), OpenModel(model).stop_ids)
     assert done.choices[0].text == AutoTokenizer.from_pretrained(model / "target").decode(new)
     assert (logged["event"], logged["id"], logged["status"], logged["completion_tokens"]) == \
            ("request", done.id, 200, 12)
@@ -252,7 +252,7 @@ def test_a_context_beyond_the_memory_is_one_line(model: Path, tmp_path: Path, sh
 
 
 def test_a_context_beyond_the_positions_is_noted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = ModelDir(model)
+    found = OpenModel(model)
     require_room(2 * found.max_positions, 2, 2 * found.max_positions, found, "fp32", local=True)
     assert capsys.readouterr().err == ""
     require_room(2 * found.max_positions + 1, 2, 2 * found.max_positions + 1, found, "fp32", local=True)

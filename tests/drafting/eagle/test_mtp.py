@@ -18,7 +18,7 @@ from flowspec_edge.drafting.eagle.mtp import load_mtp
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.quant.base import QuantLinear
 from flowspec_edge.stage.quant.schemes import head_scheme, quantise_linears
@@ -85,9 +85,9 @@ def test_models_without_one(tmp_path: Path) -> None:
     embedding, lm_head = tables()
     for model, why in ((family_model("qwen3.5", tmp_path / "none"), r"its weights hold no tensors mtp\.\*"),
                        (tiny_llama(tmp_path / "llama"), "'llama' models have no MTP layer")):
-        assert ModelDir(model).draft("mtp") is None
+        assert OpenModel(model).draft("mtp") is None
         with pytest.raises(UsageError, match=why) as caught:
             load_drafters("mtp", model, lm_head, embedding, "fp32", 4)
         assert "\n" not in str(caught.value)
         with pytest.raises(UsageError, match=why):
-            require_runnable(["flowspec"], ModelDir(model), Params(draft="mtp"), "virtual", 2)
+            require_runnable(["flowspec"], OpenModel(model), Params(draft="mtp"), "virtual", 2)

@@ -15,12 +15,10 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.plain import load_reference_model
-from flowspec_edge.model.modeldir import ModelDir
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.output_head import load_output_head
-from flowspec_edge.stage.weights.load import head_scheme_of
 from flowspec_edge.strategies.registry import STRATEGIES
 from flowspec_edge.util.tensors import to_torch
 
@@ -105,8 +103,8 @@ def check_logits(base: Path, case: Case) -> None:
     _, stages, _, compute = case
     model = sharded(base, case)
     text = [*PROMPT, *produced(base, case, "autoregressive")]
-    chain, book = engines(ModelDir(model).stages, stages, compute), Book()
-    head = load_output_head(ModelDir(model).target, compute, scheme=head_scheme_of(model))
+    chain, book = engines(model, stages, compute), Book()
+    head = load_output_head(model, compute)
     pieces = [through(chain, book.text(part))[1] for part in (text[:4], text[4:])]
     ours = torch.cat([head(to_torch(piece.hidden)).float() for piece in pieces])
     theirs = logits(model, compute, text)

@@ -19,7 +19,7 @@ from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.grammar import Grammar
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
@@ -65,7 +65,7 @@ def reference(model: Path, prompt: tuple[int, ...], sampling: Sampling) -> tuple
 
 @cache
 def grammar(model: Path) -> Grammar:
-    found = ModelDir(model)
+    found = OpenModel(model)
     return Tokenizer(found).grammars.json_schema(SCHEMA, found.stop_ids)
 
 
@@ -77,11 +77,11 @@ def cluster(model: Path, stages: int) -> VirtualCluster:
 def check(model: Path, stages: int, prompt: tuple[int, ...], name: str, sampling: Sampling) -> int:
     """Returns how many draft tokens were accepted."""
     request = Request(prompt, name, LIMIT, sampling, Params(width=4, tree_size=20, depth=3),
-                      ModelDir(model).stop_ids, grammar=grammar(model))
+                      OpenModel(model).stop_ids, grammar=grammar(model))
     result = cluster(model, stages).generate(request)
     assert (result.tokens, result.finish_reason) == reference(model, prompt, sampling)
     if result.finish_reason == "stop":
-        answer = json.loads(Tokenizer(ModelDir(model)).decode(result.tokens))
+        answer = json.loads(Tokenizer(OpenModel(model)).decode(result.tokens))
         assert answer["c"] in ("red", "blue")
         assert 0 <= answer["n"] <= 99
     return result.stats.accepted
@@ -94,12 +94,12 @@ def test_every_strategy_gives_the_same_json(tiny_model: Path, name: str, stages:
 
 
 def test_drafts_are_accepted_within_the_grammar(demo_model: Path) -> None:
-    prompt = tuple(Tokenizer(ModelDir(demo_model)).encode('x = {"c": "red", "n": 1}\ny = '))
+    prompt = tuple(Tokenizer(OpenModel(demo_model)).encode('x = {"c": "red", "n": 1}\ny = '))
     assert check(demo_model, 3, prompt, "flowspec_plus", Sampling()) > 0
 
 
 def test_what_is_no_schema_is_an_error_of_one_line(tiny_model: Path) -> None:
-    compiler = Tokenizer(ModelDir(tiny_model)).grammars
+    compiler = Tokenizer(OpenModel(tiny_model)).grammars
     with pytest.raises(UsageError, match="Invalid type: colour") as error:
         compiler.json_schema({"type": "colour"}, frozenset({0}))
     assert "\n" not in str(error.value)

@@ -22,7 +22,8 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.lab.bench.weight_loss import weight_losses
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.manifest import HeadBits
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel, OpenPart
+from flowspec_edge.model.weights.files import WeightFiles
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
@@ -31,7 +32,6 @@ from flowspec_edge.stage import output_head
 from flowspec_edge.stage.quant.base import QuantLinear
 from flowspec_edge.stage.quant.schemes import head_scheme
 from flowspec_edge.stage.shard import load_lm_head
-from flowspec_edge.stage.weights.load import head_scheme_of
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PROMPT, NEW, VOCABULARY = [5, 17, 42, 3, 3, 58, 11], 10, 4112  # of five slices of rows, the last a short one
@@ -67,10 +67,9 @@ def oracle(base: Path, bits: HeadBits) -> Any:
 
 @pytest.mark.parametrize("bits", ["16bit", "int8", "int4"])
 def test_blocks_of_rows_are_one_matrix(base: Path, bits: HeadBits, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = ModelDir(sharded(base, bits)).target
-    one = output_head.load_output_head(target, "fp32", scheme=head_scheme_of(sharded(base, bits)))
+    one = output_head.load_output_head(sharded(base, bits), "fp32")
     monkeypatch.setattr(output_head, "_BLOCK_BYTES", 1)  # a slice of rows each
-    several = output_head.load_output_head(target, "fp32", scheme=head_scheme_of(sharded(base, bits)))
+    several = output_head.load_output_head(sharded(base, bits), "fp32")
     assert (len(one.blocks), len(several.blocks)) == (1, 5)
     assert one.vocabulary == several.vocabulary == VOCABULARY
     assert one.nbytes == several.nbytes
@@ -131,7 +130,7 @@ def test_the_loss_is_that_of_transformers_logits(base: Path, bits: HeadBits) -> 
         reference -= float(p[rows, text[1:]].sum())
         same += float((p.argmax(-1) == q.argmax(-1)).sum())
         tokens += len(rows)
-    layers, whole = weight_losses(ModelDir(sharded(base, bits)), ModelDir(base / "model"), texts)
+    layers, whole = weight_losses(OpenModel(sharded(base, bits)), OpenModel(base / "model"), texts)
     assert (layers.weights, whole.weights) == ("layers fp32", f"layers fp32, lm_head {bits}")
     assert layers.kl == pytest.approx(0, abs=1e-9)
     assert whole.tokens == tokens
@@ -160,7 +159,7 @@ def test_a_vocabulary_that_no_kernel_takes_stays_in_16_bits(tmp_path: Path) -> N
 @pytest.mark.parametrize("damage", ["scale", "dtype", "rows"])
 def test_a_damaged_head_is_refused(base: Path, tmp_path: Path, damage: str) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(ModelDir(sharded(base, "int4")).target, copy)
+    shutil.copytree(OpenModel(sharded(base, "int4")).target, copy)
     tensors = load_file(copy / "model.safetensors")
     message = {"scale": "lm_head.scales holds NaN", "dtype": "lm_head.zeros is stored as torch.float16",
                "rows": r"lm_head.qweight has shape \[4096, 32\]"}[damage]
@@ -172,7 +171,7 @@ def test_a_damaged_head_is_refused(base: Path, tmp_path: Path, damage: str) -> N
         tensors["lm_head.qweight"] = tensors["lm_head.qweight"][:4096].clone()
     save_file(tensors, copy / "model.safetensors")
     with pytest.raises(FlowspecError, match=message):
-        output_head.load_output_head(copy, "fp32", scheme=head_scheme("int4"))
+        output_head.read_output_head(OpenPart(copy, WeightFiles()), "fp32", "cpu", head_scheme("int4"))
 
 
 def test_tied_embeddings_keep_their_16_bits(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.sampler import AnswerPenalties
 from flowspec_edge.sampling.settings import Penalties, Sampling
@@ -64,7 +64,7 @@ def cluster(model: Path, stages: int) -> VirtualCluster:
 def check(model: Path, stages: int, prompt: tuple[int, ...], name: str, sampling: Sampling, wanted: Penalties
           ) -> tuple[int, bool]:
     """Return how many draft tokens were accepted, and whether the text is another without penalties."""
-    request = Request(prompt, name, LIMIT, sampling, SMALL, ModelDir(model).stop_ids, penalties=wanted)
+    request = Request(prompt, name, LIMIT, sampling, SMALL, OpenModel(model).stop_ids, penalties=wanted)
     result = cluster(model, stages).generate(request)
     steps = [Penalised(wanted, len(prompt))]
     assert (result.tokens, result.finish_reason) == reference_text(model, prompt, sampling, LIMIT, steps)
@@ -88,7 +88,7 @@ def test_any_number_of_stages(eight_layers: Path, name: str, stages: int) -> Non
 
 
 def test_drafts_of_a_trained_head_are_accepted(demo_model: Path) -> None:
-    prompt = tuple(Tokenizer(ModelDir(demo_model)).encode("x = [1, 2, 3, 4, 5, 6,"))
+    prompt = tuple(Tokenizer(OpenModel(demo_model)).encode("x = [1, 2, 3, 4, 5, 6,"))
     accepted, changed = check(demo_model, 3, prompt, "flowspec_plus", Sampling(), Penalties(0.5))
     assert changed
     assert accepted > LIMIT / 2

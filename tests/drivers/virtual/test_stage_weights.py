@@ -13,6 +13,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import StageWeights, VirtualCluster
 from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.shard import Shard, load_shard
 
@@ -38,7 +39,7 @@ def places(shards: list[Shard]) -> dict[str, int]:
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 6])
 def test_every_cut_has_the_same_tensors(model: Path, stages: int) -> None:
-    weights = StageWeights(model / "target", "fp32")
+    weights = StageWeights(OpenModel(model), "fp32")
     once = places(weights.shards(1))
     assert len(set(once.values())) == len(once)
     assert places(weights.shards(stages)) == once
@@ -46,7 +47,7 @@ def test_every_cut_has_the_same_tensors(model: Path, stages: int) -> None:
 
 @pytest.mark.parametrize("stages", [2, 3, 6])
 def test_a_cut_is_what_would_be_loaded(model: Path, stages: int) -> None:
-    for i, shard in enumerate(StageWeights(model / "target", "fp32").shards(stages)):
+    for i, shard in enumerate(StageWeights(OpenModel(model), "fp32").shards(stages)):
         alone = load_shard(model / "target", i, stages, "fp32", allow_empty=True)
         assert (shard.index, shard.stages, shard.layers, shard.nbytes) == (
             alone.index, alone.stages, alone.layers, alone.nbytes)
@@ -66,7 +67,7 @@ def test_a_part_is_cut_by_the_whole_models_layers(model: Path) -> None:
 
 def test_a_sharded_models_parts_are_loaded_once(model: Path, tmp_path: Path) -> None:
     cut(model / "target", tmp_path / "cut", 2, split=[3, 1])
-    weights = StageWeights(tmp_path / "cut", "fp16")
+    weights = StageWeights(OpenModel(tmp_path / "cut"), "fp16")
     first = weights.shards(2)
     assert [shard.layers for shard in first] == [(0, 3), (3, 4)]
     assert places(weights.shards(2)) == places(first)

@@ -11,7 +11,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.training.spd import train_spd
 from flowspec_edge.lab.training.text_files import claim_part, claim_work, work_beside
 from flowspec_edge.lab.training.train_head import HeadOptions, train_head_part
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.util.files import make_directory
 from flowspec_edge.util.resources import resource_dir
 

@@ -32,7 +32,7 @@ from flowspec_edge.lab.training.spd import (
     visibility,
 )
 from flowspec_edge.messages import Payload, Tap
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
 V, H, LAYERS = 31, 32, 8
@@ -195,7 +195,7 @@ def test_a_module_fits_every_family_and_survives_the_disk(tmp_path, family, extr
 _PROGRAM = """
 import sys
 from pathlib import Path
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.lab.training.spd import train_spd
 train_spd(resolve_model(sys.argv[1]), out=Path(sys.argv[2]), work=Path(sys.argv[3]), quick=True)
 """

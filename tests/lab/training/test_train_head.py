@@ -29,7 +29,7 @@ from flowspec_edge.lab.training.heads import train_head, unroll
 from flowspec_edge.lab.training.loop import LoopOptions, window_batch
 from flowspec_edge.lab.training.target import load_target
 from flowspec_edge.lab.training.train_head import HeadOptions, recipe_for, train_head_part
-from flowspec_edge.model.modeldir import resolve_model
+from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.strategies.params import Params
 
 VOCAB = 300

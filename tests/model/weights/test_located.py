@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from flowspec_edge.drafting.checkpoint import read_weights
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir, resolve_model
+from flowspec_edge.model.opened import OpenModel, resolve_model
 from flowspec_edge.model.weights import located
 from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.sampling.rule import Sampling
@@ -118,7 +118,7 @@ def test_only_what_is_read_of_a_head_goes_to_boards(tmp_path: Path) -> None:
     index = {"weight_map": {"x": "model-00001-of-00001.safetensors"}}
     (home / f"{SAFE}.index.json").write_text(json.dumps(index))
     cut(whole, tmp_path / "out")
-    copied = sorted(path.name for path in ModelDir(tmp_path / "out").draft("eagle2").iterdir())
+    copied = sorted(path.name for path in OpenModel(tmp_path / "out").draft("eagle2").iterdir())
     assert copied == ["config.json", SAFE]
 
 

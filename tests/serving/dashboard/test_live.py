@@ -19,7 +19,7 @@ from kits.watched_server import STAGES, Watchable, Watched, Watcher, watchable, 
 from openai import APIError
 
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 
@@ -139,7 +139,7 @@ def test_what_became_text_is_one_chain_through_all_trees(watched: Watchable, pla
         at = tree["root"]
         for node in nodes.values():
             ids[node["state"]].add(node["id"])
-    prompt = Tokenizer(ModelDir(model)).encode(PROMPT)
+    prompt = Tokenizer(OpenModel(model)).encode(PROMPT)
     expected = plain.generate(prompt, TOKENS, Sampling())[0]
     assert text == [None if seen is None else token for seen, token in zip(text, expected, strict=True)]
     assert ids["drafted"] | ids["sent"] <= ids["accepted"] | ids["pruned"]  # each had an end, and was told of

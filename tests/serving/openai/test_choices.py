@@ -13,7 +13,7 @@ from kits.http_server import NAME, Running, ask, running, served
 
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 
 PROMPT = [40, 41, 42, 43]
@@ -30,7 +30,7 @@ def server(model: Path, processes: ProcessCluster) -> Iterator[Running]:
 def texts(model: Path, plain: PlainDecoder) -> list[str]:
     """Plain decoding with seeds 7, 8 and 9."""
     decode = served(model).tokenizer.decode
-    return [decode(plain.generate(PROMPT, 10, Sampling(1.0, seed=seed), ModelDir(model).stop_ids)[0])
+    return [decode(plain.generate(PROMPT, 10, Sampling(1.0, seed=seed), OpenModel(model).stop_ids)[0])
             for seed in (7, 8, 9)]
 
 

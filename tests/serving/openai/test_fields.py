@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.serving.openai.fields import ENDPOINTS, FIELDS, Endpoint, Source, rows
 
@@ -261,7 +261,7 @@ def test_sampling_fields_are_plain_decodings(server: Running, plain: PlainDecode
 
 
 def test_an_answer_goes_on_after_the_end_of_sequence(server: Running, model: Path) -> None:
-    (end,) = ModelDir(model).stop_ids
+    (end,) = OpenModel(model).stop_ids
     bias = {"logit_bias": {str(end): 100}}
     assert complete(server, **bias)[::2] == ([], "stop")
     tokens, text, why = complete(server, **bias, ignore_eos=True)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.chat import Message
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.settings import Penalties, Sampling
 from flowspec_edge.serving.intake import MAX_BODY_BYTES
@@ -39,7 +39,7 @@ def expected(model: Path, plain: PlainDecoder, tokenizer: Any, tokens: int,
              sampling: Sampling | None = None) -> str:
     """Plain decoding's text."""
     ids = tokenizer(PROMPT)["input_ids"]
-    new, _ = plain.generate(ids, tokens, sampling or Sampling(), ModelDir(model).stop_ids)
+    new, _ = plain.generate(ids, tokens, sampling or Sampling(), OpenModel(model).stop_ids)
     return str(tokenizer.decode(new))
 
 
@@ -80,7 +80,7 @@ def test_the_raw_stream_ends_with_done(server: Running) -> None:
 
 
 def test_a_chat_streamed_and_not(server: Running, model: Path, plain: PlainDecoder, tokenizer: Any) -> None:
-    found = ModelDir(model)
+    found = OpenModel(model)
     turns: list[Any] = [{"role": "developer", "content": "be brief"},
                         {"role": "user", "content": [{"type": "text", "text": "he"},
                                                      {"type": "text", "text": "llo"}]}]

@@ -17,7 +17,7 @@ from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.errors import RequestFailed
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.chat import Message
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.settings import Sampling
 
@@ -48,7 +48,7 @@ def server(model: Path, cluster: Held) -> Iterator[Running]:
 def expected(model: Path, plain: PlainDecoder, messages: list[Message], tokens: int,
              sampling: Sampling | None = None) -> tuple[str, int]:
     """Plain decoding's text, and the prompt's tokens."""
-    found = ModelDir(model)
+    found = OpenModel(model)
     tokenizer = Tokenizer(found, "vicuna")
     ids = tokenizer.chat(messages)
     new, _ = plain.generate(ids, tokens, sampling or Sampling(), found.stop_ids)

@@ -21,6 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.config import load_config
 from flowspec_edge.model.experts import (
     Experts,
     correlated,
@@ -31,7 +32,6 @@ from flowspec_edge.model.experts import (
 )
 from flowspec_edge.model.families import FAMILIES
 from flowspec_edge.sharding.source import open_source
-from flowspec_edge.stage.families import load_config
 from flowspec_edge.stage.shard import load_shard
 
 WIDTH, INNER = 32, 24

@@ -18,7 +18,7 @@ from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.bench.weight_loss import weight_losses
 from flowspec_edge.lab.plain import PlainDecoder, load_reference_model
-from flowspec_edge.model.modeldir import ModelDir
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
@@ -109,7 +109,7 @@ def test_tokens_are_those_of_generate(base: Path, name: str) -> None:
 
 def test_the_loss_is_that_of_the_rounding(base: Path) -> None:
     text = [[(11 * i) % 290 for i in range(40)]]
-    lost, kept = (weight_losses(ModelDir(sharded(base, bits)), ModelDir(base), text)[0]
+    lost, kept = (weight_losses(OpenModel(sharded(base, bits)), OpenModel(base), text)[0]
                   for bits in ("int8", "16bit"))
     assert kept.kl == pytest.approx(0, abs=1e-9)
     with torch.inference_mode():

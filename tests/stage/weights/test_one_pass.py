@@ -30,10 +30,9 @@ from flowspec_edge.drafting.checkpoint import read_weights
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.manifest import Manifest
-from flowspec_edge.model.modeldir import is_sharded
+from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.stage.shard import load_lm_head, load_shard
-from flowspec_edge.stage.weights.load import opened_part
 from flowspec_edge.util.bounded_read import UncachedFile
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -88,7 +87,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("model", ["cut", "whole"])
 def test_a_stage_reads_once_and_leaves_nothing(large: Path, model: str) -> None:
     home = large / model
-    files = home / "stage-1" if is_sharded(home) else home
+    files = home / "stage-1" if OpenModel(home).sharded else home
     assert size_of(files) > 200e6
     load_shard(home, 0, 1, "fp32")  # whatever is loaded on first use
     drop(files)
@@ -117,8 +116,7 @@ def same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def test_d0_verify_and_draft_models_leave_nothing(large: Path) -> None:
     drop(large)
-    with opened_part(large / "cut", "draft") as files:
-        load_lm_head(large / "cut" / "draft" / "target", "fp32", files=files)
+    load_lm_head(large / "cut", "fp32")
     Manifest.read(large / "cut").check("stage-1")
     for tensor in read_weights(large / "whole", "a head").values():
         tensor.read()
@@ -251,8 +249,7 @@ def load(model: Path, part: str) -> None:
     if part == "stage-1":
         load_shard(model, 0, 1, "fp32")
     else:
-        with opened_part(model, part) as files:
-            load_lm_head(model / "draft" / "target", "fp32", files=files)
+        load_lm_head(model, "fp32")
 
 
 @given(place=st.data(), dtype=st.sampled_from(["int4", "fp32"]), part=st.sampled_from(["stage-1", "draft"]),
@@ -281,8 +278,8 @@ def test_a_file_cut_short_meanwhile_is_one_line(large: Path, tmp_path: Path, sha
         if not sharded:
             yield from Checkpoint(home / "stage-1").pieces(name)
             return
-        with opened_part(home, "stage-1") as files:
-            yield from Checkpoint(home / "stage-1", files).pieces(name)
+        with OpenModel(home).part("stage-1") as part:
+            yield from part.checkpoint.pieces(name)
 
     def read() -> None:
         for _ in pieces():

@@ -11,16 +11,9 @@ import pytest
 from kits.tiny_models import tiny_llama
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.modeldir import (
-    ModelDir,
-    check_config,
-    choose_sampling,
-    not_applied,
-    position_limit,
-    resolve_model,
-)
+from flowspec_edge.model.config import check_config, load_config, position_limit
+from flowspec_edge.model.opened import OpenModel, choose_sampling, not_applied, resolve_model
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.stage.families import load_config
 
 
 @pytest.fixture
@@ -126,7 +119,7 @@ def test_a_window_is_no_limit(tmp_path: Path, config: dict[str, Any], limit: int
     assert position_limit(config) == limit
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert position_limit(load_config(tmp_path).to_dict()) == limit
-    assert ModelDir(tmp_path).max_positions == limit
+    assert OpenModel(tmp_path).max_positions == limit
 
 
 # As it comes with Llama-3.1-8B-Instruct, and with Qwen2-7B-Instruct.
@@ -134,10 +127,10 @@ LLAMA_3 = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 
 QWEN_2 = {"do_sample": True, "repetition_penalty": 1.05, "temperature": 0.7, "top_p": 0.8, "top_k": 20}
 
 
-def model(path: Path, config: dict[str, Any] | None) -> ModelDir:
+def model(path: Path, config: dict[str, Any] | None) -> OpenModel:
     if config is not None:
         (path / "generation_config.json").write_text(json.dumps(config))
-    return ModelDir(path)
+    return OpenModel(path)
 
 
 @pytest.mark.parametrize(("config", "asked", "given", "expected", "advised"), [

@@ -1,23 +1,26 @@
-"""A model on disk: its parts, and the facts in its config.json files, without torch or transformers.
+"""An opened model: its parts, the facts in its config.json files, its manifest, and tensors by name.
 
 Layouts: flowspec's own (``DIR/target`` and draft parts such as ``DIR/eagle2``), a plain Hugging Face
 checkpoint, and a sharded model (``DIR/manifest.json``, ``DIR/stage-1`` …, and ``DIR/draft`` for D0, which has
-flowspec's own layout).
+flowspec's own layout; a board has its own part alone).
 
-Also here: the values of config.json that decide the family and shapes, checked before a library computes with
-them, and the sampling settings of generation_config.json.
+A model is opened once and passed on.  Everything is read when it is first asked for: facts need neither torch nor
+transformers, which are imported for tensors and for ``parsed_config``.
+
+Also here: models by their names, and the sampling settings of generation_config.json.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.config import check_config, check_stop_ids, load_config, position_limit
 from flowspec_edge.model.draft_kinds import STORED, DraftKind, draft_kind_named
 from flowspec_edge.model.families import FAMILIES, Family, family_of, text_config, with_defaults
 from flowspec_edge.model.recognise import GGUF, refuse_part, refuse_unless_runnable
@@ -27,13 +30,21 @@ from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.terminal import did_you_mean
 
+if TYPE_CHECKING:
+    from flowspec_edge.model.manifest import Manifest  # pydantic takes a while
+    from flowspec_edge.model.weights.checkpoint import Checkpoint  # and so does torch
+    from flowspec_edge.model.weights.files import WeightFiles
+
 DEMO = "demo"
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
 
 @dataclass(frozen=True)
-class ModelDir:
+class OpenModel:
+    """``quantised``: AWQ and GPTQ checkpoints are accepted, which sharding converts."""
+
     path: Path
+    quantised: bool = False
 
     @property
     def name(self) -> str:
@@ -41,18 +52,27 @@ class ModelDir:
 
     @property
     def sharded(self) -> bool:
-        return is_sharded(self.path)
+        return (self.path / MANIFEST).is_file()
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """None unless it is sharded; FlowspecError if it is invalid or of another format."""
+        return self._read_manifest() if self.sharded else None
+
+    def require_manifest(self) -> Manifest:
+        """As :attr:`manifest`; UsageError unless the model is sharded."""
+        return self.manifest or self._read_manifest()
+
+    def _read_manifest(self) -> Manifest:
+        from flowspec_edge.model.manifest import Manifest
+
+        return Manifest.read(self.path)
 
     @property
     def target(self) -> Path:
         """The directory of the target's config and tokenizer, and of its weights: if sharded, only D0's."""
         own = self.parts / "target"
         return own if own.is_dir() or self.sharded else self.path
-
-    @property
-    def stages(self) -> Path:
-        """The directory from which stages load: the target, or the sharded model."""
-        return self.path if self.sharded else self.target
 
     @property
     def parts(self) -> Path:
@@ -81,9 +101,46 @@ class ModelDir:
         names = stored_names(self.target)
         return frozenset(kind for kind in kinds if any(name.startswith(kind.in_target) for name in names))
 
+    @property
+    def home(self) -> Path:
+        """The directory of the target's config.json: of a board's stage, its part."""
+        if self.sharded and not (self.target / "config.json").is_file():
+            parts = (self.path / f"stage-{i + 1}" for i in range(self.require_manifest().stages))
+            return next((part for part in parts if (part / "config.json").is_file()), self.target)
+        return self.target
+
+    @cached_property
+    def parsed_config(self) -> Any:
+        """The target's configuration as transformers reads it; UsageError if stages cannot run the model."""
+        return load_config(self.home, self.quantised)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[OpenPart]:
+        """Open one part of a sharded model, compared with its manifest: names, sizes and small files before the
+        block, the sha256 of weights after it.  Use nothing that the block has loaded before it has ended.
+
+        Of a checkpoint every part is the whole target, which is compared with nothing.  FlowspecError that names a
+        missing, altered or unexpected file.
+        """
+        from flowspec_edge.model.manifest import DRAFT
+        from flowspec_edge.model.weights.files import WeightFiles
+
+        if self.manifest is None:
+            yield OpenPart(self.target, WeightFiles(), self.quantised)
+            return
+        files = WeightFiles(self.manifest.check_sizes(name))
+        with files.compared():
+            yield OpenPart(self.target if name == DRAFT else self.path / name, files)
+
+    def checkpoint(self) -> Checkpoint:
+        """Open the target's tensors by name, of a sharded model D0's: lm_head, and embeddings that a draft needs."""
+        from flowspec_edge.model.weights.checkpoint import Checkpoint
+
+        return Checkpoint(self.target)
+
     @cached_property
     def config(self) -> dict[str, Any]:
-        path = self.target / "config.json"
+        path = self.home / "config.json"
         config = with_defaults(text_config(read_json_object(path)))
         check_config(config, path)
         return config
@@ -132,11 +189,32 @@ class ModelDir:
         return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
 
 
-def is_sharded(model_dir: Path | str) -> bool:
-    return (Path(model_dir) / MANIFEST).is_file()
+@dataclass(frozen=True)
+class OpenPart:
+    """What one device loads of a target: its weights' ``directory`` and ``files``."""
+
+    directory: Path
+    files: WeightFiles
+    quantised: bool = False
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        from flowspec_edge.model.weights.checkpoint import Checkpoint
+
+        return Checkpoint(self.directory, self.files)
+
+    @cached_property
+    def parsed_config(self) -> Any:
+        """As of the model."""
+        return load_config(self.directory, self.quantised)
 
 
-def missing_own_layer(kind: DraftKind, model: ModelDir | None, family: str = "") -> str:
+def opened(model: OpenModel | Path | str) -> OpenModel:
+    """A model that may be opened already."""
+    return model if isinstance(model, OpenModel) else OpenModel(Path(model))
+
+
+def missing_own_layer(kind: DraftKind, model: OpenModel | None, family: str = "") -> str:
     """Why ``model``, or one of a ``family`` that is not here, has no layer of its own that drafts."""
     layer = kind.title.removeprefix("own ")
     if model is None or kind not in model.family.draft_layers:
@@ -148,7 +226,7 @@ def missing_own_layer(kind: DraftKind, model: ModelDir | None, family: str = "")
             f"{kind.in_target}*: take the checkpoint as it was published, and shard that again")
 
 
-def resolve_model(name_or_path: str | Path | None = None, quantised: bool = False) -> ModelDir:
+def resolve_model(name_or_path: str | Path | None = None, quantised: bool = False) -> OpenModel:
     """A model by directory, or by name: a shipped one, or a fetched one of the catalogue.
 
     UsageError if it or a file of its target is missing, or if stages cannot run it; ``quantised`` accepts AWQ
@@ -158,7 +236,7 @@ def resolve_model(name_or_path: str | Path | None = None, quantised: bool = Fals
     path = model_path(name)
     if path is None:
         raise UsageError(f"no model {name!r}: {_absence(name)}")
-    model = ModelDir(path)
+    model = OpenModel(path, quantised)
     refuse_part(path)
     refuse_two_targets(model)
     refuse_unless_runnable(model.target, quantised)
@@ -171,7 +249,7 @@ def resolve_model(name_or_path: str | Path | None = None, quantised: bool = Fals
     return model
 
 
-def refuse_two_targets(model: ModelDir) -> None:
+def refuse_two_targets(model: OpenModel) -> None:
     """UsageError if a directory is a checkpoint and has one in it, or is a sharded model and a checkpoint."""
     own, inner = model.path / "config.json", model.path / "target" / "config.json"
     if own.is_file() and model.sharded:
@@ -228,97 +306,6 @@ def shipped_models() -> list[str]:
     return sorted(path.parent.parent.name for path in resource_dir("models").glob("*/target/config.json"))
 
 
-def cache_values(config: Mapping[str, Any]) -> int:
-    """Elements of one row's keys and values in all layers; ``config``: of a config.json."""
-    heads = int(config.get("num_attention_heads") or 0)
-    keys = int(config.get("num_key_value_heads") or heads)
-    width = int(config.get("head_dim") or (int(config.get("hidden_size") or 0) // max(1, heads)))
-    return 2 * keys * width * (int(config.get("num_hidden_layers") or 1) - recurrent_layers(config))
-
-
-def recurrent_layers(config: Mapping[str, Any]) -> int:
-    """Layers without keys and values."""
-    if not family_of(config).recurrent:
-        return 0
-    layers, every = int(config["num_hidden_layers"]), int(config.get("full_attention_interval") or 4)
-    kinds = config.get("layer_types") or [
-        "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
-    return sum(kind == "linear_attention" for kind in kinds)
-
-
-def position_limit(config: Mapping[str, Any]) -> int:
-    """The maximum number of tokens, prompt and answer together, that stages can run, whatever the rope
-    scaling."""
-    return int(config["max_position_embeddings"])
-
-
-_SIZES = {  # field -> the most of any model, with room
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 22,
-    "moe_intermediate_size": 1 << 22,
-    "num_experts": 1 << 12,
-    "num_local_experts": 1 << 12,
-    "num_experts_per_tok": 1 << 12,
-    "num_hidden_layers": 1_000,
-    "linear_num_key_heads": 1 << 16,
-    "linear_num_value_heads": 1 << 16,
-    "linear_key_head_dim": 1 << 16,
-    "linear_value_head_dim": 1 << 16,
-    "linear_conv_kernel_dim": 1 << 10,
-    "full_attention_interval": 1_000,
-    "shared_expert_intermediate_size": 1 << 22,
-    "num_attention_heads": 1 << 16,
-    "num_key_value_heads": 1 << 16,
-    "head_dim": 1 << 16,
-    "vocab_size": 1 << 26,
-    "draft_vocab_size": 1 << 26,
-    "target_hidden_size": 1 << 20,
-    "max_position_embeddings": 1 << 31,
-    "sliding_window": 1 << 31,
-}
-_MAY_BE_NULL = {"num_key_value_heads", "head_dim", "sliding_window", "draft_vocab_size", "target_hidden_size"}
-_POSITIVE = ("rms_norm_eps", "rope_theta")
-
-
-def check_config(config: Mapping[str, Any], path: Path, required: Collection[str] = ()) -> None:
-    """UsageError that names the first field of ``path`` which is missing or has an impossible value."""
-    for name in required:
-        if name not in config:
-            raise UsageError(f"{path} has no {name}")
-    for name, most in _SIZES.items():
-        value = config.get(name, 1)
-        if value is None and name in _MAY_BE_NULL:
-            continue
-        if type(value) is not int or not 1 <= value <= most:
-            raise UsageError(f"{path}: {name} must be a whole number from 1 to {most}, not {_shown(value)}")
-    for name in _POSITIVE:
-        value = config.get(name)
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise UsageError(f"{path}: {name} must be a number above 0, not {_shown(value)}")
-    layers = config.get("max_window_layers", 0)
-    if type(layers) is not int or layers < 0:
-        raise UsageError(f"{path}: max_window_layers must be a whole number, not {_shown(layers)}")
-    kinds = config.get("layer_types")
-    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-        raise UsageError(f"{path}: layer_types must be a list of names, not {_shown(kinds)}")
-    check_stop_ids(config, path)
-
-
-def check_stop_ids(config: Mapping[str, Any], path: Path) -> None:
-    ids = config.get("eos_token_id")
-    for one in ids if isinstance(ids, list) else [] if ids is None else [ids]:
-        if type(one) is not int:
-            raise UsageError(f"{path}: eos_token_id must be a whole number or a list of them, "
-                             f"not {_shown(one)}")
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "…"
-
-
 _FILE = "generation_config.json"
 Origin = Literal["command line", "generation_config.json", "default"]
 
@@ -351,7 +338,7 @@ _NOT_APPLIED_DRAWING: dict[str, tuple[Any, ...]] = {
 }
 
 
-def choose_sampling(requested: Sampling, set_by_user: Collection[str], model: ModelDir
+def choose_sampling(requested: Sampling, set_by_user: Collection[str], model: OpenModel
                     ) -> tuple[Sampling, dict[str, Origin]]:
     """``requested``, completed by generation_config.json, and the origin of each value.
 
@@ -370,7 +357,7 @@ def choose_sampling(requested: Sampling, set_by_user: Collection[str], model: Mo
     return requested, origins
 
 
-def _recommended(model: ModelDir) -> dict[str, Any]:
+def _recommended(model: OpenModel) -> dict[str, Any]:
     advice: dict[str, Any] = {"temperature": 1.0}
     for name in ("temperature", "top_k", "top_p", "min_p"):
         value = model.generation_config.get(name)
@@ -382,7 +369,7 @@ def _recommended(model: ModelDir) -> dict[str, Any]:
     return advice
 
 
-def not_applied(model: ModelDir, sampling: Sampling) -> list[str]:
+def not_applied(model: OpenModel, sampling: Sampling) -> list[str]:
     """Settings in generation_config.json that are ignored but would change the text, as "name value"."""
     config = model.generation_config
     settings = _NOT_APPLIED if sampling.greedy else _NOT_APPLIED | _NOT_APPLIED_DRAWING

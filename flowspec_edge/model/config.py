@@ -1,0 +1,210 @@
+"""config.json of a model: fields that decide the family and shapes, checked before a library computes with them,
+and the whole as transformers reads it.
+
+Importing this module imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.families import family_of, text_config
+from flowspec_edge.model.recognise import refuse_quantised, refuse_unless_runnable, require_family
+from flowspec_edge.util.bounded_read import read_json_object
+
+# Rotary embeddings whose angle depends only on the row's position.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# The angle depends on the length of the text: rows cached before it grew would be wrong.
+_GROWING_ROPE = ("dynamic", "longrope")
+
+
+def cache_values(config: Mapping[str, Any]) -> int:
+    """Elements of one row's keys and values in all layers; ``config``: of a config.json."""
+    heads = int(config.get("num_attention_heads") or 0)
+    keys = int(config.get("num_key_value_heads") or heads)
+    width = int(config.get("head_dim") or (int(config.get("hidden_size") or 0) // max(1, heads)))
+    return 2 * keys * width * (int(config.get("num_hidden_layers") or 1) - recurrent_layers(config))
+
+
+def recurrent_layers(config: Mapping[str, Any]) -> int:
+    """Layers without keys and values."""
+    if not family_of(config).recurrent:
+        return 0
+    layers, every = int(config["num_hidden_layers"]), int(config.get("full_attention_interval") or 4)
+    kinds = config.get("layer_types") or [
+        "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
+    return sum(kind == "linear_attention" for kind in kinds)
+
+
+def position_limit(config: Mapping[str, Any]) -> int:
+    """The maximum number of tokens, prompt and answer together, that stages can run, whatever the rope
+    scaling."""
+    return int(config["max_position_embeddings"])
+
+
+_SIZES = {  # field -> the most of any model, with room
+    "hidden_size": 1 << 20,
+    "intermediate_size": 1 << 22,
+    "moe_intermediate_size": 1 << 22,
+    "num_experts": 1 << 12,
+    "num_local_experts": 1 << 12,
+    "num_experts_per_tok": 1 << 12,
+    "num_hidden_layers": 1_000,
+    "linear_num_key_heads": 1 << 16,
+    "linear_num_value_heads": 1 << 16,
+    "linear_key_head_dim": 1 << 16,
+    "linear_value_head_dim": 1 << 16,
+    "linear_conv_kernel_dim": 1 << 10,
+    "full_attention_interval": 1_000,
+    "shared_expert_intermediate_size": 1 << 22,
+    "num_attention_heads": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "vocab_size": 1 << 26,
+    "draft_vocab_size": 1 << 26,
+    "target_hidden_size": 1 << 20,
+    "max_position_embeddings": 1 << 31,
+    "sliding_window": 1 << 31,
+}
+_MAY_BE_NULL = {"num_key_value_heads", "head_dim", "sliding_window", "draft_vocab_size", "target_hidden_size"}
+_POSITIVE = ("rms_norm_eps", "rope_theta")
+
+
+def check_config(config: Mapping[str, Any], path: Path, required: Collection[str] = ()) -> None:
+    """UsageError that names the first field of ``path`` which is missing or has an impossible value."""
+    for name in required:
+        if name not in config:
+            raise UsageError(f"{path} has no {name}")
+    for name, most in _SIZES.items():
+        value = config.get(name, 1)
+        if value is None and name in _MAY_BE_NULL:
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            raise UsageError(f"{path}: {name} must be a whole number from 1 to {most}, not {_shown(value)}")
+    for name in _POSITIVE:
+        value = config.get(name)
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            raise UsageError(f"{path}: {name} must be a number above 0, not {_shown(value)}")
+    layers = config.get("max_window_layers", 0)
+    if type(layers) is not int or layers < 0:
+        raise UsageError(f"{path}: max_window_layers must be a whole number, not {_shown(layers)}")
+    kinds = config.get("layer_types")
+    if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
+        raise UsageError(f"{path}: layer_types must be a list of names, not {_shown(kinds)}")
+    check_stop_ids(config, path)
+
+
+def check_stop_ids(config: Mapping[str, Any], path: Path) -> None:
+    ids = config.get("eos_token_id")
+    for one in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+        if type(one) is not int:
+            raise UsageError(f"{path}: eos_token_id must be a whole number or a list of them, "
+                             f"not {_shown(one)}")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "…"
+
+
+def load_config(directory: Path, quantised: bool = False) -> Any:
+    """config.json as transformers reads it; UsageError if it is missing or stages cannot run the model.
+
+    ``quantised`` accepts AWQ and GPTQ checkpoints, which must be sharded before a stage loads them.
+    """
+    from transformers import AutoConfig  # slow to import
+
+    path = directory / "config.json"
+    refuse_unless_runnable(directory, quantised)
+    raw = read_json_object(path)
+    fields = text_config(raw)
+    check_config(fields, path)
+    try:
+        if "text_config" in raw and "text_config" not in fields:
+            config = AutoConfig.for_model(**fields)
+            config.name_or_path = str(directory)
+        else:
+            config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # transformers and huggingface_hub raise many types, even bare Exceptions
+        reason = shorten(str(error), 200, placeholder=" …")
+        raise UsageError(f"{path} is not a model configuration: {reason}") from error
+    _check(config, path, quantised)
+    _without_storage_dtype(config)
+    return config
+
+
+def _without_storage_dtype(config: Any) -> None:
+    """Forget an element type in which nothing computes, such as float8: transformers fails with it.
+
+    In which type weights are stored, their files tell.
+    """
+    import torch
+
+    if config.dtype not in (None, torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        config.dtype = None
+
+
+def parse_config(fields: Mapping[str, Any], origin: str) -> Any:
+    """transformers' configuration from the ``fields`` of a config.json; errors as for :func:`load_config`."""
+    from transformers import AutoConfig  # slow to import
+
+    config = AutoConfig.for_model(**text_config(fields))
+    _check(config, origin, quantised=False)
+    _without_storage_dtype(config)
+    return config
+
+
+def _check(config: Any, path: Path | str, quantised: bool) -> None:
+    require_family({"model_type": config.model_type}, path)
+    _check_rope(config, path)
+    _check_shape(config, path)
+    _check_layers(config, path)
+    refuse_quantised(config.to_dict(), path, quantised)
+
+
+def _check_rope(config: Any, path: Path | str) -> None:
+    kind = str(config.rope_parameters.get("rope_type", "default"))
+    if kind in _GROWING_ROPE:
+        raise UsageError(f"{path}: rope type {kind!r} turns rows by an angle that changes as the text grows, "
+                         "which rows already in a cache cannot follow; where the model permits, set "
+                         f"rope_type to one of: {', '.join(ROPE_TYPES)}")
+    if kind not in ROPE_TYPES:
+        raise UsageError(f"{path}: no rope type {kind!r}, only {', '.join(ROPE_TYPES)}")
+    for name in {"rope_theta", "factor"} & set(config.rope_parameters):
+        value = config.rope_parameters[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise UsageError(f"{path}: the rope's {name} must be a number, not {value!r}")
+
+
+def _check_shape(config: Any, path: Path | str) -> None:
+    from transformers.activations import ACT2FN
+
+    heads, kv_heads, family = config.num_attention_heads, config.num_key_value_heads, family_of(config)
+    if kv_heads < 1 or heads % kv_heads:
+        raise UsageError(f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
+    if config.hidden_act not in ACT2FN:
+        raise UsageError(f"{path}: transformers has no activation {config.hidden_act!r}")
+    experts = (getattr(config, "num_local_experts", None) or config.num_experts
+               ) if family.sparse else 0
+    if experts and config.num_experts_per_tok > experts:
+        raise UsageError(f"{path}: a row cannot choose {config.num_experts_per_tok} experts of {experts}")
+    if family.recurrent and config.linear_num_value_heads % config.linear_num_key_heads:
+        raise UsageError(f"{path}: {config.linear_num_value_heads} heads of recurrent layers cannot share "
+                         f"{config.linear_num_key_heads} key heads evenly")
+    if family.recurrent and config.hidden_act != "silu":
+        raise UsageError(f"{path}: the convolution's activation is silu, not {config.hidden_act!r}")
+
+
+def _check_layers(config: Any, path: Path | str) -> None:
+    known = {"full_attention", "linear_attention" if family_of(config).recurrent else "sliding_attention"}
+    others = {*(getattr(config, "layer_types", None) or ())} - known
+    if others:
+        raise UsageError(f"{path}: layers of type {', '.join(sorted(others))} cannot be run, only "
+                         f"{' and '.join(sorted(known))}")
