@@ -1,0 +1,174 @@
+"""What a change costs in files: each dummy is added to a copy of the package, is tried there, and counted."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+Edit = Callable[[str], str]  # from a file's text, "" if there is no such file yet
+
+
+def whole(text: str) -> Edit:
+    """A new file."""
+    def edit(before: str) -> str:
+        assert not before
+        return text
+    return edit
+
+
+def inserted(text: str, before: str) -> Edit:
+    """``text`` in front of ``before``, which the file has once."""
+    def edit(old: str) -> str:
+        assert old.count(before) == 1, before
+        return old.replace(before, text + before)
+    return edit
+
+
+def replaced(before: str, after: str) -> Edit:
+    def edit(old: str) -> str:
+        assert old.count(before) == 1, before
+        return old.replace(before, after)
+    return edit
+
+
+@dataclass(frozen=True)
+class Change:
+    """``edits`` by file below ``flowspec_edge``; ``most`` files; ``probe``: a program that fails if the change
+    is not complete, with MODEL, PROMPTS and OUT as its arguments."""
+
+    edits: Mapping[str, Edit]
+    most: int
+    probe: str
+
+
+_BENCH = """
+import json, sys
+from pathlib import Path
+from flowspec_edge.cli.main import main
+model, prompts, out = map(Path, sys.argv[1:])
+
+def bench(directory, *options):
+    file = out / "bench.json"
+    assert main(["bench", "run", "--model", str(directory), "--prompts", str(prompts), "--limit", "1",
+                 "--max-new-tokens", "6", "--json", str(file), *options]) == 0
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["identical"], row
+    return row
+"""
+
+_RECORDS = "DRAFT_KINDS = {kind.name: kind for kind in (\n"
+CHANGES = {
+    "strategy": Change({
+        "strategies/dummy.py": whole(
+            "from flowspec_edge.strategies.autoregressive import Autoregressive\n\n\n"
+            "class Dummy(Autoregressive):\n    name = \"dummy\"\n    summary = \"does nothing new\"\n"),
+        "strategies/registry.py": inserted('    "dummy": "dummy:Dummy",\n', '    "autoregressive": "'),
+    }, 2, _BENCH + """
+assert main(["strategies", "dummy"]) == 0
+assert bench(model, "--strategies", "dummy")["strategy"] == "dummy"
+assert "dummy" in {row["strategy"] for row in [bench(model, "--strategies", "dummy", "--temperature", "1")]}
+"""),
+    "draft kind": Change({
+        "drafting/eagle/dummy.py": whole(
+            "from flowspec_edge.drafting.eagle.eagle2 import Eagle2Format\n\n\n"
+            "class DummyFormat(Eagle2Format):\n    pass\n\n\nFORMAT = DummyFormat()\n"),
+        "model/draft_kinds.py": replaced(
+            _RECORDS, _RECORDS + '    DraftKind("dummy", "dummy", "dummy head", '
+            '"flowspec_edge.drafting.eagle.dummy", (0, 32)),\n'),
+    }, 3, _BENCH + """
+own = out / "own"
+own.mkdir()
+(own / "target").symlink_to(model / "target")
+(own / "dummy").symlink_to(model / "eagle2")
+assert bench(own, "--strategies", "flowspec", "--set", "draft=dummy")["draft"] == "dummy"
+sharded = out / "sharded"
+assert main(["models", "shard", "--model", str(own), "--out", str(sharded), "--stages", "2"]) == 0
+assert bench(sharded, "--strategies", "flowspec", "--set", "draft=dummy", "--stages", "2")["draft"] == "dummy"
+assert main(["plan", "--model", str(own), "--devices", "orin-nano-8gb:3"]) == 0
+"""),
+    "family": Change({
+        # A family of transformers that this package does not run, whose layers are Llama's with biases.
+        "model/families.py": inserted('    Family("seed_oss", layer=""),\n', '    Family("mistral", {'),
+    }, 2, _BENCH + """
+import shutil, torch
+from transformers import AutoModelForCausalLM, SeedOssConfig
+shutil.copytree(model / "target", out / "target")
+(out / "target" / "model.safetensors").unlink()
+old = json.loads((model / "target" / "config.json").read_text())
+names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+         "num_key_value_heads", "eos_token_id", "bos_token_id")
+torch.manual_seed(0)
+made = AutoModelForCausalLM.from_config(SeedOssConfig(**{name: old[name] for name in names}, head_dim=16))
+for parameter in made.parameters():
+    if parameter.ndim == 2:
+        torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[-1] ** 0.5)
+made.save_pretrained(out / "target")
+bench(out / "target", "--strategies", "autoregressive", "--stages", "2")
+sharded = out / "sharded"
+assert main(["models", "shard", "--model", str(out / "target"), "--out", str(sharded), "--stages", "2"]) == 0
+bench(sharded, "--strategies", "autoregressive", "--stages", "2")
+"""),
+    "check": Change({
+        "boards/probe/system_rules.py": lambda text: text + (
+            "\n\ndef dummy(system: SystemFacts) -> Finding:\n"
+            "    return Finding(\"dummy\", \"warning\", \"nothing\", \"do nothing\")\n"),
+        "boards/probe/checks.py": inserted(
+            '    Check("dummy", "warning", _DOCTOR, lambda it: [rules.dummy(it.system)]),\n',
+            '    Check("apt hold", "warning", _DOCTOR,'),
+    }, 2, """
+from flowspec_edge.boards.probe.checks import Subject, judge
+from flowspec_edge.boards.probe.facts import BoardFacts, system_facts
+facts = BoardFacts(system=system_facts({"disks": {"/": {"device": 1, "free": 10**12, "writable": True}}}))
+for place in ("bare", "installed", "here"):
+    assert "dummy" in {finding.check for finding in judge(place, Subject(facts))}, place
+"""),
+    "message field": Change({
+        "messages.py": replaced("and has a free slot.\"\"\"\n\n    session: int\n    epoch: int\n    run: int\n",
+                                "and has a free slot.\"\"\"\n\n    session: int\n    epoch: int\n    run: int\n"
+                                "    hint: int = 0\n"),
+        "transport/codec.py": replaced("m.Credit: _RUN,", 'm.Credit: {**_RUN, "hint": Int()},'),
+    }, 2, """
+from flowspec_edge.messages import Credit
+from flowspec_edge.transport.codec import decode, encode
+assert decode(encode(Credit(1, 0, 2, hint=7))) == Credit(1, 0, 2, hint=7)
+"""),
+}
+
+
+def changed_files(one: Path, other: Path) -> set[str]:
+    """Python files that differ, or that only one of two trees has."""
+    trees = [{str(path.relative_to(root)): path for path in root.rglob("*.py")} for root in (one, other)]
+    return {name for name in trees[0].keys() | trees[1].keys()
+            if not (name in trees[0] and name in trees[1] and filecmp.cmp(trees[0][name], trees[1][name], False))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_touches_few_files(what: str, model: Path, tmp_path: Path) -> None:
+    change, copy = CHANGES[what], tmp_path / "copy"
+    shutil.copytree(ROOT / "flowspec_edge", copy / "flowspec_edge", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("deploy", "profiles", "models", "pyproject.toml"):
+        (copy / name).symlink_to(ROOT / name)
+    for name, edit in change.edits.items():
+        file = copy / "flowspec_edge" / name
+        file.write_text(edit(file.read_text() if file.exists() else ""))
+    prompts, out = tmp_path / "p.jsonl", tmp_path / "out"
+    prompts.write_text('{"prompt": "import os\\n"}\n')
+    out.mkdir()
+    touched = changed_files(ROOT / "flowspec_edge", copy / "flowspec_edge")
+    assert touched == change.edits.keys()
+    assert len(touched) <= change.most
+
+    done = subprocess.run([sys.executable, "-c", change.probe, str(model), str(prompts), str(out)],
+                          cwd=copy, env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True,
+                          check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
