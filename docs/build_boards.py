@@ -13,10 +13,10 @@ from pathlib import Path
 
 from flowspec_edge.boards.planning import planner
 from flowspec_edge.boards.planning.board_spec import parse_devices
-from flowspec_edge.boards.planning.estimate import predict
 from flowspec_edge.boards.planning.layer_split import problem_for
 from flowspec_edge.boards.planning.model_size import PlanDtype, model_bytes
 from flowspec_edge.cli.boards.plan import prediction_requests
+from flowspec_edge.lab.predictions import predict
 from flowspec_edge.model.opened import DEMO, resolve_model
 from flowspec_edge.strategies.parameters import Draft
 

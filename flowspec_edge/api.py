@@ -28,9 +28,10 @@ from flowspec_edge.d0.request import (
 )
 from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.drivers.processes.clusters import open_cluster
-from flowspec_edge.drivers.processes.spec import ClusterSpec, Here, Virtual
+from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
 from flowspec_edge.drivers.virtual.clock import Span
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.drivers.virtual.place import Virtual
 from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.messages import Segment

@@ -146,7 +146,7 @@ class LinkCost(StrictModel):
 
 
 class CollectiveCost(StrictModel):
-    """Costs of tensor parallelism besides the bytes."""
+    """Costs of collectives, besides the bytes, of a group of devices that share every layer."""
 
     step_ms: NotNegative = 0.0  # per ring step: every device sends to the next and waits
 
@@ -250,7 +250,7 @@ class Profile(StrictModel):
                       correlation: float | None = None) -> float:
         """``layers`` may be a fraction; ``context``: tokens in the cache.
 
-        devices      that share every layer evenly (tensor parallelism); each launches kernels for all layers
+        devices      that share every layer evenly; each launches kernels for all layers
         correlation  of the rows' experts; None: the profile's
         """
         if rows <= 0:

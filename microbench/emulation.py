@@ -12,10 +12,10 @@ from statistics import fmean
 from flowspec_edge.d0.request import ClusterBackend, Request, Result, Stats
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.processes.clusters import open_cluster
-from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
+from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import Devices
-from flowspec_edge.lab.emulation.durations import Emulation
+from flowspec_edge.lab.emulation.emulator import emulated
 from flowspec_edge.model.opened import resolve_model
 from microbench._common import demo_prompts, options
 
@@ -35,7 +35,7 @@ def measure(prompts: int, tokens: int, profile: str, stages: int, clients: int =
                            for group in groups] for name in STRATEGIES}
 
     return {"emulated": run(open_cluster(ClusterSpec(model.path, stages, at_once=clients),
-                                         Here(emulation=Emulation(devices)))),
+                                         emulated(devices))),
             "virtual": run(VirtualCluster(model.path, stages, devices))}
 
 

@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transport": FOUNDATION | {"tree"},
     "sharding": FOUNDATION | {"tree", "drafting", "stage"},
     "d0": FOUNDATION | DEVICES,
-    "drivers": FOUNDATION | DEVICES | {"d0", "lab"},
+    "drivers": FOUNDATION | DEVICES | {"d0"},
     "serving": FOUNDATION | DEVICES | {"d0", "drivers"},
     "boards": FOUNDATION | DEVICES | {"d0", "drivers", "sharding"},
     "lab": FOUNDATION | DEVICES | {"d0", "drivers", "sharding", "boards"},
@@ -47,18 +47,20 @@ MAY_IMPORT: dict[str, set[str]] = {
 ORDER: dict[str, list[str]] = {
     "stage": ["quant", "weights", "layers", "rows", "families", "output_head", "shard", "forward",
               "engine", "preparation", "counters", "core"],
-    "drivers": ["observe", "virtual", "stage", "ring", "processes"],
+    "drivers": ["observe", "stage", "ring", "processes", "virtual"],
     "serving": ["sse", "access_log", "fair_queue", "admission", "metrics", "openai", "conversation",
                 "dashboard", "access_control", "intake", "app", "server"],
     "boards": ["paths", "inventory", "commands", "links", "ssh_stages", "transfer", "probe", "gpu_check",
               "planning", "measurement", "services", "deploy", "doctor"],
-    "lab": ["plain", "emulation", "links", "spd", "training", "bench", "reproduce"],
+    "lab": ["plain", "emulation", "links", "predictions", "token_check", "spd", "training", "bench", "reproduce"],
     "lab.bench": ["samples", "exactness", "estimates", "rows", "paper_results", "axes", "results", "host_info",
                   "tasks", "runner", "near_ties", "parallel", "weight_loss", "styles", "tables", "compare",
                   "paper_tables", "timeline", "plots"],
     "cli": ["common", "bench", "generate", "serve", "boards", "deploy", "models",
             "main"],
 }
+SIMULATES = ("drivers.virtual", "lab")  # handed in, so that nothing that a board runs imports it
+MAY_SIMULATE = ("api", "cli", "lab", "drivers.virtual")
 PURE = ("tree", "strategies")  # they decide and do not act: no clock, no socket, no tensor library
 ACTS = {"time", "datetime", "random", "socket", "select", "selectors", "asyncio", "threading",
         "multiprocessing", "subprocess", "os", "pathlib"}
@@ -205,6 +207,28 @@ def test_no_circle_between_modules() -> None:
 def test_the_check_for_circles_finds_them() -> None:
     edges = {"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": ["e"], "e": ["d"], "f": ["a"]}
     assert circles(edges) == ["b <-> c", "d <-> e"]
+
+
+def inside(module: str, packages: Iterable[str]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
+
+
+def test_simulation_is_handed_in() -> None:
+    wrong = [f"{module} imports {other}" for module in trees() if not inside(module, MAY_SIMULATE)
+             for other in sorted(imported_modules(module)) if inside(other, SIMULATES)]
+    assert_none(wrong)
+
+
+@pytest.mark.parametrize("modules", [
+    ["drivers.stage.process", "drivers.stage.load", "cli.serve.daemons"],
+    ["drivers.processes.clusters", "boards.ssh_stages", "boards.measurement.profile", "serving.server"]])
+def test_what_a_board_runs_loads_no_simulation(modules: list[str]) -> None:
+    imports = ", ".join(f"flowspec_edge.{module}" for module in modules)
+    code = f"import sys, {imports}\nprint(*(m for m in sys.modules if m.startswith('flowspec_edge.')))"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = [name.removeprefix("flowspec_edge.") for name in run.stdout.split()]
+    assert set(modules) <= set(loaded)
+    assert_none([module for module in loaded if inside(module, SIMULATES)])
 
 
 def test_a_public_class_is_defined_once() -> None:

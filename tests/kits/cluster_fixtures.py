@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, LlamaConfig
 
 from flowspec_edge.device_profile import DraftCost, LinkCost, LmHeadCost, Profile, StageCurve, load_profile
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
+from flowspec_edge.drivers.stage.parts import Charge
 from flowspec_edge.drivers.stage.sd_notify import Notifier
-from flowspec_edge.lab.emulation.durations import Charge
 from flowspec_edge.messages import Cancel, Shutdown
 from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.stage.engine import StageEngine

@@ -11,9 +11,9 @@ from typing import TypeVar
 import numpy as np
 
 from flowspec_edge.drivers.stage.config import WorkerConfig
+from flowspec_edge.drivers.stage.parts import Charge
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.drivers.stage.worker import Worker, connect
-from flowspec_edge.lab.emulation.durations import Charge
 from flowspec_edge.messages import (
     Batch,
     Cancel,

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from flowspec_edge.boards.gpu_check import gpu_facts, operation_check, token_check
+from flowspec_edge.boards.gpu_check import gpu_facts, operation_check
 from flowspec_edge.boards.gpu_check.kernel_check import BNB, advisable, check_products
 from flowspec_edge.boards.probe.board import read_board
 from flowspec_edge.boards.probe.findings import Finding
@@ -57,8 +57,12 @@ class GpuReport:
                            for group, checks in self.checks.items() for check in checks]}
 
 
-def check_gpu(model: OpenModel, device: str = "cuda", dtypes: Sequence[str] = token_check.DTYPES,
-              new_tokens: int = NEW_TOKENS, report: Callable[[str], None] = lambda doing: None) -> GpuReport:
+# Of a model's directory, a device, prompts, and tokens after each (``lab.token_check``).
+CheckTokens = Callable[[Path, str, Sequence[Sequence[int]], int], list[Finding]]
+
+
+def check_gpu(model: OpenModel, check_tokens: CheckTokens, device: str = "cuda", new_tokens: int = NEW_TOKENS,
+              report: Callable[[str], None] = lambda doing: None) -> GpuReport:
     """Run all checks, in some minutes; UsageError if the device does not exist.
 
     model       unsharded and with an EAGLE head, such as the demonstration model
@@ -76,8 +80,7 @@ def check_gpu(model: OpenModel, device: str = "cuda", dtypes: Sequence[str] = to
     checks["operations"] = operation_check.check_operations(device)
     report("tokens")
     prompts = [Tokenizer(model).encode(text) for text in PROMPTS]
-    checks["tokens"] = token_check.check_tokens(Path(model.path), device, prompts, new_tokens,
-                                                token_check.token_kinds(dtypes))
+    checks["tokens"] = check_tokens(Path(model.path), device, prompts, new_tokens)
     return GpuReport(device, torch.cuda.get_device_name(found) if on_gpu else "CPU", capability, checks)
 
 

@@ -13,7 +13,8 @@ from flowspec_edge.cli.bench.options import BenchOptions
 from flowspec_edge.cli.common.clusters import ClockSettings, local_processes
 from flowspec_edge.cli.common.options import dtype_of
 from flowspec_edge.device_profile import Profile
-from flowspec_edge.drivers.processes.spec import ClusterSpec, Here, Virtual
+from flowspec_edge.drivers.processes.spec import ClusterSpec
+from flowspec_edge.drivers.virtual.place import Virtual
 from flowspec_edge.lab.bench.axes import Axis, Value
 from flowspec_edge.lab.bench.results import Links
 from flowspec_edge.lab.bench.runner import OpenPoint, PointCluster
@@ -108,7 +109,7 @@ def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
     """Real processes that take the profile's time and send its bytes, over links that the kernel shapes."""
     from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.drivers.virtual.devices import Devices
-    from flowspec_edge.lab.emulation.durations import Emulation
+    from flowspec_edge.lab.emulation.emulator import emulated
     from flowspec_edge.lab.links.namespaces import NetnsTestbed, measure_links
 
     with NetnsTestbed(setup.options.stages) as bed:
@@ -117,8 +118,8 @@ def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
         def open_point(value: Value | None) -> Iterator[PointCluster]:
             bed.shape(_mbps(value))
             given = [link.mbps for link in measure_links(bed)]
-            emulation = Emulation(Devices.of(setup.described(value)[1], setup.options.stages), "real")
-            with open_cluster(setup.spec, Here(bed, emulation)) as cluster:
+            devices = Devices.of(setup.described(value)[1], setup.options.stages)
+            with open_cluster(setup.spec, emulated(devices, "real", bed)) as cluster:
                 yield PointCluster(cluster, given)
 
         yield open_point

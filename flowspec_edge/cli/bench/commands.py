@@ -238,7 +238,8 @@ def timeline(
     from flowspec_edge.boards.planning.testbed import profile_or_testbed
     from flowspec_edge.cli.common.options import device_of, dtype_of, stages_of
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for, require_runnable
-    from flowspec_edge.drivers.processes.spec import ClusterSpec, Virtual
+    from flowspec_edge.drivers.processes.spec import ClusterSpec
+    from flowspec_edge.drivers.virtual.place import Virtual
     from flowspec_edge.lab.bench.plots import check_figure, gantt
     from flowspec_edge.lab.bench.tables import title
     from flowspec_edge.lab.bench.tasks import Prompt, load_prompts

@@ -76,16 +76,6 @@ class MeasureRequest:
         return [(self.axis.params(params, value), self.axis.stages(stages, value)) for value in self.values]
 
 
-def _without_groups(names: Sequence[str]) -> list[str]:
-    """Leave out, with a note, what exists in virtual time only and was not named."""
-    from flowspec_edge.strategies.registry import groups
-
-    if left_out := groups(names):
-        print(f"flowspec: note: {' and '.join(left_out)} exist in virtual time only, and are left out",
-              file=sys.stderr)
-    return [name for name in names if name not in left_out]
-
-
 def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, params: Params,
             figure: Path | None = None) -> Results:
     """Run everything and save it to ``options.out`` step by step: a Sweep along ``request.axis``, or a
@@ -93,8 +83,6 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
     names = parse_strategies(request.strategies if options.strategies is None else options.strategies)
     model = resolve_model(options.model)
     clock = request.clock(options)
-    if clock.clock == "wall" and (options.strategies is None or options.strategies.strip() == "all"):
-        names = _without_groups(names)
     profile = None if request.axis and request.axis.name == "stages" else clock.profile
     options = replace(options, stages=stages_of(model, options.stages, profile),
                       dtype=dtype_of(model, options.dtype))
@@ -116,11 +104,20 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
             raise UsageError("give --cluster or --device, not both: the cluster file says torch_device")
         inventory = load_inventory(request.cluster)
         options = replace(options, stages=len(inventory.verify), device="cpu")
+    left_out: Sequence[str] = ()  # what exists in virtual time only, unless it was named
+    if clock.clock == "wall" and (options.strategies is None or options.strategies.strip() == "all"):
+        from flowspec_edge.strategies.registry import groups
+
+        left_out = groups(names)
+        names = [name for name in names if name not in left_out]
     points = request.points(params, options.stages)
     for at_value, stages in points:
         if clock.profile is not None:
             clock.profile.check_stages(stages)
         require_runnable(names, model, at_value, clock.clock, stages)
+    if left_out:
+        print(f"flowspec: note: {' and '.join(left_out)} exist in virtual time only, and are left out",
+              file=sys.stderr)
     if inventory is None:
         processes = clock.processes(max(stages for _, stages in points))
         options = replace(options, device=device_of(options.device, model, dtype, processes=processes))

@@ -119,11 +119,12 @@ def _check_gpu(device: str, as_json: bool, out: Path | None) -> None:
     from flowspec_edge.boards.doctor.board_report import PARTS
     from flowspec_edge.boards.gpu_check.report import GROUPS, check_gpu
     from flowspec_edge.cli.common.progress import progress
+    from flowspec_edge.lab.token_check import check_tokens
     from flowspec_edge.model.opened import DEMO, resolve_model
 
     with progress(GROUPS + (0 if out is None else PARTS), device, "parts") as doing:
         try:
-            report = check_gpu(resolve_model(DEMO), device, report=doing)
+            report = check_gpu(resolve_model(DEMO), check_tokens, device, report=doing)
         except FlowspecError as error:  # a torch that sees no GPU is worth a report, too
             if out is not None:
                 _write_report(out, {"error": str(error)}, device, doing)

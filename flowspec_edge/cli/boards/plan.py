@@ -96,11 +96,11 @@ def plan(
 
     members = parse_devices(devices)  # wrong names are found before torch is imported
     require_name(model)
-    from flowspec_edge.boards.planning.estimate import STRATEGIES
     from flowspec_edge.cli.bench.options import parse_strategies
     from flowspec_edge.cli.boards.next_commands import next_commands
     from flowspec_edge.cli.boards.plan_cases import choose_dtype, unpredicted
     from flowspec_edge.cli.boards.plan_output import show
+    from flowspec_edge.lab.predictions import STRATEGIES
     from flowspec_edge.strategies.registry import require_pipelines
 
     names = parse_strategies(strategies) if strategies else list(STRATEGIES)
@@ -122,9 +122,9 @@ def plan(
 
 
 def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Sequence[str]) -> PlanReport:
-    from flowspec_edge.boards.planning import estimate
     from flowspec_edge.cli.boards.plan_cases import Runs, Tokens
     from flowspec_edge.cli.common.workload import progress, require_runnable
+    from flowspec_edge.lab import predictions
 
     known: dict[DraftKind, Tokens] = {}
 
@@ -134,7 +134,7 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
             source, kind = _source(model, planned)
             requests = prediction_requests(source, kind)
             stages = max((len(plan.stages) for plan in case.plans), default=1)
-            require_runnable(names if case.plans else estimate.ALONE, source, requests[0].params, "virtual",
+            require_runnable(names if case.plans else predictions.ALONE, source, requests[0].params, "virtual",
                              stages)
             # The share is the demonstration model's, and look-ups have no head.
             known[planned.kind] = Tokens(source, requests, source.name == DEMO and not planned.by_ngrams)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
-from flowspec_edge.boards.planning import estimate, planner
+from flowspec_edge.boards.planning import planner
 from flowspec_edge.boards.planning.board_spec import BoardSpec
 from flowspec_edge.boards.planning.draft_turn import device_mismatch
-from flowspec_edge.boards.planning.estimate import Prediction
 from flowspec_edge.boards.planning.layer_split import Ranges, plan_as_listed, problem_for
 from flowspec_edge.boards.planning.memory_check import memory_error
 from flowspec_edge.boards.planning.model_size import ModelBytes, PlanDtype, model_bytes
@@ -31,6 +30,8 @@ from flowspec_edge.cli.bench.options import PUBLISHED_SHARE
 from flowspec_edge.cli.boards.plan_output import QUALITY, Alternative, PlanReport, Recommendation
 from flowspec_edge.d0.request import Request
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.lab import predictions
+from flowspec_edge.lab.predictions import Prediction
 from flowspec_edge.model.draft_kinds import NGRAM, WantedDraft
 from flowspec_edge.model.manifest import CacheBits, HeadBits
 from flowspec_edge.model.opened import DEMO, OpenModel
@@ -292,43 +293,43 @@ class Runs:
     def steps(self) -> int:
         """Runs of each request, at most."""
         every = (self._cases.main, *self._cases.others)
-        count = sum(len(self._shortlist(case)) + len(estimate.ALONE) * bool(case.alone) for case in every)
+        count = sum(len(self._shortlist(case)) + len(predictions.ALONE) * bool(case.alone) for case in every)
         return count + max((len(self._names) * (1 + self._tokens(case).calibrates) - 1
                             for case in every if case.plans), default=0)
 
     def _shortlist(self, case: Case) -> list[PipelinePlan]:
         return case.shortlist() if case is self._cases.main else case.plans[:1]
 
-    def __call__(self, members: Sequence[BoardSpec], advance: estimate.Advance) -> PlanReport:
+    def __call__(self, members: Sequence[BoardSpec], advance: predictions.Advance) -> PlanReport:
         lead, every = self._lead, [self._cases.main, *self._cases.others]
 
-        def run_of(case: Case) -> tuple[Path, Sequence[Request], estimate.Advance]:
+        def run_of(case: Case) -> tuple[Path, Sequence[Request], predictions.Advance]:
             tokens = self._tokens(case)
             return tokens.model.path, tokens.requests, advance
 
-        found = [_Runs([(plan, estimate.predict(plan, [lead], *run_of(case))[0])
+        found = [_Runs([(plan, predictions.predict(plan, [lead], *run_of(case))[0])
                         for plan in self._shortlist(case)],
-                       estimate.predict_alone(case.alone, case.problem, *run_of(case)) if case.alone else [])
+                       predictions.predict_alone(case.alone, case.problem, *run_of(case)) if case.alone else [])
                  for case in every]
         case, why = self._cases.choose(lambda case: found[_place(every, case)].best)
         own, run = found[_place(every, case)], run_of(case)
         chosen, first = own.split or (None, None)
         report = case.report(chosen, members)
         if chosen and first:
-            rest = estimate.predict(chosen, [name for name in self._names if name != lead], *run)
+            rest = predictions.predict(chosen, [name for name in self._names if name != lead], *run)
             made = {p.strategy: p for p in (first, *rest)}
-            report.predictions = estimate.with_speedup([made[name] for name in self._names])
+            report.predictions = predictions.with_speedup([made[name] for name in self._names])
             if self._tokens(case).calibrates:
                 report.predictions = [
                     replace(p, tokens_per_second_calibrated=q.tokens_per_second) for p, q in zip(
                         report.predictions,
-                        estimate.predict(chosen, self._names, *run, right_children=PUBLISHED_SHARE),
+                        predictions.predict(chosen, self._names, *run, right_children=PUBLISHED_SHARE),
                         strict=True)]
             best = max(report.predictions, key=lambda p: p.tokens_per_second)
             own.leads = [(plan, best if plan is chosen else p) for plan, p in own.leads]
         if case.alone:
             boards = len(chosen.stages) + 1 if chosen else 1
-            report.alone = estimate.compare(case.alone, case.problem, own.alone, boards, report.predictions)
+            report.alone = predictions.compare(case.alone, case.problem, own.alone, boards, report.predictions)
         for other, runs in zip(every, found, strict=True):
             report.alternatives += [other.alternative(plan, p.strategy, p.tokens_per_second)
                                     for plan, p in runs.leads]

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from flowspec_edge.boards.planning.draft_heads import HeadCost
 from flowspec_edge.boards.planning.draft_turn import DraftTurn, draft_turn
-from flowspec_edge.boards.planning.estimate import Prediction
 from flowspec_edge.boards.planning.model_size import ModelBytes
 from flowspec_edge.boards.planning.one_board import (
     OtherPrograms,
@@ -24,6 +23,7 @@ from flowspec_edge.boards.planning.planner import PipelinePlan
 from flowspec_edge.boards.planning.scaling import at_context
 from flowspec_edge.lab.bench.tables import frame
 from flowspec_edge.lab.bench.tables import show as show_whole
+from flowspec_edge.lab.predictions import Prediction
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.strategies.draft_choice import draft_label
 from flowspec_edge.strategies.params import Params

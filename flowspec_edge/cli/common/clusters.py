@@ -10,11 +10,12 @@ from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 from flowspec_edge.cli.common.options import Clock
-from flowspec_edge.drivers.processes.spec import Here, Virtual
+from flowspec_edge.drivers.processes.spec import Here
 
 if TYPE_CHECKING:
     from flowspec_edge.d0.request import ClusterBackend, OnTokens, Request, Result, SharedCluster
     from flowspec_edge.device_profile import Profile
+    from flowspec_edge.drivers.virtual.place import Virtual
 
 
 INTERRUPTED = 130  # exit code: 128 + SIGINT, the shells' convention
@@ -40,6 +41,8 @@ class ClockSettings:
         if self.clock == "wall":
             return local_processes(stages, device, self.profile)
         assert self.profile is not None
+        from flowspec_edge.drivers.virtual.place import Virtual
+
         return Virtual(self.profile, right_children=self.right_children)
 
     def processes(self, stages: int) -> int:
@@ -67,9 +70,9 @@ def local_processes(stages: int, device: str, emulate: Profile | None = None) ->
     if emulate is None:
         return Here()
     from flowspec_edge.drivers.virtual.devices import Devices
-    from flowspec_edge.lab.emulation.durations import Emulation
+    from flowspec_edge.lab.emulation.emulator import emulated
 
-    return Here(emulation=Emulation(Devices.of(emulate, stages)))
+    return emulated(Devices.of(emulate, stages))
 
 
 def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Result:

@@ -20,7 +20,8 @@ from flowspec_edge.cli.common.options import (
     StagesOption,
     not_nan,
 )
-from flowspec_edge.drivers.processes.spec import ClusterSpec, Virtual
+from flowspec_edge.drivers.processes.spec import ClusterSpec
+from flowspec_edge.drivers.virtual.place import Virtual
 from flowspec_edge.model.opened import DEMO, resolve_model
 
 if TYPE_CHECKING:

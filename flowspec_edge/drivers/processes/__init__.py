@@ -1,1 +1,4 @@
-"""D0's side of a cluster of processes; ``process_cluster`` is the entry point."""
+"""D0's side of a cluster of processes; begin with ``clusters.open_cluster``.
+
+``process_cluster`` has the requests, ``run`` what lives from a start of the processes to their end.
+"""

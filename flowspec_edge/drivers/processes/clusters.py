@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import overload
+from typing import TypeVar, overload
 
 import torch
 
 from flowspec_edge.d0.config import DraftConfig
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
-from flowspec_edge.drivers.processes.spec import ClusterSpec, Connected, Here, Place, Processes, Virtual
+from flowspec_edge.drivers.processes.spec import BoardStages, ClusterSpec, Connected, Here, OtherPlace, Processes
 from flowspec_edge.drivers.ring import Addresses
 from flowspec_edge.drivers.stage.sd_notify import Notifier
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.transport import keys
+
+C = TypeVar("C")
 
 
 @overload
 def open_cluster(spec: ClusterSpec, place: Processes = ...) -> ProcessCluster: ...
 @overload
-def open_cluster(spec: ClusterSpec, place: Virtual) -> VirtualCluster: ...
-@overload
-def open_cluster(spec: ClusterSpec, place: Place) -> ProcessCluster | VirtualCluster: ...
-def open_cluster(spec: ClusterSpec, place: Place = Here()) -> ProcessCluster | VirtualCluster:  # noqa: B008
+def open_cluster(spec: ClusterSpec, place: OtherPlace[C]) -> C: ...
+def open_cluster(spec: ClusterSpec, place: Processes | OtherPlace[C] = Here()  # noqa: B008
+                 ) -> ProcessCluster | C:
     """Return a cluster, which the caller closes. Processes start with the first request, so errors of their
     start are raised there. A virtual cluster loads the model at once and raises as ``VirtualCluster``."""
-    if not isinstance(place, Virtual):
+    if isinstance(place, Here | Connected | BoardStages):
         return ProcessCluster(spec, place)
-    return VirtualCluster(spec.model, spec.stages, place.profile, spec.dtype, spec.observer,
-                          device=spec.device, learn=place.learn, scheduling_policy=spec.scheduling_policy,
-                          right_children=place.right_children)
+    return place.open(spec)
 
 
 class Services:

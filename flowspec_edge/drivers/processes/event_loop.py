@@ -21,10 +21,10 @@ from flowspec_edge.d0.events import (
 )
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.drivers.observe.power import SessionEnergy
+from flowspec_edge.drivers.processes.emulator import Emulator
 from flowspec_edge.drivers.processes.stage_links import StageLinks
 from flowspec_edge.drivers.processes.timing import ClusterTiming
 from flowspec_edge.errors import FlowspecError, PeerLost
-from flowspec_edge.lab.emulation.durations import Emulation, wait_until
 from flowspec_edge.messages import Open
 
 _STALL_S = 120.0  # without any output while requests run and all stages answer
@@ -33,11 +33,11 @@ _STALL_S = 120.0  # without any output while requests run and all stages answer
 class EventLoop:
     """Not thread-safe."""
 
-    def __init__(self, core: DraftCore, links: StageLinks, emulation: Emulation | None, observer: Observer,
+    def __init__(self, core: DraftCore, links: StageLinks, emulator: Emulator | None, observer: Observer,
                  energy: SessionEnergy, timing: ClusterTiming) -> None:
         self.core = core
         self._links = links
-        self._emulation = emulation
+        self._emulator = emulator
         self._observer = observer
         self._energy = energy
         self._timing = timing
@@ -131,7 +131,7 @@ class EventLoop:
         start, began = time.perf_counter(), time.monotonic()
         run.work()
         self._energy.work_for()
-        late = wait_until(start, self._emulation.devices.job_seconds(run.job)) if self._emulation else 0.0
+        late = self._emulator.finish(run.job, start) if self._emulator else 0.0
         self.core.feed(Worked(began, time.monotonic(), late))
 
     def _report(self, session: int) -> None:

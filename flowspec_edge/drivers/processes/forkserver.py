@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from multiprocessing import connection, forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -27,8 +28,9 @@ from types import ModuleType
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.interpreter import guarded_starts
 
+STAGE = "flowspec_edge.drivers.stage"  # ``python -m`` runs it; a fork calls ``serve`` of its ``process``
 STOPPED, ENDED = "T", "Z"
-_PRELOAD = ["flowspec_edge.drivers.stage.load", "flowspec_edge.drivers.stage.process", __name__]
+_PRELOAD = [f"{STAGE}.load", f"{STAGE}.process", __name__]
 FIRST_START_S = 120.0  # for a start that waits for the imports, from a slow disk
 _LEAST_START_S = 1.0  # for a start whose deadline is nearer, or over
 _START_S = 5.0  # for a start after the fork server's imports
@@ -106,8 +108,8 @@ def _end_server() -> None:
 
 class WorkerProcess:
     def __init__(self, config: Path, output: Path, listen_fd: int = -1, directory: Path | None = None,
-                 within: float = FIRST_START_S) -> None:
-        """Start a worker that reads ``config`` and writes stdout and stderr to ``output``.
+                 within: float = FIRST_START_S, program: str = STAGE) -> None:
+        """Start a worker of ``program`` that reads ``config`` and writes stdout and stderr to ``output``.
 
         The worker inherits this process' environment (except what torch reads at import time). It ends when
         this process ends, not when its fork server ends; if this process was killed, the worker removes
@@ -117,7 +119,7 @@ class WorkerProcess:
         listener = socket.socket(fileno=os.dup(listen_fd)) if listen_fd >= 0 else None
         try:
             self._process, self._server = _start(
-                within, config, output, dict(os.environ), listener, directory)
+                within, program, config, output, dict(os.environ), listener, directory)
         finally:
             if listener:
                 listener.close()
@@ -250,10 +252,8 @@ def _remove_sockets() -> None:
         shutil.rmtree(util.get_temp_dir(), ignore_errors=True)  # a child inherits the starter's directory
 
 
-def _run(config: Path, output: Path, environment: Mapping[str, str],
+def _run(program: str, config: Path, output: Path, environment: Mapping[str, str],
          listener: socket.socket | None, directory: Path | None) -> None:
-    from flowspec_edge.drivers.stage import process  # imported here, because D0 does not need it
-
     os.setsid()  # Ctrl-C is for D0, which then ends its workers in order
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -264,4 +264,5 @@ def _run(config: Path, output: Path, environment: Mapping[str, str],
     os.environ.clear()
     os.environ.update(environment)
     changes = {"listen_fd": listener.detach() if listener else -1}
+    process = import_module(f"{program}.process")  # imported here, because D0 does not need it
     sys.exit(process.serve(config, changes=changes, directory=directory))

@@ -16,6 +16,7 @@ from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.drivers.observe.power import SessionEnergy, board_meter
 from flowspec_edge.drivers.processes.addresses import LocalPlan, Loopback
 from flowspec_edge.drivers.processes.event_loop import EventLoop
+from flowspec_edge.drivers.processes.forkserver import STAGE
 from flowspec_edge.drivers.processes.membership import Membership
 from flowspec_edge.drivers.processes.recovery import Recovery
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Connected, Here
@@ -23,7 +24,6 @@ from flowspec_edge.drivers.processes.stage_links import StageLinks
 from flowspec_edge.drivers.processes.subprocesses import WorkerProcesses
 from flowspec_edge.drivers.processes.timing import ClusterTiming
 from flowspec_edge.errors import PeerLost
-from flowspec_edge.lab.emulation.links import EmulatedTransport
 from flowspec_edge.model.manifest import SESSIONS
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.shard import stage_ranges
@@ -45,12 +45,12 @@ class ProcessRun:
         model cannot be cut into so many stages; then nothing is started. PeerLost if a stage does not start.
         """
         here = place if isinstance(place, Here) else Here()
-        model, emulation = OpenModel(Path(spec.model)), here.emulation
+        model, emulator = OpenModel(Path(spec.model)), here.emulator
         parse_dtype(spec.dtype)
         stage_ranges(model, spec.stages)
         self._threads = torch.get_num_threads()
         with ExitStack() as undo:
-            self.workers = WorkerProcesses()
+            self.workers = WorkerProcesses(emulator.program if emulator else STAGE)
             undo.callback(self.workers.end)
             network = here.network or Loopback()
             self.plan = plan = None
@@ -61,12 +61,12 @@ class ProcessRun:
             addresses, watch, slow = place.addresses, place.watch, spec.slow
             pair = keys.load(addresses.key_file) if addresses.key_file else None
             self._transport = (
-                EmulatedTransport(emulation, 0, addresses.instances, pair, addresses.unencrypted)
-                if emulation else ZmqTransport(pair, unencrypted=addresses.unencrypted))
+                emulator.transport(addresses.instances, pair, addresses.unencrypted) if emulator
+                else ZmqTransport(pair, unencrypted=addresses.unencrypted))
             undo.callback(self._transport.close)
             self.members = Membership(addresses.instances, spec.dead_after,
                                       fail_on_rejoin=spec.rejoin_within > 0, digests=addresses.digests)
-            self.timing = ClusterTiming(emulation, spec.stages,
+            self.timing = ClusterTiming(emulator, spec.stages,
                                         lambda kind: self.draft_models.pass_seconds(kind), model.sparse)
             core = self.core = DraftCore(self._draft_session, time.monotonic, observer,
                                          self._highest_session, spec.stages, self.timing.curve,
@@ -75,22 +75,20 @@ class ProcessRun:
                                     lambda within: self.workers.exited(within) or watch(),
                                     observer.heartbeat, lambda session: core.find(session) is not None,
                                     core.charge)
-            own = undo.enter_context(board_meter(spec.meter is None and emulation is None))
+            own = undo.enter_context(board_meter(spec.meter is None and emulator is None))
             self.meter = spec.meter or own
             self.energy = SessionEnergy(self.meter)
-            self.loop = EventLoop(core, self.links, emulation, observer, self.energy, self.timing)
+            self.loop = EventLoop(core, self.links, emulator, observer, self.energy, self.timing)
             self.recovery = Recovery(self.links, self.workers, spec.rejoin_within, observer, watch)
             reserved = (spec.cache_rows or 0) if spec.reserve else 0
             if plan:
-                emulate = self.workers.directory / "emulation.json" if emulation else None
-                if emulation and emulate:
-                    emulation.save(emulate)
+                if emulator:
+                    emulator.prepare(self.workers.directory)
                 fair = spec.threads or share_of_cores(spec.stages + 1, model.size)  # D0 is one, too
                 self.workers.start(
                     plan.configs(self.links.control_endpoint, self.links.output_endpoint,
                                  model=str(spec.model), dtype=spec.dtype, threads=fair or 0,
-                                 emulate=str(emulate or ""), device=spec.device, cache_rows=reserved,
-                                 requests=spec.at_once),
+                                 device=spec.device, cache_rows=reserved, requests=spec.at_once),
                     wrap=network.command if here.network else None)
                 undo.callback(torch.set_num_threads, self._threads)
                 if fair:

@@ -1,4 +1,4 @@
-"""What a cluster is (``ClusterSpec``), and where its devices are (``Place``), for ``clusters.open_cluster``.
+"""What a cluster is (``ClusterSpec``), and where its devices are, for ``clusters.open_cluster``.
 
 This module imports quickly, because the command line builds both values before it imports torch.
 """
@@ -9,17 +9,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 if TYPE_CHECKING:
     from flowspec_edge.d0.observer import Observer
     from flowspec_edge.d0.request import SchedulingPolicy
-    from flowspec_edge.device_profile import Profile
     from flowspec_edge.drivers.observe.power import PowerMeter
     from flowspec_edge.drivers.processes.addresses import Placement
+    from flowspec_edge.drivers.processes.emulator import Emulator
     from flowspec_edge.drivers.ring import Addresses
-    from flowspec_edge.drivers.virtual.devices import Devices
-    from flowspec_edge.lab.emulation.durations import Emulation
 
 
 @dataclass(frozen=True)
@@ -71,11 +69,11 @@ class Here:
     """The stages are processes on this machine, which D0 starts and ends.
 
     network    the devices' addresses and network namespaces; None: loopback, and stages that are forks
-    emulation  the devices whose speed the processes imitate; None: they run at their own speed
+    emulator   makes the processes take the time of other devices; None: they take their own
     """
 
     network: Placement | None = None
-    emulation: Emulation | None = None
+    emulator: Emulator | None = None
 
 
 @dataclass(frozen=True)
@@ -105,19 +103,12 @@ class BoardStages(Protocol):
         """End the stages that :meth:`connect` started; idempotent."""
 
 
-@dataclass(frozen=True)
-class Virtual:
-    """All devices are simulated in one process, and every time is the profile's (``VirtualCluster``).
-
-    profile         of each device, which share the layers of its model evenly; or the devices themselves
-    learn           D0 learns segment times from the stages' reports, instead of from the profile
-    right_children  the share of right children that drafts have (``CalibratedDrafter``): 1 is the head's own
-    """
-
-    profile: Profile | Devices
-    learn: bool = False
-    right_children: float = 1.0
-
-
 Processes = Here | Connected | BoardStages
-Place = Processes | Virtual
+C_co = TypeVar("C_co", covariant=True)
+
+
+class OtherPlace(Protocol[C_co]):
+    """A place that has clusters of its own, such as ``drivers.virtual.place.Virtual``."""
+
+    def open(self, spec: ClusterSpec) -> C_co:
+        ...

@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 
 
 def shares_a_process(configs: Sequence[WorkerConfig]) -> bool:
-    """Whether the stage is a thread: if it is the only one, and neither on a CPU, where forks share memory
-    and a process can be killed, nor on an emulated device."""
-    return len(configs) == 1 and configs[0].device != "cpu" and not configs[0].emulate
+    """Whether the stage is a thread: if it is the only one, and not on a CPU, where forks share memory
+    and a process can be killed."""
+    return len(configs) == 1 and configs[0].device != "cpu"
 
 
 class StageThread:

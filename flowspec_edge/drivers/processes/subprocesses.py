@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 from flowspec_edge.drivers.processes.forkserver import (
     FIRST_START_S,
+    STAGE,
     STOPPED,
     WorkerProcess,
     process_state,
@@ -36,7 +37,9 @@ class WorkerProcesses:
     """One process per stage; ``directory`` holds their configurations, keys and outputs. If this process is
     killed, the workers remove it."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: str = STAGE) -> None:
+        """``program``: the package that runs a stage."""
+        self._program = program
         self._starters: list[Callable[[float], AnyWorker]] = []  # by stage; of the seconds allowed
         self._workers: list[AnyWorker] = []
         self._looked_at = 0.0
@@ -63,11 +66,12 @@ class WorkerProcesses:
             file = self.directory / f"v{config.stage}.toml"
             file.write_text(config.dump(), encoding="utf-8")
             starter: Callable[[float], AnyWorker]
-            if wrap is None and shares_a_process(configs):
+            if wrap is None and self._program == STAGE and shares_a_process(configs):
                 starter = partial(self._thread, config)
             elif wrap is None and config.device == "cpu":
                 starter = partial(
-                    WorkerProcess, file, self._output(config.stage), config.listen_fd, self.directory)
+                    WorkerProcess, file, self._output(config.stage), config.listen_fd, self.directory,
+                    program=self._program)
             else:
                 starter = partial(self._spawn, config, file, wrap)
             self._starters.append(starter)
@@ -90,8 +94,7 @@ class WorkerProcesses:
     def _spawn(self, config: WorkerConfig, file: Path, wrap: Wrap | None, within: float
                ) -> subprocess.Popen[bytes]:
         """``within`` is not used, because the start of a program waits for nothing."""
-        command = module_command("flowspec_edge.drivers.stage", "--config", str(file),
-                                      "--remove", str(self.directory))
+        command = module_command(self._program, "--config", str(file), "--remove", str(self.directory))
         with self._output(config.stage).open("wb") as output:
             return subprocess.Popen(
                 wrap(config.stage, command) if wrap else command, stdin=subprocess.DEVNULL,

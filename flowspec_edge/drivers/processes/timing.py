@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flowspec_edge.d0.request import Request, Stats
 from flowspec_edge.d0.slot_curve import WARM_UP_ROWS, SlotCurve
-from flowspec_edge.lab.emulation.durations import Emulation
+from flowspec_edge.drivers.processes.emulator import Emulator
 from flowspec_edge.strategies.params import Params
 
 _SEGMENTS = 6
@@ -19,28 +19,26 @@ class ClusterTiming:
     sparse  whether rows choose experts, by the emulated model if there is one
     """
 
-    def __init__(self, emulation: Emulation | None, stages: int, pass_seconds: Callable[[str], float],
+    def __init__(self, emulator: Emulator | None, stages: int, pass_seconds: Callable[[str], float],
                  sparse: bool = False) -> None:
         self.slot_s = 0.0
-        self.sparse = emulation.devices.sparse if emulation else sparse
-        self.curve = None if emulation else SlotCurve(sparse)
-        self._emulation = emulation
+        self.sparse = emulator.sparse if emulator else sparse
+        self.curve = None if emulator else SlotCurve(sparse)
+        self._emulator = emulator
         self._stages = stages
         self._pass_seconds = pass_seconds
         self._pass_s: dict[str, float] = {}
 
     def slot_seconds(self) -> Callable[[int], float] | None:
         """Return a function from rows to a segment's seconds in a stage; None if it is not known."""
-        if self._emulation:
-            return self._emulation.devices.occupied_seconds
+        if self._emulator:
+            return self._emulator.slot_seconds
         return self.curve.seconds if self.curve else None
 
     def draft_passes(self, kind: str, rows: int) -> float:
         """Return how many draft passes fit into the time of ``rows`` rows through all stages."""
-        if self._emulation:
-            devices = self._emulation.devices
-            latency = devices.latency_seconds(rows, "pipeline")
-            return latency / max(devices.d0.draft_seconds(kind), 1e-9)
+        if self._emulator:
+            return self._emulator.draft_passes(kind, rows)
         if kind not in self._pass_s:
             self._pass_s[kind] = self._pass_seconds(kind)
         return self.slot_s * self._stages / self._pass_s[kind]

@@ -35,7 +35,6 @@ class WorkerConfig(StrictModel):
     # that device is dead, D0 detects it sooner, and names it.
     broken_after_s: Positive = 8.0
     open_within_s: Positive = 10.0  # how long a segment may be ahead of its session's Open
-    emulate: str = ""  # a file of lab.emulation: take the emulated device's time
     parent: Annotated[int, Field(ge=0)] = 0  # process that this one must not outlive; 0: none
     key_file: str = ""  # empty: no encryption, the keys below are not used
     unencrypted: bool = False  # allows links without encryption beyond loopback

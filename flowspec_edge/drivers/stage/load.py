@@ -9,7 +9,6 @@ import torch
 
 from flowspec_edge.d0.capacity import tentative_rows
 from flowspec_edge.drivers.stage.config import WorkerConfig
-from flowspec_edge.lab.emulation.durations import Charge, Emulation, stage_charge
 from flowspec_edge.messages import Hello
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.engine import StageEngine
@@ -22,10 +21,9 @@ from flowspec_edge.util.torchdevice import make_current
 log = logging.getLogger(__name__)
 
 
-def load_engine(config: WorkerConfig, emulation: Emulation | None
-                ) -> tuple[StageEngine, Hello, Charge | None]:
-    """Return the engine with the stage's shard and the memory of its caches, warmed up on CUDA, the Hello
-    that describes it, and the emulated time of its passes."""
+def load_engine(config: WorkerConfig) -> tuple[StageEngine, Hello]:
+    """Return the engine with the stage's shard and the memory of its caches, warmed up on CUDA, and the Hello
+    that describes it."""
     if config.threads:
         torch.set_num_threads(config.threads)
     make_current(config.device)
@@ -35,5 +33,4 @@ def load_engine(config: WorkerConfig, emulation: Emulation | None
     if shard.device.type == "cuda":
         warm_up(engine)
         log.info("V%d: %s", config.stage, choose_graphs(engine, CudaRecorder(shard.device)))
-    return (engine, Hello(config.instance, config.stage, config.stages, shard.layers, shard.digest),
-            stage_charge(emulation.devices, config.stage) if emulation else None)
+    return engine, Hello(config.instance, config.stage, config.stages, shard.layers, shard.digest)

@@ -12,23 +12,21 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from flowspec_edge.drivers.observe.power import board_meter
 from flowspec_edge.drivers.stage.config import WorkerConfig
+from flowspec_edge.drivers.stage.parts import MakeParts, own_parts
 from flowspec_edge.drivers.stage.release_link import ReleaseLink
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.drivers.stage.status_sender import one_line
 from flowspec_edge.drivers.stage.worker import Worker, connect
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.lab.emulation.durations import Emulation
-from flowspec_edge.lab.emulation.links import EmulatedTransport
 from flowspec_edge.messages import Failed
 from flowspec_edge.transport import keys
-from flowspec_edge.transport.zmq_links import ZmqTransport
 from flowspec_edge.util.terminal import printable
 from flowspec_edge.util.tomlfile import load_toml
 
@@ -67,32 +65,30 @@ class StopSignals(StopRequest):
 
 
 def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | None = None,
-               release: ReleaseLink | None = None) -> None:
+               release: ReleaseLink | None = None, make_parts: MakeParts = own_parts) -> None:
     """Load the shard and serve until Shutdown or a signal; errors are sent to D0 (Failed), then raised."""
-    emulation = Emulation.load(Path(config.emulate)) if config.emulate else None
     pair = keys.load(keys.own_file(Path(config.key_file), config.public_key)) if config.key_file else None
-    transport = (EmulatedTransport(emulation, config.stage, keys=pair, unencrypted=config.unencrypted)
-                 if emulation else ZmqTransport(pair, unencrypted=config.unencrypted))
+    parts = make_parts(config, pair)
     try:
-        links = connect(config, transport)
+        links = connect(config, parts.transport)
         try:
             from flowspec_edge.drivers.stage.load import load_engine  # here: it imports transformers
 
-            engine, hello, charge = load_engine(config, emulation)
-            with board_meter(wanted=emulation is None) as meter:
+            engine, hello = load_engine(config)
+            with board_meter(wanted=parts.charge is None) as meter:
                 signals.serving = True
                 Worker(config, links, engine, hello, notifier, meter, lambda: signals.arrived, release,
-                       charge).run()
+                       parts.charge).run()
         except Exception as error:
             links.control.send(Failed(config.instance, config.stage, one_line(error)))
             raise
     finally:
-        transport.close()
+        parts.transport.close()
 
 
 def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None = None,
           notifier: Notifier | None = None, directory: Path | None = None,
-          release: ReleaseLink | None = None) -> int:
+          release: ReleaseLink | None = None, make_parts: MakeParts = own_parts) -> int:
     """Run a configuration file's worker, with ``changes``; return the exit code. Errors go to stderr.
 
     ``directory`` belongs to the process that started this one, and is removed if that was killed.
@@ -102,7 +98,8 @@ def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None =
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
     signals = StopSignals()
     try:
-        run_worker(load_toml(path, WorkerConfig).model_copy(update=changes or {}), signals, notifier, release)
+        run_worker(load_toml(path, WorkerConfig).model_copy(update=changes or {}), signals, notifier, release,
+                   make_parts)
     except Exception as error:
         if not isinstance(error, FlowspecError):
             log.exception("V: unexpected error")
@@ -120,11 +117,12 @@ def _is_gone(started_by: int) -> bool:
     return not d0.is_alive() if d0 else os.getppid() != started_by
 
 
-def main() -> int:
+def main(run: Callable[..., int] = serve) -> int:
+    """Run the command line; ``run``: as :func:`serve`."""
     parser = argparse.ArgumentParser(description="One verification device of a flowspec cluster.")
     parser.add_argument("--config", type=Path, required=True, help="a worker's TOML file")
     parser.add_argument("--remove", type=Path, metavar="DIR",
                         help="remove this directory if the starting process is killed")
     parser.add_argument("--verbose", action="store_true", help="log what happens")
     arguments = parser.parse_args()
-    return serve(arguments.config, arguments.verbose, directory=arguments.remove)
+    return run(arguments.config, arguments.verbose, directory=arguments.remove)

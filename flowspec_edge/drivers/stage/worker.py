@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from flowspec_edge.drivers.observe.power import PowerMeter, SessionEnergy
 from flowspec_edge.drivers.observe.system_stats import SystemStats
 from flowspec_edge.drivers.stage.config import WorkerConfig
+from flowspec_edge.drivers.stage.parts import Charge
 from flowspec_edge.drivers.stage.release_link import ReleaseLink
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.drivers.stage.status_sender import StatusSender, one_line
@@ -28,7 +29,6 @@ from flowspec_edge.errors import (
     PeerLost,
     ProtocolError,
 )
-from flowspec_edge.lab.emulation.durations import Charge
 from flowspec_edge.messages import (
     Batch,
     Cancel,

@@ -7,7 +7,6 @@ draft passes and lm_head. Messages, tree walks and other bookkeeping add to that
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
+from flowspec_edge.drivers.stage.parts import Charge
 from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.util.bounded_read import read_bytes
 
@@ -31,6 +31,10 @@ class Emulation:
     devices: Devices
     links: Links = "made"
 
+    def charge(self, place: int) -> Charge:
+        """Return the time of a pass of Vi (``place`` = i)."""
+        return Charge(partial(self.devices.stage_seconds, place), self.devices.layers[place - 1])
+
     def save(self, path: Path) -> None:
         """Write a JSON file for the stages' processes."""
         path.write_bytes(TypeAdapter(Emulation).dump_json(self))
@@ -38,26 +42,6 @@ class Emulation:
     @classmethod
     def load(cls, path: Path) -> Emulation:
         return TypeAdapter(Emulation).validate_json(read_bytes(path))
-
-
-class Charge:
-    """Emulated time of a pass."""
-
-    def __init__(self, duration: Callable[[int, int], float], layers: float = 1.0) -> None:
-        """duration  (rows, context) -> seconds
-        layers    equal steps of it, between which cancels take effect
-        """
-        self.layers = layers
-        self._duration = duration
-
-    def seconds(self, rows: int, context: int) -> float:
-        """Return the pass' time, with ``context`` rows in the caches; called after the real computation."""
-        return self._duration(rows, context)
-
-
-def stage_charge(devices: Devices, place: int) -> Charge:
-    """Return the time of Vi (``place`` = i)."""
-    return Charge(partial(devices.stage_seconds, place), devices.layers[place - 1])
 
 
 def wait_until(start: float, seconds: float) -> float:

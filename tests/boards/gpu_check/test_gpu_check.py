@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,16 @@ from hypothesis import strategies as st
 from kits.int4_matrices import DEVICES
 from kits.tiny_model_dir import tiny_model_dir
 
-from flowspec_edge.boards.gpu_check import gpu_facts, kernel_check, operation_check, token_check
+from flowspec_edge.boards.gpu_check import gpu_facts, kernel_check, operation_check
 from flowspec_edge.boards.gpu_check.operation_check import operations
 from flowspec_edge.boards.gpu_check.report import ROWS, GpuReport, _products, check_gpu
-from flowspec_edge.boards.gpu_check.token_check import judge, token_kinds
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
+from flowspec_edge.lab import token_check
 from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.lab.token_check import check_tokens, judge, token_kinds
 from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling import sampler
 from flowspec_edge.sampling.rule import Sampling, gumbel, log_probs
@@ -37,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("device", DEVICES)
 def test_all_is_right_here(model: Path, device: str) -> None:
     """In real processes; fp32 alone, since a random model's logits nearly tie all the time."""
-    found = check_gpu(resolve_model(model), device, ["fp32"], new_tokens=6)
+    found = check_gpu(resolve_model(model), partial(check_tokens, dtypes=["fp32"]), device, new_tokens=6)
     assert {check.check: check.found for checks in found.checks.values() for check in checks
             if check.state == "failed"} == {}
     assert found.ok
@@ -53,7 +55,7 @@ def test_all_is_right_here(model: Path, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_demonstration_model_in_every_type(device: str) -> None:
     """What the command runs."""
-    assert check_gpu(resolve_model("demo"), device).ok
+    assert check_gpu(resolve_model("demo"), check_tokens, device).ok
 
 
 @pytest.mark.parametrize(("name", "function", "wrong"), [
@@ -192,7 +194,8 @@ def test_every_check_runs_on_the_given_device(model: Path, monkeypatch: pytest.M
 
     for module in (gpu_facts, kernel_check, operation_check, token_check):
         monkeypatch.setattr(module, "run_in_children", told)
-    assert check_gpu(resolve_model(model), "cpu:0", ["fp16"], new_tokens=5).device == "cpu:0"
+    in_fp16 = partial(check_tokens, dtypes=["fp16"])
+    assert check_gpu(resolve_model(model), in_fp16, "cpu:0", new_tokens=5).device == "cpu:0"
     assert [one["device"] for one in asked] == ["cpu:0"] * 5
     assert [one["dtype"] for one in asked[1:3]] == ["fp16", "bf16"]
     assert (asked[4]["new_tokens"], asked[4]["model"], asked[4]["kinds"]) == (
@@ -207,4 +210,4 @@ def test_one_failure_fails_the_report() -> None:
 
 def test_a_device_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match="no cuda:99 here: "):
-        check_gpu(resolve_model("demo"), "cuda:99")
+        check_gpu(resolve_model("demo"), check_tokens, "cuda:99")

@@ -76,7 +76,7 @@ def test_the_report_on_a_gpu(state: str, monkeypatch: pytest.MonkeyPatch, capsys
         "products": [Finding("fp16", "ok", error=4e-4), Finding("nf4", "skipped", "not [here]")],
         "tokens": [Finding("fp16 flowspec_plus T=1", tokens, "96 tokens")]}
     monkeypatch.setattr(gpu_report, "check_gpu",
-                        lambda model, device, report: GpuReport(device, "Orin", (8, 7), checks))
+                        lambda model, check_tokens, device, report: GpuReport(device, "Orin", (8, 7), checks))
     code = int(state == "failed")
     assert main(["doctor", "--gpu"]) == code
     out = capsys.readouterr().out

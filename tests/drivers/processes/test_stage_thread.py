@@ -42,14 +42,12 @@ def stages() -> list[threading.Thread]:
 
 
 def test_only_a_single_stage_on_a_gpu_shares_d0s_process() -> None:
-    def configs(count: int, device: str, emulate: str = "") -> list[WorkerConfig]:
-        return [WorkerConfig.model_construct(stage=i + 1, device=device, emulate=emulate)
-                for i in range(count)]
+    def configs(count: int, device: str) -> list[WorkerConfig]:
+        return [WorkerConfig.model_construct(stage=i + 1, device=device) for i in range(count)]
 
     assert stage_thread.shares_a_process(configs(1, "cuda:0"))
     assert not stage_thread.shares_a_process(configs(2, "cuda:0"))
     assert not stage_thread.shares_a_process(configs(1, "cpu"))
-    assert not stage_thread.shares_a_process(configs(1, "cuda:0", emulate="emulation.json"))
 
 
 @pytest.mark.parametrize("strategy", ["autoregressive", "speculative", "flowspec"])

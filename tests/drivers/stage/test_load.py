@@ -66,9 +66,8 @@ def test_a_session_that_ends_meanwhile_leaves_its_cache_alone(start: Start, real
 def test_a_loaded_stage_has_memory_for_its_caches_and_no_session(where: str, worker_model: Path) -> None:
     config = WorkerConfig(instance="v1", stage=1, stages=1, model=str(worker_model), device=where,
                           cache_rows=400, control="ipc:///c", listen="ipc:///l", next="ipc:///n")
-    engine, hello, charge = load_engine(config, None)
+    engine, hello = load_engine(config)
     assert hello.layers == (0, 2)
-    assert charge is None
     assert isinstance(engine, StageEngine)
     assert (engine.cache_rows, engine.sessions, engine.kept) == (400, (), {})
     assert set(engine.counters.values()) == {0}

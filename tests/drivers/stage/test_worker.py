@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from kits.worker_thread import PATIENCE, HeldEngine, Stage, Start, segment
 
+from flowspec_edge.drivers.stage.parts import Charge
 from flowspec_edge.drivers.stage.status_sender import one_line
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.lab.emulation.durations import Charge
 from flowspec_edge.messages import (
     Cancel,
     Close,

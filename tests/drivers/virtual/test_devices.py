@@ -7,7 +7,7 @@ from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.emulation.durations import stage_charge
+from flowspec_edge.lab.emulation.durations import Emulation
 
 BASE = load_profile("paper-7b")  # 80 ms for 8 of 32 layers
 
@@ -94,7 +94,7 @@ def test_launches_are_charged_where_the_gpu_does_not_hide_them(tiny_model, stage
     assert Devices.of(plain, 4).slot_seconds(16) == pytest.approx(stage_ms / 1e3)
     assert Devices.of(dear, 4).slot_seconds(16) == pytest.approx(slot_ms / 1e3)
     assert Devices.of(dear, 4).stage_seconds(1, 0) == 0
-    emulated = stage_charge(Devices.of(dear, 4), 1)
+    emulated = Emulation(Devices.of(dear, 4)).charge(1)
     assert emulated.seconds(16, 0) == Devices.of(dear, 4).stage_seconds(1, 16)
     request = Request(list(range(5, 25)), "flowspec", 12)
     cluster = VirtualCluster(tiny_model, 4, dear)

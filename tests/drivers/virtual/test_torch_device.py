@@ -23,7 +23,7 @@ from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.lab.emulation.durations import Emulation
+from flowspec_edge.lab.emulation.emulator import emulated
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
 
@@ -36,8 +36,8 @@ def parent_of(pid: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu:0", pytest.param("cuda:0", marks=needs_cuda)])
-@pytest.mark.parametrize("emulated", [False, True])
-def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: str, emulated: bool,
+@pytest.mark.parametrize("emulates", [False, True])
+def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: str, emulates: bool,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
 
@@ -51,9 +51,9 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
 
     monkeypatch.setattr(processes, "DraftModels", Told)
     torch.empty(1, device=device)  # a context, if it is a GPU's: the stages must not inherit it
-    emulation = Emulation(Devices.of(load_profile("paper-7b"), 2)) if emulated else None
+    place = emulated(Devices.of(load_profile("paper-7b"), 2)) if emulates else Here()
     with open_cluster(ClusterSpec(tiny_model, 2, device=device, threads=1),
-                      Here(emulation=emulation)) as clusters:
+                      place) as clusters:
         result = clusters.generate(Request(PROMPT, "flowspec", 10))
         pids = clusters.pids
         assert [parent_of(pid) for pid in pids] == [os.getpid()] * 2

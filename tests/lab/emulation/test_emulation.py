@@ -13,12 +13,13 @@ from kits.stages import Book, engines
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
-from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
+from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.drivers.virtual.links import wire_bytes
 from flowspec_edge.errors import ProtocolError, UsageError
 from flowspec_edge.lab.emulation.durations import Emulation, Links
+from flowspec_edge.lab.emulation.emulator import emulated
 from flowspec_edge.lab.emulation.links import EmulatedTransport
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.messages import Cancel, Close, Credit, Open, Output, Payload, Prune, Segment
@@ -60,7 +61,7 @@ class Ticks:
             self.polls += 1
 
 
-def emulated(tiny_model: Path) -> StageCore:
+def emulated_core(tiny_model: Path) -> StageCore:
     [engine] = engines(tiny_model / "target", 1)
     core = StageCore(engine, layers=5)
     core.receive(Open(1, 0, 64), 0.0)  # the engine has it
@@ -83,7 +84,7 @@ def run(core: StageCore, ticks: Ticks, segment: Segment, poll: Poll | None = Non
 
 
 def test_a_segment_takes_what_its_rows_and_the_context_cost(tiny_model: Path) -> None:
-    ticks, book, core = Ticks(), Book(), emulated(tiny_model)
+    ticks, book, core = Ticks(), Book(), emulated_core(tiny_model)
     for rows, context in ((5, 0), (3, 5), (1, 8)):
         before = ticks.now
         _, output = run(core, ticks, book.text(range(rows)))
@@ -94,7 +95,7 @@ def test_a_segment_takes_what_its_rows_and_the_context_cost(tiny_model: Path) ->
 
 @pytest.mark.parametrize("ends", ["cancel", "close"])
 def test_a_cancelled_run_ends_with_the_layer_that_it_is_in(tiny_model: Path, ends: str) -> None:
-    ticks, book, core = Ticks(), Book(), emulated(tiny_model)
+    ticks, book, core = Ticks(), Book(), emulated_core(tiny_model)
     segment = book.text(range(5))  # five layers of 0.1 s
     message = Cancel(1, 0, (segment.run,)) if ends == "cancel" else Close(1)
     ticks.at[20] = lambda: core.receive(message, ticks.now)  # after 0.21 s
@@ -105,7 +106,7 @@ def test_a_cancelled_run_ends_with_the_layer_that_it_is_in(tiny_model: Path, end
 
 
 def test_a_run_cancelled_before_it_began_takes_no_time(tiny_model: Path) -> None:
-    ticks, book, core = Ticks(), Book(), emulated(tiny_model)
+    ticks, book, core = Ticks(), Book(), emulated_core(tiny_model)
     segment = book.text(range(5))
     core.receive(Cancel(1, 0, (segment.run,)), 0.0)
     begun, output = run(core, ticks, segment)
@@ -217,7 +218,7 @@ def test_text_and_at_least_the_time_of_virtual_time(tiny_model: Path, links: Lin
     prompt = [1, 2, 3, 4, 5]
     expected = plain.generate(prompt, 12, Request(prompt).sampling)[0]
     with ProcessCluster(ClusterSpec(tiny_model, 2, threads=1),
-                        Here(emulation=Emulation(devices, links))).start() as cluster:
+                        emulated(devices, links)).start() as cluster:
         for strategy in ("autoregressive", "chunk_pp", "flowspec", "pipedec", "pipeinfer", "spd"):
             request = Request(prompt, strategy, 12)
             result = cluster.generate(request)

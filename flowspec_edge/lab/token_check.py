@@ -43,9 +43,9 @@ def token_kinds(dtypes: Sequence[str] = DTYPES) -> tuple[str, ...]:
 
 
 def check_tokens(model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int,
-                 kinds: Sequence[str]) -> list[Finding]:
-    """Generate ``new_tokens`` after each of ``prompts`` (token ids), for each of ``kinds``."""
-    return run_in_children(__name__, kinds, model=str(model), device=device,
+                 dtypes: Sequence[str] = DTYPES) -> list[Finding]:
+    """Generate ``new_tokens`` after each of ``prompts`` (token ids), for each of ``token_kinds``."""
+    return run_in_children(__name__, token_kinds(dtypes), model=str(model), device=device,
                            prompts=[list(p) for p in prompts], new_tokens=new_tokens)
 
 

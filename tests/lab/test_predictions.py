@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 from kits.planned_boards import board, problem, profile, size
 
-from flowspec_edge.boards.planning.estimate import (
-    Prediction,
-    compare,
-    predict,
-    predict_alone,
-)
 from flowspec_edge.boards.planning.one_board import best_alone
 from flowspec_edge.boards.planning.planner import CandidateBoard, plan
 from flowspec_edge.boards.planning.scaling import scaled
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import StageCurve
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.lab.predictions import (
+    Prediction,
+    compare,
+    predict,
+    predict_alone,
+)
 from flowspec_edge.strategies.params import Params
 
 
