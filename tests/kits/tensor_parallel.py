@@ -45,7 +45,7 @@ class Ranks:
         def compute(engine: TensorEngine) -> Output:
             admitted = engine.admit(segment)
             assert admitted is not None
-            taps, output = engine.compute([admitted])[0]
+            taps, output, *_ = engine.compute([admitted])[0]
             assert not taps
             assert isinstance(output, Output)
             return output

@@ -18,7 +18,7 @@ from weakref import finalize
 
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Cancel, Close, Open, Prune, Segment
-from flowspec_edge.stage.engine import Poll, Results, StageEngine
+from flowspec_edge.stage.engine import Poll, SegmentResult, StageEngine
 from flowspec_edge.stage.tensor_parallel.process_group import ProcessGroup
 from flowspec_edge.stage.tensor_parallel.shard import TensorShard
 
@@ -79,7 +79,7 @@ class TensorEngine(StageEngine):
             self._bytes_before = self._group.bytes_sent
         return (message.session, message.epoch) == (segment.session, segment.epoch)
 
-    def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
+    def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[SegmentResult]:
         """Run all layers together with the other ranks; every rank gets the Outputs with all rows.
 
         ``poll`` is called every 50 ms, also during collectives; if it raises, the rank is unusable.  PeerLost
