@@ -113,9 +113,15 @@ class OnDemandCluster:
         return [replace(result, token_at=tuple(at - began for at in result.token_at)) for result in results]
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+        """:meth:`enqueue` a request; return its handle."""
+        handle = RequestHandle(request, on_tokens)
+        self.enqueue(handle)
+        return handle
+
+    def enqueue(self, handle: RequestHandle) -> None:
         """Queue a request, and start the right kind of cluster if necessary. UsageError if another kind
         still has open requests."""
-        return self._for(request.strategy).submit(request, on_tokens)
+        self._for(handle.request.strategy).enqueue(handle)
 
     def serve(self, stop: Callable[[], bool]) -> None:
         if self._cluster is None:

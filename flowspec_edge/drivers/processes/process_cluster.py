@@ -171,13 +171,19 @@ class ProcessCluster:
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+        """:meth:`enqueue` a request; return its handle."""
+        handle = RequestHandle(request, on_tokens)
+        self.enqueue(handle)
+        return handle
+
+    def enqueue(self, handle: RequestHandle) -> None:
         """Queue a request, from any thread; requests start oldest first. UsageError if the strategy needs
         another parallelism; other errors come through the handle."""
-        chosen = strategy_class(request.strategy)
+        chosen = strategy_class(handle.request.strategy)
         if chosen.parallelism != self.parallelism:
             raise UsageError(f"strategy {chosen.name} runs on {_named(chosen.parallelism)}, but this cluster "
                              f"is {_named(self.parallelism)}; start one for it")
-        return self._enqueue(request, on_tokens)
+        self._enqueue(handle)
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request. UsageError if it does not fit or needs another parallelism; PeerLost if a stage is
@@ -192,12 +198,10 @@ class ProcessCluster:
         with self._driver:
             self._drive(stop)
 
-    def _enqueue(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+    def _enqueue(self, handle: RequestHandle) -> None:
         if self._closed:
             raise FlowspecError(_CLOSED)
-        handle = RequestHandle(request, on_tokens)
         self._submitted.append(handle)
-        return handle
 
     def _answers(self, handles: list[RequestHandle]) -> list[Result]:
         """Return all results; drives the event loop unless another thread does."""
@@ -215,7 +219,9 @@ class ProcessCluster:
         return [handle.result() for handle in handles]
 
     def _run_alone(self, request: Request) -> Stats:
-        stats = self._answers([self._enqueue(request)])[0].stats
+        handle = RequestHandle(request)
+        self._enqueue(handle)
+        stats = self._answers([handle])[0].stats
         self._core.pool.clear()
         return stats
 
