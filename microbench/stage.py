@@ -73,7 +73,7 @@ def _stage(engine: StageEngine, tokens: np.ndarray) -> Callable[[], Tensor]:
         runs += 1
         admitted = engine.admit(segment)
         assert admitted is not None
-        [(_, output)] = engine.compute([admitted])
+        [(_, output, *_)] = engine.compute([admitted])
         assert isinstance(output, Output)
         return to_torch(output.hidden)
 

@@ -25,7 +25,7 @@ from flowspec_edge.messages import Segment, unpack_bits
 from flowspec_edge.model.experts import computed, independent
 from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.stage.engine import Poll, Results, StageEngine
+from flowspec_edge.stage.engine import Poll, SegmentResult, StageEngine
 from flowspec_edge.strategies.params import Params
 from microbench._common import Row, demo_prompts, options, print_rows
 
@@ -60,7 +60,7 @@ class Counts:
 class Counting(StageEngine):
     counts: Counts
 
-    def compute(self, segments: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
+    def compute(self, segments: Sequence[Segment], poll: Poll | None = None) -> list[SegmentResult]:
         results = super().compute(segments, poll)
         numbers = sum(len(segment.numbers) for segment in segments)
         layers = [(experts, chosen) for experts, chosen in computed(self.shard.modules)

@@ -1,1 +1,4 @@
-"""The draft device: requests, their sessions, and which rows and draft passes go next.  Begin with ``core``."""
+"""The draft device: requests, their sessions, and which rows and draft passes go next.
+
+Begin with ``events``, what drivers and the core say to each other, and ``request_state``; then ``core``.
+"""

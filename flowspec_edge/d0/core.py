@@ -21,13 +21,13 @@ from flowspec_edge.d0.events import (
     Abandoned,
     Action,
     Back,
+    Compute,
     Event,
     Finish,
     Learned,
     Lost,
     Outgoing,
     Reported,
-    Run,
     Send,
     Shown,
     Submitted,
@@ -238,7 +238,7 @@ class DraftCore:
         self._asked = False
         if self._work is not None and not self._work.begun:
             self._work.begun = True
-            return Run(self._work.job, self._do_work)
+            return Compute(self._work.job, self._do_work)
         return Wait()
 
     def _sent(self, messages: Sequence[Segment | Batch | Prune | Cancel]) -> Send:

@@ -3,7 +3,7 @@
     core.feed(event)                    # Submitted, an arrival, Worked, Reported, Lost, Back, Abandoned
     match core.next():
         case Send(messages): …          # to V1 (Segment, Batch), or to every stage (the others)
-        case Run() as run: …            # run.work(), then feed Worked
+        case Compute() as run: …            # run.work(), then feed Worked
         case Finish(session): …         # feed Reported with the figures that are there
         case Wait(): …                  # nothing to do until the next event
 
@@ -59,7 +59,7 @@ class Learned:
 
 @dataclass(frozen=True)
 class Worked:
-    """The work of the last Run is done; it took from ``start`` to ``end``, in seconds. ``late_s``: by how
+    """The work of the last Compute is done; it took from ``start`` to ``end``, in seconds. ``late_s``: by how
     much it exceeded the emulated time."""
 
     start: float
@@ -116,7 +116,7 @@ class Send:
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class Compute:
     """Call ``work``, which does ``job`` without the requests that have ended by then, and feed Worked."""
 
     job: Job
@@ -135,4 +135,4 @@ class Wait:
     """Nothing to do before the next event, or before a handle is cancelled, gives way or resumes."""
 
 
-Action = Send | Run | Finish | Wait
+Action = Send | Compute | Finish | Wait

@@ -193,6 +193,9 @@ class SharedCluster(ClusterBackend, Protocol):
         """May be read from any thread."""
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+        """:meth:`enqueue` a request; return its handle."""
+
+    def enqueue(self, handle: RequestHandle) -> None:
         """Queue a request for the thread in :meth:`serve`. UsageError if the cluster cannot run such a
         request; other errors come through the handle."""
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 
 from flowspec_edge.d0.request import (
     ClusterState,
-    Likelihood,
     Request,
     RequestHandle,
     Result,
@@ -51,39 +50,26 @@ Event = list[int] | Result | Exception  # new tokens; or the end of the request:
 Deliver = Callable[[Event], None]
 
 
-@dataclass(eq=False)
-class PendingRequest:
-    """An admitted request; ``deliver`` gets its events, in the cluster's thread.
+class PendingRequest(RequestHandle):
+    """A request from its admission on: first in the queue, then in the cluster, then in the queue again while
+    it gives way. ``deliver`` gets its events, in the cluster's thread, until it is cancelled.
 
     position   how many requests had to end before its turn when it arrived
     waited_s   seconds until it got its first place; None before that
-    handle     the cluster's handle of the request; None before it gets its first place
     turn_from  when the first token came after it got its present place; None before that
     """
 
-    request: Request
-    deliver: Deliver
-    arrived_at: float
-    position: int = 0
-    waited_s: float | None = None
-    cancelled: bool = False
-    handle: RequestHandle | None = None
-    turn_from: float | None = None
+    def __init__(self, request: Request, deliver: Deliver, arrived_at: float) -> None:
+        super().__init__(request)
+        self.deliver = deliver
+        self.arrived_at = arrived_at
+        self.position = 0
+        self.waited_s: float | None = None
+        self.turn_from: float | None = None
 
-    @property
-    def needs_room(self) -> bool:
-        """Whether it has a place, and waits for room in the stages' caches."""
-        return self.handle is not None and self.handle.waits_for_room
-
-    def leave_place(self) -> None:
+    def suspend(self) -> None:
         self.turn_from = None
-        if self.handle is not None:
-            self.handle.suspend()
-
-    @property
-    def likelihoods(self) -> list[Likelihood]:
-        """Of the delivered tokens, if requested."""
-        return self.handle.likelihoods if self.handle else []
+        super().suspend()
 
 
 @dataclass(frozen=True)
@@ -127,7 +113,7 @@ class AdmissionQueue:
         self._lock = threading.RLock()  # guards all that follows
         self._cluster: SharedCluster | None = None
         self._queue: FairQueue[PendingRequest] = FairQueue(
-            clock, _AGING_S, at_once, lambda pending: pending.needs_room,
+            clock, _AGING_S, at_once, lambda pending: pending.waits_for_room,
             lambda pending: pending.turn_from is not None and clock() - pending.turn_from >= _TURN_S)
         self._fault: str | None = _STARTING
         self._closed = False
@@ -161,9 +147,7 @@ class AdmissionQueue:
     def cancel(self, pending: PendingRequest) -> None:
         """Remove a request from the queue, or end it within a turn or two."""
         with self._lock:
-            pending.cancelled = True
-            if pending.handle is not None:
-                pending.handle.cancel()
+            pending.cancel()
             if pending not in self._queue.placed:  # a place is freed when the cluster has ended the request
                 self._queue.discard(pending)
 
@@ -174,7 +158,7 @@ class AdmissionQueue:
                 return f"waiting: {' '.join(reason.split())}"
             before = self._requests_ahead(pending)
             if before is None:
-                return "waiting for room in the stages' caches" if pending.needs_room else "working"
+                return "waiting for room in the stages' caches" if pending.waits_for_room else "working"
             return f"waiting, {before} before you"
 
     def waiting(self) -> list[WaitingRequest]:
@@ -203,10 +187,9 @@ class AdmissionQueue:
             unanswered = [*self._queue.placed, *self._queue]
             for pending in unanswered:
                 self._queue.discard(pending)
-                if pending.handle is not None:
-                    pending.handle.cancel()
         for pending in unanswered:
             self._deliver(pending, ClusterUnavailable(_ENDING))
+            pending.cancel()
 
     def end(self) -> None:
         """Make :meth:`run` return within a moment. Takes no lock: for signal handlers."""
@@ -278,7 +261,7 @@ class AdmissionQueue:
                 return None
             if (loser := self._queue.loser()) is not None:
                 self._queue.withdraw(loser)
-                loser.leave_place()
+                loser.suspend()
             pending = self._queue.take() if self._queue.has_turn() else None
             if pending and pending.waited_s is None:
                 pending.waited_s = self._clock() - pending.arrived_at
@@ -302,8 +285,8 @@ class AdmissionQueue:
             return self._over or self._fault is not None or self._can_change() or self._probe_due()
 
     def _start(self, cluster: SharedCluster, pending: PendingRequest) -> None:
-        if pending.handle is not None:
-            pending.handle.resume()
+        if pending.suspended:
+            pending.resume()
             return
         start = self._clock()
 
@@ -313,17 +296,17 @@ class AdmissionQueue:
                 pending.turn_from = self._token_at
             self._deliver(pending, tokens)
 
+        pending.on_tokens = on_tokens
         try:
-            handle = cluster.submit(pending.request, on_tokens)
+            cluster.enqueue(pending)
         except Exception as error:
             self._ended(pending, start, error)
             return
         with self._lock:
-            pending.handle = handle
-            if pending.cancelled or self._closed:
-                handle.cancel()
-        handle.add_done_callback(
-            lambda handle: self._ended(pending, start, handle.exception() or handle.result()))
+            if self._closed:
+                pending.cancel()
+        pending.add_done_callback(
+            lambda ended: self._ended(pending, start, ended.exception() or ended.result()))
 
     def _ended(self, pending: PendingRequest, start: float, outcome: Result | BaseException) -> None:
         """Free the place, and deliver the outcome unless :meth:`close` did."""
@@ -396,5 +379,5 @@ class AdmissionQueue:
             pause = min(2 * pause, _MAX_PAUSE_S)
 
     def _deliver(self, pending: PendingRequest, event: Event) -> None:
-        if not pending.cancelled:
+        if not pending.cancel_requested:
             pending.deliver(event)

@@ -1,12 +1,11 @@
 """What a stage decides: which segments it computes next, what ends a pass early, and what it sends.
 
-    core.arrive(segments, size, now)       # from the data link
-    core.receive(message, now)             # Open, Close, Prune, Cancel: at any time, also while a pass runs
-    begun = core.next_pass()               # None: nothing to compute
-    core.compute(begun, poll)
-    core.charge(begun, start, seconds)     # emulated and virtual devices: it lasts until ``begun.end``
-    core.finish(begun, start, end, now)
-    core.take_outgoing()                   # Credits, Taps, Computed for D0; a result for the next device
+    core.feed(event, now)                 # Arrived, Open, Close, Prune, Cancel: also while a pass runs
+    match core.next(now):
+        case Emit(messages): …            # Credits, Taps, Computed for D0; a result for the next device
+        case Pass() as begun: …           # begun.compute(poll), [feed Charged,] then feed Passed
+        case Reject(reason): …            # the previous device broke the protocol
+        case Idle(): …                    # nothing to do until the next event
 
 A state machine without sockets, clocks or threads.  Drivers: ``drivers.stage`` in real time,
 ``drivers.virtual.stage`` on an event queue.  The data and the control channel are not ordered: the first
@@ -17,9 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from flowspec_edge.messages import (
     Batch,
@@ -35,10 +33,8 @@ from flowspec_edge.messages import (
     batch_of,
 )
 from flowspec_edge.stage.counters import StageCounters
+from flowspec_edge.stage.engine import Poll, SegmentResult, StageEngine
 from flowspec_edge.stage.rows import without_rows
-
-if TYPE_CHECKING:
-    from flowspec_edge.stage.engine import Poll, Results, StageEngine
 
 QUEUED = 64  # messages; many times what an honest device has under way
 Outgoing = Credit | Tap | Computed | Segment | Output | Batch
@@ -58,20 +54,29 @@ class Pass:
     received   the message's segments; the first one names it in credits
     segments   those of them that were admitted
     context    rows in their caches before it
+    compute    runs the layers, and calls ``poll`` between them, which may feed the core. Raises as
+               ``StageEngine.compute``; then the pass is over, and the slot of V1 free
     results    by segment
-    rows       computed, by segment
-    cancelled  by segment
     start, end  of a charged pass, which ends at ``end`` at the latest
     """
 
     received: Sequence[Segment]
     segments: list[Segment]
     context: int
-    results: list[Results] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    cancelled: list[bool] = field(default_factory=list)
+    compute: Callable[[Poll], None]
+    results: list[SegmentResult] = field(default_factory=list)
     start: float = 0.0
     end: float = 0.0
+
+    @property
+    def computed_rows(self) -> int:
+        """That went through the layers, of all segments."""
+        return sum(result.rows for result in self.results)
+
+    @property
+    def cancelled(self) -> list[bool]:
+        """By segment; empty before the layers have run."""
+        return [result.cancelled for result in self.results]
 
     @property
     def admitted_rows(self) -> int:
@@ -79,6 +84,59 @@ class Pass:
         skipped = self.cancelled or [False] * len(self.segments)
         return sum(len(segment.numbers) for segment, skip in zip(self.segments, skipped, strict=True)
                    if not skip)
+
+
+# ---- events and actions ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A message of ``size`` bytes came over the data link."""
+
+    segments: Sequence[Segment]
+    size: int
+
+
+@dataclass(frozen=True)
+class Charged:
+    """The running pass, whose layers have run, takes ``seconds`` from ``start`` on (emulated and virtual
+    devices); or less, if all of it is cancelled: until its ``end``."""
+
+    start: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Passed:
+    """The running pass is over; it took from ``start`` to ``end``, in seconds."""
+
+    start: float
+    end: float
+
+
+StageEvent = Arrived | Open | Close | Prune | Cancel | Charged | Passed
+
+
+@dataclass(frozen=True)
+class Emit:
+    """Send these messages in this order."""
+
+    messages: Sequence[Outgoing]
+
+
+@dataclass(frozen=True)
+class Reject:
+    """A message of the previous device was dropped, because it broke the protocol."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Idle:
+    """Nothing to do before the next event, or before the running pass is over."""
+
+
+StageAction = Emit | Pass | Reject | Idle
 
 
 class StageCore:
@@ -96,46 +154,77 @@ class StageCore:
         self._layers = max(layers, 1.0)
         self._open_within_s = open_within_s
         self._arrived: deque[_Arrival] = deque()
-        self._charged: Pass | None = None
+        self._pass: Pass | None = None  # admitted, until it is over
+        self._told = False  # a driver has it
+        self._charged = False
         self._outgoing: list[Outgoing] = []
-
-    # ---- messages ------------------------------------------------------------------------------
+        self._broken = ""  # how the previous device broke the protocol, to be said
 
     @property
     def has_room(self) -> bool:
         return len(self._arrived) < QUEUED
 
-    def arrive(self, segments: Sequence[Segment], size: int, now: float) -> None:
-        """A message of ``size`` bytes came over the data link."""
-        self._arrived.append(_Arrival(segments, size, now + self._open_within_s))
+    # ---- the interface of drivers --------------------------------------------------------------
 
-    def receive(self, message: Open | Close | Prune | Cancel, now: float) -> bool:
-        """Return whether an Open's session is the only one. ProtocolError as the engine's."""
-        match message:
+    def feed(self, event: StageEvent, now: float) -> None:
+        """Take in what happened. ProtocolError as the engine's ``open`` and ``close``."""
+        match event:
+            case Arrived():
+                self._arrived.append(_Arrival(event.segments, event.size, now + self._open_within_s))
             case Prune():
-                self.engine.prune(message)
+                self.engine.prune(event)
             case Cancel():
-                self.engine.cancel(message)
-                self._break_off(now, message.session, message.runs)
+                self.engine.cancel(event)
+                self._break_off(now)
             case Open():
-                if message.session not in self.counters:
-                    self.counters.mark_ended(message.session)  # if the engine refuses to open it
-                self.engine.open(message)
-                return self.counters.open(message.session, message.epoch, message.concurrent, message.timed)
+                if event.session not in self.counters:
+                    self.counters.mark_ended(event.session)  # if the engine refuses to open it
+                self.engine.open(event)
+                self.counters.open(event.session, event.epoch, event.concurrent, event.timed)
             case Close():
-                if message.session in self.counters:
-                    self.counters.close(message.session)
+                if event.session in self.counters:
+                    self.counters.close(event.session)
                 else:
-                    self.counters.mark_ended(message.session)
-                self.engine.close(message)
-                self._break_off(now, message.session)
-        return False
+                    self.counters.mark_ended(event.session)
+                self.engine.close(event)
+                self._break_off(now)
+            case Charged():
+                self._charge(event)
+            case Passed():
+                self._finish(event, now)
 
-    def take_outgoing(self) -> list[Outgoing]:
-        outgoing, self._outgoing = self._outgoing, []
-        return outgoing
+    def next(self, now: float) -> StageAction:
+        """Return what the driver has to do. ProtocolError if a segment violates the protocol, such as after a
+        lost one."""
+        if self._pass is None and not self._outgoing and not self._broken:
+            self._pass = self._admit()
+            if self._pass is None and not self._outgoing:
+                self._broken = self._overdue(now)
+        if self._outgoing:
+            outgoing, self._outgoing = self._outgoing, []
+            return Emit(outgoing)
+        if self._broken:
+            reason, self._broken = self._broken, ""
+            return Reject(reason)
+        if self._pass is not None and not self._told:
+            self._told = True
+            return self._pass
+        return Idle()
 
-    def overdue(self, now: float) -> str:
+    def left_of(self, message: Outgoing) -> Outgoing | None:
+        """Return what is still to be sent of ``message``, without the data of ended sessions; None if
+        nothing: a restarted peer would wait for their Opens."""
+        match message:
+            case Segment() | Output() | Tap():
+                return message if message.session in self.counters else None
+            case Batch(parts):
+                alive = [part for part in parts if part.session in self.counters]
+                return batch_of(alive) if alive else None
+        return message
+
+    # ---- which segments come next --------------------------------------------------------------
+
+    def _overdue(self, now: float) -> str:
         """Drop the oldest message of a session whose Open never came, and return the reason; "" if none is
         due."""
         early = next((arrival for arrival in self._arrived if self._unopened(arrival)), None)
@@ -150,11 +239,8 @@ class StageCore:
         return [segment.session for segment in arrival.segments
                 if self.counters.awaits_open(segment.session, segment.epoch)]
 
-    # ---- passes --------------------------------------------------------------------------------
-
-    def next_pass(self) -> Pass | None:
-        """Admit the oldest message that may be computed; one of which nothing is alive is passed over.
-        ProtocolError if a segment violates the protocol, such as after a lost one."""
+    def _admit(self) -> Pass | None:
+        """Admit the oldest message that may be computed; one of which nothing is alive is passed over."""
         while segments := self._take():
             admitted: list[Segment] = []
             try:
@@ -165,7 +251,9 @@ class StageCore:
                 self._credit(segments[0])
                 raise
             if admitted:
-                return Pass(segments, admitted, sum(self.engine.cached(one.session) for one in admitted))
+                self._told = False
+                return Pass(segments, admitted, sum(self.engine.cached(one.session) for one in admitted),
+                            self._compute)
             self._credit(segments[0])  # it occupied a slot at V1 nevertheless
         return None
 
@@ -183,64 +271,56 @@ class StageCore:
             return arrival.segments
         return ()
 
-    def compute(self, begun: Pass, poll: Poll | None = None) -> None:
-        """Run the engine; ``poll`` may call :meth:`receive`. Raises as ``StageEngine.compute``; then the
-        slot of V1 is free."""
-        rows, cancelled = self._counted("rows", begun), self._counted("cancelled", begun)
+    # ---- passes --------------------------------------------------------------------------------
+
+    def _compute(self, poll: Poll) -> None:
+        begun = self._pass
+        assert begun is not None
         try:
             begun.results = self.engine.compute(begun.segments, poll)
         except BaseException:
+            self._pass = None
             self._credit(begun.received[0])
             raise
-        # A session that has ended meanwhile has no counters.
-        begun.rows = [max(0, int(now - before)) for now, before in
-                      zip(self._counted("rows", begun), rows, strict=True)]
-        begun.cancelled = [now > before for now, before in
-                           zip(self._counted("cancelled", begun), cancelled, strict=True)]
 
-    def _counted(self, counter: str, begun: Pass) -> list[float]:
-        return [self.engine.counters_of(segment.session).get(counter, 0) for segment in begun.segments]
+    def _charge(self, event: Charged) -> None:
+        begun = self._pass
+        assert begun is not None
+        begun.start = event.start
+        begun.end = event.start if all(begun.cancelled) else event.start + event.seconds
+        self._charged = True
 
-    def charge(self, begun: Pass, start: float, seconds: float) -> None:
-        """A computed pass takes ``seconds`` from ``start`` on, unless all of it is cancelled, or has been."""
-        begun.start = start
-        begun.end = start if all(begun.cancelled) else start + seconds
-        self._charged = begun
-
-    def _break_off(self, now: float, session: int, runs: Collection[int] | None = None) -> None:
-        """Empty the results of a cancelled segment of the charged pass; ``runs``: None for all.  A pass
-        without others ends with its current layer, as a stage polls between layers."""
-        begun = self._charged
-        if begun is None:
+    def _break_off(self, now: float) -> None:
+        """Empty the results of a charged pass that the engine does not want any more.  A pass without others
+        ends with its current layer, as a stage polls between layers."""
+        begun = self._pass
+        if begun is None or not self._charged:
             return
         layer = (begun.end - begun.start) / self._layers
-        for i, segment in enumerate(begun.segments):
-            if segment.session != session or (runs is not None and segment.run not in runs):
+        for i, (segment, result) in enumerate(zip(begun.segments, begun.results, strict=True)):
+            if result.cancelled or layer <= 0 or self.engine.wants(segment):
                 continue
-            if begun.cancelled[i] or layer <= 0:
-                continue
-            begun.results[i] = [], without_rows(begun.results[i][1])
-            begun.cancelled[i] = True
+            begun.results[i] = SegmentResult([], without_rows(result.message), cancelled=True)
             if all(cancelled or not len(other.numbers)
                    for cancelled, other in zip(begun.cancelled, begun.segments, strict=True)):
                 done = math.ceil((now - begun.start) / layer - 1e-9)
                 begun.end = min(begun.end, begun.start + done * layer)
 
-    def finish(self, begun: Pass, start: float, end: float, now: float) -> None:
-        """Count a pass that took from ``start`` to ``end``, in seconds, and send its results."""
-        self._charged = None
-        rows = [0 if cancelled else count
-                for count, cancelled in zip(begun.rows, begun.cancelled, strict=True)]
-        self.counters.add_pass(end - start, begun.segments, {
-            segment.session: count for segment, count in zip(begun.segments, rows, strict=True)})
+    def _finish(self, event: Passed, now: float) -> None:
+        """Count the pass, and send its results."""
+        begun, self._pass, self._charged = self._pass, None, False
+        assert begun is not None
+        self.counters.add_pass(event.end - event.start, begun.segments, {
+            segment.session: result.rows
+            for segment, result in zip(begun.segments, begun.results, strict=True)})
         self._credit(begun.received[0])  # first: the stage may have nothing else to do
-        self._outgoing += [tap for taps, _ in begun.results for tap in taps]
-        self._outgoing.append(batch_of([result for _, result in begun.results]))
-        times = [round(moment * 1e6) for moment in (start, end, now)]
-        for segment, count in zip(begun.segments, rows, strict=True):
+        self._outgoing += [tap for result in begun.results for tap in result.taps]
+        self._outgoing.append(batch_of([result.message for result in begun.results]))
+        times = [round(moment * 1e6) for moment in (event.start, event.end, now)]
+        for segment, result in zip(begun.segments, begun.results, strict=True):
             if self.counters.timed(segment.session):
                 self._outgoing.append(Computed(segment.session, segment.epoch, segment.run, self._stage,
-                                               count, sum(rows), *times))
+                                               result.rows, begun.computed_rows, *times))
 
     def _credit(self, segment: Segment) -> None:
         """V1 tells D0 that it has room for another segment."""

@@ -1,7 +1,7 @@
 """The state machine of one stage, for any number of sessions.
 
     admitted = engine.admit(segment)               # None: stale, nothing to do
-    [(taps, result)] = engine.compute([admitted])  # a Segment for the next stage, or an Output
+    [result] = engine.compute([admitted])          # its message: a Segment for the next stage, or an Output
 
 Segments of several sessions may be computed in one pass: the weights are read once for all rows, and each row
 attends to its own session's cache.  It knows no sockets, clocks, trees or other stages.  Prune, Cancel, Open
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +45,21 @@ from flowspec_edge.util import torchdevice
 from flowspec_edge.util.tensors import from_torch, wire_name
 
 Poll = Callable[[], None]  # called between layers; it may receive messages
-Results = tuple[list[Tap], Segment | Output]  # of a segment; an Output comes from the last stage
+
+
+class SegmentResult(NamedTuple):
+    """What a pass gives for one segment.
+
+    message    for the next stage; an Output from the last one. Without rows if the segment is not wanted
+    rows       that went through all layers
+    cancelled  nothing of it is wanted any more (:meth:`StageEngine.wants`)
+    """
+
+    taps: list[Tap]
+    message: Segment | Output
+    rows: int = 0
+    cancelled: bool = False
+
 
 _NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
 
@@ -206,7 +221,7 @@ class StageEngine:
         return self._drop_rows(state, segment, dead)
 
     @torch.inference_mode()
-    def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
+    def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[SegmentResult]:
         """Run the layers over admitted segments, each of another session, in one pass.
 
         ``poll`` is called before each layer and while the last layers are pending.  Rows that die meanwhile
@@ -233,8 +248,14 @@ class StageEngine:
                     state.computing = False
                     state.apply_deferred()
         results = iter(computed or ())
-        return [([], self._result(segment, None)) if part is None else self._emit(part, next(results, None))
+        return [self._without_result(segment) if part is None else self._emit(part, next(results, None))
                 for segment, part in zip(admitted, prepared, strict=True)]
+
+    def wants(self, segment: Segment) -> bool:
+        """Return whether anything of a segment is wanted: its session has not ended or begun anew, and its
+        run is not cancelled. This alone decides what ends a pass early, and whose results leave empty."""
+        state = self._sessions.get(segment.session)
+        return state is not None and state.epoch == segment.epoch and segment.run not in state.cancelled
 
     # -- inside ----------------------------------------------------------------------------
 
@@ -270,21 +291,21 @@ class StageEngine:
         return None if self._has_ended(part) or not len(part) else part
 
     def _has_ended(self, part: Part) -> bool:
-        state = self._state_of(part)
-        if state is not None and part.segment.run in state.cancelled:
-            state.counters["cancelled"] += not part.ended
-            return True
-        return state is None
+        if self.wants(part.segment):
+            return False
+        if not part.ended and (state := self._state_of(part)) is not None:
+            state.counters["cancelled"] += 1
+        return True
 
     def _state_of(self, part: Part) -> Session | None:
         """The part's session; None if it has ended, or began anew."""
         state = self._sessions.get(part.segment.session)
         return state if state is not None and state.epoch == part.segment.epoch else None
 
-    def _emit(self, part: Part, computed: tuple[forward.Taps, Tensor] | None) -> Results:
+    def _emit(self, part: Part, computed: tuple[forward.Taps, Tensor] | None) -> SegmentResult:
         segment, state = part.segment, self._state_of(part)
         if part.ended or computed is None or state is None:
-            return [], self._result(segment, None)
+            return self._without_result(segment)
         state.counters["rows"] += len(segment.numbers)
         for name, count in zip(("experts", "experts_independent"), part.experts, strict=True):
             state.counters[name] += count
@@ -295,7 +316,10 @@ class StageEngine:
             Tap(segment.session, segment.epoch, segment.run, layer, alive.numbers, _payload(states, dead))
             for layer, states in taps
         ]
-        return messages, self._result(alive, _payload(hidden, dead))
+        return SegmentResult(messages, self._result(alive, _payload(hidden, dead)), len(segment.numbers))
+
+    def _without_result(self, segment: Segment) -> SegmentResult:
+        return SegmentResult([], self._result(segment, None), cancelled=not self.wants(segment))
 
     def _result(self, segment: Segment, hidden: Payload | None) -> Segment | Output:
         if hidden is None:

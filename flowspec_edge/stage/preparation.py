@@ -86,7 +86,7 @@ def _pass_of(engine: StageEngine, rows: int, text: int) -> Callable[[], bytes]:
     assert segment is not None
 
     def run() -> bytes:
-        [(_, result)] = engine.compute([segment])
+        [(_, result, *_)] = engine.compute([segment])
         return b"" if result.hidden is None else result.hidden.array.tobytes()
 
     return run

@@ -61,7 +61,7 @@ def run(draft_session: DraftSession, engine: StageEngine, steps: int) -> list[in
                     steps -= 1
                     admitted = engine.admit(message)
                     assert admitted is not None
-                    taps, output = engine.compute([admitted])[0]
+                    taps, output, *_ = engine.compute([admitted])[0]
                     assert isinstance(output, Output)
                     for arrival in (*taps, output, Credit(message.session, message.epoch, message.run)):
                         scheduler.receive(arrival)

@@ -24,6 +24,7 @@ from flowspec_edge.errors import PeerLost
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.messages import Close
 from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.core import Emit, Idle
 from flowspec_edge.strategies.params import Params
 
 choices = st.lists(st.integers(0, 60), max_size=600)
@@ -70,7 +71,9 @@ def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int]
     assert core.pool._open == {}
     for stage in pipeline.stages:
         assert not stage.counters.sessions
-        assert stage.next_pass() is None
+        while isinstance(action := stage.next(pipeline.now), Emit):
+            pass  # for sessions that have ended
+        assert isinstance(action, Idle)
 
 
 def test_a_request_that_loses_the_stages_again_and_again_ends(tiny_model: Path) -> None:

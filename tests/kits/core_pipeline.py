@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from flowspec_edge.d0.core import DraftCore
-from flowspec_edge.d0.events import Back, Finish, Lost, Reported, Run, Send, Submitted, Wait, Worked
+from flowspec_edge.d0.events import Back, Compute, Finish, Lost, Reported, Send, Submitted, Wait, Worked
 from flowspec_edge.d0.events import Outgoing as ToStages
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.observer import Observer
@@ -18,7 +18,7 @@ from flowspec_edge.d0.slot_curve import SlotCurve
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.messages import Batch, Close, Computed, Credit, Output, Segment, Tap, parts_of
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.stage.core import Pass, StageCore
+from flowspec_edge.stage.core import Arrived, Emit, Idle, Pass, Passed, StageCore
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import Shard, load_shard
 from flowspec_edge.strategies.params import Params
@@ -50,7 +50,7 @@ class Pipeline:
         self.core = DraftCore(self._draft_session, self._clock, Observer(), lambda: -1, STAGES, self.curve,
                               cache_rows, at_once)
         self._shards = shards(model)
-        self.work: Run | None = None  # what D0 was told to do
+        self.work: Compute | None = None  # what D0 was told to do
         self.replace_stages()
 
     def replace_stages(self) -> None:
@@ -60,7 +60,6 @@ class Pipeline:
         self._data: list[deque[Segment | Output | Batch]] = [deque() for _ in range(STAGES + 1)]
         self._control: list[deque[ToStages]] = [deque() for _ in range(STAGES)]
         self._back: list[deque[Credit | Tap | Computed]] = [deque() for _ in range(STAGES)]
-        self._passes: list[Pass | None] = [None] * STAGES
         self._closed: dict[int, int] = {}  # session -> stages that have closed it
 
     def _clock(self) -> float:
@@ -120,7 +119,7 @@ class Pipeline:
             match action:
                 case Send(messages):
                     self._send(messages)
-                case Run():
+                case Compute():
                     assert self.work is None
                     self.work = action
                 case Finish(session):
@@ -137,14 +136,14 @@ class Pipeline:
     def _deliver_control(self, i: int) -> None:
         message = self._control[i].popleft()
         assert not isinstance(message, Segment | Batch)
-        self.stages[i].receive(message, self.now)
+        self.stages[i].feed(message, self.now)
         if isinstance(message, Close):
             self._closed[message.session] = self._closed.get(message.session, 0) + 1
 
     def _deliver_data(self, i: int) -> None:
         message = self._data[i].popleft()
         segments = [part for part in parts_of(message) if isinstance(part, Segment)]
-        self.stages[i].arrive(segments, 1, self.now)
+        self.stages[i].feed(Arrived(segments, 1), self.now)
 
     def _deliver_output(self) -> None:
         for part in parts_of(self._data[STAGES].popleft()):
@@ -154,18 +153,24 @@ class Pipeline:
     def _compute(self, i: int) -> None:
         core = self.stages[i]
 
-        def poll(wait: float = 0.0) -> None:
+        def poll() -> None:
             if self._control[i] and self.draw.below(3) == 1:
                 self._deliver_control(i)
 
-        if (begun := core.next_pass()) is not None:
-            core.compute(begun, poll)
-            core.finish(begun, self.now, self._clock(), self.now)
-        for message in core.take_outgoing():
-            if isinstance(message, Credit | Tap | Computed):
-                self._back[i].append(message)
-            else:
-                self._data[i + 1].append(message)
+        match core.next(self.now):
+            case Pass() as begun:
+                begun.compute(poll)
+                core.feed(Passed(self.now, self._clock()), self.now)
+            case Emit(messages):
+                for message in messages:
+                    if isinstance(message, Credit | Tap | Computed):
+                        self._back[i].append(message)
+                    else:
+                        self._data[i + 1].append(message)
+            case Idle():
+                pass
+            case action:
+                raise AssertionError(action)
 
     def lose(self) -> None:
         """A stage is lost; requests whose answers are complete get them, and the others go on with new

@@ -72,6 +72,13 @@ class Held:
         return ClusterStatus(ClusterState.RECOVERING, self.lost) if self.lost else self._cluster.status
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+        handle = RequestHandle(request, on_tokens)
+        self.enqueue(handle)
+        return handle
+
+    def enqueue(self, handle: RequestHandle) -> None:
+        on_tokens = handle.on_tokens
+
         def hold(tokens: list[int]) -> None:
             self.pieces += 1
             self.on_piece()
@@ -80,14 +87,14 @@ class Held:
             assert self.may_go.wait(PATIENCE)
 
         assert self.may_start.wait(PATIENCE)
-        self.started.append(request)
+        self.started.append(handle.request)
         if self.broken:
             raise self.broken
         self.pieces = 0
-        ticket = self._cluster.submit(request, hold)
-        ticket.add_done_callback(
+        handle.on_tokens = hold
+        handle.add_done_callback(
             lambda handle: self.ends.append(handle.exception() or handle.result()))
-        return ticket
+        self._cluster.enqueue(handle)
 
     def serve(self, stop: Callable[[], bool]) -> None:
         self._cluster.serve(stop)

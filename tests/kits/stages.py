@@ -123,7 +123,7 @@ def through(chain: list[StageEngine], segment: Segment) -> tuple[list[Tap], Outp
         assert isinstance(message, Segment)
         admitted = engine.admit(message)
         assert admitted is not None
-        more, message = engine.compute([admitted])[0]
+        more, message, *_ = engine.compute([admitted])[0]
         taps += more
     assert isinstance(message, Output)
     return taps, message

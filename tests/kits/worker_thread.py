@@ -26,7 +26,7 @@ from flowspec_edge.messages import (
     Prune,
     Segment,
 )
-from flowspec_edge.stage.engine import Results, StageEngine
+from flowspec_edge.stage.engine import SegmentResult, StageEngine
 from kits.memory_links import MemoryTransport
 
 PATIENCE = 30.0  # seconds; only a failing test waits so long
@@ -75,14 +75,15 @@ class HeldEngine:
     def admit(self, segment: Segment) -> Segment | None:
         return segment
 
-    def compute(self, admitted: Sequence[Segment], poll: Callable[[], None] | None = None) -> list[Results]:
+    def compute(self, admitted: Sequence[Segment], poll: Callable[[], None] | None = None) -> list[SegmentResult]:
         assert poll is not None
         self.started.set()
         while not all(any(isinstance(call, Cancel) and one.run in call.runs for call in self.calls)
                       for one in admitted):
             poll()
         empty = Payload("float32", np.empty((0, 4), np.float32))
-        return [([], Output(one.session, one.epoch, one.run, np.empty(0, np.int32), empty))
+        return [SegmentResult([], Output(one.session, one.epoch, one.run, np.empty(0, np.int32), empty),
+                              cancelled=True)
                 for one in admitted]
 
 

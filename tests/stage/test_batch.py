@@ -49,7 +49,7 @@ def together(chain: list[StageEngine], segments: list[Segment]) -> list[Output]:
             alive = engine.admit(message)
             assert alive is not None
             admitted.append(alive)
-        messages = [result for _, result in engine.compute(admitted)]
+        messages = [result.message for result in engine.compute(admitted)]
     return [message for message in messages if isinstance(message, Output)]
 
 
@@ -150,7 +150,7 @@ def test_sessions_end_between_layers(model: Path, oracle: Oracle, fused: bool, d
     polls = count()
     results = engine.compute([segment for segment in admitted if segment], lambda: strike(next(polls)))
     ended = {session for session, end in ends.items() if end != "none" and session not in pending}
-    for session, (_, output) in zip(books, results, strict=True):
+    for session, (_, output, *_) in zip(books, results, strict=True):
         assert isinstance(output, Output)
         assert output.session == session
         assert len(output.numbers) == (0 if session in ended else rows[session])
@@ -191,7 +191,8 @@ def test_when_all_end_the_pass_is_broken_off(model: Path) -> None:
 
     results = engine.compute([segment for segment in batch if segment], poll=cancel)
     assert len(polls) == 1  # of four layers
-    assert [len(result.numbers) for _, result in results] == [0, 0]
+    assert [(len(result.message.numbers), result.rows, result.cancelled) for result in results] == [
+        (0, 0, True)] * 2
     assert engine.counters["cancelled"] == 2
 
 
@@ -204,8 +205,8 @@ def test_taps_of_those_that_asked(model: Path, oracle: Oracle) -> None:
         assert alive is not None
         batch.append(alive)
     results = engine.compute(batch)
-    assert [[tap.layer for tap in taps] for taps, _ in results] == [[1, 2], [], [2]]
-    for (taps, _), book in zip(results, books, strict=True):
+    assert [[tap.layer for tap in result.taps] for result in results] == [[1, 2], [], [2]]
+    for (taps, *_), book in zip(results, books, strict=True):
         for tap in taps:
             truth = oracle.truth(book.paths[int(tap.numbers[0])]).layer_inputs[tap.layer]
             np.testing.assert_allclose(tap.hidden.array[0], truth.numpy(), atol=1e-4)

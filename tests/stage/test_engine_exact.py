@@ -152,7 +152,7 @@ def test_a_boundary_is_tapped_before_the_next_stage_begins(model: Path) -> None:
     boundary = chain[0].shard.layers[1]
     admitted = chain[0].admit(replace(book.text(TEXT), taps=(boundary,)))
     assert admitted is not None
-    taps, passed_on = chain[0].compute([admitted])[0]
+    taps, passed_on, *_ = chain[0].compute([admitted])[0]
     assert [tap.layer for tap in taps] == [boundary]
     assert isinstance(passed_on, Segment)
     assert passed_on.hidden is not None
@@ -178,7 +178,7 @@ def test_a_first_stage_without_layers_taps_the_embeddings(model: Path, oracle: O
     engine.open(Open(session=1, epoch=0, capacity=64))
     admitted = engine.admit(replace(book.text(TEXT), taps=(0, 4)))
     assert admitted is not None
-    (tap,), _ = engine.compute([admitted])[0]
+    (tap,), *_ = engine.compute([admitted])[0]
     assert tap.layer == 0
     expected = oracle.model.get_input_embeddings()(torch.tensor(TEXT))
     torch.testing.assert_close(to_torch(tap.hidden), expected)
@@ -208,7 +208,7 @@ def test_cancel_at_any_layer(model: Path, oracle: Oracle, polls: int) -> None:
         chain[0].cancel(Cancel(1, 0, (doomed.run,)))
     admitted = chain[0].admit(doomed)
     assert admitted is not None
-    _, passed_on = chain[0].compute([admitted], poll)[0]
+    _, passed_on, *_ = chain[0].compute([admitted], poll)[0]
     assert calls == polls
     assert passed_on.numbers.size == 0
     assert chain[0].counters["cancelled"] == 1

@@ -90,9 +90,9 @@ def test_reopened_while_a_segment_is_here(engine: StageEngine, oracle: Oracle, m
 
     if moment == "before":
         reopen()
-        _, output = engine.compute([admitted])[0]
+        _, output, *_ = engine.compute([admitted])[0]
     else:
-        _, output = engine.compute([admitted], poll=reopen)[0]
+        _, output, *_ = engine.compute([admitted], poll=reopen)[0]
     assert isinstance(output, Output)
     assert (output.epoch, len(output.numbers), output.hidden.array.shape) == (0, 0, (0, 32))
     assert held(engine) == []
@@ -113,7 +113,7 @@ def test_a_prune_between_layers_thins_what_is_passed_on(model: Path, oracle: Ora
     prune = book.prune()
     admitted = chain[0].admit(segment)
     assert admitted is not None
-    taps, passed_on = chain[0].compute([admitted], poll=lambda: chain[0].prune(prune))[0]
+    taps, passed_on, *_ = chain[0].compute([admitted], poll=lambda: chain[0].prune(prune))[0]
     assert isinstance(passed_on, Segment)
     assert passed_on.numbers.tolist() == taps[0].numbers.tolist() == [good]
     assert passed_on.hidden is not None
@@ -137,7 +137,7 @@ def test_a_prune_between_admit_and_compute(engine: StageEngine, oracle: Oracle) 
     assert admitted is not None
     book.given_up.add(bad)
     engine.prune(book.prune())
-    _, output = engine.compute([admitted])[0]
+    _, output, *_ = engine.compute([admitted])[0]
     assert isinstance(output, Output)
     assert output.numbers.tolist() == [good]
     assert_rows(output, book, oracle)

@@ -89,7 +89,7 @@ def test_a_cancel_counts_until_the_device_is_done(model: Path, cancel_at: int,
             engine.cancel(Cancel(1, 0, (admitted.run,)))
         polls.append(queue.done)
 
-    _, output = engine.compute([admitted], poll)[0]
+    _, output, *_ = engine.compute([admitted], poll)[0]
     full = [max(0, layer - AHEAD) for layer in range(LAYERS)] + [LAYERS, LAYERS + 1]
     assert isinstance(output, Output)
     if cancel_at < len(full):
@@ -119,7 +119,7 @@ def test_rows_pruned_while_the_device_is_waited_for_are_not_sent(model: Path,
         if queue.done == LAYERS + 1:
             engine.prune(Prune(1, 0, 0, lost, lost + 1, np.empty(0, np.int32)))
 
-    _, output = engine.compute([admitted], poll)[0]
+    _, output, *_ = engine.compute([admitted], poll)[0]
     assert output.numbers.tolist() == [kept]
     assert engine.cache_of(1) is not None
     assert engine.cache_of(1).numbers.tolist() == [0, 1, 2, kept]

@@ -70,7 +70,7 @@ def launches_of(shard: Shard, graphs: bool = False) -> Counter[str]:
         admitted = engine.admit(segment(run))
         assert admitted is not None
         with counting(fused_rms=kernels.fuses_rms_norm(shard.device)) as log:
-            [(_, result)] = engine.compute([admitted])
+            [(_, result, *_)] = engine.compute([admitted])
         assert result.hidden is not None
         assert np.isfinite(result.hidden.array.astype(np.float32)).all()
         assert {event.name for event in log.waits} <= {"event"}, log.waits

@@ -49,7 +49,7 @@ def opened(path: Path) -> StageEngine:
 def answer(engine: StageEngine, book: Book, tokens: list[int]) -> Output:
     admitted = engine.admit(book.text(tokens))
     assert admitted is not None
-    [(_, output)] = engine.compute([admitted])
+    [(_, output, *_)] = engine.compute([admitted])
     assert isinstance(output, Output)
     return output
 

@@ -10,11 +10,11 @@ from flowspec_edge.d0.core import DraftCore
 from flowspec_edge.d0.events import (
     Abandoned,
     Back,
+    Compute,
     Finish,
     Lost,
     Outgoing,
     Reported,
-    Run,
     Send,
     Wait,
     Worked,
@@ -103,15 +103,15 @@ class EventLoop:
         are read before the next work, which they may make less urgent."""
         while not isinstance(action := self.core.next(), Wait):
             self._do(action)
-            if isinstance(action, Run):
+            if isinstance(action, Compute):
                 return True
         return False
 
-    def _do(self, action: Send | Run | Finish) -> None:
+    def _do(self, action: Send | Compute | Finish) -> None:
         match action:
             case Send(messages):
                 self._send(messages)
-            case Run():
+            case Compute():
                 self._work(action)
             case Finish(session):
                 self._report(session)
@@ -126,7 +126,7 @@ class EventLoop:
             self._links.send(message)
         self._links.flush()
 
-    def _work(self, run: Run) -> None:
+    def _work(self, run: Compute) -> None:
         self._energy.work_for(*run.job.sessions)
         start, began = time.perf_counter(), time.monotonic()
         run.work()

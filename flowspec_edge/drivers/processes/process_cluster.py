@@ -87,13 +87,19 @@ class ProcessCluster:
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+        """:meth:`enqueue` a request; return its handle."""
+        handle = RequestHandle(request, on_tokens)
+        self.enqueue(handle)
+        return handle
+
+    def enqueue(self, handle: RequestHandle) -> None:
         """Queue a request, from any thread, and start the processes if none run; requests start oldest first.
         UsageError if the strategy exists in virtual time only; other errors come through the handle."""
-        require_pipelines([request.strategy])
+        require_pipelines([handle.request.strategy])
         if isinstance(self._place, BoardStages):
             self._place.refresh()
         self.start()
-        return self._enqueue(request, on_tokens)
+        self._submitted.append(handle)
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request. UsageError if it does not fit; PeerLost if a stage is lost for good, which ends
@@ -126,11 +132,6 @@ class ProcessCluster:
     def serve(self, stop: Callable[[], bool]) -> None:
         with self._driver:
             self._drive(stop)
-
-    def _enqueue(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        handle = RequestHandle(request, on_tokens)
-        self._submitted.append(handle)
-        return handle
 
     def _answer(self, handle: RequestHandle) -> Result:
         self._drive_or_wait(handle.done, [handle])
@@ -177,7 +178,9 @@ class ProcessCluster:
 
     def _run_alone(self, request: Request) -> Stats:
         assert self.running is not None
-        stats = self._answer(self._enqueue(request)).stats
+        handle = RequestHandle(request)
+        self._submitted.append(handle)
+        stats = self._answer(handle).stats
         self.running.core.pool.clear()
         return stats
 

@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -44,10 +44,19 @@ from flowspec_edge.messages import (
     Segment,
     Shutdown,
     Tap,
-    batch_of,
     parts_of,
 )
-from flowspec_edge.stage.core import Pass, StageCore
+from flowspec_edge.stage.core import (
+    Arrived,
+    Charged,
+    Emit,
+    Idle,
+    Outgoing,
+    Pass,
+    Passed,
+    Reject,
+    StageCore,
+)
 from flowspec_edge.transport import keys
 from flowspec_edge.transport.zmq_links import ZmqClientLink, ZmqLink, ZmqTransport
 
@@ -126,8 +135,7 @@ class Worker:
             self._notifier.ready(self._title)
             while True:
                 self._tick()
-                if (begun := self._next_pass()) is not None:
-                    self._work(begun)
+                self._step()
         except Stopped:
             return
         except KeyRefused as error:
@@ -150,60 +158,62 @@ class Worker:
                     continue
                 size = link.bytes_in - self._bytes_in  # since the last one: emulated links delay
                 self._bytes_in += size
-                self._core.arrive(segments, size, time.monotonic())
+                self._core.feed(Arrived(segments, size), time.monotonic())
         except PeerFault as error:
             self._fault = error
 
-    def _next_pass(self) -> Pass | None:
-        begun = None
+    def _step(self) -> None:
+        """Do what the core says. Results leave before anything is read, and the data link is read before a
+        pass and while there is nothing to do."""
         try:
-            self._read()
             if self._fault:
                 fault, self._fault = self._fault, None
                 raise fault
-            begun = self._core.next_pass()
-            if begun is None and (reason := self._core.overdue(time.monotonic())):
-                self._send_outgoing()
-                self._links.previous.reject(reason)
+            action = self._core.next(time.monotonic())
+            if isinstance(action, Reject):
+                self._links.previous.reject(action.reason)
         except (PeerFault, ProtocolError) as error:  # such as a gap: a segment before it was lost
             self._give_up(error)
-            self._send_outgoing()
-            return None
-        self._send_outgoing()
-        if begun is None and self._core.has_room:
-            self._sleep()
-        return begun
+            return
+        match action:
+            case Emit(messages):
+                self._emit(messages)
+            case Pass():
+                self._read()
+                self._work(action)
+            case Idle() if self._core.has_room:
+                self._sleep()
 
     def _work(self, begun: Pass) -> None:
         start = time.monotonic()
         self._energy.work_for(*(segment.session for segment in begun.segments))
         try:
-            self._core.compute(begun, self._tick)
+            begun.compute(self._tick)
             if self._charge:
                 self._wait_for(begun, self._charge, start)
         except (KeyRefused, OtherRelease, PeerLost):
             raise
         except FlowspecError as error:  # rows that contradict each other, or do not fit
             self._give_up(error)
-            self._send_outgoing()
-            return
+            if not begun.results:
+                return
         finally:
             self._energy.work_for()
         end = time.monotonic()
-        self._core.finish(begun, start, end, end)
-        self._send_outgoing()
+        self._core.feed(Passed(start, end), end)
 
     def _wait_for(self, begun: Pass, charge: Charge, start: float) -> None:
         """Wait until the emulated pass ends; a cancel may end it early."""
-        self._core.charge(begun, start, charge.seconds(begun.admitted_rows, begun.context))
+        seconds = charge.seconds(begun.admitted_rows, begun.context)
+        self._core.feed(Charged(start, seconds), time.monotonic())
         if all(begun.cancelled):
             return
         self._counters.add_late(max(0.0, time.monotonic() - begun.end), begun.segments)
         while (left := begun.end - time.monotonic()) > 0:
             self._tick(left)
 
-    def _send_outgoing(self) -> None:
-        for message in self._core.take_outgoing():
+    def _emit(self, messages: Sequence[Outgoing]) -> None:
+        for message in messages:
             match message:
                 case Computed():  # best effort, as all reports
                     self._links.control.send(replace(message, sent=round(time.monotonic() * 1e6)))
@@ -215,22 +225,12 @@ class Worker:
                     self._counters.add_bytes("bytes_out", self._links.next.bytes_out - before,
                                              parts_of(message))
 
-    def _send(self, link: ZmqClientLink, message: Message) -> None:
+    def _send(self, link: ZmqClientLink, message: Outgoing) -> None:
         """Send ``message``, without the data of ended sessions; serve control messages while the peer has no
         room."""
-        while (left := self._without_ended(message)) is not None and not link.send(left):
+        while (left := self._core.left_of(message)) is not None and not link.send(left):
             self._sleep(room=link)
             self._tick()
-
-    def _without_ended(self, message: Message) -> Message | None:
-        """None if nothing is left: a restarted peer would wait for the Open of an ended session."""
-        match message:
-            case Segment() | Output() | Tap():
-                return message if message.session in self._counters else None
-            case Batch(parts):
-                alive = [part for part in parts if part.session in self._counters]
-                return batch_of(alive) if alive else None
-        return message
 
     def _sleep(self, room: ZmqLink | None = None, computing_s: float = math.inf) -> None:
         """Wait for a message, for room on ``room``, or until the next heartbeat or check is due, and read the
@@ -271,18 +271,19 @@ class Worker:
             case Open():
                 if message.session not in self._counters:
                     self._check_order(message.session)
-                alone = self._core.receive(message, time.monotonic())
+                since = self._counters.since
+                self._core.feed(message, time.monotonic())
                 self._energy.open(message.session, self._counters.sessions)
-                if alone:
+                if self._counters.since != since:  # the first of the open sessions
                     self._open_at = time.monotonic()
                     self._disconnects = self._links.control.disconnects(), self._links.next.disconnects()
             case Close():
                 if message.session in self._counters:
                     self._status.send_session_report(message.session)
                     self._status.send_heartbeat()  # the totals, with the end of this session
-                self._core.receive(message, time.monotonic())
+                self._core.feed(message, time.monotonic())
             case Prune() | Cancel():
-                self._core.receive(message, time.monotonic())
+                self._core.feed(message, time.monotonic())
             case Shutdown():
                 log.info("V%d ends: %s", self._config.stage, message.reason)
                 raise Stopped
@@ -352,6 +353,6 @@ class Worker:
         log.warning("V%d abandons its sessions: %s", self._config.stage, reason)
         for session in self._counters.sessions:
             self._energy.close(session)
-            self._core.receive(Close(session), time.monotonic())
+            self._core.feed(Close(session), time.monotonic())
         if tell or self._links.control.disconnects() == self._disconnects[0]:
             self._status.send_failure(reason)

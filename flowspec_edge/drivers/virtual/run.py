@@ -13,11 +13,11 @@ from itertools import pairwise
 
 from flowspec_edge.d0.core import DraftCore
 from flowspec_edge.d0.events import (
+    Compute,
     Finish,
     Learned,
     Outgoing,
     Reported,
-    Run,
     Send,
     Shown,
     Submitted,
@@ -142,14 +142,14 @@ class VirtualRun:
             match action:
                 case Send(messages):
                     self._send(messages)
-                case Run():
+                case Compute():
                     end = self._clock.now + self._devices.job_seconds(action.job)
                     self._spans.append(self._span(action.job, end))
                     self._clock.at(end, partial(self._complete, action, self._clock.now))
                 case Finish():
                     raise AssertionError("the figures of virtual stages come with the Close")
 
-    def _complete(self, run: Run, start: float) -> None:
+    def _complete(self, run: Compute, start: float) -> None:
         run.work()
         self._core.feed(Worked(start, self._clock.now))
         self._pump()
@@ -198,7 +198,7 @@ class VirtualRun:
             self._core.feed(Reported(closing.session, stats, self._devices.slot_seconds(segment)))
 
     def _stage_stats(self, traffic: _Traffic, session: int, index: int) -> dict[str, float]:
-        work = self._stages[index].work[session]
+        work = self._stages[index].work(session)
         counters = self._stages[index].core.engine.counters_of(session)
         experts = {name: counters[name] for name in ("experts", "experts_independent") if counters[name]}
         return {"compute_s": work.compute_s,

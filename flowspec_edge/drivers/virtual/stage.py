@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowspec_edge.drivers.virtual.clock import EventClock, Span
 from flowspec_edge.drivers.virtual.devices import StageSeconds
 from flowspec_edge.messages import Batch, Cancel, Close, Open, Prune, Segment, parts_of
-from flowspec_edge.stage.core import Outgoing, Pass, StageCore
+from flowspec_edge.stage.core import (
+    Arrived,
+    Charged,
+    Emit,
+    Idle,
+    Outgoing,
+    Pass,
+    Passed,
+    Reject,
+    StageCore,
+)
 from flowspec_edge.stage.engine import StageEngine
 
 
@@ -22,8 +32,6 @@ class SessionWork:
 
 
 class VirtualStage:
-    """``work``: by session."""
-
     def __init__(self, index: int, clock: EventClock, engine: StageEngine,
                  seconds: StageSeconds, layers: float, send: Callable[[Outgoing], None],
                  spans: list[Span]) -> None:
@@ -34,7 +42,7 @@ class VirtualStage:
         spans    the stage appends its busy spans
         """
         self.core = StageCore(engine, index, layers=layers)
-        self.work: defaultdict[int, SessionWork] = defaultdict(SessionWork)
+        self._work: defaultdict[int, SessionWork] = defaultdict(SessionWork)
         self._index = index
         self._engine = engine
         self._clock = clock
@@ -43,58 +51,60 @@ class VirtualStage:
         self._spans = spans
         self._running: Pass | None = None
 
+    def work(self, session: int) -> SessionWork:
+        """What the stage has done for a session; a running pass counts with what is cancelled already."""
+        running, found = self._running, self._work[session]
+        cancelled = sum(gone and segment.session == session for segment, gone in
+                        zip(running.segments, running.cancelled, strict=True)) if running else 0
+        return replace(found, cancelled=found.cancelled + cancelled)
+
     def receive(self, message: Segment | Batch | Open | Prune | Cancel | Close) -> None:
         if isinstance(message, Segment | Batch):
             segments = [part for part in parts_of(message) if isinstance(part, Segment)]
-            self.core.arrive(segments, 0, self._clock.now)
-            self._start()
+            self.core.feed(Arrived(segments, 0), self._clock.now)
+            self._pump()
             return
         running = self._running
-        end, cancelled = (running.end, list(running.cancelled)) if running else (0.0, [])
-        self.core.receive(message, self._clock.now)
-        if running:
-            self._count_cancelled(running, cancelled)
-            if running.end != end:
-                self._clock.at(max(running.end, self._clock.now), lambda: self._finish(running))
+        end = running.end if running else 0.0
+        self.core.feed(message, self._clock.now)
+        if running and running.end != end:
+            self._clock.at(max(running.end, self._clock.now), lambda: self._finish(running))
 
-    def _start(self) -> None:
-        if self._running:
-            return
-        begun = self.core.next_pass()
-        self._flush()
-        if begun is None:
-            return
+    def _pump(self) -> None:
+        """Do what the core says, until a pass is over or a segment comes."""
+        while self._running is None and not isinstance(action := self.core.next(self._clock.now), Idle):
+            match action:
+                case Emit(messages):
+                    for message in messages:
+                        self._send(message)
+                case Pass():
+                    self._begin(action)
+                case Reject(reason):
+                    raise AssertionError(f"every Open comes before its segments here: {reason}")
+
+    def _begin(self, begun: Pass) -> None:
         # Compute now and charge the time: no message that arrives meanwhile changes the result, because
         # hints never change what a live row sees.
-        self.core.compute(begun)
-        self.core.charge(begun, self._clock.now, self._seconds(
-            begun.admitted_rows, begun.context, self._engine.correlation(sum(begun.rows))))
-        self._count_cancelled(begun, [False] * len(begun.segments))
+        begun.compute(lambda: None)
+        self.core.feed(Charged(self._clock.now, self._seconds(
+            begun.admitted_rows, begun.context, self._engine.correlation(begun.computed_rows))),
+            self._clock.now)
         self._running = begun
         self._clock.at(begun.end, lambda: self._finish(begun))
-
-    def _count_cancelled(self, begun: Pass, before: list[bool]) -> None:
-        for segment, now, then in zip(begun.segments, begun.cancelled, before, strict=True):
-            self.work[segment.session].cancelled += now > then
 
     def _finish(self, begun: Pass) -> None:
         if self._running is not begun:
             return  # it was cut short, and has ended already
         self._running = None
-        self.core.finish(begun, begun.start, begun.end, self._clock.now)
-        for segment, rows, cancelled in zip(begun.segments, begun.rows, begun.cancelled, strict=True):
-            work = self.work[segment.session]
+        self.core.feed(Passed(begun.start, begun.end), self._clock.now)
+        for segment, result in zip(begun.segments, begun.results, strict=True):
+            work = self._work[segment.session]
             work.compute_s += begun.end - begun.start
-            if not cancelled:
-                work.rows += rows
-                work.segments += rows > 0
+            work.rows += result.rows
+            work.segments += result.rows > 0
+            work.cancelled += result.cancelled
         if begun.end > begun.start:
             self._spans.append(Span(self._index, "compute", begun.start, begun.end, begun.segments[0].run,
                                     sum(len(segment.numbers) for segment in begun.segments),
                                     all(begun.cancelled), begun.segments[0].session))
-        self._flush()
-        self._start()
-
-    def _flush(self) -> None:
-        for message in self.core.take_outgoing():
-            self._send(message)
+        self._pump()

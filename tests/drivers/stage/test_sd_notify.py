@@ -13,7 +13,7 @@ from kits.worker_thread import PATIENCE, HeldEngine, Start, segment
 
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.messages import Cancel, Open, Segment, Shutdown
-from flowspec_edge.stage.engine import Results
+from flowspec_edge.stage.engine import SegmentResult
 
 QUICK = "4000"  # µs of the watchdog
 
@@ -84,7 +84,7 @@ class Stuck(HeldEngine):
         super().__init__()
         self.may_end = threading.Event()
 
-    def compute(self, admitted: Sequence[Segment], poll: Callable[[], None] | None = None) -> list[Results]:
+    def compute(self, admitted: Sequence[Segment], poll: Callable[[], None] | None = None) -> list[SegmentResult]:
         self.started.set()
         assert self.may_end.wait(PATIENCE)
         return super().compute(admitted, poll)

@@ -10,26 +10,49 @@ from hypothesis import strategies as st
 from kits.worker_thread import PATIENCE, HeldEngine, Stage, Start, segment
 
 from flowspec_edge.messages import Cancel, Credit, Failed, Heartbeat, Open, Segment
-from flowspec_edge.stage.core import QUEUED, StageCore
+from flowspec_edge.stage.core import (
+    QUEUED,
+    Arrived,
+    Emit,
+    Idle,
+    Outgoing,
+    Pass,
+    Passed,
+    Reject,
+    StageCore,
+)
 from flowspec_edge.stage.engine import StageEngine
 
 
 class Reader:
-    """A stage's queue, over an engine that computes nothing."""
+    """A stage's queue, over an engine that computes nothing. ``emitted``, ``rejected``: so far."""
 
     def __init__(self, within_s: float = PATIENCE) -> None:
-        self.core = StageCore(HeldEngine(), open_within_s=within_s)
+        self.engine = HeldEngine()
+        self.core = StageCore(self.engine, open_within_s=within_s)
+        self.emitted: list[Outgoing] = []
+        self.rejected: list[str] = []
 
     def open(self, session: int, among: Iterable[int]) -> None:
-        self.core.receive(Open(session, 0, 64, concurrent=tuple(among)), 0.0)
+        self.core.feed(Open(session, 0, 64, concurrent=tuple(among)), 0.0)
 
     def give(self, *segments: Segment, now: float = 0.0) -> None:
-        self.core.arrive(segments, 0, now)
+        self.core.feed(Arrived(segments, 0), now)
 
-    def take_all(self) -> list[Sequence[Segment]]:
+    def take_all(self, now: float = 0.0) -> list[Sequence[Segment]]:
+        """The messages that are computed, each in a pass that is cancelled at once."""
         taken: list[Sequence[Segment]] = []
-        while (begun := self.core.next_pass()) is not None:
-            taken.append(begun.received)
+        while not isinstance(action := self.core.next(now), Idle):
+            match action:
+                case Emit(messages):
+                    self.emitted += messages
+                case Reject(reason):
+                    self.rejected.append(reason)
+                case Pass():
+                    taken.append(action.received)
+                    self.engine.calls += [Cancel(part.session, 0, (part.run,)) for part in action.segments]
+                    action.compute(lambda: None)
+                    self.core.feed(Passed(now, now), now)
         return taken
 
 
@@ -73,8 +96,8 @@ def test_a_sessions_segments_keep_their_order_and_none_is_lost(script: list[set[
     for session in runs:
         own = [run for message in taken for which, run in message if which == session]
         assert own == sorted(own)
-    assert reader.core.take_outgoing() == []
-    assert reader.core.overdue(PATIENCE) == ""
+    assert reader.take_all(PATIENCE) == []
+    assert reader.rejected == []
 
 
 def test_other_sessions_pass_segments_that_wait_for_their_open(start: Start, real: StageEngine) -> None:
@@ -95,20 +118,23 @@ def test_segments_of_unknown_sessions_make_room_for_others() -> None:
         reader.give(segment(0, session=number))
     assert not reader.core.has_room
     assert reader.take_all() == []
-    assert f"session 2, but no Open for it while {QUEUED} messages came" in reader.core.overdue(0.0)
-    assert reader.core.overdue(0.0) == ""
+    [reason] = reader.rejected
+    assert f"session 2, but no Open for it while {QUEUED} messages came" in reason
+    assert reader.emitted == [Credit(2, 0, 0)]
     reader.give(segment(0, session=1))
     assert [part.session for segments in reader.take_all() for part in segments] == [1]
-    assert reader.core.take_outgoing() == [Credit(2, 0, 0)]
+    assert len(reader.rejected) == 1
 
 
 def test_segments_do_not_wait_for_ever() -> None:
     reader = Reader(within_s=3.0)
     for session, now in ((4, 1.0), (5, 2.0)):
         reader.give(segment(0, session=session), now=now)
-    assert reader.core.overdue(4.0) == ""
-    assert "session 4, but no Open for it within 3 s" in reader.core.overdue(4.1)
-    assert reader.core.overdue(4.1) == ""
+    assert reader.take_all(4.0) == []
+    assert reader.rejected == []
+    assert reader.take_all(4.1) == []
+    [reason] = reader.rejected
+    assert "session 4, but no Open for it within 3 s" in reason
     reader.open(5, ())
     assert [part.session for segments in reader.take_all() for part in segments] == [5]
 

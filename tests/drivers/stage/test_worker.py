@@ -32,7 +32,7 @@ from flowspec_edge.messages import (
     SessionReport,
     Shutdown,
 )
-from flowspec_edge.stage.engine import Poll, Results, StageEngine
+from flowspec_edge.stage.engine import Poll, SegmentResult, StageEngine
 
 
 def test_a_stage_greets_computes_and_reports(start: Start, real: StageEngine) -> None:
@@ -107,7 +107,7 @@ def test_a_session_that_ends_within_a_segment(start: Start, real: StageEngine) -
     class Ending(StageEngine):
         """D0 closes the session while its second segment is computed."""
 
-        def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[Results]:
+        def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[SegmentResult]:
             if admitted[0].run == 1:
                 stage.tell(Close(1))
                 until_closed(poll)

@@ -87,7 +87,7 @@ def test_a_cancel_costs_the_layer_that_it_comes_in(eight_layers: Path) -> None:
     assert [(m.run, len(m.numbers)) for m in sent if isinstance(m, Output)] == [
         (0, 1), (1, 0), (2, 0), (3, 1)]
     assert [m.run for m in sent if isinstance(m, Credit)] == [0, 1, 2, 3]
-    work = stage.work[0]
+    work = stage.work(0)
     assert (work.cancelled, work.compute_s, work.segments, work.rows) == (2, 18, 2, 2)
 
 

@@ -23,8 +23,7 @@ from flowspec_edge.lab.emulation.emulator import emulated
 from flowspec_edge.lab.emulation.links import EmulatedTransport
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.messages import Cancel, Close, Credit, Open, Output, Payload, Prune, Segment
-from flowspec_edge.stage.core import Pass, StageCore
-from flowspec_edge.stage.engine import Poll
+from flowspec_edge.stage.core import Arrived, Charged, Emit, Pass, Passed, StageCore
 
 PAPER = load_profile("paper-7b")
 PATIENCE = 60.0
@@ -64,22 +63,24 @@ class Ticks:
 def emulated_core(tiny_model: Path) -> StageCore:
     [engine] = engines(tiny_model / "target", 1)
     core = StageCore(engine, layers=5)
-    core.receive(Open(1, 0, 64), 0.0)  # the engine has it
+    core.feed(Open(1, 0, 64), 0.0)  # the engine has it
     return core
 
 
-def run(core: StageCore, ticks: Ticks, segment: Segment, poll: Poll | None = None) -> tuple[Pass, Output]:
+def run(core: StageCore, ticks: Ticks, segment: Segment) -> tuple[Pass, Output]:
     """As the worker does: compute, then wait with the clock of ``ticks`` until the profile's time is over."""
-    core.arrive([segment], 0, 0.0)
-    begun = core.next_pass()
-    assert begun is not None
+    core.feed(Arrived([segment], 0), 0.0)
+    begun = core.next(0.0)
+    assert isinstance(begun, Pass)
     start = ticks.now
-    core.compute(begun, poll)
-    core.charge(begun, start, 0.1 * begun.admitted_rows + 0.001 * begun.context)
+    begun.compute(ticks.poll)
+    core.feed(Charged(start, 0.1 * begun.admitted_rows + 0.001 * begun.context), ticks.now)
     while begun.end > ticks.now + 1e-9:
         ticks.poll(begun.end - ticks.now)
-    core.finish(begun, start, ticks.now, ticks.now)
-    [output] = [message for message in core.take_outgoing() if isinstance(message, Output)]
+    core.feed(Passed(start, ticks.now), ticks.now)
+    results = core.next(ticks.now)
+    assert isinstance(results, Emit)
+    [output] = [message for message in results.messages if isinstance(message, Output)]
     return begun, output
 
 
@@ -98,8 +99,8 @@ def test_a_cancelled_run_ends_with_the_layer_that_it_is_in(tiny_model: Path, end
     ticks, book, core = Ticks(), Book(), emulated_core(tiny_model)
     segment = book.text(range(5))  # five layers of 0.1 s
     message = Cancel(1, 0, (segment.run,)) if ends == "cancel" else Close(1)
-    ticks.at[20] = lambda: core.receive(message, ticks.now)  # after 0.21 s
-    ticks.at[5] = lambda: core.receive(Cancel(1, 0, (segment.run + 7,)), ticks.now)  # another's
+    ticks.at[20] = lambda: core.feed(message, ticks.now)  # after 0.21 s
+    ticks.at[5] = lambda: core.feed(Cancel(1, 0, (segment.run + 7,)), ticks.now)  # another's
     _, output = run(core, ticks, segment)
     assert ticks.now == pytest.approx(0.3)
     assert len(output.numbers) == 0
@@ -108,7 +109,7 @@ def test_a_cancelled_run_ends_with_the_layer_that_it_is_in(tiny_model: Path, end
 def test_a_run_cancelled_before_it_began_takes_no_time(tiny_model: Path) -> None:
     ticks, book, core = Ticks(), Book(), emulated_core(tiny_model)
     segment = book.text(range(5))
-    core.receive(Cancel(1, 0, (segment.run,)), 0.0)
+    core.feed(Cancel(1, 0, (segment.run,)), 0.0)
     begun, output = run(core, ticks, segment)
     assert (ticks.now, len(output.numbers), begun.cancelled) == (0.0, 0, [True])
 
