@@ -115,7 +115,7 @@ def _shown(value: Any) -> str:
 
 
 def load_config(directory: Path, quantised: bool = False) -> Any:
-    """config.json as transformers reads it; UsageError if it is missing or stages cannot run the model.
+    """Read config.json as transformers does; UsageError if it is missing or stages cannot run the model.
 
     ``quantised`` accepts AWQ and GPTQ checkpoints, which must be sharded before a stage loads them.
     """
@@ -152,7 +152,7 @@ def _without_storage_dtype(config: Any) -> None:
 
 
 def parse_config(fields: Mapping[str, Any], origin: str) -> Any:
-    """transformers' configuration from the ``fields`` of a config.json; errors as for :func:`load_config`."""
+    """Make transformers' configuration of the ``fields`` of a config.json; errors as for :func:`load_config`."""
     from transformers import AutoConfig  # slow to import
 
     config = AutoConfig.for_model(**text_config(fields))

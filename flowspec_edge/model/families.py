@@ -113,19 +113,19 @@ UNKNOWN = Family("", layer="")  # one that stages cannot run
 
 
 def family_of(config: Any) -> Family:
-    """The family of transformers' configuration, or of a config.json's fields: of those that stages cannot
-    run, a record without anything of its own."""
+    """Find the family of transformers' configuration, or of a config.json's fields; ``UNKNOWN`` if stages cannot run
+    it."""
     name = config.get("model_type") if isinstance(config, Mapping) else config.model_type
     return FAMILIES.get(name, UNKNOWN) if isinstance(name, str) else UNKNOWN
 
 
 def with_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a language model's config.json, and transformers' defaults for those it leaves out."""
+    """Complete the fields of a language model's config.json with transformers' defaults."""
     return {**family_of(config).defaults, **config}
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a multimodal model, the fields of its language model; else ``config``."""
+    """Return the fields of a multimodal model's language model; of another model, ``config``."""
     inner, family = config.get("text_config"), config.get("model_type")
     if not isinstance(family, str) or family not in MULTIMODAL or not isinstance(inner, dict):
         return dict(config)

@@ -210,7 +210,7 @@ class OpenPart:
 
 
 def opened(model: OpenModel | Path | str) -> OpenModel:
-    """A model that may be opened already."""
+    """Open a model, unless it is open already."""
     return model if isinstance(model, OpenModel) else OpenModel(Path(model))
 
 

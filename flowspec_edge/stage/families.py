@@ -35,8 +35,8 @@ def skeleton(config: Any) -> Any:
 
 
 def few_launches(family: Family) -> Callable[[nn.Module], nn.Module]:
-    """What makes a loaded layer of a family compute in few kernel launches, and returns it; the family's
-    record names it (``Family.layer``)."""
+    """Import what makes a loaded layer of a family compute in few kernel launches (``Family.layer``), and returns
+    the layer."""
     module, _, name = family.layer.partition(":")
     found: Callable[[nn.Module], nn.Module] = getattr(import_module(module), name)
     return found

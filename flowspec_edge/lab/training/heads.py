@@ -73,10 +73,10 @@ class TextTokens(Protocol):
     """How often the training text has each token."""
 
     def most_frequent(self, size: int) -> Tensor:
-        """The ids of the ``size`` most frequent tokens, ascending: int64 [size]; fewer if there are fewer."""
+        """Return the ids of the ``size`` most frequent tokens, ascending: int64 [size]; fewer if there are fewer."""
 
     def rarest(self) -> int:
-        """The last of those tokens that the text has least often."""
+        """Return the last of those tokens that the text has least often."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class HeadTrainer:
 
 
 def trainer_of(kind: str) -> HeadTrainer:
-    """Of one of ``draft_kinds.TRAINED``."""
+    """Import the trainer of a kind of ``draft_kinds.TRAINED``."""
     module, _, name = DRAFT_KINDS[kind].trainer.partition(":")
     found: HeadTrainer = getattr(import_module(module), name)
     return found

@@ -167,7 +167,7 @@ def _drafted(model: OpenModel, kind: str, requested: int | None) -> int | None:
 
 
 def _having(what: Callable[[HeadTrainer], object]) -> str:
-    """The kinds whose trainers have it."""
+    """List the kinds whose trainers have it."""
     return " and ".join(kind.name for kind in TRAINED if what(trainer_of(kind.name)))
 
 

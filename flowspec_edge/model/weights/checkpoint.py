@@ -80,13 +80,13 @@ class Checkpoint:
         return {name: self.file_of(name).info(name) for name in names}
 
     def lazy(self, names: Iterable[str]) -> dict[str, StoredTensor]:
-        """As :meth:`stored`, with what reads each."""
+        """Describe the named tensors, with what reads each; reads only the files' headers."""
         return {name: StoredTensor(info.shape, partial(self.file_of(name).read, name))
                 for name, info in self.stored(names).items()}
 
     def table(self, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
               ) -> EmbeddingTable | None:
-        """Embeddings of ``shape``, whose rows stay in the file; None if that is not a safetensors file."""
+        """Open embeddings of ``shape`` whose rows stay in the file; None if that is not a safetensors file."""
         file = self.file_of(name)
         if not isinstance(file, SafetensorsFile):
             return None
