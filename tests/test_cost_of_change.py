@@ -83,7 +83,7 @@ assert "dummy" in {row["strategy"] for row in [bench(model, "--strategies", "dum
             "class DummyFormat(Eagle2Format):\n    pass\n\n\nFORMAT = DummyFormat()\n"),
         "model/draft_kinds.py": replaced(
             _RECORDS, _RECORDS + '    DraftKind("dummy", "dummy", "dummy head", '
-            '"flowspec_edge.drafting.eagle.dummy", (0, 32)),\n'),
+            '"flowspec_edge.drafting.eagle.dummy", (0, 32), files_of="eagle2"),\n'),
     }, 3, _BENCH + """
 own = out / "own"
 own.mkdir()
