@@ -347,6 +347,12 @@ def test_the_index_of_experiments_has_every_entry_newest_first() -> None:
     assert [date for date, _ in rows] == sorted((date for date, _ in rows), reverse=True)
 
 
+def test_no_document_is_empty() -> None:
+    files = [ROOT / name for name in subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()]
+    assert_none([str(path) for path in files or ROOT.glob("*.md") if not path.read_text(encoding="utf-8").strip()])
+
+
 def test_top_level_of_the_repository() -> None:
     listed = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True, check=False)
     if listed.returncode:
