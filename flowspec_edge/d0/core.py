@@ -69,7 +69,7 @@ MakeDraftSession = Callable[[RequestHandle, int, DraftSession | None], DraftSess
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request from its arrival on. ``bytes``: of its messages, those that no stage counts."""
+    """A request from its arrival on. ``bytes``: of those of its messages that no stage counts."""
 
     handle: RequestHandle
     state: RequestState = RequestState.QUEUED
@@ -173,6 +173,10 @@ class DraftCore:
     def find(self, session: int) -> ActiveRequest | None:
         return next((request for request in self._in_state(RequestState.OPEN, RequestState.CLOSING)
                      if request.session == session), None)
+
+    def _open_request(self, session: int) -> ActiveRequest | None:
+        request = self.find(session)
+        return request if request is not None and request.state is RequestState.OPEN else None
 
     def _in_state(self, *states: RequestState) -> list[ActiveRequest]:
         return [request for request in self._requests if request.state in states]
@@ -314,11 +318,12 @@ class DraftCore:
     # ---- D0's work -----------------------------------------------------------------------------
 
     def _do_work(self) -> None:
-        """Do the job, without requests that have ended."""
+        """Do the job, without requests that are not open any more: a request may be cancelled after its work
+        was chosen, while a segment goes ahead of it."""
         work = self._work
         if work is None:  # stages were lost meanwhile
             return
-        left = work.job.without([n for n in work.job.sessions if self.find(n) is None])
+        left = work.job.without([n for n in work.job.sessions if self._open_request(n) is None])
         if left is not None:
             failures = left.complete()
             self._failures += failures
@@ -333,8 +338,9 @@ class DraftCore:
         if work.done is not None:
             self._observer.worked(work.done, event.start, event.end)
         for draft_session, _ in work.done.parts if work.done else ():
-            request = self.find(draft_session.builder.session)
-            assert request is not None
+            request = self._open_request(draft_session.builder.session)
+            if request is None:  # it was cancelled while D0 worked
+                continue
             request.overrun_s += event.late_s
             self._deliver(request)
             if draft_session.finished:
@@ -356,9 +362,7 @@ class DraftCore:
     def _receive(self, message: Output | Credit | Tap) -> None:
         self._observer.arrived(message, self._clock())
         if not self._scheduler.receive(message):
-            request = self.find(message.session)
-            is_open = request is not None and request.state is RequestState.OPEN
-            self._observer.dropped("stale" if is_open else "session", 1)
+            self._observer.dropped("stale" if self._open_request(message.session) else "session", 1)
 
     def _show(self, times: Computed) -> None:
         request = self.find(times.session)

@@ -101,7 +101,7 @@ def test_stages_on_a_board_that_hangs_say_so(boards: ssh_boards.Boards, monkeypa
     stages = SshBoards(boards.inventory, "/model")
     with boards.shell(1, "exec sleep 1000"):
         try:
-            watch = stages.connect("pipeline").watch
+            watch = stages.connect().watch
             client = stages._stages[0].client
             with pytest.raises(subprocess.TimeoutExpired):
                 client.wait(2.0)  # the limit is 1 s

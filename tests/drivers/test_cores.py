@@ -121,6 +121,35 @@ def test_what_one_callback_raises_ends_its_request_alone(tiny_model: Path) -> No
     assert second.result(0).tokens == plain(tiny_model, tuple(PROMPTS[1]), 0.0)
 
 
+@pytest.mark.parametrize("done", [False, True], ids=["before its work", "after its work"])
+@pytest.mark.parametrize("nth", [0, 2, 5])
+def test_a_request_that_is_cancelled_while_the_driver_has_its_work_ends_once(tiny_model: Path, nth: int, done: bool
+                                                                             ) -> None:
+    """A driver may ask on between Compute and Worked, as one on an event queue does, and then learns of the end."""
+    pipeline, seen = Pipeline(tiny_model, Draw([])), 0
+    handle = RequestHandle(request(0, "flowspec", 0.0))
+    pipeline.start(handle)
+    while pipeline.core.busy:
+        pipeline.run(lambda: pipeline.work is not None or not pipeline.core.busy)
+        if (action := pipeline.work) is None:
+            break
+        pipeline.work = None
+        if done:
+            action.work()
+        if seen == nth:
+            handle.cancel()
+            pipeline.carry_out()
+        if not done:
+            action.work()
+        seen += 1
+        pipeline.core.feed(Worked(pipeline.now, pipeline.now))
+        pipeline.carry_out()
+    result = handle.result(0)
+    assert seen > nth
+    assert result.tokens == plain(tiny_model, tuple(PROMPTS[0]), 0.0)[:len(result.tokens)]
+    assert pipeline.core.sessions == ()
+
+
 def test_a_next_turn_takes_over_the_rows_of_the_one_before(tiny_model: Path) -> None:
     pipeline = Pipeline(tiny_model, Draw([]))
     first = RequestHandle(request(1, "flowspec", 0.0))

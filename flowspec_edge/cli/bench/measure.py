@@ -115,9 +115,6 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
         if clock.profile is not None:
             clock.profile.check_stages(stages)
         require_runnable(names, model, at_value, clock.clock, stages)
-    if left_out:
-        print(f"flowspec: note: {' and '.join(left_out)} exist in virtual time only, and are left out",
-              file=sys.stderr)
     if inventory is None:
         processes = clock.processes(max(stages for _, stages in points))
         options = replace(options, device=device_of(options.device, model, dtype, processes=processes))
@@ -136,6 +133,9 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
         if options.out is not None:
             saved(options.out, partial(results.save, options.out))
 
+    if left_out:
+        print(f"flowspec: note: {' and '.join(left_out)} exist in virtual time only, and are left out",
+              file=sys.stderr)
     total = steps(results, plans)
     results.complete = results.complete or not total
     if not total:

@@ -124,11 +124,11 @@ class WorkerProcesses:
                 self._kill(stage)
 
     def exited(self, within: float = 0.0) -> str | None:
-        """Wait up to ``within`` seconds for a worker to end; return the reason of the first one, or None.
-        Meanwhile another fork server is started if it has ended."""
+        """Wait up to ``within`` seconds for a worker to end, also if there is none; return the reason of the first
+        one, or None. Meanwhile another fork server is started if it has ended."""
         tend()
         deadline = time.monotonic() + within
-        while self._workers and not self.ended() and time.monotonic() < deadline:
+        while not self.ended() and time.monotonic() < deadline:
             time.sleep(_POLL_S)  # polled: workers may be forks or programs, which have no common handle
         return next(iter(self.ended().values()), None)
 
