@@ -15,7 +15,7 @@ from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 
 FinishReason = Literal["stop", "length", "cancelled"]
-SchedulingPolicy = Literal["fair", "fcfs"]  # how requests share a batch: ``scheduling.row_shares``
+SchedulingPolicy = Literal["fair", "fcfs"]  # how requests share a batch: ``d0.row_shares``
 OnTokens = Callable[[list[int]], None]
 
 

@@ -235,7 +235,7 @@ class DraftSession:
         self._taps.clear()
 
     def complete(self, task: Task) -> None:
-        """Do a task of this request alone (``scheduling.jobs``: of several together)."""
+        """Do a task of this request alone (``d0.jobs``: of several together)."""
         if isinstance(task, Verify):
             states, verified = self.begin(task)
             verified(self.head.logits(states))

@@ -35,7 +35,7 @@ class DraftKind:
     in_target       of a layer of the target's own checkpoint, how the names of its tensors begin; "": it has
                     files of its own
     looks_up_target its embeddings are always the target's
-    bound           to the one strategy that drafts with it, which drafts with nothing else
+    bound           one strategy alone uses it, and that strategy uses no other
     inner_states    needs states from within the target, which a pipeline's stages alone send
     shares_memory   its caches and recorded passes live in memory that is allocated at the start
     charged_as      the measured time of ``DraftCost`` that a pass takes ``passes`` times; "": it takes none

@@ -25,8 +25,8 @@ CacheBits = Literal["16bit", "int8"]  # of the stages' keys and values; 16bit: t
 Bytes = Annotated[int, Field(ge=0)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
-# Layers with a window hold so many rows more than it, to cut a text that much shorter, and at most as many
-# again, so that rows seldom move.
+# A layer with a window keeps so many rows besides it, so that a text can be cut that much shorter, and up to as
+# many again before it moves its rows together.
 WINDOW_SLACK = 64
 SESSIONS = 2  # that stages hold, for each request at once: its own, and a retained prefix
 

@@ -66,8 +66,8 @@ _NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
 
 class StageEngine:
     def __init__(self, shard: Shard, cache_rows: int = 0, requests: int = 0, tentative: int = 0) -> None:
-        """``cache_rows``: for which memory is allocated now, instead of when sessions need it, for so many
-        requests as ``CacheKind.reserved`` says.  FlowspecError if it does not suffice."""
+        """``cache_rows``: rows to allocate now (``CacheKind.reserved``); 0 allocates when sessions need it.
+        FlowspecError if the memory does not suffice."""
         self.shard = shard
         rows_of = {kind: kind.reserved(cache_rows, requests, tentative) for kind in shard.layers_of_kinds}
         nbytes = sum(kind.row_bytes(shard.dtype.itemsize) * rows_of[kind] for kind in shard.kinds)

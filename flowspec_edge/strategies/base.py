@@ -105,7 +105,7 @@ class Strategy(ABC):
 
     @property
     def allows_early_send(self) -> bool:
-        """Whether a segment may wait at a busy first stage (``draft_device.scheduling.scheduler``)."""
+        """Whether a segment may wait at a busy first stage (``d0.scheduler``)."""
         return False
 
     @property

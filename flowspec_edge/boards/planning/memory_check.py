@@ -80,7 +80,7 @@ class MemoryCheck:
 
 def check_parts(manifest: Manifest, cluster: ClusterSettings, concurrency: int, stages: Stages,
                 profiles: Mapping[str, Profile]) -> None:
-    """:meth:`MemoryCheck.check` for a sharded model."""
+    """As :meth:`MemoryCheck.check`, of the stages of a sharded model; D0's live memory is checked with the board's."""
     from flowspec_edge.d0.capacity import cache_rows, tentative_rows
     from flowspec_edge.strategies.params import Params
 

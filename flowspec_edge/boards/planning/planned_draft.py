@@ -1,4 +1,7 @@
-"""What a plan drafts with: one decision, from which memory on D0, seconds of a pass and every word follow."""
+"""Choose the draft model that a plan assumes.
+
+Its memory is counted in ``model_size``, its pass is charged here and in ``draft_turn``, and every text names it.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +78,7 @@ def level_seconds(d0: Profile, kind: DraftKind, nodes: int) -> float:
 
 
 def charged_as(d0: Profile, planned: DraftKind, simulated: str) -> Profile:
-    """``d0`` with such a pass time that a level drafted with ``simulated`` takes what ``planned`` takes."""
+    """Return a copy of ``d0`` whose pass time makes ``simulated`` draft as slowly as ``planned`` would."""
     if simulated in (planned.name, NGRAM.name, OWN):
         return d0
     launches = d0.launch.of_pass(simulated)[1] * d0.launch.us * 1e-6 if d0.launch else 0.0

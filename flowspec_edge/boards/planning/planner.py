@@ -112,8 +112,8 @@ class PipelinePlan:
     d0: CandidateBoard
     stages: tuple[PlannedStage, ...]
     left_out: tuple[tuple[CandidateBoard, str], ...]  # (board, reason)
-    slowest: float  # seconds: objective 1
-    latency: float  # seconds: objective 2
+    slowest: float  # seconds: objective 2
+    latency: float  # seconds: objective 3
 
     @property
     def link_bound(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a machine's system is set up: the rules that only the doctor has (``checks.CHECKS``)."""
+"""The rules on how a machine's system is set up; ``checks.CHECKS`` says who shows them."""
 
 from __future__ import annotations
 

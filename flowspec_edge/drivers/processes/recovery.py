@@ -1,6 +1,7 @@
 """Recovery after a lost stage: restart the processes started here, and wait until all stages are back.
 
-A stage is back when it has said Hello and a heartbeat after the loss says that it can reach the next device.
+A stage is back when it has said Hello, perhaps before the loss, and a heartbeat after the loss says that it can
+reach the next device.
 Processes started here that are silent or have ended are restarted. Stages on other machines are restarted by
 their service manager, or reconnect.
 """

@@ -65,7 +65,7 @@ class LayerCache(Protocol):
         goes; no more rows than these are text yet.  ProtocolError if that is gone already."""
 
     def fill(self, rows: int) -> None:
-        """An empty cache as a text of ``rows`` rows leaves it, which are zeros."""
+        """Make an empty cache look as if it held a text of ``rows`` rows of zeros."""
 
     def visible(self, mask: Bool, positions: Int32, columns: Int32) -> Bool:
         """Of ``mask`` [n, m + n], what the pass's rows see here: [n, len + n].  ``positions`` [n], and of
@@ -98,15 +98,17 @@ class LayerArena(Protocol):
 
 class CacheKind(Hashable, Protocol):
     def rows(self, capacity: int, tentative: int) -> int:
-        """That a session of ``capacity`` rows holds at most, ``tentative`` of them uncommitted."""
+        """Return the most rows that a session of ``capacity`` rows holds, ``tentative`` of them uncommitted."""
 
     @property
     def takes_memory_each(self) -> bool:
         """Whether a session takes memory whatever its length."""
 
     def reserved(self, rows: int, requests: int, tentative: int) -> int:
-        """Rows for which a stage has memory whose caches hold ``rows``, of ``requests`` requests at once (0:
-        any number) with ``tentative`` uncommitted rows each."""
+        """Return the rows to allocate at a stage's start, if its caches may hold ``rows`` in all.
+
+        They are those of ``requests`` requests at once (0: any number), with ``tentative`` uncommitted rows each.
+        """
 
     def reusable(self, text: int, wanted: int, snapshot: int) -> int:
         """The most rows, up to ``wanted``, from which a session can go on whose text has ``text`` rows and a
@@ -181,7 +183,7 @@ class StageCache:
             part.append(len(numbers))
 
     def fill(self, rows: int) -> None:
-        """An empty cache as a text of ``rows`` rows leaves it, which are zeros in every layer."""
+        """Make an empty cache look as if it held a text of ``rows`` rows of zeros in every layer."""
         self._length = rows
         for part in self.parts:
             part.fill(rows)
