@@ -473,9 +473,9 @@ class DraftCore:
         """What one request's strategy, drafter or sampling raises ends that request; the others go on."""
         failures, self._failures = self._failures, []
         for draft_session, error in failures:
-            request = self.find(draft_session.builder.session)
+            request = self._open_request(draft_session.builder.session)
             if request is None:
-                continue  # it has failed already, when it was asked for something else
+                continue  # it has ended already
             if not isinstance(error, FlowspecError):
                 log.error("a request ends with an error: %s", error, exc_info=error)
             self.pool.drop(request.session)

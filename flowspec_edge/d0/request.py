@@ -108,7 +108,7 @@ class RequestHandle(Future[Result]):
     The driving thread sets the result and runs callbacks. It also calls ``on_tokens``, which must be quick
     because all requests wait; if it raises, this request ends with that error. ``likelihoods``: one per token
     passed to ``on_tokens``, if requested; ``waits_for_room``: whether the stages' caches are too full for it;
-    ``turn``: a number that rises with every submission and every :meth:`resume`.
+    ``turn``: a number that rises with every handle and every :meth:`resume`; the lowest begins first.
     """
 
     _turns = itertools.count()
@@ -178,7 +178,7 @@ class ClusterBackend(Protocol):
 
         arrivals  seconds after the call at which each arrives; all at 0 by default
 
-        UsageError if a group of devices should share them with a pipeline.
+        UsageError if they need different parallelism, or one that this cluster does not have.
         """
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class SharedCluster(ClusterBackend, Protocol):
 
     def enqueue(self, handle: RequestHandle) -> None:
         """Queue a request for the thread in :meth:`serve`. UsageError if the cluster cannot run such a
-        request; other errors come through the handle."""
+        request, and the errors of a start; all others come through the handle."""
 
     def serve(self, stop: Callable[[], bool]) -> None:
         """Answer requests until ``stop()``, called often, is true; the next call continues the rest.

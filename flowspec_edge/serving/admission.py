@@ -285,8 +285,9 @@ class AdmissionQueue:
             return self._over or self._fault is not None or self._can_change() or self._probe_due()
 
     def _start(self, cluster: SharedCluster, pending: PendingRequest) -> None:
-        if pending.suspended:
-            pending.resume()
+        again = pending.suspended
+        pending.resume()  # the cluster's order is that of the places, not of the arrivals
+        if again:
             return
         start = self._clock()
 

@@ -154,5 +154,5 @@ class Galaxy(WholeTree):
     """Ring collectives overlap with the matrix products; norms and residuals are split over the rows."""
 
     name = "galaxy"
-    summary = "the same with ring collectives that overlap with compute, also computed whole (Galaxy)"
+    summary = "as megatron, with ring collectives that overlap with compute (Galaxy)"
     parallelism = "galaxy"

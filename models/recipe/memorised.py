@@ -3,7 +3,7 @@
     python models/recipe/memorised.py --limit 24 --max-new-tokens 96
 
 An answer is *memorised* if a run of at least half of its characters, and of at least 80, stands letter for
-letter in a file that the model was trained on (``training.python_source``: the standard library's and
+letter in a file that the model was trained on (``lab.training.python_source``: the standard library's and
 transformers' source as installed here, without the groups that were held out).  Such text is drafted almost
 without a miss, and flatters every method that drafts.
 """

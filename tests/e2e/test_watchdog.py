@@ -1,4 +1,4 @@
-"""systemd's own watchdog over a service that says what ``runtime.notify`` says, on a board."""
+"""systemd's own watchdog over a service that says what ``drivers.stage.sd_notify`` says, on a board."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Pipeline:
 
     def replace_stages(self) -> None:
         """All stages, and what was under way, are lost; new ones know nothing."""
-        self.stages = [StageCore(StageEngine(shard), i + 1, i + 1 == STAGES)
+        self.stages = [StageCore(StageEngine(shard), i + 1)
                        for i, shard in enumerate(self._shards)]
         self._data: list[deque[Segment | Output | Batch]] = [deque() for _ in range(STAGES + 1)]
         self._control: list[deque[ToStages]] = [deque() for _ in range(STAGES)]

@@ -1,4 +1,4 @@
-"""How a measurement opens its cluster, at each value of an axis.  Torch and the runtime are imported only
+"""How a measurement opens its cluster, at each value of an axis.  Torch and the drivers are imported only
 then."""
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ ModelOption = Annotated[str, typer.Option(
 StagesOption = Annotated[int, typer.Option(
     "--stages", help="Verification devices V1…VN.  [default: 4, or those of a sharded model or of a testbed]",
     show_default=False, callback=_at_least_one, metavar="N",
-    rich_help_panel=TIME)]  # 0: not given, see ``defaults.stages_of``
+    rich_help_panel=TIME)]  # 0: not given, see ``stages_of``
 DtypeOption = Annotated[DtypeChoice, typer.Option(
     "--dtype", hidden=True, rich_help_panel=MODEL, help=(
         "Element type of activations, caches and weights that are not quantised; auto: the compute dtype of "

@@ -55,7 +55,7 @@ class ProcessCluster:
         self._spec, self._place = spec, place
         self._observer = Observers([spec.observer] if spec.observer else [])
         self._submitted: deque[RequestHandle] = deque()  # of any thread, until the driving one feeds them
-        self._starting = threading.Lock()
+        self._life = threading.RLock()  # held while a run starts or ends, and while a request joins it
         self._driver = threading.Lock()
         self._closed = False
         self._lost = False  # whether the last run ended by itself and no other has started yet
@@ -63,21 +63,24 @@ class ProcessCluster:
     def start(self) -> Self:
         """Start the stages, or connect to them, unless they run, and wait until all are ready; errors as of
         ``ProcessRun``."""
-        with self._starting:
+        with self._life:
             if self._closed:
                 raise FlowspecError(_CLOSED)
             if self.running is None:
+                self._fail_submitted(FlowspecError(_DOWN))  # what came after the end of the run before
                 self._start()
         return self
 
     @property
     def pids(self) -> list[int]:
         """The stages' process ids, V1's first; empty if they were started elsewhere, or do not run."""
-        return self.running.workers.pids if self.running else []
+        running = self.running
+        return running.workers.pids if running else []
 
     @property
     def busy(self) -> bool:
-        return bool(self._submitted) or (self.running is not None and self.running.core.busy)
+        running = self.running
+        return bool(self._submitted) or (running is not None and running.core.busy)
 
     @property
     def status(self) -> ClusterStatus:
@@ -94,12 +97,13 @@ class ProcessCluster:
 
     def enqueue(self, handle: RequestHandle) -> None:
         """Queue a request, from any thread, and start the processes if none run; requests start oldest first.
-        UsageError if the strategy exists in virtual time only; other errors come through the handle."""
+        UsageError if the strategy exists in virtual time only, and the errors of :meth:`start`; all others come
+        through the handle."""
         require_pipelines([handle.request.strategy])
-        if isinstance(self._place, BoardStages):
-            self._place.refresh()
-        self.start()
-        self._submitted.append(handle)
+        self._refresh()
+        with self._life:
+            self.start()
+            self._submitted.append(handle)
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request. UsageError if it does not fit; PeerLost if a stage is lost for good, which ends
@@ -113,6 +117,7 @@ class ProcessCluster:
         if not requests:
             return []
         require_pipelines(request.strategy for request in requests)
+        self._refresh()
         self.start()
         began = time.monotonic()
         due = arrivals or [0.0] * len(requests)
@@ -122,11 +127,13 @@ class ProcessCluster:
         def done() -> bool:
             while waiting and waiting[0][0] <= time.monotonic() - began:
                 place = waiting.popleft()[1]
-                handles[place] = self.submit(requests[place])
+                handles[place] = RequestHandle(requests[place])
+                self._submitted.append(handles[place])  # without a lock, which a start may hold that waits for us
             return not waiting and all(handle.done() for handle in handles.values())
 
         self._drive_or_wait(done, handles.values())
-        results = [handles[place].result() for place in range(len(requests))]
+        with memory_errors(self._spec.device):
+            results = [handles[place].result() for place in range(len(requests))]
         return [replace(result, token_at=tuple(at - began for at in result.token_at)) for result in results]
 
     def serve(self, stop: Callable[[], bool]) -> None:
@@ -135,7 +142,8 @@ class ProcessCluster:
 
     def _answer(self, handle: RequestHandle) -> Result:
         self._drive_or_wait(handle.done, [handle])
-        return handle.result()
+        with memory_errors(self._spec.device):  # of D0's work for this request, which ends no other
+            return handle.result()
 
     def _drive_or_wait(self, done: Callable[[], bool], handles: Collection[RequestHandle]) -> None:
         """Return when ``done()``; drive the event loop unless another thread does."""
@@ -153,6 +161,10 @@ class ProcessCluster:
                     time.sleep(_IDLE_S)  # until the next one arrives
 
     # ---- start and end -------------------------------------------------------------------------
+
+    def _refresh(self) -> None:
+        if isinstance(self._place, BoardStages):
+            self._place.refresh()
 
     def _start(self) -> None:
         gc.collect()  # frees the reference cycles of the run before, which hold D0's models
@@ -193,9 +205,21 @@ class ProcessCluster:
             self._place.disconnect()
 
     def close(self) -> None:
-        """End the processes started here and close all sockets; idempotent. No thread may be driving."""
-        self._closed = True
-        self._end()
+        """End the processes started here and close all sockets; open requests end with an error. Idempotent. No
+        thread may be driving."""
+        with self._life:
+            self._closed = True
+            if self.running is not None and self.busy:
+                self._abandon(self.running, FlowspecError(_CLOSED))
+            self._end()
+            self._fail_submitted(FlowspecError(_CLOSED))
+
+    def _fail_submitted(self, error: FlowspecError) -> None:
+        """End the requests that no run has taken."""
+        while self._submitted:
+            handle = self._submitted.popleft()
+            if not handle.done():
+                handle.fail(error)
 
     def __enter__(self) -> Self:
         return self
@@ -233,9 +257,11 @@ class ProcessCluster:
                 if self.status.state is ClusterState.RUNNING:
                     self._observer.lost(str(error), time.monotonic())
             finally:
-                self._abandon(running, error)
-                self._lost = True
-                self._end()
+                with self._life:
+                    self._abandon(running, error)
+                    self._lost = True
+                    self._end()
+                    self._fail_submitted(error)  # submitted by who was told that the others have ended
             raise
         except BaseException as error:  # Ctrl-C, or a bug: the stages can go on
             self._abandon(running, error)

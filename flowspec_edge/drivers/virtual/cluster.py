@@ -173,11 +173,12 @@ class VirtualCluster:
         order = sorted((place for place in range(len(requests)) if not follows or follows[place] is None),
                        key=lambda place: arrivals[place] if arrivals else 0.0)
         run.expect([(arrivals[place] if arrivals else 0.0, partial(start, place)) for place in order])
-        with threads_worth(self._size), memory_errors(self._device):
-            run.run()
-        failed = (handle.exception() for handle in handles if handle.done())
-        for error in [*filter(None, failed), *errors]:
-            raise error
+        with memory_errors(self._device):
+            with threads_worth(self._size):
+                run.run()
+            failed = (handle.exception() for handle in handles if handle.done())
+            for error in [*filter(None, failed), *errors]:
+                raise error
         return [handle.result() for handle in handles]
 
     def _draft_session(self, parallelism: Parallelism, clock: EventClock, handle: RequestHandle, session: int,

@@ -232,7 +232,8 @@ def sweep_tables(sweep: Sweep) -> list[tuple[str, Table]]:
 def sweep_notes(sweep: Sweep) -> list[str]:
     s, found = sweep.settings, []
     tasks = "; ".join(f"{t['name']}: {t['prompts']} prompt{'s' * (t['prompts'] > 1)}" for t in s["tasks"])
-    found.append(f"{tasks}; at most {s['max_new_tokens']} new tokens; draft: {s['draft']}.")
+    draft = f"; draft: {s['draft']}" if "draft" in s else ""  # it may be the axis
+    found.append(f"{tasks}; at most {s['max_new_tokens']} new tokens{draft}.")
     samples = [sample for point in sweep.measured_points() for sample in point.report.samples]
     found.append(exactness_text(samples, s))
     if any(row.tokens_per_second_se is not None for rows in sweep.speeds().values() for row in rows.values()):

@@ -221,6 +221,13 @@ def test_two_parameters_are_a_grid(given: list[str], tmp_path: Path, capsys: pyt
         point | {"value": tuple(point["value"])} for point in data["points"]]}
 
 
+def test_the_draft_model_may_be_the_axis(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = sweep("draft=eagle2,lm", tmp_path / "d.json", *given, "--strategies", "flowspec", "--limit", "1", "--out",
+                 str(tmp_path / "d.svg"))
+    assert [point["rows"][0]["draft"] for point in data["points"]] == ["eagle2", "lm"]
+    assert "at most 6 new tokens.\n" in capsys.readouterr().out
+
+
 def test_a_parameter_is_swept_over_the_strategies_that_have_it(given: list[str], tmp_path: Path) -> None:
     data = sweep("pearl_gamma=2,4", tmp_path / "p.json", *given, "--limit", "1")
     assert [[row["strategy"] for row in point["rows"]] for point in data["points"]] == [["pearl"], ["pearl"]]

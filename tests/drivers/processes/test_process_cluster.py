@@ -23,7 +23,7 @@ from kits.services import free_port, own_address
 from kits.tiny_model_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM
 
-from flowspec_edge.d0.request import Request, Result
+from flowspec_edge.d0.request import Request, RequestHandle, Result
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.forkserver import WorkerProcess
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
@@ -187,6 +187,32 @@ def test_a_lost_stage_is_named_and_the_others_are_reaped(model: Path, number: si
             cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=1000),
                              on_third(lambda: os.kill(pids[1], number)))
         assert not any(map(alive, pids))
+
+
+def test_what_is_submitted_when_the_stages_are_lost_ends_too(model: Path) -> None:
+    """By a callback of the request that the loss ends; the next request starts other stages."""
+    with ProcessCluster(ClusterSpec(model, 1, threads=1)).start() as cluster:
+        late: list[RequestHandle] = []
+        request = Request(PROMPT, "autoregressive", 30)
+        first = cluster.submit(request, on_third(lambda: os.kill(cluster.pids[0], signal.SIGKILL)))
+        first.add_done_callback(lambda handle: late.append(cluster.submit(request)))
+        with pytest.raises(PeerLost):
+            cluster.serve(first.done)
+        with pytest.raises(PeerLost):
+            late[0].result(0)
+        assert cluster.generate(request).tokens == greedy(model, 30)
+
+
+def test_requests_that_are_open_at_the_end_get_an_error(model: Path) -> None:
+    cluster = ProcessCluster(ClusterSpec(model, 1, threads=1)).start()
+    begun, waiting = (cluster.submit(Request(PROMPT, "autoregressive", 30)) for _ in range(2))
+    steps = iter([False, False, True])
+    cluster.serve(lambda: next(steps))
+    cluster.submit(Request(PROMPT, "autoregressive", 30))
+    cluster.close()
+    for handle in (begun, waiting):
+        with pytest.raises(FlowspecError, match="the cluster is closed"):
+            handle.result(0)
 
 
 def test_a_truncated_shard_is_told_by_the_stage_that_reads_it(model: Path, tmp_path: Path) -> None:
