@@ -91,7 +91,7 @@ class ProcessCluster:
                 undo.callback(plan.close)
                 place = Connected(plan.addresses)
             addresses, watch, slow = place.addresses, place.watch, spec.slow
-            pair = keys.load(addresses.key_file) if addresses.key_file else None
+            pair = keys.load(addresses.key_file, addresses.public_key) if addresses.key_file else None
             self._transport = (
                 EmulatedTransport(emulation, 0, addresses.instances, pair, addresses.unencrypted)
                 if emulation else ZmqTransport(pair, unencrypted=addresses.unencrypted))

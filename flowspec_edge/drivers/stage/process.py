@@ -70,7 +70,7 @@ def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | 
                release: ReleaseLink | None = None) -> None:
     """Load the shard and serve until Shutdown or a signal; errors are sent to D0 (Failed), then raised."""
     emulation = Emulation.load(Path(config.emulate)) if config.emulate else None
-    pair = keys.load(keys.own_file(Path(config.key_file), config.public_key)) if config.key_file else None
+    pair = keys.load(Path(config.key_file), config.public_key) if config.key_file else None
     transport = (EmulatedTransport(emulation, config.stage, keys=pair, unencrypted=config.unencrypted)
                  if emulation else ZmqTransport(pair, unencrypted=config.unencrypted))
     try:
