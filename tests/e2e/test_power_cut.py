@@ -178,7 +178,7 @@ def test_while_keys_are_rotated(fleet: PowerFleet, cluster: Cluster, action: str
     with interrupted(fleet, cluster, ("keys", "rotate"), when, "sudo", f"*board_key?{action}*"):
         fleet.cut_power(STAGE)
     fleet.start(STAGE)
-    fleet.wait_ready()  # the release that the draft device has
+    cluster.becomes_ready()
     runs_whole(fleet, STAGE)
     rotated = cluster.flowspec("keys", "rotate", "--json")
     assert not rotated.returncode, rotated.stderr

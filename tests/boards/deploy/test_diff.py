@@ -280,9 +280,9 @@ def test_a_pair_that_the_running_release_needs_stays() -> None:
 def test_a_second_pair_and_a_changed_key() -> None:
     second = replace(STAGE, publics=(KEYS["stage"], OTHER))
     found = diff({**SETTLED, "stage": second})  # a rotation that was given up
-    assert (changed(found), found.problems, found.release) == (["former keys"], (), diff(SETTLED).release)
+    assert (changed(found), found.problems, found.release) == (["unused keys"], (), diff(SETTLED).release)
     left = replace(STAGE, modes={**STAGE.modes, "/etc/flowspec/board.key.old": "400 root"})
-    assert changed(diff({**SETTLED, "stage": left})) == ["former keys"]
+    assert changed(diff({**SETTLED, "stage": left})) == ["unused keys"]
     [problem] = diff({**SETTLED, "stage": replace(STAGE, publics=(OTHER,))}).problems
     assert problem.startswith("stage: its key has changed: it has oooooooooo…, and /lab/keys/stage.pub says")
     not_recorded = diff(SETTLED, {"draft": KEYS["draft"]})

@@ -9,6 +9,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from flowspec_edge.boards.probe.onboard.deployment import publics
 from flowspec_edge.boards.services.keys import KeyAction, key_command
 from flowspec_edge.messages import Shutdown
 from flowspec_edge.transport import keys
@@ -89,7 +92,7 @@ def test_a_pair_is_added_and_the_others_removed(tmp_path: Path) -> None:
     two = done("add", path)
     assert len(two) == 2
     assert two[0] == first
-    assert done("add", path) == done("make", path) == done("show", path) == two
+    assert done("add", path) == done("make", path) == done("show", path) == publics(str(path)) == two
     assert path.stat().st_mode & 0o777 == 0o400
     refused = run("keep", path, keys.generate().public.decode())
     assert refused.returncode == 1
@@ -111,6 +114,7 @@ def test_a_key_that_begins_with_a_hyphen_is_kept(tmp_path: Path) -> None:
     assert done("keep", path, pair.public.decode()) == [pair.public.decode()]
 
 
+@pytest.mark.slow
 def test_links_answer_wherever_a_rotation_is_killed(tmp_path: Path) -> None:
     """With the pair of the running release, and with the new one once another board may know it."""
     path, peer = tmp_path / "board.key", keys.generate()
@@ -158,3 +162,4 @@ def test_what_is_no_key_is_not_replaced(tmp_path: Path) -> None:
         assert (ran.returncode, ran.stdout) == (1, "")
         assert ran.stderr == f"{path} is not a key file; make a new one\n"
     assert path.read_text() == "mine"
+    assert publics(str(path)) == publics(str(tmp_path / "none")) == []

@@ -104,7 +104,7 @@ def settle(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     marked = facts.modes.get(paths.UNSETTLED) or _marks(state, facts)
     yield Action("settled", (quote("rm", "-f", paths.UNSETTLED),) if marked else ())
     if state.public:  # after that mark, with which a service might return to the release before and its pair
-        yield former_keys(state, facts)
+        yield unused_keys(state, facts)
 
 
 def units(state: BoardState, facts: BoardFacts) -> Action:
@@ -166,12 +166,12 @@ def tidy(state: BoardState, facts: BoardFacts) -> Action:
     return Action("old releases", (*marks, *gone))
 
 
-def former_keys(state: BoardState, facts: BoardFacts) -> Action:
-    """Remove all key pairs but the release's, after a rotation."""
+def unused_keys(state: BoardState, facts: BoardFacts) -> Action:
+    """Remove all key pairs but the release's, after a rotation or one that was given up."""
     others = set(facts.publics) - {state.public} or facts.modes.get(paths.FORMER_KEY)
     keep = quote(*key_command(f"{paths.release_dir(state.release)}/venv/bin/python", "keep", paths.KEY,
                               state.public))
-    return Action("former keys", (f"{keep} > /dev/null",) if others else ())
+    return Action("unused keys", (f"{keep} > /dev/null",) if others else ())
 
 
 def old_parts(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
