@@ -6,7 +6,7 @@
     /opt/flowspec/current           → the running release; previous → the release before
     /opt/flowspec/unsettled         while a rollout is unfinished (flowspec-draft, flowspec-verify@.service)
     /var/lib/flowspec/models/ID/    a sharded model's manifest.json and this board's part
-    /etc/flowspec/board.key         this board's CURVE key pair, which never leaves it
+    /etc/flowspec/board.key         this board's CURVE key pairs, which never leave it
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ MODELS = f"{STATE}/models"
 CACHE = "/var/cache/flowspec"  # created by systemd for the services
 ETC = "/etc/flowspec"
 KEY = f"{ETC}/board.key"
+FORMER_KEY = f"{KEY}.old"  # left by an interrupted rotation of an earlier flowspec
 API_KEY = f"{ETC}/api.key"  # on the draft device, if it accepts clients from other machines
 POWER_BEFORE = f"{ETC}/power-before"  # directory: power mode and clocks before the first `up`
 UNITS = "/etc/systemd/system"

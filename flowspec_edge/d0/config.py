@@ -31,7 +31,7 @@ class DraftConfig(StrictModel):
     digests: list[str] = Field(default_factory=list)  # of shards, as in Hello; empty: any
     key_file: str = ""  # empty: no encryption, only on loopback
     unencrypted: bool = False  # allows unencrypted links beyond loopback
-    public_key: str = ""  # of the pair in key_file, Z85; empty: any
+    public_key: str = ""  # of the pair in key_file, Z85; empty: its only one
     worker_keys: list[str] = Field(default_factory=list)  # public keys, Z85
     threads: Annotated[int, Field(ge=0)] = 0  # of torch; 0 leaves its default
     context: Count = 4096

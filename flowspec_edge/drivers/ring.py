@@ -18,7 +18,8 @@ class Addresses:
     output: str  # where D0 listens for VN's outputs
     first: str  # where V1 receives segments
     instances: Sequence[str]  # the stages' instance ids
-    key_file: Path | None = None  # D0's own key; None: no encryption
+    key_file: Path | None = None  # D0's own pairs; None: no encryption
+    public_key: str = ""  # of D0's pair in ``key_file``, Z85; empty: the only one
     worker_keys: Sequence[bytes] = ()  # the stages' public keys, with ``key_file``
     unencrypted: bool = False  # allows links without keys beyond loopback
     digests: Sequence[str] = ()  # the digests that the stages' shards must have; empty: any
@@ -53,4 +54,4 @@ class Ring:
     def addresses(self, key_file: Path | None = None) -> Addresses:
         """Return what D0 needs; ``key_file``: its own key, if the ring has keys."""
         return Addresses(self.control, self.data[0], self.data[1], self.instances, key_file,
-                         [key.encode() for key in self.keys[1:]])
+                         worker_keys=[key.encode() for key in self.keys[1:]])

@@ -1,5 +1,8 @@
 """CURVE key pairs, their files, and the public keys that each listening socket admits, through ZeroMQ's
 authentication protocol (ZAP).
+
+A file holds a set of pairs, usually one.  While a board's keys are rotated, its file holds the pair of the running
+release and that of the next one.  Each release names the public key of its pair.
 """
 
 from __future__ import annotations
@@ -7,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +23,8 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.util.files import write_atomically
 
 NO_PEERS: Mapping[str, bytes] = MappingProxyType({})
-_MOST_BYTES = 4096  # of a key file; one has about 110
+_MOST_BYTES = 4096  # of a key file; a pair has about 110
+_NEWER = "newer"  # field of a key file, beside the fields of the oldest pair: earlier programs read only that one
 _Z85 = frozenset(b"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#")
 
 
@@ -39,19 +43,36 @@ def generate() -> KeyPair:
     return KeyPair(*zmq.curve_keypair())
 
 
-def save(keys: KeyPair, path: Path, mode: int = 0o600, replace: bool = False) -> None:
-    """Write atomically and durably; UsageError if the file exists and ``replace`` is false."""
-    text = json.dumps({"public": keys.public.decode(), "secret": keys.secret.decode()})
+def save(keys: KeyPair, path: Path, mode: int = 0o600, replace: bool = False,
+         newer: Sequence[KeyPair] = ()) -> None:
+    """Write atomically and durably; UsageError if the file exists and ``replace`` is false.
+
+    ``newer``: the other pairs of the set, the newest last
+    """
+    data: dict[str, Any] = _fields(keys)
+    if newer:
+        data[_NEWER] = [_fields(pair) for pair in newer]
     try:
-        write_atomically(path, f"{text}\n", mode, replace)
+        write_atomically(path, f"{json.dumps(data)}\n", mode, replace)
     except FileExistsError:
         raise UsageError(f"{path} exists already; a key is not overwritten, remove it first") from None
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
-def load(path: Path) -> KeyPair:
-    """UsageError if the file is missing or others may read it, FlowspecError if it is damaged or no pair."""
+def load(path: Path, public: str = "") -> KeyPair:
+    """Return the file's pair with this public key, or its oldest pair if ``public`` is empty.
+
+    UsageError if the file is missing or others may read it, FlowspecError if it is damaged or lacks the pair.
+    """
+    for pair in load_all(path):
+        if public in ("", pair.public.decode()):
+            return pair
+    raise FlowspecError(f"{path} lacks the key pair of this release: flowspec deploy up")
+
+
+def load_all(path: Path) -> list[KeyPair]:
+    """Return the file's pairs, the newest last; raises as :func:`load`."""
     try:
         if path.stat().st_mode & 0o027:  # group may read: systemd's credentials are 0440
             raise UsageError(f"others can read or change the secret key {path}: chmod 600 {path}")
@@ -61,24 +82,25 @@ def load(path: Path) -> KeyPair:
         raise UsageError(f"cannot read the key file {path}: {error.strerror}") from error
     except (ValueError, RecursionError):
         data = None
-    found = [_z85(data.get(half)) for half in ("public", "secret")] if isinstance(data, dict) else []
-    if len(found) != 2 or None in found:
+    newer = data.get(_NEWER, []) if isinstance(data, dict) else []
+    found = [_pair(entry) for entry in (data, *(newer if isinstance(newer, list) else [None]))]
+    pairs = [pair for pair in found if pair]
+    if len(pairs) < len(found):
         raise FlowspecError(f"{path} is not a key file; make a new one")
-    keys = KeyPair(*(key for key in found if key))
-    if zmq.curve_public(keys.secret) != keys.public:
+    if any(zmq.curve_public(pair.secret) != pair.public for pair in pairs):
         raise FlowspecError(f"{path}: the two keys do not belong together; make new ones")
-    return keys
+    return pairs
 
 
-def own_file(path: Path, public: str) -> Path:
-    """The file of the pair with this public key: ``path``, or ``PATH-before``, since a rotation that has not
-    ended leaves two pairs; ``path`` if ``public`` is empty.  Raises as ``load``."""
-    before = path.with_name(f"{path.name}-before")
-    if not public or load(path).public.decode() == public:
-        return path
-    if before.is_file() and before.stat().st_size > 1 and load(before).public.decode() == public:
-        return before
-    raise FlowspecError(f"{path} is not the key pair of this release: flowspec deploy up")
+def _fields(pair: KeyPair) -> dict[str, str]:
+    return {"public": pair.public.decode(), "secret": pair.secret.decode()}
+
+
+def _pair(fields: object) -> KeyPair | None:
+    if not isinstance(fields, dict):
+        return None
+    public, secret = _z85(fields.get("public")), _z85(fields.get("secret"))
+    return KeyPair(public, secret) if public and secret else None
 
 
 def parse_public(text: str) -> bytes:

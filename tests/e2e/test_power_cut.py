@@ -170,16 +170,21 @@ def test_during_a_rollback(fleet: PowerFleet, cluster: Cluster) -> None:
     assert completes(cluster) == status["release"]
 
 
-@pytest.mark.parametrize("action", ["rotate", "settle"])
+@pytest.mark.parametrize("action", ["add", "keep"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_while_keys_are_rotated(fleet: PowerFleet, cluster: Cluster, action: str, when: str) -> None:
-    """The stage's board has its new pair, or none yet, and the draft device has one."""
+    """The stage's board has added its new pair, or not yet; or it has removed its former one, or not yet."""
+    before = [key["public"] for key in json.loads(cluster.flowspec("keys", "show", "--json").stdout)["boards"]]
     with interrupted(fleet, cluster, ("keys", "rotate"), when, "sudo", f"*board_key?{action}*"):
         fleet.cut_power(STAGE)
     fleet.start(STAGE)
-    whole(fleet, STAGE)  # with the new pair, which the draft device does not know, it cannot run yet
+    cluster.becomes_ready()
+    runs_whole(fleet, STAGE)
+    rotated = cluster.flowspec("keys", "rotate", "--json")
+    assert not rotated.returncode, rotated.stderr
     completes(cluster)
     for board in (DRAFT, STAGE):
         assert fleet.shell(board, f"ls -A {paths.ETC}").split() == ["board.key"]
     keys = json.loads(cluster.flowspec("keys", "show", "--json").stdout)["boards"]
     assert all(key["public"] == key["recorded"] for key in keys)
+    assert not {key["public"] for key in keys} & {*before}

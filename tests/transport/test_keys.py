@@ -72,17 +72,22 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         keys.load(tmp_path / "none.json")
 
 
-def test_a_release_names_the_pair_that_it_needs(tmp_path: Path) -> None:
-    """A service's credentials: the pair, and the one before a rotation, which is empty without one."""
-    path, before = tmp_path / "curve", tmp_path / "curve-before"
-    new, old = keys.generate(), keys.generate()
-    keys.save(new, path)
-    assert keys.own_file(path, "") == keys.own_file(path, new.public.decode()) == path
-    for without in (None, "\n"):
-        if without:
-            before.write_text(without)
-        with pytest.raises(FlowspecError, match="is not the key pair of this release: flowspec deploy up"):
-            keys.own_file(path, old.public.decode())
-    keys.save(old, before, replace=True)
-    assert keys.own_file(path, old.public.decode()) == before
-    assert keys.own_file(path, new.public.decode()) == path
+def test_a_release_names_its_pair_of_a_set(tmp_path: Path) -> None:
+    path = tmp_path / "curve"
+    old, new = keys.generate(), keys.generate()
+    keys.save(old, path, newer=[new])
+    assert keys.load_all(path) == [old, new]
+    assert keys.load(path) == keys.load(path, old.public.decode()) == old
+    assert keys.load(path, new.public.decode()) == new
+    # As programs of earlier releases read it, which know no sets: they need the oldest pair.
+    assert json.loads(path.read_text())["secret"] == old.secret.decode()
+    with pytest.raises(FlowspecError, match="lacks the key pair of this release: flowspec deploy up"):
+        keys.load(path, keys.generate().public.decode())
+
+
+@pytest.mark.parametrize("newer", [1, [1], [{}], [{"public": "short", "secret": "short"}]])
+def test_a_damaged_set_is_one_clear_error(tmp_path: Path, newer: object) -> None:
+    pair = keys.generate()
+    text = json.dumps({"public": pair.public.decode(), "secret": pair.secret.decode(), "newer": newer})
+    with pytest.raises(FlowspecError, match="is not a key file"):
+        keys.load(_write(tmp_path / "key", text))

@@ -38,11 +38,11 @@ software  clock, user, directories, the environment below ``venvs``, power mode;
           disturbed
 release   the release's own files below ``releases``; running services are not disturbed
 switch    ``current`` is this release, ``previous`` the one before; its units are installed and enabled; the
-          draft device was told to restart if it is not active or its release, key or unit file changed
-activate  the units run this release; those that were active and whose release, key and unit file are the same
-          were not restarted
-settle    the rollout has ended: what neither this release nor the previous one needs is removed, and a stage
-          no longer changes its release by itself (``UNSETTLED``)
+          draft device was told to restart if it is not active or its release or unit file changed
+activate  the units run this release; those that were active and whose release and unit file are the same were
+          not restarted
+settle    the rollout has ended: what neither this release nor the previous one needs is removed, a stage no
+          longer changes its release by itself (``UNSETTLED``), and the board has the release's key pair alone
 down      the units do not run, also after a reboot; their files are removed; power mode and clocks are what
           they were before the first ``software`` changed them
 leave     down, and the board has no current release; ``previous`` is the one that it had, for a rollback
@@ -69,6 +69,7 @@ class BoardState:
     files: Mapping[str, str] = field(default_factory=dict)  # path in the release's directory -> text
     power_mode: str = ""  # name in /etc/nvpmodel.conf; "" leaves it unchanged
     client_key: bool = False  # whether clients on other machines need an API key
+    public: str = ""  # the public key of the pair that the release needs
     parts: tuple[str, ...] | None = None  # "MODEL/PART" to keep; None: all
     back: bool = False  # the release ran before: a rollback
     before: str = ""  # id of the release to return to; not ``current`` after an interrupted rollout

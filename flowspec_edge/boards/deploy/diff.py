@@ -17,7 +17,7 @@ from flowspec_edge.boards.deploy.steps.phases import decide
 from flowspec_edge.boards.inventory import DeviceEntry
 from flowspec_edge.boards.paths import DRAFT_UNIT, VENVS, model_dir, verify_unit
 from flowspec_edge.boards.probe.facts import BoardFacts, BoardStatus, Installed
-from flowspec_edge.boards.services.keys import KeyAction, changed_key
+from flowspec_edge.boards.services.keys import KeyAction, changed_key, key_to_use, rotation
 from flowspec_edge.boards.services.status import FleetStatus
 from flowspec_edge.model.manifest import DRAFT, Manifest, stage_part
 from flowspec_edge.model.weights.located import MANIFEST
@@ -32,7 +32,7 @@ class BoardDiff:
 
     device: DeviceEntry
     state: BoardState
-    key: KeyAction  # "undo" an interrupted rotation
+    key: KeyAction
     transfer: bool  # whether files of its part have to be sent
     software: tuple[Action, ...]
     release: tuple[Action, ...]
@@ -64,37 +64,40 @@ class Diff:
 
 def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[str, Environment],
               facts: Mapping[str, BoardFacts], recorded: Mapping[str, str], status: FleetStatus,
-              digests: Sequence[str]) -> Diff:
+              digests: Sequence[str], rotate: bool = False) -> Diff:
     """The difference between the boards' state and the deployment; mappings are by board.
 
     recorded  the recorded public keys
     status    the running releases, whose parts of models are kept, and to which the boards can return
     digests   of the stages' shards, V1's first (``release.digests_of``)
+    rotate    each board is to have another key pair: the keys are not those of the release yet
     """
     names = [device.name for device in deployment.boards]
     running = {board.name: board.current.public_key for board in status.boards if board.current}
-    keys = {name: _key_action(facts[name], recorded.get(name, ""), running.get(name, "")) for name in names}
-    now = {name: replace(there, key=there.key_before, public=there.public_before)
-           if keys[name] == "undo" else there for name, there in facts.items()}
-    release, files = render(deployment, manifest, {name: now[name].public or _NO_KEY for name in names},
-                            digests, {name: venv.digest for name, venv in environments.items()})
+    held = {name: facts[name].publics for name in names}
+    keys: dict[str, KeyAction] = rotation(held, recorded) if rotate else {
+        name: "show" if held[name] else "make" for name in names}
+    publics = {name: key_to_use(held[name], recorded.get(name, ""), running.get(name, "")) if held[name]
+               else _NO_KEY for name in names}
+    release, files = render(deployment, manifest, publics, digests,
+                            {name: venv.digest for name, venv in environments.items()})
     boards, befores = [], releases_before(status)
     for place, device in enumerate(deployment.boards):
         name = device.name
         before = befores[name]
         state = replace(
             state_of(deployment, place, environments[name]), release=release, files=files[name],
-            before=before.id if before else "",
+            before=before.id if before else "", public=publics[name],
             parts=_needed_parts(manifest, place, release, before, status.boards[names.index(name)]))
         boards.append(BoardDiff(
-            device, state, keys[name], now[name].part_changes,
-            *(tuple(decide(phase, state, now[name])) for phase in (
+            device, state, keys[name], facts[name].part_changes,
+            *(tuple(decide(phase, state, facts[name])) for phase in (
                 "software", "release", "switch", "activate", "settle"))))
-    problems = [error for name in names if keys[name] != "make" and (
-        error := changed_key(name, now[name].public, recorded, deployment.keys))]
+    problems = [error for name in names if held[name] and not rotate and (
+        error := changed_key(name, publics[name], recorded, deployment.keys))]
     problems += [f"{board.device.name}: {action.step}: {action.error}" for board in boards
                  for action in (*board.software, *board.release, *board.switch) if action.error]
-    return Diff(None if "make" in keys.values() else release, tuple(boards), tuple(problems))
+    return Diff(None if {*keys.values()} != {"show"} else release, tuple(boards), tuple(problems))
 
 
 def state_of(deployment: Deployment, place: int, environment: Environment) -> BoardState:
@@ -115,14 +118,6 @@ def part_wanted(manifest: Manifest, place: int) -> PartWanted:
 def part_name(place: int) -> str:
     """D0's part for place 0, Vi's for place i."""
     return stage_part(place - 1) if place else DRAFT
-
-
-def _key_action(facts: BoardFacts, recorded: str, running: str) -> KeyAction:
-    """``running``: the public key that the board's release needs; its pair stays, though the records, which
-    another machine may have changed since, know only the former one."""
-    if not facts.public:
-        return "make"
-    return "undo" if recorded and facts.public_before == recorded and facts.public != running else "show"
 
 
 def _needed_parts(manifest: Manifest, place: int, release: str, before: Installed | None, board: BoardStatus

@@ -39,7 +39,6 @@ class Rollout:
         self._boards = deployment.boards
         self._log = RolloutLog(self._inventory, [device.name for device in self._boards], watch or Watch())
         self._watch = self._log.watch
-        self._activated = False  # whether the running release may have changed
 
     def plan(self) -> DeployReport:
         """What ``up`` would change; boards are only read."""
@@ -51,43 +50,34 @@ class Rollout:
             self._stop_unused(dry_run=True)
         return self._log.report(diff.release if diff else None)
 
-    def up(self, going_back: bool = True) -> DeployReport:
+    def up(self, rotate: bool = False) -> DeployReport:
         """Bring all boards to the release that the cluster file, this package and the model define.
 
-        ``going_back``: return to the previous release if the new one does not become ready.  If False, the
-        caller decides whether to call ``take_back``.  UsageError for errors in the input, FlowspecError if
-        the model cannot be sharded or the wheels cannot be gathered here; failures on boards are in the
-        report.
+        ``rotate``: with other key pairs on all boards (``services.keys``).  UsageError for errors in the
+        input, FlowspecError if the model cannot be sharded or the wheels cannot be gathered here; failures on
+        boards are in the report.
         """
-        diff = self._decide(end_others=True)
+        diff = self._decide(end_others=True, rotate=rotate)
         if diff is None:
             return self._log.report()
         log = self._log
         if not log.carry_out([(board.device, board.software) for board in diff.boards],
                              "software and environments"):
             return log.report()
-        diff = self._make_keys(diff)
+        diff = self._make_keys(diff, rotate)
         if log.failed or not self._send_parts(diff):
             return log.report()
         if not log.carry_out([(board.device, board.release) for board in diff.boards], "the release's files"):
             return log.report(diff.release)
-        self._activated = True
         if self._activate(diff):
-            if going_back and any(self._facts[board.device.name].public_before and board.key != "undo"
-                                  for board in diff.boards):  # else a rotation is still in progress
-                keys.settle(self._inventory, self._boards, _pythons(diff), self._deployment.keys)
             self._stop_unused()
             return log.report(diff.release)
-        rolled_back, left = self.take_back() if going_back else (None, "")
+        rolled_back, left = go_back(self._inventory, self._status, log)
         return log.report(diff.release, rolled_back=rolled_back, left=left)
-
-    def take_back(self) -> tuple[str | None, str]:
-        """Restore the release that ran before ``up``, if ``up`` activated another; returns as ``go_back``."""
-        return go_back(self._inventory, self._status, self._log) if self._activated else (None, "")
 
     # ---- the decision --------------------------------------------------------------------------
 
-    def _decide(self, end_others: bool) -> Diff | None:
+    def _decide(self, end_others: bool, rotate: bool = False) -> Diff | None:
         """The diff; None if a problem prevents the deployment, which is then in the report.  ``end_others``:
         as for ``ask_boards``."""
         self._watch.phase("looking at the boards")
@@ -131,13 +121,13 @@ class Rollout:
         if self._log.problems:
             return None
         self._recorded = keys.recorded(self._boards, self._deployment.keys)
-        diff = self._diff(self._facts)
+        diff = self._diff(self._facts, rotate)
         self._log.problems = [*diff.problems]
         return None if diff.problems else diff
 
-    def _diff(self, facts: Mapping[str, BoardFacts]) -> Diff:
+    def _diff(self, facts: Mapping[str, BoardFacts], rotate: bool = False) -> Diff:
         return make_diff(self._deployment, self._manifest, self._environments, facts, self._recorded,
-                         self._status, digests_of(self._manifest))
+                         self._status, digests_of(self._manifest), rotate)
 
     def _check(self, needs: Mapping[str, Needs]) -> PreflightReport | None:
         """None as in ``_decide``."""
@@ -157,26 +147,29 @@ class Rollout:
 
     # ---- its execution -------------------------------------------------------------------------
 
-    def _make_keys(self, diff: Diff) -> Diff:
+    def _make_keys(self, diff: Diff, rotate: bool) -> Diff:
         """Make and record the boards' keys; return the diff with all keys."""
         self._watch.phase("keys")
-        changed = {board.device.name for board in diff.boards if board.key != "show"}
-        if not changed:
-            keys.record(self._deployment.keys, {
-                name: facts.public for name, facts in self._facts.items() if name not in self._recorded})
-            for device in self._boards:
-                self._log.add_step(Step(device.name, "key", changed=False))
-            return diff
-        board_keys = keys.change_keys(self._inventory, self._boards, _pythons(diff),
-                                      {board.device.name: board.key for board in diff.boards},
-                                      self._deployment.keys)
-        for key in board_keys:
-            self._log.add_step(Step(key.name, "key", key.name in changed), key.error)
+        made = {board.name: board for board in keys.ask(
+            self._inventory, [board.device for board in diff.boards if board.key != "show"], _pythons(diff),
+            {board.device.name: board.key for board in diff.boards})}
+        for name in self._facts:
+            error = made[name].error if name in made else ""
+            if name in made and not error and not rotate:
+                error = keys.changed_key(name, made[name].publics[-1], self._recorded, self._deployment.keys)
+            self._log.add_step(Step(name, "key", name in made), error)
         if self._log.failed:
             return diff
-        return self._diff({key.name: replace(self._facts[key.name], public=key.public)
-                           if board.key == "make" else self._facts[key.name]
-                           for board, key in zip(diff.boards, board_keys, strict=True)})
+        facts = {name: replace(there, publics=made[name].publics) if name in made else there
+                 for name, there in self._facts.items()}
+        before = self._recorded
+        if rotate:
+            self._recorded = {name: there.publics[-1] for name, there in facts.items()}
+        diff = self._diff(facts)
+        keys.record(self._deployment.keys, {
+            board.device.name: board.state.public for board in diff.boards
+            if board.state.public != before.get(board.device.name)})
+        return diff
 
     def _send_parts(self, diff: Diff) -> bool:
         """Send missing parts; return whether every board has its part."""

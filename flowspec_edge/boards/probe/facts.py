@@ -201,7 +201,6 @@ class ServiceFacts:
     active: bool = False
     enabled: bool = False  # starts at boot
     release: str = ""  # the directory that its process was started in
-    key: str = ""  # sha256 of the key that its process was started with
 
 
 @dataclass(frozen=True)
@@ -224,10 +223,7 @@ class BoardFacts:
     previous: str = ""
     units: Mapping[str, str] = field(default_factory=dict)  # installed unit file -> sha256
     services: Mapping[str, ServiceFacts] = field(default_factory=dict)  # running, failed or enabled
-    key: str = ""  # sha256 of the key files; "" without one
-    key_before: str = ""
-    public: str = ""  # the keys' public halves
-    public_before: str = ""
+    publics: Sequence[str] = ()  # the public keys of its pairs, the newest last
     client_key: bool = False  # the API key exists
     parts: Sequence[str] = ()  # "MODEL/PART"
     missing_bytes: int = 0  # of the wanted part

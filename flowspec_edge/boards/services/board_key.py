@@ -1,95 +1,79 @@
-"""This board's CURVE key pair: made and rotated on the board; the private half never leaves it.
+"""This board's CURVE key pairs: made, added and removed on the board; the private halves never leave it.
 
-A rotation keeps the former pair until ``settle``.  Run as root:
+A board has one pair, and a second one while keys are rotated.  Run as root:
 
-    python -m flowspec_edge.boards.services.board_key make|show|rotate|undo|settle PATH
+    python -m flowspec_edge.boards.services.board_key make|show|add PATH
+    python -m flowspec_edge.boards.services.board_key keep PATH --public=PUBLIC
 
-prints {"public": …, "changed": …, "before": …}; "before" is the public key of the kept pair, or null.
+prints {"publics": […]}: the public keys of its pairs, the newest last.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from flowspec_edge.boards.paths import FORMER_KEY
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.transport import keys
-from flowspec_edge.util.files import publish
 
 _MODE = 0o400
 
 
-def make(path: Path) -> bool:
-    """Whether a pair was made; an existing one stays."""
+def make(path: Path, public: str = "") -> None:
+    """Make a pair if there is none."""
     if path.exists():
-        return False
+        return
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     try:
         keys.save(keys.generate(), path, _MODE)
     except UsageError:
-        if path.exists():  # made by a concurrent run
-            return False
-        raise
-    return True
+        if not path.exists():  # else a concurrent run has made it
+            raise
 
 
-def show(path: Path) -> bool:
-    return False
+def show(path: Path, public: str = "") -> None:
+    """Change nothing."""
 
 
-def rotate(path: Path) -> bool:
-    """Make another pair; keep the one that other boards know: the former, or an older one if unsettled."""
-    keys.load(path)
-    if not _old(path).exists():
-        os.link(path, _old(path))
-    keys.save(keys.generate(), path, _MODE, replace=True)
-    return True
+def add(path: Path, public: str = "") -> None:
+    """Make a second pair, unless there are two already."""
+    pairs = keys.load_all(path)
+    if len(pairs) == 1:
+        keys.save(pairs[0], path, _MODE, replace=True, newer=[keys.generate()])
 
 
-def undo(path: Path) -> bool:
-    """Restore the kept pair; whether there was one."""
-    if not _old(path).exists():
-        return False
-    publish(_old(path), path)
-    return True
+def keep(path: Path, public: str) -> None:
+    """Remove all pairs but the one with this public key."""
+    pair = keys.load(path, public)
+    if len(keys.load_all(path)) > 1:
+        keys.save(pair, path, _MODE, replace=True)
+    path.with_name(Path(FORMER_KEY).name).unlink(missing_ok=True)
 
 
-def settle(path: Path) -> bool:
-    """Remove the kept pair; whether there was one."""
-    there = _old(path).exists()
-    _old(path).unlink(missing_ok=True)
-    return there
-
-
-ACTIONS: dict[str, Callable[[Path], bool]] = {
-    action.__name__: action for action in (make, show, rotate, undo, settle)}
-
-
-def _old(path: Path) -> Path:
-    return path.with_name(f"{path.name}.old")
+ACTIONS: dict[str, Callable[[Path, str], None]] = {
+    action.__name__: action for action in (make, show, add, keep)}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="This board's key pair for the links of a cluster.")
+    parser = argparse.ArgumentParser(description="This board's key pairs for the links of a cluster.")
     parser.add_argument("action", choices=[*ACTIONS])
     parser.add_argument("path", type=Path)
+    parser.add_argument("--public", default="", help="the pair that `keep` keeps")
     arguments = parser.parse_args()
     try:
-        changed = ACTIONS[arguments.action](arguments.path)
-        public = keys.load(arguments.path).public.decode()
-        old = _old(arguments.path)
-        before = keys.load(old).public.decode() if old.exists() else None
+        ACTIONS[arguments.action](arguments.path, arguments.public)
+        publics = [pair.public.decode() for pair in keys.load_all(arguments.path)]
     except FlowspecError as error:
         print(error, file=sys.stderr)
         return error.exit_code
     except OSError as error:
         print(f"{arguments.path}: {error.strerror}", file=sys.stderr)
         return 1
-    print(json.dumps({"public": public, "changed": changed, "before": before}))
+    print(json.dumps({"publics": publics}))
     return 0
 
 

@@ -1,12 +1,22 @@
-"""The boards' public keys: read over ssh, recorded in a directory here, rotated together.
+"""The boards' public keys: read over ssh, recorded in a directory here.
 
 A board whose key differs from the record is an error, as with ssh's known_hosts.
+
+A board has a *set* of key pairs, and each release names the pair that it needs on every board.  So `keys rotate`
+is an `up` of a release that needs other pairs:
+
+1. Each board adds a pair to its set, and the new public keys are recorded here.  What runs is not disturbed.
+2. The release with the new keys is deployed like any other.  If it fails, the release before still has its pairs.
+3. Each board removes the pairs that its release does not need.
+
+Nothing has to be undone after an interruption: each step leaves what the steps before it have done, and the
+next `rotate` or `up` goes on from the boards' sets and the records.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,16 +29,14 @@ from flowspec_edge.transport.keys import parse_public
 from flowspec_edge.util.files import write_atomically
 from flowspec_edge.util.interpreter import module_command
 
-KeyAction = Literal["make", "show", "rotate", "undo", "settle"]
+KeyAction = Literal["make", "show", "add", "keep"]
 _SHOWN = 10  # of 40 characters: enough to tell keys apart
 
 
 @dataclass(frozen=True)
-class BoardKey:
+class BoardKeys:
     name: str
-    public: str = ""  # Z85; "" if it could not be read
-    made: bool = False  # made or replaced by this call
-    before: str = ""  # public key of the pair that an unsettled rotation keeps
+    publics: tuple[str, ...] = ()  # Z85, the newest last; empty if they could not be read
     error: str = ""  # one line that names the board
 
 
@@ -50,88 +58,6 @@ def recorded(devices: Sequence[DeviceEntry], directory: Path) -> dict[str, str]:
     return found
 
 
-def change_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-                actions: Mapping[str, KeyAction], directory: Path, path: str = KEY) -> list[BoardKey]:
-    """Make missing pairs, undo interrupted rotations, and record new public keys in ``directory``.
-
-    ``pythons``: the interpreter with flowspec, by board; ``path``: of the pair on every board.  Returns the
-    keys in the order of ``devices``; a key that differs from its record is an error there.  UsageError for a
-    damaged record.
-    """
-    known = recorded(devices, directory)
-    checked = [_compared(board, known, directory)
-               for board in _ask(inventory, devices, pythons, actions, path)]
-    record(directory, {board.name: board.public for board in checked
-                       if not board.error and board.name not in known})
-    return checked
-
-
-def shown(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-          directory: Path, path: str = KEY) -> list[BoardKey]:
-    """Every board's public key, read only; a board without a pair is an error."""
-    known = recorded(devices, directory)
-    return [_compared(board, known, directory)
-            for board in _ask(inventory, devices, pythons, "show", path)]
-
-
-def rotate_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-                directory: Path, apply: Callable[[], None], restore: Callable[[], bool],
-                path: str = KEY) -> dict[str, str]:
-    """Replace the key pair of every board; the new public keys, by board.
-
-    apply    called once every board has its new pair and ``directory`` the public keys: writes them to the
-             boards' configurations, and has the services load the new pairs
-    restore  called after ``apply`` raised, while boards have both pairs: returns all boards to what ran
-             before; whether it could
-
-    On a failure every board that can be reached gets its former pair back, unless a board may still need the
-    new one: then both stay, for another run.  FlowspecError names the boards that failed; an exception of
-    ``apply`` is raised again.
-    """
-    before = recorded(devices, directory)
-    settle(inventory, devices, pythons, directory, path)
-    try:
-        turned = _ask(inventory, devices, pythons, "rotate", path)
-        _require(turned)
-        publics = {board.name: board.public for board in turned}
-        record(directory, publics)
-    except BaseException:
-        _take_back(inventory, devices, pythons, directory, before, path)
-        raise
-    try:
-        apply()
-    except BaseException:
-        if restore():
-            _take_back(inventory, devices, pythons, directory, before, path)
-        raise
-    _require(_ask(inventory, devices, pythons, "settle", path))
-    return publics
-
-
-def is_half_rotated(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-                    path: str = KEY) -> bool:
-    """Whether a rotation was interrupted: a board still keeps its former pair."""
-    return any(board.before for board in _ask(inventory, devices, pythons, "show", path))
-
-
-def held_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-              path: str = KEY) -> dict[str, set[str]]:
-    """The public keys of the pairs that each board has: the former one, too, while a rotation has not ended.
-    FlowspecError names the boards that do not say."""
-    found = _ask(inventory, devices, pythons, "show", path)
-    _require(found)
-    return {board.name: {board.public, board.before} - {""} for board in found}
-
-
-def settle(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-           directory: Path, path: str = KEY) -> None:
-    """End a rotation interrupted after its keys were in use; FlowspecError names boards that failed."""
-    known = recorded(devices, directory)
-    half = {board.name for board in _ask(inventory, devices, pythons, "show", path)
-            if board.before and board.public == known.get(board.name)}
-    _require(_ask(inventory, [device for device in devices if device.name in half], pythons, "settle", path))
-
-
 def record(directory: Path, publics: Mapping[str, str]) -> None:
     """Write the public keys, each file atomically; FlowspecError if that fails."""
     try:
@@ -151,32 +77,26 @@ def forget(directory: Path, names: Iterable[str]) -> None:
         raise FlowspecError(f"cannot remove {error.filename}: {error.strerror}") from error
 
 
-def _take_back(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-               directory: Path, before: Mapping[str, str], path: str) -> None:
-    # Records first: if this is cut off, the next `up` finds a recorded former pair, and takes the rest back.
-    forget(directory, (device.name for device in devices if device.name not in before))
-    record(directory, before)
-    _ask(inventory, devices, pythons, "undo", path)
+def key_to_use(publics: Sequence[str], known: str, running: str = "") -> str:
+    """The key of a board, which has ``publics``, that a release is to need.
+
+    It is the recorded key ``known``, unless the board lacks that one, or its ``running`` release needs a newer
+    one: the records, of another machine, are then out of date (``changed_key``).
+    """
+    usable = publics[publics.index(running) if running in publics else 0:]
+    return known if known in usable else usable[0]
 
 
-def _ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-         actions: Mapping[str, KeyAction] | KeyAction, path: str) -> list[BoardKey]:
-    def one(device: DeviceEntry) -> BoardKey:
-        action = actions if isinstance(actions, str) else actions[device.name]
-        command = module_command("flowspec_edge.boards.services.board_key", action, path,
-                                      python=pythons[device.name])
-        try:
-            runner = runner_for(inventory, device)
-            told = json.loads(runner.run(as_root(command)))
-            return BoardKey(device.name, parse_public(told["public"]).decode(), bool(told["changed"]),
-                            parse_public(told["before"]).decode() if told.get("before") else "")
-        except FlowspecError as error:
-            return BoardKey(device.name, error=str(error))
-        except (ValueError, KeyError, TypeError):
-            return BoardKey(device.name, error=f"{device.name}: {command[0]} is not a compatible flowspec: "
-                                               "flowspec deploy up")
+def rotation(publics: Mapping[str, Sequence[str]], known: Mapping[str, str]) -> dict[str, KeyAction]:
+    """What each board does at the beginning of a rotation; the arguments are by board.
 
-    return on_each(one, devices)
+    The new keys are recorded once all boards have them.  So if the newest keys are recorded and a board still
+    has an older one, an interrupted rotation is past this step, and goes on.
+    """
+    goes_on = (any(len(held) > 1 for held in publics.values())
+               and all([*held[-1:]] == [known.get(name)] for name, held in publics.items()))
+    return {name: "make" if not held else "show" if goes_on or len(held) > 1 else "add"
+            for name, held in publics.items()}
 
 
 def changed_key(name: str, public: str, known: Mapping[str, str], directory: Path) -> str:
@@ -188,14 +108,58 @@ def changed_key(name: str, public: str, known: Mapping[str, str], directory: Pat
         "all keys with: flowspec keys rotate")
 
 
-def _compared(board: BoardKey, known: Mapping[str, str], directory: Path) -> BoardKey:
-    error = "" if board.error else changed_key(board.name, board.public, known, directory)
-    return BoardKey(board.name, error=error) if error else board
+def shown(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
+          directory: Path, path: str = KEY) -> list[BoardKeys]:
+    """Every board's public key: the one that is to be used.  A board without a pair is an error, and one whose
+    key differs from its record."""
+    known = recorded(devices, directory)
+    found = []
+    for board in ask(inventory, devices, pythons, "show", path):
+        if not board.error:
+            public = key_to_use(board.publics, known.get(board.name, ""))
+            error = changed_key(board.name, public, known, directory)
+            board = BoardKeys(board.name, () if error else (public,), error)
+        found.append(board)
+    return found
 
 
-def _require(boards: Sequence[BoardKey]) -> None:
-    if errors := [board.error for board in boards if board.error]:
+def held_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
+              path: str = KEY) -> dict[str, tuple[str, ...]]:
+    """The public keys of the pairs that each board has.  FlowspecError names the boards that do not say."""
+    found = ask(inventory, devices, pythons, "show", path)
+    if errors := [board.error for board in found if board.error]:
         raise FlowspecError("; ".join(errors))
+    return {board.name: board.publics for board in found}
+
+
+def ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
+        actions: Mapping[str, KeyAction] | KeyAction, path: str = KEY) -> list[BoardKeys]:
+    """Have boards change their sets of pairs, and return the sets in the order of ``devices``.
+
+    pythons  the interpreter with flowspec, by board
+    actions  by board, or the same for all
+    path     of the key file on every board
+    """
+    def one(device: DeviceEntry) -> BoardKeys:
+        action = actions if isinstance(actions, str) else actions[device.name]
+        command = key_command(pythons[device.name], action, path)
+        try:
+            told = json.loads(runner_for(inventory, device).run(as_root(command)))
+            publics = told["publics"] if "publics" in told else [told["public"]]  # of an earlier flowspec
+            return BoardKeys(device.name, tuple(parse_public(public).decode() for public in publics))
+        except FlowspecError as error:
+            return BoardKeys(device.name, error=str(error))
+        except (ValueError, KeyError, TypeError):
+            return BoardKeys(device.name, error=f"{device.name}: {command[0]} is not a compatible flowspec: "
+                                                "flowspec deploy up")
+
+    return on_each(one, devices)
+
+
+def key_command(python: str, action: KeyAction, path: str, public: str = "") -> list[str]:
+    """The command that runs ``board_key`` with a board's interpreter; ``public``: of the pair to keep."""
+    which = [f"--public={public}"] if public else []  # in one word: a key may begin with a hyphen
+    return module_command("flowspec_edge.boards.services.board_key", action, path, *which, python=python)
 
 
 def _file(directory: Path, name: str) -> Path:

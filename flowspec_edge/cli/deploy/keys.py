@@ -11,7 +11,7 @@ import typer
 from flowspec_edge.errors import FlowspecError
 
 if TYPE_CHECKING:
-    from flowspec_edge.boards.services.keys import BoardKey
+    from flowspec_edge.boards.services.keys import BoardKeys
 
 app = typer.Typer(name="keys", help="The keys that encrypt the links between boards.", no_args_is_help=True)
 
@@ -48,7 +48,7 @@ def show(
         boards = shown(inventory, devices, {d.name: python_for(inventory, d) for d in devices}, directory)
     if as_json:
         print(json.dumps({"boards": [
-            {"name": board.name, "public": board.public or None, "recorded": known.get(board.name),
+            {"name": board.name, "public": next(iter(board.publics), None), "recorded": known.get(board.name),
              "error": board.error or None} for board in boards]}))
     else:
         for board in boards:
@@ -64,8 +64,9 @@ def rotate(
 ) -> None:
     """Replace the key pairs of all boards of a running cluster, and restart the services.
 
-    Boards generate their own pairs.  It ends when a token has passed the pipeline with the new keys; if that
-    fails, all boards return to their former pairs.
+    Boards generate their own pairs.  It ends when a token has passed the pipeline with the new keys, and the
+    former pairs are removed; if no token comes, the release before runs again, with the former pairs.  After a
+    failure or an interruption, the same command goes on.
 
     Examples:
 
@@ -77,36 +78,19 @@ def rotate(
     from flowspec_edge.boards.deploy.resolve import resolve_deployment
 
     deployment = resolve_deployment(inventory, cluster)  # errors in the file come before torch is imported
-    from flowspec_edge.boards.commands import python_for
     from flowspec_edge.boards.deploy.rollout import Rollout
-    from flowspec_edge.boards.services.keys import is_half_rotated, rotate_keys
+    from flowspec_edge.boards.services.keys import recorded
     from flowspec_edge.boards.services.status import look
     from flowspec_edge.cli.deploy.rollout_output import changing
 
     inventory = deployment.decided
-    pythons = {device.name: python_for(inventory, device) for device in deployment.boards}
-    status = look(inventory)
-    is_ready = status.release is not None and status.ready
-    is_half = is_half_rotated(inventory, deployment.boards, pythons)
-    if not is_ready and not is_half:
-        raise FlowspecError("keys can be rotated while the cluster is ready, and it is not: see flowspec "
-                            "deploy status")
+    if not any(board.current or board.error for board in look(inventory).boards):
+        raise FlowspecError("nothing is deployed, so no board has a key to replace: flowspec deploy up")
     with changing(cluster, inventory.cluster.name, as_json) as watch:
-        # Else the running release's keys might be neither the new ones nor those before.
-        if is_half and not (report := Rollout(deployment, watch).up()).ok:
-            raise FlowspecError("; ".join(report.failures))
-        rollout = Rollout(deployment, watch)
-
-        def apply() -> None:
-            report = rollout.up(going_back=False)  # the previous release lacks the new keys
-            if not report.ok:
-                raise FlowspecError("; ".join(report.failures))
-
-        def restore() -> bool:
-            release, left = rollout.take_back()
-            return release is not None or not left
-
-        publics = rotate_keys(inventory, deployment.boards, pythons, deployment.keys, apply, restore)
+        report = Rollout(deployment, watch).up(rotate=True)
+    if not report.ok:
+        raise FlowspecError("; ".join([*report.failures, *([report.left] if report.left else [])]))
+    publics = recorded(deployment.boards, deployment.keys)
     if as_json:
         print(json.dumps({"ok": True, "boards": [{"name": name, "public": public}
                                                  for name, public in publics.items()]}))
@@ -114,8 +98,8 @@ def rotate(
         print(f"{len(publics)} boards have new keys, and a token came through the pipeline with them")
 
 
-def _line(board: BoardKey, is_recorded: bool) -> str:
+def _line(board: BoardKeys, is_recorded: bool) -> str:
     if board.error:
         return f"✗ {board.error}"
     mark, note = ("✓", "") if is_recorded else ("·", "  not recorded yet")
-    return f"{mark} {board.name}  {board.public}{note}"
+    return f"{mark} {board.name}  {board.publics[0]}{note}"

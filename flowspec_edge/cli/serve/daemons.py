@@ -76,10 +76,7 @@ def draft(
         if not settings.key_file:
             raise UsageError(f"{config} has no key_file, so its links are not encrypted: leave out "
                              "--key-file")
-        from flowspec_edge.transport.keys import own_file
-
-        own = own_file(key_file, settings.public_key)
-        settings = settings.model_copy(update={"key_file": str(own)})
+        settings = settings.model_copy(update={"key_file": str(key_file)})
     service = _service(settings, api_key_file if settings.api_key_file else None)
     notifier = Notifier(os.environ)
 

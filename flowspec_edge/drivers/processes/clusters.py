@@ -41,7 +41,7 @@ class Services:
         self._notifier = notifier
         self._addresses = Addresses(
             control=config.control, output=config.output, first=config.first, instances=config.instances,
-            key_file=Path(config.key_file) if config.key_file else None,
+            key_file=Path(config.key_file) if config.key_file else None, public_key=config.public_key,
             worker_keys=[keys.parse_public(key) for key in config.worker_keys],
             unencrypted=config.unencrypted, digests=config.digests)
 

@@ -59,7 +59,7 @@ class ProcessRun:
                 undo.callback(plan.close)
                 place = Connected(plan.addresses)
             addresses, watch, slow = place.addresses, place.watch, spec.slow
-            pair = keys.load(addresses.key_file) if addresses.key_file else None
+            pair = keys.load(addresses.key_file, addresses.public_key) if addresses.key_file else None
             self._transport = (
                 emulator.transport(addresses.instances, pair, addresses.unencrypted) if emulator
                 else ZmqTransport(pair, unencrypted=addresses.unencrypted))

@@ -38,7 +38,7 @@ class WorkerConfig(StrictModel):
     parent: Annotated[int, Field(ge=0)] = 0  # process that this one must not outlive; 0: none
     key_file: str = ""  # empty: no encryption, the keys below are not used
     unencrypted: bool = False  # allows links without encryption beyond loopback
-    public_key: str = ""  # of the pair in key_file, Z85; empty: any
+    public_key: str = ""  # of the pair in key_file, Z85; empty: its only one
     control_key: str = ""  # public keys, Z85
     next_key: str = ""
     previous_key: str = ""

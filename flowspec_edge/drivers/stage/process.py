@@ -67,7 +67,7 @@ class StopSignals(StopRequest):
 def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | None = None,
                release: ReleaseLink | None = None, make_parts: MakeParts = own_parts) -> None:
     """Load the shard and serve until Shutdown or a signal; errors are sent to D0 (Failed), then raised."""
-    pair = keys.load(keys.own_file(Path(config.key_file), config.public_key)) if config.key_file else None
+    pair = keys.load(Path(config.key_file), config.public_key) if config.key_file else None
     parts = make_parts(config, pair)
     try:
         links = connect(config, parts.transport)

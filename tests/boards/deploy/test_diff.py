@@ -6,8 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -61,7 +61,7 @@ def diff(facts: Mapping[str, BoardFacts], recorded: Mapping[str, str] = KEYS,
 
 def settled() -> dict[str, BoardFacts]:
     """Boards as they are once a deployment is carried out."""
-    wanted = diff({name: BoardFacts(public=key) for name, key in KEYS.items()})
+    wanted = diff({name: BoardFacts(publics=(key,)) for name, key in KEYS.items()})
     found = {}
     for place, board in enumerate(wanted.boards):
         files = {path: hashlib.sha256(text.encode()).hexdigest() for path, text in board.state.files.items()}
@@ -77,9 +77,9 @@ def settled() -> dict[str, BoardFacts]:
             user={"home": "/var/lib/flowspec", "shell": "/usr/sbin/nologin", "groups": ["video", "render"]},
             venvs={ENVIRONMENT.digest: True},
             releases={wanted.release: ReleaseFacts(files, f"../../venvs/{ENVIRONMENT.digest}")},
-            current=place_of, key="k" * 64, public=KEYS[board.device.name], client_key=not place,
+            current=place_of, publics=(KEYS[board.device.name],), client_key=not place,
             units={path.removeprefix("units/"): sha256 for path, sha256 in files.items() if "units/" in path},
-            services={unit: ServiceFacts(True, True, place_of, "k" * 64)},
+            services={unit: ServiceFacts(True, True, place_of)},
             parts=(f"{REQUEST[:16]}/{'stage-1' if place else 'draft'}",), power_modes=MODES,
             power_number="2", power_kept=True, power_unit_installed=bool(place), power_unit_runs=True)
     return found
@@ -110,7 +110,7 @@ def test_a_bare_board_gets_everything_with_any_key() -> None:
         "wheels (2 of 2)", "environment", "power mode", "key", "shards", "release", "units",
         "current release", "power mode at boot", "enabled at boot", "running"]
     assert "clients' key" in changed(found, "draft")
-    known = diff({name: replace(bare, public=key) for name, key in KEYS.items()})
+    known = diff({name: replace(bare, publics=(key,)) for name, key in KEYS.items()})
     assert known.release == diff(SETTLED).release
     assert [name for name in changed(found) if name != "key"] == changed(known)
 
@@ -143,7 +143,6 @@ CASES: dict[str, tuple[Callable[[BoardFacts], BoardFacts], set[str]]] = {
     "the unit does not start at boot": (service(enabled=False), {"enabled at boot"}),
     "the service has failed": (service(active=False), {"running"}),
     "the service runs another release": (service(release="/opt/flowspec/releases/r1"), {"running"}),
-    "the service holds another key": (service(key="x" * 64), {"running"}),
     "the power unit has failed": (stage(power_unit_runs=False), {"power mode at boot"}),
     "a unit of another role": (
         lambda facts: replace(facts, services={**facts.services,
@@ -253,7 +252,7 @@ def test_the_draft_device_restarts_once_it_has_switched() -> None:
 def test_the_draft_devices_release_is_untried_until_a_token_comes(tmp_path: Path, there: str, untried: bool
                                                                   ) -> None:
     """``there``: a file of the release that is there."""
-    found = diff({name: BoardFacts(public=key) for name, key in KEYS.items()})
+    found = diff({name: BoardFacts(publics=(key,)) for name, key in KEYS.items()})
     draft, stage = ([command for action in board.release for command in action.commands]
                     for board in found.boards)
     assert not any("untried" in command for command in stage)
@@ -269,7 +268,7 @@ def test_the_draft_devices_release_is_untried_until_a_token_comes(tmp_path: Path
 
 def test_a_pair_that_the_running_release_needs_stays() -> None:
     """The records, of another machine, say the former one: a line says so, and no board is touched."""
-    rotated = replace(STAGE, public=OTHER, public_before=KEYS["stage"], key="n" * 64, key_before="k" * 64)
+    rotated = replace(STAGE, publics=(KEYS["stage"], OTHER))
     before = status()
     before.boards[1] = replace(before.boards[1], current=Installed("r2", "verify", 1, REQUEST, "", OTHER))
     found = diff({**SETTLED, "stage": rotated}, before=before)
@@ -278,15 +277,78 @@ def test_a_pair_that_the_running_release_needs_stays() -> None:
     assert problem.startswith("stage: its key has changed: it has oooooooooo…, and /lab/keys/stage.pub says")
 
 
-def test_a_rotation_cut_off_and_a_changed_key() -> None:
-    rotated = replace(STAGE, public=OTHER, public_before=KEYS["stage"], key="n" * 64, key_before="k" * 64)
-    found = diff({**SETTLED, "stage": rotated})
-    assert (changed(found), found.problems, found.release) == (["key"], (), diff(SETTLED).release)
-    assert changed(diff({**SETTLED, "stage": service(key="n" * 64)(rotated)})) == ["key", "running"]
-    [problem] = diff({**SETTLED, "stage": replace(STAGE, public=OTHER)}).problems
+def test_a_second_pair_and_a_changed_key() -> None:
+    second = replace(STAGE, publics=(KEYS["stage"], OTHER))
+    found = diff({**SETTLED, "stage": second})  # a rotation that was given up
+    assert (changed(found), found.problems, found.release) == (["unused keys"], (), diff(SETTLED).release)
+    left = replace(STAGE, modes={**STAGE.modes, "/etc/flowspec/board.key.old": "400 root"})
+    assert changed(diff({**SETTLED, "stage": left})) == ["unused keys"]
+    [problem] = diff({**SETTLED, "stage": replace(STAGE, publics=(OTHER,))}).problems
     assert problem.startswith("stage: its key has changed: it has oooooooooo…, and /lab/keys/stage.pub says")
     not_recorded = diff(SETTLED, {"draft": KEYS["draft"]})
     assert (changed(not_recorded), not_recorded.problems) == ([], ())
+
+
+NEW = {"draft": "D" * 40, "stage": "S" * 40}
+
+
+@dataclass
+class Rotated:
+    """The boards and records while keys are rotated; ``running``: the keys that the running release needs."""
+
+    held: dict[str, list[str]] = field(default_factory=lambda: {name: [key] for name, key in KEYS.items()})
+    recorded: dict[str, str] = field(default_factory=lambda: {**KEYS})
+    running: dict[str, str] = field(default_factory=lambda: {**KEYS})
+    came: int = 0  # steps carried out
+
+    def diff(self, rotate: bool = False) -> Diff:
+        before = FleetStatus([BoardStatus(name, Installed("r2", "verify", place, REQUEST, "", key))
+                              for place, (name, key) in enumerate(self.running.items())])
+        return make_diff(deployment(), MANIFEST, dict.fromkeys(KEYS, ENVIRONMENT), {
+            name: replace(SETTLED[name], publics=tuple(held)) for name, held in self.held.items()},
+            self.recorded, before, (), rotate)
+
+    def rotate(self, steps: int, order: Sequence[str], gives_up: bool = False) -> None:
+        """Carry out at most so many steps, on the boards in that order, as ``Rollout.up`` does."""
+        end = self.came + steps
+        actions = {board.device.name: board.key for board in self.diff(rotate=not gives_up).boards}
+        for name in order:
+            if actions[name] == "add" and self.came < end and len(self.held[name]) == 1:
+                self.held[name].append(NEW[name] if NEW[name] not in self.held[name] else "x" * 40)
+                self.came += 1
+        if self.came < end and not gives_up:
+            for name in order:
+                if self.recorded[name] != self.held[name][-1] and self.came < end:
+                    self.recorded[name] = self.held[name][-1]
+                    self.came += 1
+        if self.came < end:
+            found = self.diff()
+            assert not found.problems
+            if self.running != (needed := {b.device.name: b.state.public for b in found.boards}):
+                self.running = needed
+                self.came += 1
+            for name in order:
+                if len(self.held[name]) > 1 and self.came < end:
+                    self.held[name] = [needed[name]]
+                    self.came += 1
+
+
+@pytest.mark.parametrize("then", ["rotate", "up"])
+@pytest.mark.parametrize("order", [("draft", "stage"), ("stage", "draft")])
+@pytest.mark.parametrize("steps", range(7))
+def test_a_rotation_that_is_interrupted_goes_on(steps: int, order: Sequence[str], then: str) -> None:
+    """A board always has the pair that its release needs; the same command needs no step twice."""
+    boards = Rotated()
+    boards.rotate(steps, order)
+    assert boards.came == steps
+    assert all(boards.running[name] in boards.held[name] for name in KEYS)
+    boards.rotate(99, order[::-1], gives_up=then == "up")
+    assert {name: [key] for name, key in boards.recorded.items()} == boards.held
+    assert boards.running == boards.recorded
+    if then == "rotate":
+        assert (boards.running, boards.came) == (NEW, 7)
+    elif steps not in (3,):  # between the records, `up` keeps those that are there
+        assert boards.running == (KEYS if steps < 3 else NEW)
 
 
 def test_a_power_mode_that_a_board_does_not_have_is_known_before() -> None:

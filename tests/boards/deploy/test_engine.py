@@ -147,7 +147,7 @@ def test_facts_of_a_board_with_something_on_it(boards: ssh_boards.Boards) -> Non
         "release.json": digest("/opt/flowspec/releases/r1/release.json")})}
     assert list(found.parts) == ["abc/draft", "abc/stage-1"]
     assert "root" in found.groups
-    assert (found.user, found.current, found.public, found.client_key) == (None, "", "", False)
+    assert (found.user, found.current, [*found.publics], found.client_key) == (None, "", [], False)
     assert abs(found.ahead) - found.within < 1.0
     # What was never verified counts as missing, though it is there.
     assert (found.missing_bytes, found.part_changes) == (5, True)

@@ -76,7 +76,6 @@ def test_the_units_name_the_places_that_deploy_fills() -> None:
     for unit in (draft, verify):
         assert f"\nUser={paths.USER}\n" in unit
         assert f"\nLoadCredential=curve:{paths.KEY}\n" in unit
-        assert f"\nLoadCredential=curve-before:{paths.KEY}.old\n" in unit
     assert f"\nLoadCredential=api:{paths.API_KEY}\n" in draft
     shared = ["TimeoutStartSec", "WatchdogSec", "ExecStart", "Description", "LoadCredential=api",
               "SetCredential"]

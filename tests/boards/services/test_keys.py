@@ -1,24 +1,25 @@
-"""The boards' public keys over a real ssh: asked for, recorded, and changed on all of them or on none."""
+"""The boards' public keys over a real ssh: asked for, recorded, compared, and rotated."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kits import ssh_boards
 
 from flowspec_edge.boards.commands import SshRunner, as_root
 from flowspec_edge.boards.services.keys import (
-    BoardKey,
-    change_keys,
+    BoardKeys,
+    ask,
     held_keys,
+    key_command,
+    key_to_use,
     record,
     recorded,
-    rotate_keys,
+    rotation,
     shown,
 )
 from flowspec_edge.cli.main import main
@@ -42,143 +43,115 @@ def on(boards: ssh_boards.Boards, place: int, *command: str) -> str:
     return SshRunner(boards.inventory, boards.inventory.device[place]).run(as_root(command))
 
 
-def make(boards: ssh_boards.Boards, here: Path, **actions: str) -> list[BoardKey]:
-    """Have every board make its pair, but for those with another action."""
-    devices = boards.inventory.device
-    wanted: Any = {device.name: actions.get(device.name.replace("-", "_"), "make") for device in devices}
-    return change_keys(boards.inventory, devices, pythons(boards), wanted, here, PATH)
+def make(boards: ssh_boards.Boards) -> list[BoardKeys]:
+    return ask(boards.inventory, boards.inventory.device, pythons(boards), "make", PATH)
 
 
-def test_keys_are_made_once_recorded_and_compared(boards: ssh_boards.Boards, tmp_path: Path) -> None:
+def test_keys_are_made_once_and_compared_with_the_recorded(boards: ssh_boards.Boards, tmp_path: Path) -> None:
     inventory, devices, here = boards.inventory, boards.inventory.device, tmp_path / "keys"
     for place in range(2):
         on(boards, place, "rm", "-rf", "/run/flowspec")
-    found = make(boards, here)
-    assert [(key.name, key.made, key.error) for key in found] == [
-        (f"board-{place}", True, "") for place in range(2)]
-    publics = {key.name: key.public for key in found}
+    found = make(boards)
+    assert [(key.name, len(key.publics), key.error) for key in found] == [
+        (f"board-{place}", 1, "") for place in range(2)]
+    publics = {key.name: key.publics[0] for key in found}
     assert len(set(publics.values())) == 2
+    assert recorded(devices, here) == {}
+    record(here, publics)
     assert recorded(devices, here) == publics
     assert (here / "board-1.pub").stat().st_mode & 0o777 == 0o644
     for place in range(2):
         secret = json.loads(on(boards, place, "cat", PATH))["secret"]
         assert all(secret not in file.read_text() for file in here.iterdir())
         assert on(boards, place, "stat", "-c", "%a %U", PATH).split() == ["400", "root"]
-
-    again = make(boards, here)
-    assert {key.name: key.public for key in again} == publics
-    assert not any(key.made for key in again)
+    assert make(boards) == found == shown(inventory, devices, pythons(boards), here, PATH)
 
     on(boards, 1, "rm", PATH)
-    changed = make(boards, here)
+    make(boards)
+    changed = shown(inventory, devices, pythons(boards), here, PATH)
     assert [bool(key.error) for key in changed] == [False, True]
     assert changed[1].error.startswith("board-1: its key has changed: it has ")
     assert f"{here / 'board-1.pub'} says {publics['board-1'][:10]}…: if you replaced" in changed[1].error
-    assert recorded(devices, here) == publics
-    assert shown(inventory, devices, pythons(boards), here, PATH)[1].error == changed[1].error
     (here / "board-1.pub").unlink()
-    assert not any(key.error for key in make(boards, here))
+    assert not any(key.error for key in shown(inventory, devices, pythons(boards), here, PATH))
 
 
-def test_all_keys_are_changed_or_none(boards: ssh_boards.Boards, tmp_path: Path) -> None:
-    inventory, devices, here = boards.inventory, boards.inventory.device, tmp_path / "keys"
-    make(boards, here)
-    before = recorded(devices, here)
-    calls: list[dict[str, str]] = []
+class Rotation:
+    """The steps of ``Rollout.up(rotate=True)`` that concern keys, on boards that run no services."""
 
-    def now() -> dict[str, str]:
-        """What the boards have."""
-        return {key.name: key.public for key in shown(inventory, devices, pythons(boards), tmp_path, PATH)}
+    def __init__(self, boards: ssh_boards.Boards, here: Path) -> None:
+        self.boards, self.here, self.devices = boards, here, boards.inventory.device
 
-    def apply() -> None:
-        calls.append(recorded(devices, here))
-        raise FlowspecError("not ready")
+    def held(self) -> dict[str, tuple[str, ...]]:
+        return held_keys(self.boards.inventory, self.devices, pythons(self.boards), PATH)
 
-    def kept() -> dict[str, str]:
-        return {device.name: json.loads(on(boards, place, "cat", f"{PATH}.old"))["public"]
-                for place, device in enumerate(devices)}
+    def added(self, places: Sequence[int]) -> None:
+        actions = rotation(self.held(), recorded(self.devices, self.here))
+        ask(self.boards.inventory, [self.devices[place] for place in places], pythons(self.boards), actions, PATH)
 
-    def restore() -> bool:
-        calls.append(kept())  # what ran before needs these pairs
-        return len(calls) > 2
+    def recorded(self, places: Sequence[int]) -> None:
+        held = self.held()
+        record(self.here, {f"board-{place}": held[f"board-{place}"][-1] for place in places})
 
-    with pytest.raises(FlowspecError, match="not ready"):
-        rotate_keys(inventory, devices, pythons(boards), here, apply, restore, PATH)
-    assert calls[0].keys() == before.keys()
-    assert not set(calls[0].values()) & set(before.values())
-    assert calls[1] == kept() == before  # not restored: both pairs stay
-    assert calls[0] == recorded(devices, here) == now()
-    assert held_keys(inventory, devices, pythons(boards), PATH) == {
-        name: {public, before[name]} for name, public in calls[0].items()}
-    record(here, before)
-    make(boards, here, board_0="undo", board_1="undo")
+    def kept(self, places: Sequence[int]) -> None:
+        known = recorded(self.devices, self.here)
+        for place in places:
+            on(self.boards, place, *key_command(sys.executable, "keep", PATH, known[f"board-{place}"]))
 
-    with pytest.raises(FlowspecError, match="not ready"):
-        rotate_keys(inventory, devices, pythons(boards), here, apply, restore, PATH)
-    assert calls[3] == recorded(devices, here) == now() == before
-
-    without = {**pythons(boards), "board-1": "/usr/bin/false"}
-    with pytest.raises(FlowspecError, match=r"^board-1 \(.*\): exit code 1$"):
-        rotate_keys(inventory, devices, without, here, lambda: None, lambda: True, PATH)
-    assert recorded(devices, here) == now() == before
-
-    publics = rotate_keys(inventory, devices, pythons(boards), here, lambda: None, lambda: True, PATH)
-    assert recorded(devices, here) == now() == publics
-    assert not set(publics.values()) & set(before.values())
-    for place in range(2):
-        assert on(boards, place, "ls", "/run/flowspec").split() == ["board.key"]
-
-
-def test_a_failed_rotation_that_is_cut_off_is_taken_back_by_the_next_up(boards: ssh_boards.Boards, tmp_path: Path
-                                                                        ) -> None:
-    """No board can be asked once the release before runs again."""
-    inventory, devices, here = boards.inventory, boards.inventory.device, tmp_path / "keys"
-    make(boards, here)
-    before, told = recorded(devices, here), pythons(boards)
-
-    def apply() -> None:
-        told.update(dict.fromkeys(told, "/usr/bin/false"))
-        raise FlowspecError("not ready")
-
-    with pytest.raises(FlowspecError, match="not ready"):
-        rotate_keys(inventory, devices, told, here, apply, lambda: True, PATH)
-    assert recorded(devices, here) == before  # so `up` undoes
-    assert not any(key.error for key in make(boards, here, board_0="undo", board_1="undo"))
-    assert held_keys(inventory, devices, pythons(boards), PATH) == {
-        name: {public} for name, public in before.items()}
+    def whole(self) -> None:
+        for step in (self.added, self.recorded, self.kept):
+            step(range(2))
 
 
 @pytest.mark.slow
-def test_a_rotation_cut_off_by_a_power_failure(boards: ssh_boards.Boards, tmp_path: Path) -> None:
-    """Board 0 missed the order to settle, board 1 everything after its new pair."""
-    inventory, devices, here = boards.inventory, boards.inventory.device, tmp_path / "keys"
-    make(boards, here)
-    program = [sys.executable, "-m", "flowspec_edge.boards.services.board_key"]
-    told = [json.loads(on(boards, place, *program, "rotate", PATH)) for place in range(2)]
-    record(here, {"board-0": told[0]["public"]})
-    found = make(boards, here, board_1="undo")
-    assert [(key.public, key.made, key.error) for key in found] == [
-        (told[0]["public"], False, ""), (told[1]["before"], True, "")]
-    assert {key.name: key.public for key in found} == recorded(devices, here)
-    assert on(boards, 0, "ls", "/run/flowspec").split() == ["board.key", "board.key.old"]
-    assert on(boards, 1, "ls", "/run/flowspec").split() == ["board.key"]
+@pytest.mark.parametrize("reached", [1, 3, 5])
+def test_a_rotation_goes_on_where_it_was_interrupted(boards: ssh_boards.Boards, tmp_path: Path, reached: int
+                                                     ) -> None:
+    """``reached``: after so many steps, of two boards one after the other; between any two: ``test_diff``."""
+    rotated = Rotation(boards, tmp_path / "keys")
+    before = {key.name: key_to_use(key.publics, "") for key in make(boards)}
+    record(rotated.here, before)
+    for number in range(reached):
+        step = (rotated.added, rotated.recorded, rotated.kept)[number // 2]
+        step([number % 2])
+    held = rotated.held()
+    known = recorded(rotated.devices, rotated.here)
+    assert all(key_to_use(held[name], known[name], before[name]) == known[name] for name in known)
+    if reached <= 4:  # the release before can run on all boards
+        assert all(before[name] in held[name] for name in known)
+    new = {name: keys[-1] for name, keys in held.items() if keys[-1] != before[name]}
+    rotated.whole()
+    after = recorded(rotated.devices, rotated.here)
+    assert after == {**after, **new}  # no board made a third pair
+    assert not set(after.values()) & set(before.values())
+    assert rotated.held() == {name: (key,) for name, key in after.items()}
+    for place in range(2):
+        assert on(boards, place, "ls", "-A", "/run/flowspec").split() == ["board.key"]
 
-    def apply() -> None:
-        raise FlowspecError("not ready")
 
-    with pytest.raises(FlowspecError, match="not ready"):  # back to the recorded pair, not the one before
-        rotate_keys(inventory, devices, pythons(boards), here, apply, lambda: True, PATH)
-    found = make(boards, here)
-    assert [(key.public, key.before, key.error) for key in found] == [
-        (told[0]["public"], "", ""), (told[1]["before"], "", "")]
+def test_a_rotation_that_an_earlier_flowspec_left_half_way(boards: ssh_boards.Boards, tmp_path: Path) -> None:
+    """It had two files: the former pair, which its release may still need, in the second."""
+    rotated = Rotation(boards, tmp_path / "keys")
+    before = {key.name: key_to_use(key.publics, "") for key in make(boards)}
+    record(rotated.here, before)
+    on(boards, 1, "mv", PATH, f"{PATH}.old")
+    make(boards)
+    rotated.added(range(2))
+    assert json.loads(on(boards, 1, "cat", f"{PATH}.old"))["public"] == before["board-1"]
+    rotated.recorded(range(2))
+    rotated.kept(range(2))
+    after = recorded(rotated.devices, rotated.here)
+    assert not set(after.values()) & set(before.values())
+    assert rotated.held() == {name: (key,) for name, key in after.items()}
+    assert on(boards, 1, "ls", "-A", "/run/flowspec").split() == ["board.key"]
 
 
 def test_a_board_that_cannot_be_asked_is_named(boards: ssh_boards.Boards, tmp_path: Path) -> None:
     devices = boards.inventory.device
-    found = change_keys(boards.inventory, devices, {**pythons(boards), "board-1": "/nowhere"},
-                        {device.name: "make" for device in devices}, tmp_path, PATH)
+    found = ask(boards.inventory, devices, {**pythons(boards), "board-1": "/nowhere"}, "make", PATH)
     assert [key.error.split(" (")[0] for key in found] == ["", "board-1"]
-    assert recorded(devices, tmp_path).keys() == {"board-0"}
+    with pytest.raises(FlowspecError, match=r"^board-1 \(.*\): exit code 1$"):
+        held_keys(boards.inventory, devices, {**pythons(boards), "board-1": "/usr/bin/false"}, PATH)
     found = shown(boards.inventory, devices, {**pythons(boards), "board-1": "/usr/bin/true"}, tmp_path, PATH)
     assert "is not a compatible flowspec" in found[1].error
 

@@ -25,6 +25,7 @@ from flowspec_edge.boards import paths
 from flowspec_edge.boards.deploy.actions import Action, BoardState, quote
 from flowspec_edge.boards.deploy.steps.power import power_at_boot
 from flowspec_edge.boards.probe.facts import BoardFacts, ReleaseFacts, ServiceFacts
+from flowspec_edge.boards.services.keys import key_command
 
 _KEPT = 3  # releases kept besides current and previous
 _START_S = 960.0  # longer than any TimeoutStartSec, so that systemd reports the failure
@@ -102,6 +103,8 @@ def settle(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     # Last: a rollback that fails before it is completed by the next one, and afterwards undone.
     marked = facts.modes.get(paths.UNSETTLED) or _marks(state, facts)
     yield Action("settled", (quote("rm", "-f", paths.UNSETTLED),) if marked else ())
+    if state.public:  # after that mark, with which a service might return to the release before and its pair
+        yield unused_keys(state, facts)
 
 
 def units(state: BoardState, facts: BoardFacts) -> Action:
@@ -163,6 +166,14 @@ def tidy(state: BoardState, facts: BoardFacts) -> Action:
     return Action("old releases", (*marks, *gone))
 
 
+def unused_keys(state: BoardState, facts: BoardFacts) -> Action:
+    """Remove all key pairs but the release's, after a rotation or one that was given up."""
+    others = set(facts.publics) - {state.public} or facts.modes.get(paths.FORMER_KEY)
+    keep = quote(*key_command(f"{paths.release_dir(state.release)}/venv/bin/python", "keep", paths.KEY,
+                              state.public))
+    return Action("unused keys", (f"{keep} > /dev/null",) if others else ())
+
+
 def old_parts(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     """Remove parts of models that neither this release nor the previous one needs.
 
@@ -196,13 +207,12 @@ def _before(state: BoardState, facts: BoardFacts) -> str:
 
 
 def _outdated(state: BoardState, facts: BoardFacts) -> bool:
-    """Whether the unit is not active, or runs with another release, key or unit file.
+    """Whether the unit is not active, or runs with another release or unit file.
 
     A unit's working directory is ``current``, so its process shows which release it was started in.
     """
     unit = _service(state, facts)
-    other_key = unit.key and unit.key != facts.key
-    return (not unit.active or unit.release != paths.release_dir(state.release) or bool(other_key)
+    return (not unit.active or unit.release != paths.release_dir(state.release)
             or units(state, facts).changes)
 
 

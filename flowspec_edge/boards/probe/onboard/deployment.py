@@ -15,6 +15,7 @@ from flowspec_edge.boards.paths import (
     CACHE,
     CURRENT,
     ETC,
+    FORMER_KEY,
     HOME,
     KEY,
     MODELS,
@@ -34,7 +35,7 @@ from flowspec_edge.boards.probe.onboard.tools import assignments, link, ntp, out
 from flowspec_edge.boards.transfer.store import File, lacking, parts_in, sha256_of
 
 _STOP_S = 60
-_PLACES = (HOME, RELEASES, VENVS, WHEELS, STATE, MODELS, CACHE, ETC, UNSETTLED)
+_PLACES = (HOME, RELEASES, VENVS, WHEELS, STATE, MODELS, CACHE, ETC, UNSETTLED, FORMER_KEY)
 _OURS = re.compile(r"flowspec-(draft|verify@\d+)\.service")
 
 
@@ -61,8 +62,7 @@ def facts(environment: str, part: list[Any] | None, others: str) -> dict[str, An
         "units": {path.name: sha256_of(path) for path in units.glob("flowspec-*.service")
                   if path.is_file() and not path.is_symlink()},
         "services": {name: service(name) for name in services(units)},
-        "key": sha256(KEY), "key_before": sha256(KEY + ".old"),
-        "public": public(KEY), "public_before": public(KEY + ".old"),
+        "publics": publics(KEY),
         "client_key": bool(text(API_KEY)), "parts": parts_in(models), **power()}
     if part is not None:
         name, files, manifest = part
@@ -73,11 +73,6 @@ def facts(environment: str, part: list[Any] | None, others: str) -> dict[str, An
 
 def children(path: Path) -> list[Path]:
     return [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
-
-
-def sha256(path: str) -> str:
-    """An empty text if the file cannot be read."""
-    return sha256_of(Path(path)) if os.path.isfile(path) else ""
 
 
 def digests(directory: Path) -> dict[str, str]:
@@ -111,12 +106,13 @@ def user(name: str) -> dict[str, Any] | None:
             "groups": [group.gr_name for group in grp.getgrall() if name in group.gr_mem]}
 
 
-def public(path: str) -> str:
-    """The public half in a key file; "" without one."""
+def publics(path: str) -> list[str]:
+    """Return the public keys of a key file (``transport.keys``); none without one, or if it is damaged."""
     try:
-        return str(json.loads(text(path))["public"])
-    except (ValueError, LookupError, TypeError):
-        return ""
+        data = json.loads(text(path))
+        return [str(pair["public"]) for pair in [data, *data.get("newer", [])]]
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return []
 
 
 def services(units: Path) -> list[str]:
@@ -128,13 +124,12 @@ def services(units: Path) -> list[str]:
 
 
 def service(unit: str) -> dict[str, Any]:
-    """``release``: working directory of the process; ``key``: sha256 of the key that it was started with."""
+    """``release``: working directory of the process."""
     shown = assignments(output("systemctl", "show", "--property=ActiveState,MainPID,UnitFileState", unit))
     process = shown.get("MainPID", "0")
     return {"active": shown.get("ActiveState") == "active",
             "enabled": shown.get("UnitFileState") == "enabled",
-            "release": link(f"/proc/{process}/cwd") if process != "0" else "",
-            "key": sha256(f"/run/credentials/{unit}/curve")}
+            "release": link(f"/proc/{process}/cwd") if process != "0" else ""}
 
 
 def power() -> dict[str, Any]:
