@@ -194,7 +194,7 @@ class Cluster:
 
     def generate_many(self, requests: Sequence[Request]) -> list[Completion]:
         """Run requests that arrive together and share the pipeline; answers in their order. UsageError if
-        they need different parallelism, or groups of devices (megatron, galaxy) outside of virtual time."""
+        some are by groups of devices (megatron, galaxy) and others are not, or outside of virtual time."""
         return [self._completion(result) for result in self._backend.generate_many(requests)]
 
     def plain(self, request: Request) -> list[int]:

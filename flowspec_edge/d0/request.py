@@ -178,7 +178,7 @@ class ClusterBackend(Protocol):
 
         arrivals  seconds after the call at which each arrives; all at 0 by default
 
-        UsageError if they need different parallelism, or one that this cluster does not have.
+        UsageError if they cannot run together, or not on such a cluster (megatron, galaxy).
         """
 
     def close(self) -> None:
