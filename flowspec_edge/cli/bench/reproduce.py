@@ -21,6 +21,7 @@ from flowspec_edge.cli.common.options import (
 )
 from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.cli.common.workload import fail_if_different, require_runnable
+from flowspec_edge.errors import UsageError
 from flowspec_edge.model.opened import DEMO, resolve_model
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.util.files import make_directory
@@ -102,6 +103,10 @@ def reproduce(
     for measurement in needed.values():  # before anything runs
         require_runnable(measurement.strategies, resolve_model(model), measurement.params, "virtual", 1)
     folder = out / "measured"
+    for name in () if resume else needed:
+        if (folder / f"{name}.json").exists():
+            raise UsageError(f"{folder / f'{name}.json'} is there already: keep its figures and measure the missing "
+                             "ones with --resume, or give another --out DIR")
     make_directory(folder, "--out")
     check_figure(out / "figure.svg")
     done: dict[str, Measured] = {}  # tables that share a measurement share its figures

@@ -52,6 +52,8 @@ def test_a_table_is_measured_once_and_written(tmp_path: Path, capsys: pytest.Cap
     kept = out / "measured" / "ablation-7b.json"
     before = kept.stat().st_mtime_ns
     files = set(out.iterdir())
+    assert main(["reproduce", "flowspec-table-3", *given]) == 2  # hours of another run are not overwritten
+    assert "ablation-7b.json is there already: keep its figures" in capsys.readouterr().err
     assert main(["reproduce", "flowspec-table-3", *given, "--resume"]) == 0
     assert kept.stat().st_mtime_ns == before
     shown = capsys.readouterr()
