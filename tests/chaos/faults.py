@@ -16,7 +16,7 @@ from pathlib import Path
 
 from kits import network_beds
 
-from tests.chaos.schedule import LINKS, LOCAL, RANKS, Fault
+from tests.chaos.schedule import LINKS, LOCAL, Fault
 from tests.chaos.services import LinkedService, LocalService, Service, until
 
 # Where groups are, and the name of their limit: cgroups 1 and 2.
@@ -30,7 +30,7 @@ Undo = Callable[[], None]
 
 def able() -> set[str]:
     """The kinds that this machine permits."""
-    kinds = {*LOCAL, *LINKS, *RANKS}
+    kinds = {*LOCAL, *LINKS}
     if not _can_mount():
         kinds.discard("disk_full")
     if not shutil.which("gcc"):
