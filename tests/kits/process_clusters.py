@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 PROMPT = [(7 * i + 3) % 290 for i in range(70)]  # two chunks
-PATIENCE = 60.0  # seconds; only a failing test waits so long
+PATIENCE = 120.0  # seconds; only a failing test waits so long
 
 
 def alive(pid: int) -> bool:
