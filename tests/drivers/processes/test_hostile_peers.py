@@ -188,7 +188,7 @@ class Site:
         self.seen.on_opened = self._opened
         self.addresses = Addresses(self.control, self.output, self.listen[0], INSTANCES,
                                    directory / "key0" if encrypted else None,
-                                   [pair.public for pair in self.pairs[1:]])
+                                   worker_keys=[pair.public for pair in self.pairs[1:]])
         self.cluster = ProcessCluster(ClusterSpec(model, 2, threads=1, rejoin_within=PATIENCE,
                                                   observer=self.seen), Connected(self.addresses)).start()
         self._over = threading.Event()
