@@ -205,12 +205,9 @@ class ProcessCluster:
             self._place.disconnect()
 
     def close(self) -> None:
-        """End the processes started here and close all sockets; open requests end with an error. Idempotent. No
-        thread may be driving."""
+        """End the processes started here and close all sockets; idempotent. No thread may be driving."""
         with self._life:
             self._closed = True
-            if self.running is not None and self.busy:
-                self._abandon(self.running, FlowspecError(_CLOSED))
             self._end()
             self._fail_submitted(FlowspecError(_CLOSED))
 

@@ -203,18 +203,6 @@ def test_what_is_submitted_when_the_stages_are_lost_ends_too(model: Path) -> Non
         assert cluster.generate(request).tokens == greedy(model, 30)
 
 
-def test_requests_that_are_open_at_the_end_get_an_error(model: Path) -> None:
-    cluster = ProcessCluster(ClusterSpec(model, 1, threads=1)).start()
-    begun, waiting = (cluster.submit(Request(PROMPT, "autoregressive", 30)) for _ in range(2))
-    steps = iter([False, False, True])
-    cluster.serve(lambda: next(steps))
-    cluster.submit(Request(PROMPT, "autoregressive", 30))
-    cluster.close()
-    for handle in (begun, waiting):
-        with pytest.raises(FlowspecError, match="the cluster is closed"):
-            handle.result(0)
-
-
 def test_a_truncated_shard_is_told_by_the_stage_that_reads_it(model: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
