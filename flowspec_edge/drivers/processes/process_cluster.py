@@ -148,17 +148,15 @@ class ProcessCluster:
     def _drive_or_wait(self, done: Callable[[], bool], handles: Collection[RequestHandle]) -> None:
         """Return when ``done()``; drive the event loop unless another thread does."""
         while not done():
-            if self._driver.acquire(blocking=False):
+            open_handles = [handle for handle in list(handles) if not handle.done()]
+            # Without one, the next request is not due yet: wait for the other thread to stop driving until it may be.
+            if self._driver.acquire(timeout=0.0 if open_handles else _IDLE_S):
                 try:
                     self._drive(done)
                 finally:
                     self._driver.release()
-            else:
-                waiting = [handle for handle in list(handles) if not handle.done()]
-                if waiting:
-                    futures.wait(waiting, _CHECK_S)
-                else:
-                    time.sleep(_IDLE_S)  # until the next one arrives
+            elif open_handles:
+                futures.wait(open_handles, _CHECK_S)
 
     # ---- start and end -------------------------------------------------------------------------
 
