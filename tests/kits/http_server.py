@@ -64,6 +64,7 @@ class Held:
         self.broken: Exception | None = None  # raised instead of starting a request
         self.lost: str | None = None  # what the cluster says that it has lost, and waits for
         self.started: list[Request] = []
+        self.turns: list[int] = []  # of the requests that were started: the cluster's order
         self.pieces = 0  # since the newest request was started
         self.ends: list[Result | BaseException] = []
 
@@ -88,6 +89,7 @@ class Held:
 
         assert self.may_start.wait(PATIENCE)
         self.started.append(handle.request)
+        self.turns.append(handle.turn)
         if self.broken:
             raise self.broken
         self.pieces = 0
