@@ -23,6 +23,7 @@ from kits.services import free_port, own_address
 from kits.tiny_model_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM
 
+from flowspec_edge.d0.lm_head import LmHead
 from flowspec_edge.d0.request import Request, RequestHandle, Result
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.forkserver import WorkerProcess
@@ -122,6 +123,19 @@ def test_a_strategy_that_does_nothing_fails_its_request_and_leaves_the_cluster_u
         cluster.generate(Request(PROMPT, f"{__name__}:Idle", max_new_tokens=3))
     assert "\n" not in str(caught.value)
     assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=3)).tokens == greedy(model, 3)
+
+
+def refuse_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def test_one_request_without_memory_on_d0_leaves_the_cluster_up(cluster: ProcessCluster, model: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.setattr(LmHead, "logits", refuse_memory)
+        with pytest.raises(FlowspecError, match=r"^cpu is out of memory \(CUDA out of memory\)"):
+            cluster.generate(Request(PROMPT, max_new_tokens=5))
+    assert cluster.generate(Request(PROMPT, max_new_tokens=5)).tokens == greedy(model, 5)
 
 
 def test_an_interrupted_request_leaves_the_cluster_up(cluster: ProcessCluster, model: Path) -> None:
