@@ -87,7 +87,7 @@ def test_a_fleet_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     script = ("import sys, pathlib\nfrom kits import container_boards\n"
               "fleet = container_boards.Fleet(pathlib.Path(sys.argv[1]), 2)\n"
               "print(*(fleet.leader(board) for board in range(2)), flush=True)\nsys.stdin.read()")
-    paths = os.pathsep.join(str(path) for path in (Path(container_boards.__file__).parent, Path.cwd()))
+    paths = os.pathsep.join(str(path) for path in (Path(container_boards.__file__).parents[1], Path.cwd()))
     with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdin=subprocess.PIPE, text=True,
                           stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": paths}) as process:
         assert process.stdout is not None
