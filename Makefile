@@ -38,9 +38,12 @@ check: $(READY)
 # pytest keeps the test modules that it rewrites; without, each of its processes takes ten seconds for them.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Files and tests that a run names at its end, beside the processor seconds of all.
+DEAREST := --processor-seconds 20
+
 # In the order of files: sorted by their number of tests, files with few long tests would come last.  Three
 # processes, because tests that wait for processes leave one of two cores idle.
-PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder $(DEAREST)
 
 test: check
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not soak and not fleet and not aarch64 and not strict'
@@ -75,9 +78,9 @@ soak: $(READY)
 # Containers with a systemd each; needs root.  Their images are built once: a few minutes, 3.5 GB.  The long ones
 # (power cuts, misfortunes, each step by itself) are in the second command alone.
 test-fleet: $(READY)
-	$(BIN)/python -m pytest -m 'fleet and not slow and not soak' tests/e2e
+	$(BIN)/python -m pytest $(DEAREST) -m 'fleet and not slow and not soak' tests/e2e
 test-fleet-slow: $(READY)
-	$(BIN)/python -m pytest -m 'fleet and slow and not soak' tests/e2e
+	$(BIN)/python -m pytest $(DEAREST) -m 'fleet and slow and not soak' tests/e2e
 
 # Every fault at every step of a deployment: hours.  Begins no trial after four; the next run goes on there.
 FAULTS ?= build/soak-fleet

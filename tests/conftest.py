@@ -11,6 +11,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 from kits.hypothesis_examples import examples
+from kits.processor_seconds import OPTION, ProcessorSeconds
 
 # The models are tiny: a second thread costs more than it computes, on a loaded machine a hundred times more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,6 +26,15 @@ gc.disable()
 # An example that takes longer on a loaded machine is no failure.
 hypothesis.settings.register_profile("flowspec", examples(100, quick=40))
 hypothesis.settings.load_profile("flowspec")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(OPTION, type=int, default=0, metavar="N",
+                     help="name the N files and the N tests that cost the most processor seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ProcessorSeconds(config), "processor seconds")
 
 
 def pytest_collection_finish() -> None:
