@@ -102,6 +102,8 @@ class Nearest(GroupedScheme):
 class RandomWeights:
     """A checkpoint in fp16 without files: each read generates the same rows."""
 
+    gguf = None  # they are in no file
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         core = skeleton(load_config(directory))

@@ -41,13 +41,7 @@ class PlainDecoder:
         use_exact_kernels()
         found = OpenModel(model_dir)
         self._size = found.size
-        if found.sharded:
-            self.model = load_reference_model(found, dtype, device)
-        else:
-            with no_loading_bars():
-                read = AutoModelForCausalLM.from_pretrained(found.target, dtype=parse_dtype(dtype),
-                                                            trust_remote_code=False)
-            self.model = read.eval().to(device)
+        self.model = transformers_model(found, dtype, device)
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_new_tokens: int, sampling: Sampling,
@@ -80,6 +74,15 @@ class PlainDecoder:
                 restricted.extend([token])
             step = torch.tensor([[token]], device=self.model.device)
         return tokens, "length"
+
+
+def transformers_model(model: OpenModel, dtype: str, device: torch.device | str = "cpu") -> Any:
+    """Return transformers' causal language model, which transformers reads itself if it can."""
+    if not model.read_by_transformers:
+        return load_reference_model(model, dtype, device)
+    with no_loading_bars():
+        read = AutoModelForCausalLM.from_pretrained(model.target, dtype=parse_dtype(dtype), trust_remote_code=False)
+    return read.eval().to(device)
 
 
 def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> Any:

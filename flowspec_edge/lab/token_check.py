@@ -16,16 +16,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
 
 from flowspec_edge.boards.gpu_check.kernel_check import guarded, run_in_children
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.lab.plain import transformers_model
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling, choose
-from flowspec_edge.util.tensors import no_loading_bars, parse_dtype
 
 SAMPLINGS = {"greedy": Sampling(), "T=1": Sampling(1.0, seed=1),
              "T=0.8 top-p": Sampling(0.8, 50, 0.9, seed=2)}
@@ -99,10 +98,7 @@ def _cluster(model: Path, device: str, dtype: str) -> VirtualCluster:
 
 @cache
 def _reference(model: Path, dtype: str) -> Any:
-    with no_loading_bars():
-        found = AutoModelForCausalLM.from_pretrained(OpenModel(model).target, dtype=parse_dtype(dtype),
-                                                     trust_remote_code=False)
-    return found.eval().float()
+    return transformers_model(OpenModel(model), dtype).float()
 
 
 @torch.inference_mode()

@@ -34,6 +34,22 @@ class ExpertNames:
 
 
 @dataclass(frozen=True)
+class GgufNames:
+    """How GGUF files hold models of a family.
+
+    architecture  their ``general.architecture``; two families may have one, if one of them alone has experts
+    fields        of config.json, beside those that all have: the key of the metadata behind the architecture's name
+    constants     fields of config.json that are the same for all
+    permuted      rows of query and key matrices are in the order in which llama.cpp rotates them
+    """
+
+    architecture: str
+    fields: Mapping[str, str] = field(default_factory=dict, hash=False)
+    constants: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    permuted: bool = False
+
+
+@dataclass(frozen=True)
 class Family:
     """One family: embeddings, layers with attention (of all rows or a window) or a recurrence, a norm.
 
@@ -49,6 +65,7 @@ class Family:
     always_windowed every layer has the configuration's window, if it has one; else ``layer_types`` says
     packed_as       the quantised format of its published weights that stages read; "": none
     draft_layers    kinds of draft models that its checkpoints may hold as layers of their own
+    gguf            how GGUF files hold such models; None: they are not read
     """
 
     name: str
@@ -61,6 +78,7 @@ class Family:
     always_windowed: bool = False
     packed_as: str = ""
     draft_layers: tuple[DraftKind, ...] = ()
+    gguf: GgufNames | None = None
 
     @property
     def sparse(self) -> bool:
@@ -73,26 +91,33 @@ class Family:
         return self.layer == FUSED and not self.sparse
 
 
+_EXPERTS = {"num_experts_per_tok": "expert_used_count"}
 LLAMA = Family("llama", {"vocab_size": 32_000, "num_attention_heads": 32, "max_position_embeddings": 2_048},
-               launches=17)
+               launches=17, gguf=GgufNames("llama", permuted=True))
 FAMILIES = {family.name: family for family in (
     LLAMA,
     Family("mistral", {"vocab_size": 32_000, "num_attention_heads": 32, "num_key_value_heads": 8,
                        "max_position_embeddings": 131_072}, always_windowed=True),
     Family("qwen2", {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 32,
-                     "max_position_embeddings": 32_768}),
+                     "max_position_embeddings": 32_768},
+           gguf=GgufNames("qwen2", constants={"use_sliding_window": False})),
     Family("qwen3", {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 32,
-                     "head_dim": 128, "max_position_embeddings": 32_768}),
+                     "head_dim": 128, "max_position_embeddings": 32_768}, gguf=GgufNames("qwen3")),
     Family("phi3", {"vocab_size": 32_064, "num_attention_heads": 32, "max_position_embeddings": 4_096},
            layer="", always_windowed=True),
     Family("ministral3", {"vocab_size": 131_072, "num_attention_heads": 32, "num_key_value_heads": 8,
                           "max_position_embeddings": 262_144}, layer="", always_windowed=True),
     Family("qwen3_moe", {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 4,
                          "max_position_embeddings": 32_768},
-           launches=35, experts=ExpertNames(), always_windowed=True),
+           launches=35, experts=ExpertNames(), always_windowed=True,
+           gguf=GgufNames("qwen3moe", _EXPERTS | {"num_experts": "expert_count",
+                                                  "moe_intermediate_size": "expert_feed_forward_length"},
+                          {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []})),
     Family("mixtral", {"vocab_size": 32_000, "num_attention_heads": 32, "num_key_value_heads": 8,
                        "max_position_embeddings": 131_072},
-           launches=32, experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2"), always_windowed=True),
+           launches=32, experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2"), always_windowed=True,
+           gguf=GgufNames("llama", _EXPERTS | {"num_local_experts": "expert_count"}, {"sliding_window": None},
+                          permuted=True)),
     Family("gpt_oss", {"vocab_size": 201_088, "num_attention_heads": 64, "num_key_value_heads": 8,
                        "head_dim": 64, "max_position_embeddings": 131_072},
            layer="", experts=ExpertNames(clamped=True), packed_as="mxfp4"),

@@ -2,7 +2,7 @@
 
 Layouts: flowspec's own (``DIR/target`` and draft parts such as ``DIR/eagle2``), a plain Hugging Face
 checkpoint, and a sharded model (``DIR/manifest.json``, ``DIR/stage-1`` …, and ``DIR/draft`` for D0, which has
-flowspec's own layout; a board has its own part alone).
+flowspec's own layout; a board has its own part alone).  Of a GGUF file ``model.gguf`` makes a plain checkpoint.
 
 A model is opened once and passed on.  Everything is read when it is first asked for: facts need neither torch nor
 transformers, which are imported for tensors and for ``parsed_config``.
@@ -23,8 +23,9 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.model.config import check_config, check_stop_ids, load_config, position_limit
 from flowspec_edge.model.draft_kinds import STORED, DraftKind, draft_kind_named
 from flowspec_edge.model.families import FAMILIES, Family, family_of, text_config, with_defaults
-from flowspec_edge.model.recognise import GGUF, refuse_part, refuse_unless_runnable
-from flowspec_edge.model.weights.located import MANIFEST, WEIGHTS, locate, stored_names, warn_of_unread
+from flowspec_edge.model.gguf.home import SUFFIX, gguf_in, home_of
+from flowspec_edge.model.recognise import refuse_part, refuse_unless_runnable
+from flowspec_edge.model.weights.located import GGUF_TABLE, MANIFEST, WEIGHTS, locate, stored_names, warn_of_unread
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.resources import resource_dir
@@ -53,6 +54,11 @@ class OpenModel:
     @property
     def sharded(self) -> bool:
         return (self.path / MANIFEST).is_file()
+
+    @property
+    def read_by_transformers(self) -> bool:
+        """Whether transformers' ``from_pretrained`` reads the target's directory: neither shards nor a GGUF file."""
+        return not self.sharded and not (self.target / GGUF_TABLE).is_file()
 
     @cached_property
     def manifest(self) -> Manifest | None:
@@ -261,9 +267,14 @@ def refuse_two_targets(model: OpenModel) -> None:
 
 
 def model_path(name_or_path: str) -> Path | None:
-    """The directory of a shipped or a fetched model, or the one of this name; None if there is none."""
+    """The directory of a shipped or a fetched model, of a GGUF file, or the one of this name; None if there is none.
+
+    Errors as for ``model.gguf.home``.
+    """
     if name_or_path in shipped_models():
         return resource_dir("models") / name_or_path
+    if (file := gguf_in(Path(name_or_path))) is not None:
+        return home_of(file)
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
     from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known  # pydantic takes a while
@@ -294,10 +305,10 @@ def _absence(name: str) -> str:
     if known := find_known(name):
         return ("it is in the catalogue, but not on this machine: download it with: flowspec models fetch "
                 f"{known[0]}")
-    if Path(name).is_file() and not name.endswith(".gguf"):
-        return "it is a file: give the directory of the checkpoint, with config.json and the tokenizer"
-    if name.endswith(".gguf"):
-        return GGUF
+    if name.endswith(SUFFIX):
+        return "there is no such GGUF file"
+    if Path(name).is_file():
+        return "it is a file: give the directory of the checkpoint, with config.json and the tokenizer, or a GGUF file"
     meant = did_you_mean(name, [*shipped_models(), *known_models()]).rstrip()
     return "not a directory, and no name in: flowspec models list" + (f"; {meant}" if meant else "")
 

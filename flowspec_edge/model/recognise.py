@@ -18,8 +18,6 @@ from flowspec_edge.model.families import FAMILIES, MULTIMODAL, family_of
 from flowspec_edge.model.weights.located import ADAPTER, MANIFEST, locate, stored_names
 from flowspec_edge.util.bounded_read import read_json_object
 
-GGUF = ("GGUF files are not read: give the directory of the Hugging Face checkpoint from which the file was "
-        "made; flowspec models shard --dtype int4 makes 4 bits of it")
 _CHECKPOINT = "give the directory of the Hugging Face checkpoint (config.json, safetensors, tokenizer)"
 _EXPORT = "convert it to Hugging Face's format"
 CONVERTED = ("awq", "gptq")  # quantised formats that ``flowspec models shard`` converts
@@ -150,7 +148,6 @@ def _without_config(directory: Path) -> Iterator[str]:
 
 # Files, by ends of their names, that hold weights which cannot be read: what they are, and what to do.
 _OTHER_FILES = (
-    ((".gguf",), GGUF),
     ((".nemo",), f"a NeMo checkpoint cannot be read: {_EXPORT}"),
     ((".onnx",), f"an ONNX model cannot be read: {_CHECKPOINT}"),
     ((".npz",), f"an old MLX model cannot be read: {_CHECKPOINT}"),

@@ -28,7 +28,7 @@ from flowspec_edge.model.manifest import (
 )
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.located import MANIFEST
-from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, TextFile
+from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, TextFile, is_imported
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import TensorFile, copy_file, partial_of, writing
 from flowspec_edge.stage.output_head import PREFIX as HEAD_PREFIX
@@ -102,7 +102,7 @@ def _write_tensors(plan: ShardingPlan, file: TensorsFile, path: Path, progress: 
             for _, piece in source.weights.pieces(name):
                 target.write(name, _cast(piece, dtype, name))
         for linear in file.packed:
-            if source.imported is not None:
+            if is_imported(source, plan.recipe):
                 _convert(plan, linear, target)
             else:
                 _quantise(source, f"{linear.prefix}.weight", plan.recipe.scheme, linear.prefix, target)
@@ -124,16 +124,15 @@ def _quantise(source: SourceModel, name: str, how: Scheme | None, prefix: str, t
 
 
 def _convert(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
-    """A matrix of an AWQ or GPTQ checkpoint, in one piece, since these formats are stored by columns."""
+    """A matrix of the source that is in 4 bits already."""
     source = plan.source
     assert source.imported is not None
-    names = source.imported.names(linear.prefix, source.weights)
     try:
-        stored = source.imported.convert(source.weights.tensors(names), linear.rows, linear.columns)
+        for stored in source.imported.pieces(linear.prefix, source.weights, linear.rows, linear.columns):
+            for suffix, tensor in stored.items():
+                target.write(f"{linear.prefix}.{suffix}", tensor)
     except FlowspecError as error:
         raise type(error)(f"{source.weights.directory}: {linear.prefix}: {error}") from error
-    for suffix, tensor in stored.items():
-        target.write(f"{linear.prefix}.{suffix}", tensor)
 
 
 def _computable(piece: Tensor) -> Tensor:

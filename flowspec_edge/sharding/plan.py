@@ -142,13 +142,15 @@ def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int 
                kv_cache: CacheBits = "16bit") -> Recipe:
     """UsageError for options that conflict with one another or the checkpoint.
 
-    dtype    None: the checkpoint's own 16-bit type, or fp16; an AWQ or GPTQ checkpoint is always int4
-    group    weights that share a scale in int4; None: 128, or that of a quantised checkpoint
+    dtype    None: the checkpoint's own 16-bit type, or fp16; int4 if its matrices are in 4 bits, as AWQ's and
+             GPTQ's have to remain
+    group    weights that share a scale in int4; None: 128, or that of a checkpoint in 4 bits
     compute  None: bf16 if matrices are in 4 bits, else the dtype of the weights
     lm_head  None: ``default_head_bits``
     """
     recipe = _layers_recipe(source, dtype, group, compute)
-    bits = lm_head or default_head_bits(recipe.dtype)
+    repacked = is_imported(source, recipe) and source.weights.gguf is not None
+    bits = lm_head or default_head_bits(recipe.dtype, repacked)
     how = head_scheme(bits)
     rows, columns = source.tensors[tensor_names.EMBEDDING].shape
     if how is not None and how.fits(rows, columns) is None:
@@ -163,7 +165,7 @@ def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | N
                    compute: ComputeDtype | None) -> Recipe:
     own = source.dtype if source.dtype in (torch.float16, torch.bfloat16) else torch.float16
     read = source.imported
-    if read is not None:
+    if read is not None and (read.only_int4 or dtype in (None, "int4")):
         if dtype not in (None, "int4") or group not in (None, read.group):
             raise UsageError(f"{source.weights.directory} is quantised already, in groups of {read.group}: "
                              "it can only become int4 with these; for another kind take it in 16 bits")
@@ -294,11 +296,16 @@ def _layout(source: SourceModel, recipe: Recipe, file: TensorsFile) -> Layout:
 def _is_packed(source: SourceModel, recipe: Recipe, linear: Linear) -> bool:
     if recipe.scheme is None:
         return False
-    if source.imported is not None:
-        return f"{linear.prefix}.weight" not in source.tensors
+    if is_imported(source, recipe):
+        return linear.prefix in source.packed
     if linear.prefix.endswith(IN_16_BITS):
         return False
     return recipe.scheme.fits(linear.rows, linear.columns) is not None
+
+
+def is_imported(source: SourceModel, recipe: Recipe) -> bool:
+    """Whether matrices are repacked, not quantised: a GGUF file's can also be dequantised, and then quantised anew."""
+    return source.imported is not None and recipe.kind == "int4"
 
 
 def _packed_bytes(recipe: Recipe, linear: Linear) -> int:

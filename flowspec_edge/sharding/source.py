@@ -19,9 +19,11 @@ from flowspec_edge.model.catalogue import download, is_repository_name
 from flowspec_edge.model.families import text_config
 from flowspec_edge.model.opened import OpenModel, is_here, resolve_model
 from flowspec_edge.model.weights.checkpoint import check_shape, missing_tensor
+from flowspec_edge.model.weights.gguf_file import GgufFile
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
+from flowspec_edge.stage.quant.gguf_blocks import GgufImporter
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.util.bounded_read import read_bytes
 from flowspec_edge.util.weight_file import TensorInfo
@@ -45,6 +47,9 @@ class WeightSource(Protocol):
 
     @property
     def names(self) -> list[str]: ...
+
+    @property
+    def gguf(self) -> GgufFile | None: ...
 
     def __contains__(self, name: object) -> bool: ...
 
@@ -71,7 +76,8 @@ class SourceModel:
     """raw          config.json as it was read
     tensors      of all tensors stored in plain form, those of the MTP layer among them
     linears      the decoder layers' matrices, by layer
-    imported     for the matrices of an AWQ or GPTQ checkpoint; None for a plain one
+    imported     repacks matrices that are stored in 4 bits (AWQ, GPTQ, GGUF); None if none is
+    packed       prefixes of these matrices
     extra_files  tokenizer files and the like
     """
 
@@ -82,7 +88,8 @@ class SourceModel:
     weights: WeightSource
     tensors: dict[str, TensorInfo]
     linears: list[list[Linear]]
-    imported: Importer | None
+    imported: Importer | GgufImporter | None
+    packed: frozenset[str]
     extra_files: tuple[Path, ...]
     drafts: tuple[DraftFiles, ...]
 
@@ -135,16 +142,17 @@ def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], na
     """Check ``weights`` against ``model``'s configuration; errors as for ``open_source``."""
     config = model.parsed_config
     core = skeleton(config)
-    reads = importer(config)
+    reads = importer(config) or (GgufImporter(weights.gguf) if weights.gguf else None)
     linears = [[Linear(f"model.layers.{i}.{path}", *module.weight.shape)
                 for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
                for i, layer in enumerate(core.layers)]
-    wanted, packed = tensor_names.whole_model(core), set()
+    wanted, packed, prefixes = tensor_names.whole_model(core), set[str](), set[str]()
     if reads is not None:
         for linear in (linear for layer in linears for linear in layer):
-            names = reads.names(linear.prefix, weights)
-            packed |= set(names)
-            wanted -= {f"{linear.prefix}.weight"} if names else set()
+            if names := reads.names(linear.prefix, weights):
+                packed |= set(names)
+                prefixes.add(linear.prefix)
+        wanted -= {f"{prefix}.weight" for prefix in prefixes} if reads.only_int4 else set()
     tied = bool(config.tie_word_embeddings)
     gone = tensor_names.missing(wanted, weights.names, tied)
     if gone:
@@ -166,7 +174,7 @@ def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], na
         check_fit(draft, TargetFacts(model.target, width, vocabulary, len(core.layers)))
         tensors |= draft.tensors if draft.kind.in_target else {}
     return SourceModel(name, revision, config, read_bytes(model.target / "config.json"), weights, tensors,
-                       linears, reads, extra, found)
+                       linears, reads if prefixes else None, frozenset(prefixes), extra, found)
 
 
 def _one_matrix(weights: WeightSource) -> bool:

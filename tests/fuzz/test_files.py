@@ -6,6 +6,8 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from kits.byte_mutations import CORPUS, FEW, amounts, corpus, fuzz
@@ -18,6 +20,9 @@ from flowspec_edge.device_profile import Profile
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.config import check_config, load_config, position_limit
+from flowspec_edge.model.gguf.config import Fields, config_of
+from flowspec_edge.model.gguf.header import read_header
+from flowspec_edge.model.gguf.tokenizer import tokenizer_of
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.weights.files import WeightFiles
 from flowspec_edge.stage.families import skeleton
@@ -104,6 +109,35 @@ DRAFT = DraftConfig(cluster="c", model="m", name="n", control="tcp://127.0.0.1:1
 def test_toml_files(model: type[BaseModel], seed: bytes, count: int) -> None:
     """A quarter of the mutations each, since a fault's line is looked for in the whole file."""
     fuzz(one_line(lambda data: parse_toml(data, Path("f.toml"), model)), [seed, *corpus("toml")], count // 4)
+
+
+@amounts
+def test_gguf_headers(count: int, tmp_path: Path) -> None:
+    """Without the tokenizer, which makes up most of a tiny file's header."""
+    path, seed = tmp_path / "model.gguf", tmp_path / "seed.gguf"
+    writer = gguf.GGUFWriter(str(seed), "llama")
+    for key, value in {"block_count": 1, "embedding_length": 32, "attention.head_count": 2, "context_length": 64,
+                       "feed_forward_length": 32, "attention.layer_norm_rms_epsilon": 1e-5}.items():
+        writer.add_key_value(f"llama.{key}", value, gguf.GGUFValueType.get_type(value))
+    writer.add_key_value("tokenizer.ggml.tokens", ["a", "b"], gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING)
+    for name, kind in (("token_embd.weight", gguf.GGMLQuantizationType.Q4_0), ("blk.0.attn_q.weight",
+                                                                             gguf.GGMLQuantizationType.F16)):
+        writer.add_tensor(name, gguf.quants.quantize(np.ones((2, 32), np.float32), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    def read(data: bytes) -> None:
+        path.write_bytes(data)
+        header = read_header(path)
+        fields = Fields(path, header.fields)
+        config_of(fields, {tensor.name for tensor in header.tensors}, 2, None)
+        tokenizer_of(fields)
+
+    fuzz(one_line(read), [seed.read_bytes()], count)
+    header = read_header(seed)
+    assert config_of(Fields(seed, header.fields), (), 2, None)["head_dim"] == 16
 
 
 @amounts

@@ -56,14 +56,6 @@ def test_a_broken_config_is_named(target: Path) -> None:
         resolve_model(target.parent)
 
 
-def test_a_gguf_file_is_told_from_a_damaged_model(tmp_path: Path) -> None:
-    file = tmp_path / "model-q4.gguf"
-    file.touch()
-    for given in (file, tmp_path):
-        with pytest.raises(UsageError, match=r"model-q4\.gguf'?: GGUF"):
-            resolve_model(given)
-
-
 def test_no_such_model(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no model 'nowhere'"):
         resolve_model("nowhere")

@@ -22,7 +22,6 @@ LORA = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "meta-llama/L
 ALONE = {  # files alone -> what is said of them
     "": "is an empty directory: give the directory of the Hugging Face checkpoint",
     "adapter_config.json": r"is an adapter \(LoRA\), not a model: merge it into its model with peft",
-    "model-q4.gguf": r"model-q4\.gguf: GGUF files are not read",
     "model.nemo": r"model\.nemo: a NeMo checkpoint cannot be read: convert it",
     "model_weights/x": "is a NeMo checkpoint, which cannot be read: convert it",
     "latest_checkpointed_iteration.txt": "is a Megatron checkpoint, which cannot be read: convert it",

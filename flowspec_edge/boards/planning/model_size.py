@@ -32,7 +32,8 @@ from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.quant.awq_gptq import importer
-from flowspec_edge.stage.quant.base import Scheme
+from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
+from flowspec_edge.stage.quant.gguf_blocks import GgufImporter
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
 from flowspec_edge.strategies.tree_strategy import TreeParameters
 
@@ -170,8 +171,9 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     head = None if planned.by_ngrams else (
         head_format_of(planned.kind).on_meta(draft_dir) if draft_dir else assumed_head(config, planned.kind))
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
-    packed = scheme("int4") if dtype == "int4" else None
-    bits = lm_head or default_head_bits(dtype)
+    repack = _repacked(target, core) if target and from_weights and dtype == "int4" else None
+    packed = scheme("int4", repack.group if repack else DEFAULT_GROUP) if dtype == "int4" else None
+    bits = lm_head or default_head_bits(dtype, repack is not None)
     quantised = head_scheme(bits)
     matrix = _matrix((vocabulary, int(config.hidden_size)), width, quantised)
     rows_of_its_own, rows_read = _ranking(head, matrix, width, quantised) if head else (0, 0)
@@ -180,11 +182,12 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     mixtures = [layer.mlp.experts for layer in core.layers if hasattr(layer.mlp, "experts")]
     sparse = mixtures[0] if mixtures else []
     recurrent = [kind for kind in kinds if isinstance(kind, GatedDelta)]
+    kept = [_kept(repack, i, layer) for i, layer in enumerate(core.layers)]
     return ModelBytes(
         name=name, dtype=dtype, layers=int(config.num_hidden_layers),
         hidden_width=int(config.hidden_size), vocabulary=vocabulary,
         max_positions=position_limit(config.to_dict()),
-        layer=max(module_bytes(layer, width, packed) for layer in core.layers),
+        layer=max(module_bytes(layer, width, packed, names) for layer, names in zip(core.layers, kept, strict=True)),
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
         draft=head_bytes(head, width, quantised) + rows_of_its_own if head else 0,
@@ -262,10 +265,30 @@ def head_bytes(head: nn.Module, width: int, how: Scheme | None) -> int:
     return module_bytes(head, width, how) - int(embeddings.weight.numel()) * width
 
 
-def module_bytes(module: nn.Module, width: int, how: Scheme | None) -> int:
-    """Bytes in memory with its linears stored by ``how``, all else in ``width`` bytes a value."""
+def _repacked(target: Path, core: Any) -> GgufImporter | None:
+    """What repacks matrices of a GGUF file; None if none of them is in 4 bits."""
+    file = Checkpoint(target).gguf
+    repack = GgufImporter(file) if file else None
+    layers = enumerate(core.layers)
+    return repack if any(len(_kept(repack, i, layer)) < len(_linears(layer)) for i, layer in layers) else None
+
+
+def _kept(repack: GgufImporter | None, index: int, layer: nn.Module) -> list[str]:
+    """Linears of a layer that a GGUF file has in other than 4 bits: they are stored in 16."""
+    if repack is None:
+        return []
+    return [name for name in _linears(layer) if not repack.names(f"model.layers.{index}.{name}", ())]
+
+
+def _linears(module: nn.Module) -> list[str]:
+    return [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+
+
+def module_bytes(module: nn.Module, width: int, how: Scheme | None, kept_linears: Sequence[str] = ()) -> int:
+    """Bytes in memory with its linears stored by ``how``, but for ``kept_linears``; all else in ``width`` bytes a
+    value."""
     shapes = [m.weight.shape for name, m in module.named_modules()
-              if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS)]
+              if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS) and name not in kept_linears]
     kept = _numel(module.parameters()) - sum(map(prod, shapes))
     return kept * width + sum(_matrix(shape, width, how) for shape in shapes)
 

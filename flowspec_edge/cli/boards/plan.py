@@ -27,7 +27,8 @@ _SMALL = 10**9  # bytes; predictions run smaller models themselves
 def plan(
     model: Annotated[str, typer.Option(
         "--model", help="A name (see: flowspec models list), a directory with target/ and eagle2/, a "
-                        "checkpoint's directory, a config.json alone, or OWNER/NAME on Hugging Face's hub.",
+                        "checkpoint's directory, a GGUF file, a config.json alone, or OWNER/NAME on Hugging Face's "
+                        "hub.",
         metavar="NAME|DIR|HUB_ID")] = DEMO,
     devices: Annotated[list[str] | None, typer.Option(
         "--devices", help="A device profile by name or path, NAME:5 for five boards, or a cluster file; may "

@@ -62,8 +62,8 @@ def torch_device_name(value: str) -> str:
 
 ModelOption = Annotated[str, typer.Option(
     "--model", metavar="NAME|DIR", rich_help_panel=MODEL,
-    help="A name of flowspec models list, or a directory: a Hugging Face checkpoint, one with target/ and "
-         "eagle2/, or a sharded model.")]
+    help="A name of flowspec models list, a GGUF file, or a directory: a Hugging Face checkpoint, one with target/ "
+         "and eagle2/, or a sharded model.")]
 StagesOption = Annotated[int, typer.Option(
     "--stages", help="Verification devices V1…VN.  [default: 4, or those of a sharded model or of a testbed]",
     show_default=False, callback=_at_least_one, metavar="N",

@@ -39,7 +39,7 @@ def init(
     ssh_config: Annotated[Path | None, typer.Option(
         "--ssh-config", help="For ssh's -F; default: your own.", metavar="FILE", show_default=False)] = None,
     model: Annotated[str, typer.Option(
-        "--model", help="What the cluster is to run: a name of flowspec models list, or a directory.",
+        "--model", help="What the cluster is to run: a name of flowspec models list, a GGUF file, or a directory.",
         metavar="MODEL")] = DEMO,
     power_mode: Annotated[str, typer.Option(
         "--power-mode", help="The boards' power mode, by its name in /etc/nvpmodel.conf; default: unchanged.",

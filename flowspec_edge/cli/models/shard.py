@@ -32,8 +32,9 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
 def shard(
     model: Annotated[str, typer.Option(
-        "--model", help="A checkpoint's directory, a model of flowspec, or OWNER/NAME on Hugging Face's hub.",
-        metavar="DIR|HUB_ID")],
+        "--model", help="A checkpoint's directory, a GGUF file, a model of flowspec, or OWNER/NAME on Hugging Face's "
+        "hub.",
+        metavar="DIR|FILE|HUB_ID")],
     out: Annotated[Path, typer.Option("--out", help="The directory of the sharded model.", metavar="DIR")],
     stages: Annotated[int | None, typer.Option(
         "--stages", help="Split evenly into so many stages.", max=MOST_STAGES, metavar="N")] = None,
@@ -41,15 +42,16 @@ def shard(
         "--split", help="Layers of each stage, such as 8,8,8,8.", metavar="N,N,…")] = None,
     dtype: Annotated[StoredDtype | None, typer.Option(
         "--dtype", help="Element type of stored weights; 4bit: the fastest 4-bit kind (--kernels).  Default: "
-        "the checkpoint's own 16 bits.")] = None,
+        "the checkpoint's own 16 bits, or the 4 bits of a GGUF file.")] = None,
     group: Annotated[int | None, typer.Option(
-        "--group", min=1, max=1 << 20, help="Weights per scale in int4.  Default: 128.", metavar="N")] = None,
+        "--group", min=1, max=1 << 20, metavar="N",
+        help="Weights per scale in int4.  Default: 128, or 32 for the 4 bits of a GGUF file.")] = None,
     compute_dtype: Annotated[Dtype | None, typer.Option(
         "--compute-dtype",
         help="Element type of computing.  Default: bf16 with 4 bits, else as stored.")] = None,
     lm_head: Annotated[HeadBits | None, typer.Option(
         "--lm-head", help="Bits of lm_head and of an EAGLE head on the draft device.  Default: int4 with "
-        "4 bits, else 16bit.  What it costs: flowspec models loss.")] = None,
+        "4 bits (int8 for a GGUF file), else 16bit.  What it costs: flowspec models loss.")] = None,
     kv_cache: Annotated[CacheBits, typer.Option(
         "--kv-cache", help="How stages keep keys and values: 16bit, as computed, or int8, in half of that.",
         )] = "16bit",

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
+from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.lab.training.loop import device
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import digest
@@ -35,6 +36,8 @@ def check_target(model: OpenModel) -> int:
 def load_target(model: OpenModel) -> Any:
     """A frozen causal LM: float32 on a CPU, where that is the fastest dtype; on a GPU as stored."""
     dev = device()
+    if not model.read_by_transformers:
+        return load_reference_model(model, "bf16" if dev.type == "cuda" else "fp32", dev)
     dtype: Any = "auto" if dev.type == "cuda" else torch.float32
     try:
         with no_loading_bars():

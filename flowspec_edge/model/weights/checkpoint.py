@@ -15,6 +15,7 @@ from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.weights.files import WeightFiles
+from flowspec_edge.model.weights.gguf_file import GgufFile
 from flowspec_edge.model.weights.located import INDEX, PICKLED, SAFE, locate
 from flowspec_edge.model.weights.stacked import StackedExperts, stacks
 from flowspec_edge.util.weight_file import (
@@ -64,6 +65,12 @@ class Checkpoint:
     def names(self) -> list[str]:
         """All tensors, in the order of the files."""
         return list(self._files)
+
+    @property
+    def gguf(self) -> GgufFile | None:
+        """The GGUF file that holds the tensors; None if files of another format do."""
+        file = self._weights.open(path) if (path := next(iter(self._files.values()), None)) else None
+        return file if isinstance(file, GgufFile) else None
 
     def in_file_order(self, names: Collection[str]) -> list[str]:
         """Read in this order, no file is read twice."""

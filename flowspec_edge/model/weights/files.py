@@ -1,6 +1,7 @@
 """The weight files of a model, compared with a manifest while they are read.
 
-Safetensors are copied past the page cache.  PyTorch's own format is memory-mapped by its weights-only loader.
+Safetensors and GGUF files are copied past the page cache.  PyTorch's own format is memory-mapped by its weights-only
+loader.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, first_line
-from flowspec_edge.model.weights.located import altered
+from flowspec_edge.model.weights.gguf_file import GgufFile
+from flowspec_edge.model.weights.located import GGUF_TABLE, altered
 from flowspec_edge.util.bounded_read import sha256_of
 from flowspec_edge.util.weight_file import SAFETENSORS, SafetensorsFile, TensorInfo, WeightFile
 
@@ -106,6 +108,8 @@ def _open(path: Path, hashed: bool) -> WeightFile:
         raise FlowspecError(f"{path} is missing: copy the model again")
     if path.suffix == SAFETENSORS:
         return SafetensorsFile(path, hashed)
+    if path.name == GGUF_TABLE:
+        return GgufFile(path)
     if not zipfile.is_zipfile(path) and _starts_like_pickle(path):
         raise FlowspecError(f"{path} is in PyTorch's old format, which cannot be read piece by piece: "
                             "load it with torch.load and save it again, as safetensors or in a newer format")

@@ -2,7 +2,8 @@
 
 Everything that reads weights asks here: targets, draft models, sharding and planning.  The order is that of
 transformers: one safetensors file, the safetensors files of an index, one PyTorch file, the PyTorch files of
-an index.  A directory may hold more than one of them; :func:`warn_of_unread` names what is not read.
+an index; then the table of a GGUF file's tensors.  A directory may hold more than one of them;
+:func:`warn_of_unread` names what is not read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
 INDEX = ".index.json"  # appended to either name: the file of each tensor
-WEIGHTS = (SAFE, f"{SAFE}{INDEX}", PICKLED, f"{PICKLED}{INDEX}")  # in the order of preference
+GGUF_TABLE = "model.gguf.json"  # where each tensor is in a GGUF file: ``model.gguf.home``
+WEIGHTS = (SAFE, f"{SAFE}{INDEX}", PICKLED, f"{PICKLED}{INDEX}", GGUF_TABLE)  # in the order of preference
 ADAPTER = "adapter_config.json"  # of a LoRA adapter, by peft
 MANIFEST = "manifest.json"  # of a sharded model
 _WEIGHT_FILE = re.compile(r"(model|pytorch_model)\b.*\.(safetensors|bin)")  # not Mistral's consolidated.*
@@ -126,6 +128,9 @@ def stored_names(directory: Path) -> frozenset[str]:
 
 
 def _names_in(path: Path) -> Iterator[str]:
+    if path.name == GGUF_TABLE:
+        yield from read_json(path)["tensors"]
+        return
     if path.suffix == ".safetensors":
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")

@@ -13,14 +13,14 @@ a twentieth of a step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.stage.quant.base import DEFAULT_GROUP, slices
+from flowspec_edge.stage.quant.base import DEFAULT_GROUP, StoredTensors, slices
 from flowspec_edge.stage.quant.grouped import GROUPS, GroupedScheme, pack
 
 _BITS = 4
@@ -63,6 +63,7 @@ class Importer(ABC):
 
     suffixes = ("qweight", "qzeros", "scales")
     optional: tuple[str, ...] = ()
+    only_int4 = True  # nothing else is made of such a checkpoint
 
     def __init__(self, group_size: Any) -> None:
         if not isinstance(group_size, int) or (group_size < 1 and group_size != -1):
@@ -85,6 +86,10 @@ class Importer(ABC):
                 raise FlowspecError(f"the checkpoint has {prefix}.qweight but no {name}: it is incomplete")
         return wanted + [name for suffix in self.optional
                          if (name := f"{prefix}.{suffix}") in checkpoint]
+
+    def pieces(self, prefix: str, checkpoint: StoredTensors, rows: int, columns: int) -> Iterator[dict[str, Tensor]]:
+        """Yield :meth:`convert` of a linear in one piece, since these formats are stored by columns."""
+        yield self.convert(checkpoint.tensors(self.names(prefix, checkpoint)), rows, columns)
 
     def convert(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> dict[str, Tensor]:
         """The linear [rows, columns] in the layout of ``scheme("int4", self.group)``.

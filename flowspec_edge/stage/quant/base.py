@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,14 @@ DEFAULT_GROUP = 128
 # of 8 on GPUs.
 ROW_BLOCK = 64
 _SLICE_WEIGHTS = 1 << 20  # unpacked at a time: 4 MB in 32 bits
+
+
+class StoredTensors(Protocol):
+    """Tensors of a checkpoint by name."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def tensors(self, names: list[str]) -> dict[str, Tensor]: ...
 
 
 class QuantLinear(nn.Module, ABC):

@@ -1,0 +1,95 @@
+"""GGUF's blocks of 4 bits, repacked as grouped int4 with groups of 32; no weight is rounded to 4 bits again.
+
+    Q4_0  w = (q - 8) d              fp16 d; 16 bytes of q
+    Q4_1  w = q d + m                fp16 d and m; 16 bytes of q
+    Q4_K  w = q (d s) - (e n)        256 weights: fp16 d and e; s and n, 6 bits each, of every 32; 128 bytes of q
+
+all of which are (q - 8) scale + zero.  Scale and zero are rounded to bfloat16, which moves a weight by .002 of the
+weights' root mean square; quantising anew in groups of 128 moves it by .095 (docs/experiments/models.md).
+
+Source of the layouts: ggml-common.h and ggml-quants.c in ggml's repository.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+
+import torch
+from torch import Tensor
+
+from flowspec_edge.model.weights.gguf_file import GgufFile
+from flowspec_edge.stage.quant.base import StoredTensors, slices
+from flowspec_edge.stage.quant.grouped import GroupedScheme, pack
+
+GROUP = 32
+_SUPER = 256  # weights of a block of Q4_K
+_MIDDLE = 8
+
+
+class GgufImporter:
+    """Repacks the matrices of one file that are in 4 bits; the others stay in 16 bits.
+
+    only_int4  a GGUF file can be dequantised as well
+    """
+
+    group = GROUP
+    only_int4 = False
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+
+    def names(self, prefix: str, checkpoint: Container[str]) -> list[str]:
+        """Return the weight tensor of a linear; none if it is not in 4 bits."""
+        name = f"{prefix}.weight"
+        return [name] if name in self._file.tensors and self._file.type_of(name) in _REPACK else []
+
+    def pieces(self, prefix: str, checkpoint: StoredTensors, rows: int, columns: int) -> Iterator[dict[str, Tensor]]:
+        """Yield the linear [rows, columns] in the layout of ``scheme("int4", group)``, some MB of rows at a time."""
+        GroupedScheme(GROUP).group_of(rows, columns)
+        name = f"{prefix}.weight"
+        for lo, hi in slices(rows, columns):
+            yield repacked(self._file.type_of(name), self._file.blocks(name, lo, hi))
+
+
+def repacked(kind: str, blocks: Tensor) -> dict[str, Tensor]:
+    """Repack rows of ``blocks``, uint8 [n, bytes of a row], of a type of 4 bits."""
+    codes, scales, zeros = _REPACK[kind](blocks)
+    return {"qweight": pack(codes.flatten(1)), "scales": scales.to(torch.bfloat16), "zeros": zeros.to(torch.bfloat16)}
+
+
+def _q4_0(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = blocks.view(len(blocks), -1, 2 + GROUP // 2)
+    scales = _half(blocks[..., :2])
+    return _halves(blocks[..., 2:]), scales, torch.zeros_like(scales)
+
+
+def _q4_1(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = blocks.view(len(blocks), -1, 4 + GROUP // 2)
+    scales, least = _half(blocks[..., :2]), _half(blocks[..., 2:4])
+    return _halves(blocks[..., 4:]), scales, least + _MIDDLE * scales
+
+
+def _q4_k(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    blocks = blocks.view(len(blocks), -1, 16 + _SUPER // 2)
+    whole, least = _half(blocks[..., :2]), _half(blocks[..., 2:4])
+    low, high, rest = blocks[..., 4:8], blocks[..., 8:12], blocks[..., 12:16]
+    steps = torch.cat((low & 63, (rest & 15) | (low >> 6 << 4)), -1)
+    minima = torch.cat((high & 63, (rest >> 4) | (high >> 6 << 4)), -1)
+    scales = whole[..., None] * steps
+    zeros = _MIDDLE * scales - least[..., None] * minima
+    codes = _halves(blocks[..., 16:].reshape(*blocks.shape[:2], -1, GROUP))
+    return codes, scales.flatten(1), zeros.flatten(1)
+
+
+_REPACK: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q4_K": _q4_k}
+
+
+def _half(data: Tensor) -> Tensor:
+    """Two bytes each as fp16, in float32."""
+    return data.contiguous().view(torch.float16).float().squeeze(-1)
+
+
+def _halves(data: Tensor) -> Tensor:
+    """The lower halves of all bytes in a block, then the upper halves."""
+    return torch.cat((data & 15, data >> 4), dim=-1)
