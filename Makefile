@@ -76,7 +76,7 @@ soak: $(READY)
 		-m '(soak or hypothesis) and not fleet and not aarch64'
 
 # Containers with a systemd each; needs root.  Their images are built once: a few minutes, 3.5 GB.  The long ones
-# (power cuts, misfortunes, each step by itself) are in the second command alone.
+# (power cuts, misfortunes, each step by itself, the document of the first hour) are in the second command alone.
 test-fleet: $(READY)
 	$(BIN)/python -m pytest $(DEAREST) -m 'fleet and not slow and not soak' tests/e2e
 test-fleet-slow: $(READY)

@@ -116,7 +116,8 @@ chmod +x /usr/local/bin/*
 
 
 @pytest.mark.parametrize(("off", "ntp", "direction"), [
-    (-100_000_000, "no", "behind"), (3600, "no", "ahead"), (20, "no", ""),
+    (-100_000_000, "no", "behind"), pytest.param(3600, "no", "ahead", marks=pytest.mark.slow),
+    pytest.param(20, "no", "", marks=pytest.mark.slow),
     (3600, "yes", ""),  # then one of the two clocks is wrong, and preflight says so
 ])
 def test_a_clock_that_no_time_server_keeps_is_set(bench: Bench, off: int, ntp: str, direction: str) -> None:

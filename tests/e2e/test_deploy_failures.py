@@ -36,8 +36,12 @@ FAULTS = (
           "mount --bind /run/less /proc/meminfo", "umount /proc/meminfo", ("memory", "are needed")),
 )
 
+IN_EVERY_RUN = ("no ssh", "no sudo", "too little memory")  # the others are rules of the same check: test-fleet-slow
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+
+@pytest.mark.parametrize("fault", [
+    pytest.param(fault, id=fault.name, marks=() if fault.name in IN_EVERY_RUN else pytest.mark.slow)
+    for fault in FAULTS])
 def test_what_is_wrong_is_said_before_any_board_is_touched(cluster: Cluster, fault: Fault) -> None:
     fleet = cluster.fleet
     if cluster.deploy("status")["release"]:

@@ -127,7 +127,7 @@ def test_services_are_stopped_started_and_read(cluster: Cluster, first: str) -> 
     answers_as_plain_decoding_does(cluster)
 
 
-@pytest.mark.parametrize("board", [3, 0])
+@pytest.mark.parametrize("board", [pytest.param(3, marks=pytest.mark.slow), 0])
 def test_a_board_that_restarts_is_back(cluster: Cluster, first: str, board: int) -> None:
     cluster.fleet.reboot(board)
     assert cluster.becomes_ready()["release"] == first
