@@ -11,14 +11,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS
+from flowspec_edge.model.draft_kind import DraftKind
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, OWN_TIME, timed_kinds
 from flowspec_edge.model.families import LLAMA
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.terminal import did_you_mean
-from flowspec_edge.util.tomlfile import Count, NotNegative, Positive, StrictModel, load_toml
+from flowspec_edge.util.tomlfile import Count, Misplaced, NotNegative, Positive, StrictModel, load_toml
 
 # Kernel launches of stages and of D0 on torch 2.8, which is JetPack 6's, counted with 16 rows of one session
 # (tests/stage/test_launches.py, tests/drafting/test_launches.py).  With a session more, log-probabilities or
@@ -123,12 +124,26 @@ class Int4Cost(StrictModel):
 
 
 class DraftCost(StrictModel):
-    """One forward pass of a draft model on D0, by kind; ``row_ms``: what each expanded node adds."""
+    """One forward pass of a draft model on D0, by kind; ``row_ms``: what each expanded node adds.
+
+    A kind of draft model may bring along a time of its own, KIND_pass_ms.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, NotNegative]
 
     pass_ms: NotNegative
     lm_pass_ms: NotNegative
-    spd_pass_ms: NotNegative
     row_ms: NotNegative = 0.0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _times_of_kinds(cls, values: Any) -> Any:
+        known = [*cls.model_fields, *(kind.charged_as for kind in timed_kinds())]
+        for key in values if isinstance(values, dict) else ():
+            if key not in known and not (key.endswith(OWN_TIME) and key.removesuffix(OWN_TIME).isidentifier()):
+                raise Misplaced(f"unknown key; {did_you_mean(key, known)}known here are {', '.join(known)}", key)
+        return values
 
 
 class LmHeadCost(StrictModel):
@@ -267,10 +282,18 @@ class Profile(StrictModel):
         block drafter."""
         draft = DRAFT_KINDS[kind]
         times = BLOCK_SCORES if scored and draft.is_block else draft.passes
-        cost = times * getattr(self.draft, draft.charged_as) if draft.charged_as else 0.0
+        cost = times * self.pass_ms(draft) if draft.charged_as else 0.0
         seconds = (cost + self.draft.row_ms * nodes) * 1e-3
         launches = (0, SCORE_LAUNCHES) if scored else self.launch and self.launch.of_pass(kind)
         return seconds + (self.launch.added(seconds, *launches) if self.launch and launches else 0.0)
+
+    def pass_ms(self, draft: DraftKind) -> float:
+        """The time that a pass of ``draft`` takes ``passes`` times; estimated if it is the kind's own, and the profile
+        lacks it."""
+        measured: float | None = getattr(self.draft, draft.charged_as, None)
+        if measured is None:
+            return draft.layers * self.stage.milliseconds(1) / self.stage.layers + self.lm_head.ms
+        return measured
 
     def verify_seconds(self, rows: int, outputs: int = 1) -> float:
         """D0's time for ``outputs`` that came together: bookkeeping for each, and lm_head once for all
@@ -338,8 +361,12 @@ def load_profile(name_or_path: str) -> Profile:
     return load_toml(path, Profile)
 
 
-# The measured times of passes in ``DraftCost``: whose they are.
-PASSES = {"pass_ms": "EAGLE head", "lm_pass_ms": "small draft model", "spd_pass_ms": "SPD's module"}
+def pass_titles() -> dict[str, str]:
+    """Whose the times of passes in ``DraftCost`` are."""
+    return {"pass_ms": "EAGLE head", "lm_pass_ms": "small draft model",
+            **{kind.charged_as: kind.title for kind in timed_kinds()}}
+
+
 _WIDTH = 110
 _COMMENTS = {
     "us": {"launch": "of a kernel on the GPU; no other time of this file contains what launches add"},
@@ -356,7 +383,6 @@ _COMMENTS = {
     "overhead_ms": {"stage": "of every segment, for any number of layers"},
     "shared_ms": {"stage": "if all rows chose the same experts; ms: each by itself"},
     "correlation": {"stage": "of the experts of a segment's rows: 0 for independent, 1 for the same"},
-    **{name: {"draft": words} for name, words in PASSES.items()},
     "ms": {"lm_head": "for an output", "int4": "a product with int4 weights"},
     "row_ms": {"draft": "added by each node", "lm_head": "added by each row, bookkeeping included"},
     "mbps": {"link": "10^6 bits a second"},
@@ -384,7 +410,8 @@ def render(profile: Profile) -> str:
 
 
 def _line(table: str, key: str, value: Any) -> str:
-    comment = _COMMENTS.get(key, {}).get(table)
+    comment = pass_titles().get(key) if table == "draft" else None
+    comment = comment or _COMMENTS.get(key, {}).get(table)
     return f"{key} = {_value(value)}" + (f"  # {comment}" if comment else "")
 
 

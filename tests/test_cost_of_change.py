@@ -65,7 +65,7 @@ def bench(directory, *options):
     return row
 """
 
-_RECORDS = "DRAFT_KINDS = {kind.name: kind for kind in (\n"
+_RECORDS = "_OWN = {kind.name: kind for kind in (\n"
 CHANGES = {
     "strategy": Change({
         "strategies/dummy.py": whole(

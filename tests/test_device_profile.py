@@ -80,6 +80,18 @@ def test_what_is_charged_is_not_in_what_was_measured() -> None:
     assert launch.without(1.0, 36) == 0.01  # a GPU's that a launch takes longer than its work
 
 
+def test_a_kind_may_have_a_time_of_its_own(tmp_path: Path) -> None:
+    profile = load_profile("paper-7b")
+    assert profile.draft_seconds("spd", 0) == pytest.approx(0.025)
+    path = tmp_path / "p.toml"
+    path.write_text(re.sub("^spd_pass_ms.*", "other_pass_ms = 7  # of a kind that is not installed", render(profile),
+                           flags=re.MULTILINE))
+    bare = load_profile(str(path))
+    assert bare.draft_seconds("spd", 0) == pytest.approx(2 * 0.080 / 8 + 0.005)  # its layers, and lm_head
+    assert Profile.model_validate_json(bare.model_dump_json()) == bare
+    assert "other_pass_ms = 7" in render(bare)
+
+
 def test_recorded_passes_launch_less() -> None:
     own = load_profile("paper-7b")
     dear, recorded = (own.model_copy(update={"launch": LaunchCost(us=30, pass_graphs=graphs)})
@@ -124,6 +136,8 @@ def faulty(tmp_path: Path, old: str, new: str) -> Path:
 
 
 @pytest.mark.parametrize(("old", "new", "says"), [
+    ("[draft]", "[draft]\nlm_pas_ms = 3", "draft.lm_pas_ms: unknown key; did you mean lm_pass_ms or pass_ms?"),
+    ("[draft]", "[draft]\nother_pass_ms = -3", "draft.other_pass_ms: input should be greater than or equal to 0"),
     ("[link]", "[link]\nlatency = 3", "unknown key 'link.latency': did you mean 'latency_ms'?"),
     ("pass_ms = 15.0", "", "missing key 'draft.pass_ms'"),
     ("[lm_head]", "[head]", "missing key 'lm_head'; line 28: unknown key 'head': did you mean 'lm_head'?"),

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from flowspec_edge.boards.deploy.wheels import build_wheel, rebuild
+from flowspec_edge.model.draft_kinds import ENTRY_POINTS as DRAFT_KINDS
+from flowspec_edge.strategies.registry import ENTRY_POINTS as STRATEGIES
 
 ROOT = Path(__file__).resolve().parent.parent
 ASK = """
@@ -77,6 +79,8 @@ def test_an_installation_makes_the_wheel_that_it_came_from(wheel: Path, site: Pa
 
 @pytest.mark.slow
 def test_an_installed_wheel_finds_its_data(site: Path, tmp_path: Path) -> None:
+    (info,) = site.glob("*.dist-info")  # by which a board finds what comes by entry points
+    assert {found.group for found in PathDistribution(info).entry_points} >= {STRATEGIES, DRAFT_KINDS}
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     found = json.loads(run(sys.executable, "-c", ASK, cwd=elsewhere, PYTHONPATH=str(site)))

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from flowspec_edge.errors import FlowspecError, UsageError, first_line, last_line
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.config import check_config
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, FORMATS, recognise_format
+from flowspec_edge.model.draft_kinds import kind_of_format, recognise_format
 from flowspec_edge.model.recognise import describe
 from flowspec_edge.model.weights.checkpoint import Checkpoint, StoredTensor
 from flowspec_edge.model.weights.located import PICKLED, SAFE, locate, warn_of_unread
@@ -50,10 +50,11 @@ def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, A
     if name == "MTP":
         raise FlowspecError(f"{path}: an MTP layer is not read from a directory of its own, only from its "
                             "model's checkpoint: --draft mtp with a model that has one")
-    if name is not None and FORMATS.get(name) is None:
+    kind = kind_of_format(name or "")
+    if name is not None and kind is None:
         raise FlowspecError(f"{path}: draft heads in the format {name} cannot be run, those of EAGLE-1, 2 "
                             f"and 3, DFlash, DFlash2, DSpark and JetSpec can; {_instead(raw)}")
-    if name is not None and (kind := DRAFT_KINDS[FORMATS[name] or ""]).is_block and not blocks:
+    if kind is not None and kind.is_block and not blocks:
         raise FlowspecError(f"{path}: a head in the format {name} is a draft model of the kind {kind.name}: "
                             f"it belongs in a directory {kind.directory}/")
     return raw

@@ -18,7 +18,7 @@ from torch import nn
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.checkpoint import EMBEDDING, has_embedding
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.model.draft_kinds import DraftKind, Shapes
+from flowspec_edge.model.draft_kind import DraftKind, Shapes
 from flowspec_edge.model.output_head import OutputHead
 from flowspec_edge.util.torchdevice import release
 from flowspec_edge.util.weight_file import Embedding

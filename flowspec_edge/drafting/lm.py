@@ -24,7 +24,7 @@ from flowspec_edge.drafting.recorded import PassInputs, PassModel, RecordedPasse
 from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, JointCache, PassCache, additive_mask
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter, joined
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
-from flowspec_edge.model.draft_kinds import Shapes
+from flowspec_edge.model.draft_kind import Shapes
 from flowspec_edge.model.families import family_of
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest

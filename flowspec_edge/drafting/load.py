@@ -55,8 +55,8 @@ def load_drafters(kind: str, directory: OpenModel | Path, lm_head: Tensor | Outp
     embedding  [V, H], the target's, or None if :func:`needs_embedding` says that it is not needed
     dtype      "fp32", "fp16" or "bf16": of weights, cache and arithmetic
     layers     the target's; the states that a head captures depend on it
-    quantise   replaces those linears of a head that have weights; it is called after each tensor.  SPD's
-               module and language models stay in ``dtype``
+    quantise   replaces those linears of a head that have weights; it is called after each tensor.  Draft
+               models that are no heads stay in ``dtype``
     memory     where the drafters of kinds that share memory keep their caches; None: each in its own
 
     UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.

@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import Field, RootModel, field_validator
 
 from flowspec_edge.errors import UsageError, first_line
-from flowspec_edge.model.draft_kinds import FORMATS
+from flowspec_edge.model.draft_kinds import FORMATS, kind_of_format
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.tomlfile import StrictModel, load_toml
 
@@ -23,7 +23,7 @@ FETCHED = "fetched.json"  # written last: the download is complete
 
 class PublishedHead(StrictModel):
     """repository  OWNER/NAME
-    format      a key of ``FORMATS``
+    format      one of ``FORMATS``
     licence     that its page states; None: not read
     acceptance  tokens a verification with the bonus token, on which text, by ``source``
     """
@@ -44,7 +44,8 @@ class PublishedHead(StrictModel):
     @property
     def kind(self) -> str | None:
         """The kind of draft model that it is; None: it cannot be run."""
-        return FORMATS[self.format]
+        kind = kind_of_format(self.format)
+        return kind.name if kind else None
 
 
 class KnownModel(StrictModel):
@@ -72,7 +73,7 @@ class KnownModel(StrictModel):
     @property
     def runnable(self) -> list[PublishedHead]:
         """EAGLE-2's before EAGLE-3's before block drafters."""
-        order = list(FORMATS.values())
+        order = [kind and kind.name for kind in map(kind_of_format, FORMATS)]
         return sorted((head for head in self.published if head.kind), key=lambda head: order.index(head.kind))
 
 

@@ -1,80 +1,24 @@
 """The kinds of draft models: a record each, from which loading, sharding, planning and messages follow.
 
 A record names the module that reads and runs the kind; ``drafting.load`` imports it on first use.  Nothing
-here needs torch.
+here needs torch.  Kinds of other packages come by entry points.
 
 Also here: the formats of published draft heads, and how a head's config.json shows which one it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.draft_kind import DraftKind, Shapes
+from flowspec_edge.util.entry_points import load_object, offered
 
-Shapes = Mapping[str, tuple[int, ...]]  # of tensors, by their authors' names
-
-
-@dataclass(frozen=True)
-class DraftKind:
-    """One kind of draft model.
-
-    directory       in the directory of a model's parts; "" for the kind that has no files
-    title           what it is called after "its" or "an": "EAGLE-2 head"
-    module          its ``FORMAT`` reads and runs it: see ``drafting.format``
-    recognise       whether a config.json and the tensors beside it are of this kind; None: not by them
-    formats         published formats that are read as this kind; those of block drafters are recognised by it
-    files_of        the kind that its files are of, if its directory alone shows that it is another
-    choice          place among the heads that draft unless another kind is named, the lowest first; None: it
-                    drafts only if it or a strategy that needs it is named
-    is_head         a small network on the target's states: its matrices are packed as lm_head is, and its
-                    embeddings stay in their file
-    is_block        drafts all depths of a tree in one pass
-    in_target       of a layer of the target's own checkpoint, how the names of its tensors begin; "": it has
-                    files of its own
-    looks_up_target its embeddings are always the target's
-    bound           one strategy alone uses it, and that strategy uses no other
-    inner_states    needs states from within the target, which a pipeline's stages alone send
-    shares_memory   its caches and recorded passes live in memory that is allocated at the start
-    charged_as      the measured time of ``DraftCost`` that a pass takes ``passes`` times; "": it takes none
-    launches        kernel launches of a pass: within the layers of a small model, and others
-    graph_launches  all of them where passes are CUDA graphs; None: they are not recorded
-    usual           the size that a plan assumes for one that is not on this machine
-    made_by         the command that makes one for a model, if that takes no choice of a kind
-    trainer         MODULE:NAME of what trains one for ``flowspec models train-head`` (``lab.training.heads``)
-    measured_by     strategies whose requests measure a pass for a profile, in the time that ``charged_as`` names
-    """
-
-    name: str
-    directory: str
-    title: str
-    module: str
-    launches: tuple[int, int]
-    recognise: Callable[[Mapping[str, Any], Shapes], bool] | None = None
-    formats: tuple[str, ...] = ()
-    files_of: str = ""
-    choice: int | None = None
-    is_head: bool = True
-    is_block: bool = False
-    in_target: str = ""
-    looks_up_target: bool = False
-    bound: bool = False
-    inner_states: bool = False
-    shares_memory: bool = True
-    charged_as: Literal["pass_ms", "lm_pass_ms", "spd_pass_ms", ""] = "pass_ms"
-    passes: float = 1.0
-    graph_launches: int | None = None
-    usual: str = ""
-    made_by: str = ""
-    trainer: str = ""
-    measured_by: tuple[str, ...] = ()
-
-    @property
-    def by_name_only(self) -> bool:
-        """Whether a head of this kind drafts only if its name is given."""
-        return self.is_head and self.choice is None
+ENTRY_POINTS = "flowspec.draft_kinds"  # the group under which a package offers its kinds
+OWN_TIME = "_pass_ms"  # the end of the name of the time that a kind brings along
 
 
 def _is_eagle3(config: Mapping[str, Any], shapes: Shapes) -> bool:
@@ -83,22 +27,16 @@ def _is_eagle3(config: Mapping[str, Any], shapes: Shapes) -> bool:
         return True
     fc = shapes.get("fc.weight", ())
     # [H, 2H] joins an embedding and a state, [H, 3 target_H] three states.
-    return len(fc) == 2 and fc[1] != 2 * fc[0] and not _is_spd(config, {})
+    return len(fc) == 2 and fc[1] != 2 * fc[0]
 
 
 def _is_eagle2(config: Mapping[str, Any], shapes: Shapes) -> bool:
     fc = shapes.get("fc.weight", ())
-    return (len(fc) == 2 and fc[1] == 2 * fc[0] and not _is_eagle3(config, shapes)
-            and not _is_spd(config, shapes))
-
-
-def _is_spd(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    return isinstance(config.get("target_layers"), int) and "d2t" not in shapes
+    return len(fc) == 2 and fc[1] == 2 * fc[0] and not _is_eagle3(config, shapes)
 
 
 def _is_language_model(config: Mapping[str, Any], shapes: Shapes) -> bool:
-    return ("layers.0.input_layernorm.weight" in shapes and "fc.weight" not in shapes
-            and not _is_spd(config, shapes))
+    return "layers.0.input_layernorm.weight" in shapes and "fc.weight" not in shapes
 
 
 EAGLE2 = DraftKind("eagle2", "eagle2", "EAGLE-2 head", "flowspec_edge.drafting.eagle.eagle2", (0, 32),
@@ -112,9 +50,6 @@ EAGLE3 = DraftKind("eagle3", "eagle3", "EAGLE-3 head", "flowspec_edge.drafting.e
 LM = DraftKind("lm", "draft-lm", "small language model", "flowspec_edge.drafting.lm", (354, 18),
                recognise=_is_language_model, is_head=False, charged_as="lm_pass_ms", graph_launches=4,
                measured_by=("speculative",))
-SPD = DraftKind("spd", "spd", "SPD module", "flowspec_edge.lab.spd.drafter", (0, 38), recognise=_is_spd,
-                is_head=False, looks_up_target=True, bound=True, shares_memory=False,
-                charged_as="spd_pass_ms", made_by="flowspec models train-spd", measured_by=("spd",))
 # ``passes``, by bytes at Llama-2-7B: five layers, fc over five states and lm_head in 2.46 GB, beside one
 # layer, fc and lm_head in 0.74.
 _DFLASH = DraftKind("dflash", "dflash", "DFlash block drafter", "flowspec_edge.drafting.block.formats",
@@ -127,45 +62,112 @@ NGRAM = DraftKind("ngram", "", "n-grams of the text", "", (0, 0), is_head=False,
                   charged_as="")
 
 # Kernel launches are counted on torch 2.8 (tests/drafting/test_launches.py), block drafters' are estimated.
-DRAFT_KINDS = {kind.name: kind for kind in (
+_OWN = {kind.name: kind for kind in (
     EAGLE2,
     replace(EAGLE2, name="eagle2-deep", directory="eagle2-deep", title="second EAGLE-2 head",
             recognise=None, formats=(), files_of=EAGLE2.name, choice=None, trainer="", measured_by=()),
     EAGLE3,
     LM,
-    SPD,
     _DFLASH,
     replace(_DFLASH, name="dspark", directory="dspark", title="DSpark block drafter", launches=(0, 160),
             formats=("DSpark",), choice=2, trainer="flowspec_edge.lab.training.block:MARKOV_TRAINER"),
     MTP,
     NGRAM,
 )}
-# Kinds that have files.
-STORED = tuple(kind for kind in DRAFT_KINDS.values() if kind.directory)
-# Those that a model is run with unless it is told otherwise, the preferred first: the others stand in for it.
-HEADS = tuple(sorted((kind for kind in STORED if kind.choice is not None), key=lambda kind: kind.choice or 0))
-# Those that are layers of a target's own checkpoint.
-OWN_LAYERS = tuple(kind for kind in STORED if kind.in_target)
-# Those that ``flowspec models train-head`` trains.
-TRAINED = tuple(kind for kind in STORED if kind.trainer)
+
+
+class _Kinds(Mapping[str, DraftKind]):
+    """This package's kinds by name, then those of entry points, whose records are imported when looked at."""
+
+    def __getitem__(self, name: str) -> DraftKind:
+        return _OWN.get(name) or _from_outside(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _OWN or name in offered(ENTRY_POINTS)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**_OWN, **offered(ENTRY_POINTS)})
+
+    def __len__(self) -> int:
+        return len({**_OWN, **offered(ENTRY_POINTS)})
+
+
+@cache
+def _from_outside(name: str) -> DraftKind:
+    """Import the record of another package; UsageError if it cannot be used beside those here."""
+    place = offered(ENTRY_POINTS)[name].value
+    found = load_object(place, "kind of draft model", "package.module:NAME")
+    if not isinstance(found, DraftKind):
+        raise UsageError(f"{place} is not a kind of draft model: a flowspec_edge.model.draft_kind.DraftKind")
+    if found.name != name:
+        raise UsageError(f"{place} is named {found.name!r}, and its entry point {name!r}: give both one name")
+    taken = {kind.directory for kind in _OWN.values()}
+    if found.in_target or not found.directory.replace("-", "_").isidentifier() or found.directory in taken:
+        raise UsageError(f"the kind of draft model {place} needs a directory of its own in a model: a name of letters, "
+                         f"digits, - and _, other than {', '.join(sorted(taken - {''}))}")
+    if not found.layers and found.charged_as not in ("pass_ms", "lm_pass_ms", ""):
+        raise UsageError(f"the kind of draft model {place} is charged as {found.charged_as}, and does not say how many "
+                         "layers a pass reads")
+    if found.layers and found.charged_as != f"{name}{OWN_TIME}":
+        raise UsageError(f"the kind of draft model {place} reads {found.layers} layers in a pass, and is charged as "
+                         f"{found.charged_as!r}: its own time is {name}{OWN_TIME}")
+    return found
+
+
+DRAFT_KINDS: Mapping[str, DraftKind] = _Kinds()
 OWN = "own"  # in the place of a kind: the one that a strategy or a model has by itself
+# Those that are layers of a target's own checkpoint: families name them, so other packages have none.
+OWN_LAYERS = tuple(kind for kind in _OWN.values() if kind.in_target)
 # Kinds that a configuration names; any other draft there is a head's directory.
 NAMED = (*OWN_LAYERS, NGRAM)
-# What a user may let any strategy draft with, heads first; what a configuration names; what a plan is made for
-# ("head": a head or own layer that there is, else one yet to be trained; "auto": else n-grams); what is trained.
-_DRAFTS = (OWN, *(kind.name for kind in sorted(DRAFT_KINDS.values(), key=lambda kind: not kind.is_head)
-                  if not kind.bound))
+# What a configuration names; what a plan is made for ("head": a head or own layer that there is, else one yet to
+# be trained; "auto": else n-grams).
 _NAMED = (OWN, *(kind.name for kind in NAMED))
 _WANTED = ("auto", "head", *(kind.name for kind in NAMED))
-_TRAINED = tuple(kind.name for kind in TRAINED)
 if TYPE_CHECKING:  # a type checker knows no literals that are computed
-    Draft = str
     NamedDraft = str
     WantedDraft = str
-    TrainedDraft = str
 else:
-    Draft, NamedDraft = Literal[_DRAFTS], Literal[_NAMED]
-    WantedDraft, TrainedDraft = Literal[_WANTED], Literal[_TRAINED]
+    NamedDraft, WantedDraft = Literal[_NAMED], Literal[_WANTED]
+
+
+class _Drafts(Collection[str]):
+    """What a user may let any strategy draft with, heads first."""
+
+    def __contains__(self, name: object) -> bool:
+        return name == OWN or (name in DRAFT_KINDS and not DRAFT_KINDS[str(name)].bound)
+
+    def __iter__(self) -> Iterator[str]:
+        kinds = sorted(DRAFT_KINDS.values(), key=lambda kind: not kind.is_head)
+        return iter([OWN, *(kind.name for kind in kinds if not kind.bound)])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+DRAFTS = _Drafts()
+
+
+def stored_kinds() -> list[DraftKind]:
+    """List the kinds that have files."""
+    return [kind for kind in DRAFT_KINDS.values() if kind.directory]
+
+
+def head_kinds() -> list[DraftKind]:
+    """List the kinds that a model is run with unless it is told otherwise, the preferred first: the others stand in
+    for it."""
+    kinds = [kind for kind in stored_kinds() if kind.choice is not None]
+    return sorted(kinds, key=lambda kind: kind.choice or 0)
+
+
+def timed_kinds() -> list[DraftKind]:
+    """List the kinds that bring along a time of their own, a field of a profile's [draft]."""
+    return [kind for kind in stored_kinds() if kind.layers]
+
+
+def trained_kinds() -> list[DraftKind]:
+    """List the kinds that ``flowspec models train-head`` trains."""
+    return [kind for kind in stored_kinds() if kind.trainer]
 
 
 def draft_kind_named(name: str) -> DraftKind:
@@ -173,24 +175,30 @@ def draft_kind_named(name: str) -> DraftKind:
     found = DRAFT_KINDS.get(name)
     if found is None or not found.directory:
         raise UsageError(f"unknown kind of draft model {name!r}; there is: "
-                         f"{', '.join(kind.name for kind in STORED)}")
+                         f"{', '.join(kind.name for kind in stored_kinds())}")
     return found
 
 
 def recognise_kind(config: Mapping[str, Any], shapes: Shapes) -> DraftKind | None:
     """The kind of the draft model that has this config.json and these tensors."""
-    named = FORMATS.get(recognise_format(config) or "")
-    if named and DRAFT_KINDS[named].is_block:  # whose fc looks like an EAGLE-3 head's
-        return DRAFT_KINDS[named]
-    return next((kind for kind in STORED if kind.recognise and kind.recognise(config, shapes)), None)
+    named = kind_of_format(recognise_format(config) or "")
+    if named and named.is_block:  # whose fc looks like an EAGLE-3 head's
+        return named
+    # Kinds of other packages first: they know theirs, which the rules here would take for a head or a model.
+    kinds = sorted(stored_kinds(), key=lambda kind: kind.name in _OWN)
+    return next((kind for kind in kinds if kind.recognise and kind.recognise(config, shapes)), None)
 
 
-# Format of published heads -> kind of draft model; None: cannot be run.  The order is that of preference.
-FORMATS: dict[str, str | None] = {
-    name: next((kind.name for kind in STORED if name in kind.formats), None)
-    for name in ("EAGLE-2", "EAGLE-3", "DFlash", "DFlash2", "DSpark", "JetSpec", "Domino", "P-EAGLE", "MTP",
-                 "Medusa", "Hydra", "Gemma 4 assistant")
-}
+# Formats of published heads, the preferred first.
+FORMATS = ("EAGLE-2", "EAGLE-3", "DFlash", "DFlash2", "DSpark", "JetSpec", "Domino", "P-EAGLE", "MTP", "Medusa",
+           "Hydra", "Gemma 4 assistant")
+
+
+def kind_of_format(name: str) -> DraftKind | None:
+    """The kind of draft model that a format is read as; None: it cannot be run."""
+    return next((kind for kind in stored_kinds() if name in kind.formats), None)
+
+
 # ``speculators_model_type`` of vllm-project/speculators, and ``projector_type`` of SpecForge.
 _TYPES = {"eagle": "EAGLE-2", "eagle3": "EAGLE-3", "dflash": "DFlash", "dflash2": "DFlash2",
           "dspark": "DSpark", "domino": "Domino", "peagle": "P-EAGLE", "mtp": "MTP"}

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowspec_edge.model.draft_kinds import MTP, DraftKind
+from flowspec_edge.model.draft_kind import DraftKind
+from flowspec_edge.model.draft_kinds import MTP
 
 # Modules of ``stage.layers`` that make a loaded layer compute in few kernel launches, and the name in each.
 FUSED = "flowspec_edge.stage.layers.fused:FusedLayer"

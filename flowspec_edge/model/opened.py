@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.config import check_config, check_stop_ids, load_config, position_limit
-from flowspec_edge.model.draft_kinds import STORED, DraftKind, draft_kind_named
+from flowspec_edge.model.draft_kind import DraftKind
+from flowspec_edge.model.draft_kinds import draft_kind_named, stored_kinds
 from flowspec_edge.model.families import FAMILIES, Family, family_of, text_config, with_defaults
 from flowspec_edge.model.gguf.home import SUFFIX, gguf_in, home_of
 from flowspec_edge.model.recognise import refuse_part, refuse_unless_runnable
@@ -97,7 +98,7 @@ class OpenModel:
     @property
     def drafts(self) -> list[DraftKind]:
         """The kinds of its draft models."""
-        return [kind for kind in STORED if self.draft(kind.name) is not None]
+        return [kind for kind in stored_kinds() if self.draft(kind.name) is not None]
 
     @cached_property
     def _own_layers(self) -> frozenset[DraftKind]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.draft_kinds import FORMATS, recognise_format
+from flowspec_edge.model.draft_kinds import kind_of_format, recognise_format
 from flowspec_edge.model.families import FAMILIES, MULTIMODAL, family_of
 from flowspec_edge.model.weights.located import ADAPTER, MANIFEST, locate, stored_names
 from flowspec_edge.util.bounded_read import read_json_object
@@ -124,8 +124,7 @@ def head_kind(directory: Path, config: Mapping[str, Any]) -> str | None:
     """The kind of draft head in ``directory``, with its article; None if it is none."""
     name = recognise_format(config)
     if name is not None:
-        known = FORMATS.get(name)
-        return f"a draft head ({name})" + ("" if known else ", of a format that cannot be run")
+        return f"a draft head ({name})" + ("" if kind_of_format(name) else ", of a format that cannot be run")
     names = stored_names(directory)
     if any(".midlayer." in f".{name}" or name.endswith("layers.0.hidden_norm.weight") for name in names):
         return "a draft head (EAGLE-3)"

@@ -14,7 +14,8 @@ from flowspec_edge.drafting.checkpoint import EMBEDDING, LM_HEAD, plain_name
 from flowspec_edge.drafting.format import TargetFacts, format_of, own_layer_format_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.config import cache_values
-from flowspec_edge.model.draft_kinds import STORED, DraftKind, recognise_kind
+from flowspec_edge.model.draft_kind import DraftKind
+from flowspec_edge.model.draft_kinds import recognise_kind, stored_kinds
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights import located
 from flowspec_edge.model.weights.checkpoint import Checkpoint
@@ -76,7 +77,7 @@ def drafts_of(model: OpenModel, given: Sequence[Path]) -> list[DraftFiles]:
     UsageError for a directory without a draft model, and for two of one kind.
     """
     found: dict[DraftKind, DraftFiles] = {}
-    for kind in STORED:
+    for kind in stored_kinds():
         if not kind.in_target and (path := model.draft(kind.name)) is not None:
             draft = open_draft(path)
             found[kind] = replace(draft, kind=kind) if kind.files_of == draft.kind.name else draft
@@ -87,7 +88,7 @@ def drafts_of(model: OpenModel, given: Sequence[Path]) -> list[DraftFiles]:
             raise UsageError(f"{new[draft.kind].directory} and {path} are both draft models of the kind "
                              f"{draft.kind.name!r}: give one")
         new[draft.kind] = draft
-    layers = [_own_layer(kind, home) for kind in STORED
+    layers = [_own_layer(kind, home) for kind in stored_kinds()
               if kind.in_target and (home := model.draft(kind.name)) is not None]
     return [*{**found, **new}.values(), *(layer for layer in layers if layer)]
 

@@ -52,6 +52,7 @@ class Strategy(ABC):
     """What to draft and what to send for one request; ``__init__`` belongs to the driver.
 
     name         by which commands and requests know it
+    title        what figures and the page call it; without one, its name
     summary      a line for lists
     drafter      draft model: a key of ``draft_kinds.DRAFT_KINDS``, or None
     parameters   the dataclass that declares its parameters: the names of ``--set``
@@ -64,10 +65,18 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
+    title: ClassVar[str]
     summary: ClassVar[str]
     drafter: ClassVar[str | None] = EAGLE2.name  # the kind of draft model it wants, if any
     parameters: ClassVar[type[Parameters]] = Parameters
     parallelism: ClassVar[Parallelism] = "pipeline"  # how the target's devices share a pass
+
+    def __init_subclass__(cls) -> None:
+        """A strategy that is derived from another, with a name of its own, does not take over its title."""
+        super().__init_subclass__()
+        own = vars(cls)
+        if "name" in own:
+            cls.title = own.get("title", cls.name)
 
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         self.params = params.of(self.parameters)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NAMED, NGRAM, OWN
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, DRAFTS, EAGLE2, NAMED, NGRAM, OWN, head_kinds
 from flowspec_edge.model.opened import OpenModel, missing_own_layer
 from flowspec_edge.strategies.parameters import Parameters
 
@@ -24,14 +25,13 @@ class Written(NamedTuple):
     """
 
     setting: str
-    kinds: frozenset[str]
+    kinds: Collection[str]
 
     def __call__(self, name: str, value: str) -> str:
         return self.setting.format(name=name, value=value)
 
 
-AS_OPTION = Written("--{name} {value}",
-                    frozenset(name for name, kind in DRAFT_KINDS.items() if not kind.bound))
+AS_OPTION = Written("--{name} {value}", DRAFTS)
 # A cluster file's; any other value of its ``draft`` is the directory of a head.
 AS_LINE = Written('{name} = "{value}"', frozenset(kind.name for kind in NAMED))
 
@@ -43,8 +43,8 @@ def draft_kind(chosen: type[Strategy], params: Parameters, model: OpenModel) -> 
     kind.
     """
     kind = chosen.drafts_with(params)
-    if kind == HEADS[0].name and not model.draft(kind):
-        kind = next((other.name for other in HEADS if model.draft(other.name)), kind)
+    if kind == EAGLE2.name and not model.draft(kind):
+        kind = next((other.name for other in head_kinds() if model.draft(other.name)), kind)
     if kind is not None and DRAFT_KINDS[kind].inner_states and chosen.parallelism != "pipeline":
         raise UsageError(f"{chosen.name} cannot draft with the model's {DRAFT_KINDS[kind].title}: it needs "
                          "inner states of the target, which devices that share each layer do not send; see "

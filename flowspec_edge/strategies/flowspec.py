@@ -28,6 +28,7 @@ class FlowSpecParameters(TreeParameters):
 
 class FlowSpec(TreeStrategy):
     name = "flowspec"
+    title = "FlowSpec"
     summary = "FlowSpec, the paper's: a tree of fixed depth, score-ordered, pruned and expanded in flight"
     parameters = FlowSpecParameters
     params: FlowSpecParameters
@@ -57,6 +58,7 @@ class FlowSpecNoSBD(FlowSpec):
     """Without score-based drafting: nodes leave shallow layers first."""
 
     name = "flowspec_no_sbd"
+    title = "FlowSpec w/o SBD"
     summary = "FlowSpec with segments in layer order instead of score order (ablation)"
     order = "layer"
 
@@ -68,6 +70,7 @@ class PrunedPP(TreeStrategy):
     """Without tree expansion (paper, section V-D): the round ends when the drafted tree is used up."""
 
     name = "pruned_pp"
+    title = "Pruned PP"
     summary = "score-ordered segments, accepted and pruned one by one, no expansion (ablation)"
 
     def next_segment(self, rows: int | None = None) -> Segment | None:

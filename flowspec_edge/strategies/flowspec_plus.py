@@ -66,6 +66,7 @@ class FlowSpecPlusParameters(Parameters):
 
 class FlowSpecPlus(TreeStrategy):
     name = "flowspec_plus"
+    title = "FlowSpec+"
     summary = "FlowSpec+, this project's: one lasting tree, likeliest nodes first, at any depth (default)"
     parameters = FlowSpecPlusParameters
     params: FlowSpecPlusParameters

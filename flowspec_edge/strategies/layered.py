@@ -1,4 +1,4 @@
-"""PipeDec, SPD and a chain: one tree layer per segment.
+"""PipeDec and a chain: one tree layer per segment.
 
 A draft pass expands the newest layer while it is in the first stage; the best children become the next layer
 when the first stage becomes idle.  Outputs that return meanwhile prune the candidates first, so survivors
@@ -15,7 +15,6 @@ import numpy as np
 
 from flowspec_edge.messages import Segment
 from flowspec_edge.model.draft_kinds import LM
-from flowspec_edge.model.draft_kinds import SPD as SPD_MODULE
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
@@ -24,13 +23,12 @@ from flowspec_edge.tree.draft_tree import Node
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 Candidate = tuple[float, Node, int]  # cumulative score, parent, token
-_SPD_CHILDREN = 4  # of a branch's last node, if W > 1
 
 
 class LayeredStrategy(TreeStrategy):
     """A miss empties the pipeline.
 
-    layer_width   nodes per layer (PipeDec's w, SPD's W)
+    layer_width   nodes per layer (PipeDec's w)
     children      most children per node (PipeDec's c)
     segment_taps  hidden states of a layer's rows that the drafter uses
     """
@@ -110,6 +108,7 @@ class PipeDec(LayeredStrategy):
     """
 
     name = "pipedec"
+    title = "PipeDec"
     summary = "one layer of a draft model's tree in every stage, hit or miss a timestep (PipeDec)"
     parameters = PipeDecParameters
     params: PipeDecParameters
@@ -125,70 +124,5 @@ class Chain(LayeredStrategy):
     leyten/shard's way."""
 
     name = "chain"
+    title = "chain in flight"
     summary = "one chain of drafts kept in flight, flushed on a miss (shard)"
-
-
-@dataclass(frozen=True)
-class SPDParameters(Parameters):
-    spd_width: Annotated[int, "W: branches kept"] = 1
-
-    def largest_segment(self) -> int:
-        return max(super().largest_segment(), 1 + self.spd_width)
-
-
-class SPD(LayeredStrategy):
-    """Speculative Pipeline Decoding: one token per stage and cycle (SPD, sections 3.1, 3.4 and 3.6).
-
-    A speculation module drafts the next token *while* the pipeline takes its step, from the states at the
-    step's start: the newest token's embedding, and the states that stages have returned of older tokens.
-    With n stages and an acceptance a, a cycle yields 1 / (n (1 - a) + a) tokens.
-
-    The step starts when the newest token enters the first stage.  The state with which the token before it
-    has left that stage arrives a moment later, by a link's time; a draft waits for it.
-
-    A width W above 1 makes a tree: each branch's last node gets four children, and the W best by cumulative
-    probability stay (section 4.1).  Acceptance is exact, unlike the published code's rejection test of child
-    after child.
-    """
-
-    name = "spd"
-    summary = "one token a stage, foreseen from the states in the pipeline (SPD)"
-    parameters = SPDParameters
-    params: SPDParameters
-    drafter = SPD_MODULE.name
-
-    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
-        super().__init__(params, builder, pipeline)
-        self.layer_width = self.params.spd_width
-        self.children = 1 if self.layer_width == 1 else _SPD_CHILDREN
-        # After each inner stage, a row's deepest state and the one at half that depth; the final state comes
-        # as an output.
-        layers = max(pipeline.depths, default=0)
-        inner = {depth for depth in pipeline.depths[:-1] if depth < layers}
-        self.segment_taps = tuple(sorted({*inner, *(depth // 2 for depth in (*inner, layers))} - {0}))
-        self._first = pipeline.depths[0] if pipeline.depths else 0  # layers of the first stage
-        self._sent = self._before = -1  # runs of the newest layer and of the one before it; -1: none
-        self._tapped = -1  # the newest run whose state after the first stage has arrived
-
-    def send(self, nodes: Sequence[Node], root: bool) -> Segment:
-        segment = super().send(nodes, root)
-        comes = not root and self._first in self.segment_taps
-        self._before, self._sent = self._sent if comes else -1, segment.run
-        return segment
-
-    def on_tap(self, run: int, layer: int) -> None:
-        if layer == self._first:
-            self._tapped = max(self._tapped, run)
-
-    def next_draft(self) -> DraftRequest | None:
-        return super().next_draft() if self._before <= self._tapped else None
-
-    @classmethod
-    def drafts_with(cls, params: Parameters) -> str | None:
-        """Always its own module: no other draft model reads the pipeline's states."""
-        return cls.drafter
-
-    @property
-    def prompt_taps(self) -> tuple[int, ...]:
-        layers = max(self.pipeline.depths, default=0)
-        return (layers // 2,) if layers > 1 else ()

@@ -6,12 +6,13 @@ Defaults are the papers' (FlowSpec: section IV-A).
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_kinds import OWN, Draft
+from flowspec_edge.model.draft_kinds import DRAFTS, OWN
 from flowspec_edge.sampling.settings import Rank
 
 LONGEST_BLOCK = 64  # PEARL's, when a draft pass costs next to nothing
@@ -40,6 +41,7 @@ class Parameter:
     kind         its type; a Literal has its values as arguments, and a ``bool | None`` leaves the choice to
                  the strategy
     least, most  bounds of a number
+    words        what a text may be; None: anything
     """
 
     name: str
@@ -48,6 +50,7 @@ class Parameter:
     meaning: str
     least: float
     most: float
+    words: Collection[str] | None = None
 
     @property
     def range(self) -> str:
@@ -55,7 +58,8 @@ class Parameter:
             return _RANGES[self.name]
         if self.is_switch:
             return "true, false" if self.kind is bool else f"true, false, {_OWN}"
-        if choices := get_args(self.kind):
+        choices = get_args(self.kind) or self.words
+        if choices is not None:
             return ", ".join(choices)
         return "text" if self.kind is str else f"{_number(self.least)} to {_number(self.most)}"
 
@@ -76,10 +80,10 @@ class Parameter:
             raise UsageError(f"{self.name} must be {what} ({self.range}), not {shown!r}") from None
 
     def check(self, value: Any) -> None:
-        name, choices = self.name.replace("_", "-"), get_args(self.kind)
+        name, choices = self.name.replace("_", "-"), get_args(self.kind) or self.words
         if self.is_switch and not (isinstance(value, bool) or (value is None and self.kind is not bool)):
             raise UsageError(f"{name} must be one of {self.range}, not {value!r}")
-        if choices and not self.is_switch and value not in choices:
+        if choices is not None and not self.is_switch and value not in choices:
             raise UsageError(f"{name} must be {' or '.join(choices)}, not {value!r}")
         if self.kind not in (int, float):
             return
@@ -106,9 +110,10 @@ def _described(declared: type[Parameters]) -> dict[str, Parameter]:
     for name, hint in get_type_hints(declared, include_extras=True).items():
         if get_origin(hint) is Annotated:
             kind, (meaning, *bounds) = hint.__origin__, hint.__metadata__
+            words = bounds.pop() if kind is str and bounds else None
             least = bounds[0] if bounds else int(kind is int)
             most = bounds[1] if len(bounds) > 1 else MOST
-            described[name] = Parameter(name, kind, getattr(declared, name), meaning, least, most)
+            described[name] = Parameter(name, kind, getattr(declared, name), meaning, least, most, words)
     return {name: described[name] for name in declared.__dataclass_fields__ if name in described}
 
 
@@ -126,8 +131,8 @@ class Parameters:
 
     prefill_chunk: Annotated[int, "prompt tokens a segment"] = 64
     segment: Annotated[int, "l: the longest segment; a turn is the time of a full one"] = 16
-    draft: Annotated[Draft, "the draft model: each strategy's own kind, or this one for all but SPD; ngram "
-                            "looks up in the text and needs no model"] = OWN
+    draft: Annotated[str, "the draft model: each strategy's own kind, or this one for all that can draft with others; "
+                          "ngram looks up in the text and needs no model", DRAFTS] = OWN
     rank: Annotated[Rank, "how children are ranked when sampling: by the draft's confidence alone, or with "
                           "the noise that the target will be sampled with"] = "noise"
     tau: Annotated[float, "softness of the noise ranking"] = 0.6

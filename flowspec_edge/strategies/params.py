@@ -33,7 +33,7 @@ class Params(Parameters):
         object.__setattr__(self, "own", tuple(sorted(given.items())))
         self.of(Parameters)
         if given:
-            every = declared_by_strategies(given)
+            every = declared_by_strategies()
             if unknown := given.keys() - {name for declared in every for name in parameters(declared)}:
                 known = all_parameters()
                 raise UsageError(f"no parameter {min(unknown)!r}; {did_you_mean(min(unknown), known)}"

@@ -31,6 +31,7 @@ class PearlParameters(Parameters):
 
 class Pearl(TreeStrategy):
     name = "pearl"
+    title = "PEARL"
     summary = "the draft makes the next block while the target verifies this one (PEARL)"
     parameters = PearlParameters
     params: PearlParameters

@@ -48,6 +48,7 @@ class PipeInferParameters(Parameters):
 
 class PipeInfer(TreeStrategy):
     name = "pipeinfer"
+    title = "PipeInfer"
     summary = "continuous micro-batches of a draft model, cancelled when refuted (PipeInfer)"
     parameters = PipeInferParameters
     params: PipeInferParameters

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 
 from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
 from flowspec_edge.strategies.parameters import COMMON, DRAFTED, Parameter, Parameters, parameters
+from flowspec_edge.util.entry_points import load_object, offered
 from flowspec_edge.util.terminal import did_you_mean
 
 if TYPE_CHECKING:
-    from importlib.metadata import EntryPoint
-
     from flowspec_edge.strategies.base import Parallelism, Strategy
 
 ENTRY_POINTS = "flowspec.strategies"  # the group under which a package offers its strategies
@@ -32,7 +31,6 @@ _OWN = {
     "pipedec": "layered:PipeDec",
     "pipeinfer": "pipeinfer:PipeInfer",
     "pearl": "pearl:Pearl",
-    "spd": "layered:SPD",
     "speculative": "synchronous:Speculative",
     "stpp": "synchronous:STPP",
     "megatron": "synchronous:Megatron",
@@ -40,49 +38,47 @@ _OWN = {
 }
 
 
-class _Own(Mapping[str, "type[Strategy]"]):
-    """This package's strategies by name, imported when first asked for: names need no numpy."""
+class _Strategies(Mapping[str, "type[Strategy]"]):
+    """This package's strategies by name, then those of entry points, imported when first asked for: names need no
+    numpy."""
 
     def __getitem__(self, name: str) -> type[Strategy]:
-        module, _, attribute = _OWN[name].partition(":")
-        found: type[Strategy] = getattr(import_module(f"flowspec_edge.strategies.{module}"), attribute)
-        return found
+        return _own(name) or _loaded.get(name) or _load(offered(ENTRY_POINTS)[name].value)
+
+    def __contains__(self, name: object) -> bool:
+        return name in _OWN or name in offered(ENTRY_POINTS)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_OWN)
+        return iter({**_OWN, **offered(ENTRY_POINTS)})
 
     def __len__(self) -> int:
-        return len(_OWN)
+        return len({**_OWN, **offered(ENTRY_POINTS)})
 
 
-_TITLES = {  # in the papers; the others' are their names
-    "flowspec": "FlowSpec",
-    "flowspec_plus": "FlowSpec+",
-    "flowspec_no_sbd": "FlowSpec w/o SBD",
-    "pruned_pp": "Pruned PP",
-    "chunk_pp": "Chunk-PP",
-    "chain": "chain in flight",
-    "pipedec": "PipeDec",
-    "megatron": "Megatron-LM",
-    "galaxy": "Galaxy",
-    "stpp": "STPP",
-    "spd": "SPD",
-    "pipeinfer": "PipeInfer",
-    "pearl": "PEARL",
-}
+def _own(name: str) -> type[Strategy] | None:
+    """Import a strategy of this package."""
+    if name not in _OWN:
+        return None
+    module, _, attribute = _OWN[name].partition(":")
+    found: type[Strategy] = getattr(import_module(f"flowspec_edge.strategies.{module}"), attribute)
+    return found
 
-STRATEGIES = _Own()
+
+STRATEGIES: Mapping[str, type[Strategy]] = _Strategies()
 _loaded: dict[str, type[Strategy]] = {}  # from elsewhere, once named
 
 
 def strategy_names() -> list[str]:
     """List this package's strategies, then those of entry points, then those loaded by module and class."""
-    return list(dict.fromkeys([*STRATEGIES, *_entry_points(), *_loaded]))
+    return list(dict.fromkeys([*STRATEGIES, *_loaded]))
 
 
 def title_of(name: str) -> str:
-    """Return what a strategy is called in figures and on the page."""
-    return _TITLES.get(name, name)
+    """Return what a strategy is called in figures and on the page; its name if it cannot be loaded."""
+    if name in STRATEGIES or name in _loaded:  # a report may have others
+        with suppress(UsageError):
+            return strategy_class(name).title
+    return name
 
 
 def strategy_class(name: str) -> type[Strategy]:
@@ -92,21 +88,19 @@ def strategy_class(name: str) -> type[Strategy]:
     UsageError for an unknown name (with the known ones), or if the import fails or is no strategy.
     """
     require_strategy(name)
-    if chosen := STRATEGIES.get(name) or _loaded.get(name):
-        return chosen
-    if ":" in name:
-        from importlib.metadata import EntryPoint
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    if name in _loaded:
+        return _loaded[name]
+    from flowspec_edge.util.working_directory import look_in_working_directory
 
-        from flowspec_edge.util.working_directory import look_in_working_directory
-
-        look_in_working_directory(name.partition(":")[0])
-        return _load(EntryPoint(name.rpartition(":")[2], name, ENTRY_POINTS))
-    return _load(_entry_points()[name])
+    look_in_working_directory(name.partition(":")[0])
+    return _load(name)
 
 
 def require_strategy(name: str) -> None:
     """UsageError for an unknown name; nothing is imported."""
-    if name in _OWN or name in _loaded or ":" in name or name in _entry_points():
+    if name in STRATEGIES or name in _loaded or ":" in name:
         return
     raise UsageError(f"no strategy {name!r}; {did_you_mean(name, strategy_names())}"
                      f"there are {', '.join(strategy_names())}")
@@ -148,60 +142,43 @@ def parameters_of(chosen: type[Strategy]) -> dict[str, Parameter]:
     return {name: every[name] for name in (*own, *(DRAFTED if chosen.drafter else ()), *COMMON)}
 
 
-def declared_by_strategies(wanted: Iterable[str] = ()) -> list[type[Parameters]]:
-    """What this package's strategies and those loaded from elsewhere declare; if ``wanted`` has a parameter
-    that is not among it, all strategies of entry points are loaded first."""
-    found = [strategy.parameters for strategy in (*STRATEGIES.values(), *_loaded.values())]
-    if set(wanted) - {name for declared in found for name in parameters(declared)}:
-        for entry in _entry_points().values():
-            with suppress(UsageError):
-                found.append(_load(entry).parameters)
+def declared_by_strategies() -> list[type[Parameters]]:
+    """What all strategies declare, but for those of entry points that cannot be loaded."""
+    found = []
+    for name in strategy_names():
+        with suppress(UsageError):
+            found.append(strategy_class(name).parameters)
     return list(dict.fromkeys(found))
 
 
-def _entry_points() -> dict[str, EntryPoint]:
-    from importlib.metadata import entry_points
-
-    return {found.name: found for found in entry_points(group=ENTRY_POINTS) if found.name not in STRATEGIES}
-
-
-def _load(found: EntryPoint) -> type[Strategy]:
-    module, _, attribute = found.value.partition(":")
+def _load(place: str) -> type[Strategy]:
+    """Import a strategy from elsewhere."""
     from flowspec_edge.strategies.base import Strategy
-    from flowspec_edge.util.working_directory import hidden_file
 
-    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise UsageError(f"cannot load the strategy {found.value}: write package.module:Class, without a "
-                         "path, such as my_package.module:MyStrategy")
-    try:
-        chosen = getattr(import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # whatever the module's own code raises
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
-            reason += "; a module is found in the current directory or among the installed packages"
-        if isinstance(error, AttributeError) and (hidden := hidden_file(module)):
-            reason += f"; {hidden} was not read, because an installed module has that name: rename the file"
-        raise UsageError(f"cannot load the strategy {found.value}: {reason}") from error
+    chosen = load_object(place, "strategy", "package.module:Class, without a path, such as "
+                                            "my_package.module:MyStrategy")
     if not (inspect.isclass(chosen) and issubclass(chosen, Strategy)) or inspect.isabstract(chosen):
-        raise UsageError(f"{found.value} is not a strategy: a complete subclass of flowspec_edge.Strategy")
+        raise UsageError(f"{place} is not a strategy: a complete subclass of flowspec_edge.Strategy")
     name, summary = (getattr(chosen, key, None) for key in ("name", "summary"))
     if not (isinstance(name, str) and name.isidentifier() and isinstance(summary, str)):
-        raise UsageError(f"{found.value} needs two class attributes: name, an identifier, and summary")
+        raise UsageError(f"{place} needs two class attributes: name, an identifier, and summary")
+    if not isinstance(chosen.title, str):
+        raise UsageError(f"{place} has a title that is no text: {chosen.title!r}")
     declared = chosen.parameters
     if not (inspect.isclass(declared) and issubclass(declared, Parameters)):
-        raise UsageError(f"{found.value} must declare its parameters as a dataclass that is derived from "
+        raise UsageError(f"{place} must declare its parameters as a dataclass that is derived from "
                          f"flowspec_edge.Parameters, not {declared!r}")
     if bare := [name for name in declared.__dataclass_fields__ if name not in parameters(declared)]:
-        raise UsageError(f"{found.value} does not describe its parameter {bare[0]}: it needs "
+        raise UsageError(f"{place} does not describe its parameter {bare[0]}: it needs "
                          'Annotated[int, "meaning"] or the like, and a default')
     for parameter in parameters(declared).values():
         try:
             parameter.check(parameter.default)
         except UsageError as error:
-            raise UsageError(f"{found.value} has a default that it does not allow: {error}") from error
-    known = STRATEGIES.get(name) or _loaded.get(name) or _loaded.setdefault(name, _located(chosen))
+            raise UsageError(f"{place} has a default that it does not allow: {error}") from error
+    known = _own(name) or _loaded.get(name) or _loaded.setdefault(name, _located(chosen))
     if chosen not in (known, *known.__bases__):
-        raise UsageError(f"{found.value} has the name of another strategy, {name}: give it its own")
+        raise UsageError(f"{place} has the name of another strategy, {name}: give it its own")
     return known
 
 

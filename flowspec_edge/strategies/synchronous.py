@@ -23,6 +23,7 @@ class ChunkPP(TreeStrategy):
     """EAGLE-2's tree in N + 1 equal chunks, in layer order; D0 waits for all (FlowSpec's baseline, V-A)."""
 
     name = "chunk_pp"
+    title = "Chunk-PP"
     summary = "the tree in N+1 equal chunks, accepted when all are back (FlowSpec's baseline)"
     order = "layer"
 
@@ -133,6 +134,7 @@ class STPP(WholeTree):
     """A fixed tree shape, whatever the scores; by default SpecInfer's."""
 
     name = "stpp"
+    title = "STPP"
     summary = "a static token tree, verified whole through the pipeline (PipeDec's baseline)"
     parameters = STPPParameters
     params: STPPParameters
@@ -146,6 +148,7 @@ class Megatron(WholeTree):
     """Two all-reduces a layer."""
 
     name = "megatron"
+    title = "Megatron-LM"
     summary = "tensor parallelism, in virtual time only: computed whole, charged as a group (Megatron-LM)"
     parallelism = "megatron"
 
@@ -154,5 +157,6 @@ class Galaxy(WholeTree):
     """Ring collectives overlap with the matrix products; norms and residuals are split over the rows."""
 
     name = "galaxy"
+    title = "Galaxy"
     summary = "as megatron, with ring collectives that overlap with compute (Galaxy)"
     parallelism = "galaxy"

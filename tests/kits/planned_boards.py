@@ -17,7 +17,7 @@ from flowspec_edge.device_profile import (
     Profile,
     StageCurve,
 )
-from flowspec_edge.model.draft_kinds import HEADS
+from flowspec_edge.model.draft_kinds import EAGLE2
 
 MB = 10**6
 
@@ -52,7 +52,7 @@ def size(layers: int = 32, layer_mb: float = 400, embedding_mb: float = 250, dra
         draft=round(draft_mb * MB), draft_lm_head=round(embedding_mb * MB),
         head_bits="16bit", kv_cache="16bit",
         kv_row=kv_row, draft_kv_row=kv_row, from_weights=False,
-        planned=PlannedDraft(HEADS[0], "here"))
+        planned=PlannedDraft(EAGLE2, "here"))
 
 
 def problem(of: ModelBytes | None = None, context: int = 2048, tentative: int = 1024,

@@ -11,7 +11,7 @@ import torch
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.catalogue import known_models
-from flowspec_edge.model.draft_kinds import FORMATS, recognise_format
+from flowspec_edge.model.draft_kinds import FORMATS, kind_of_format, recognise_format
 from flowspec_edge.sharding.drafts import open_draft
 
 # Fields of config.json files as their publishers' code writes them.
@@ -46,7 +46,7 @@ def test_a_config_names_its_format(config: dict[str, object], name: str | None) 
 
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3", "spd"])
 @pytest.mark.parametrize(("config", "name"), [
-    case for case in CONFIGS if case[1] is not None and FORMATS.get(case[1]) is None][:6])
+    case for case in CONFIGS if case[1] is not None and kind_of_format(case[1]) is None][:6])
 def test_other_formats_are_refused_wherever_they_lie(tmp_path: Path, kind: str, config: dict[str, object],
                                                      name: str) -> None:
     for place in ("eagle2", "eagle3", "spd"):

@@ -15,7 +15,7 @@ from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.spd.module import load_module
-from flowspec_edge.lab.training.spd import depths, speculate
+from flowspec_edge.lab.spd.training import depths, speculate
 from flowspec_edge.lab.training.target import load_target
 from flowspec_edge.model.opened import OpenModel, resolve_model
 from flowspec_edge.strategies.params import Params

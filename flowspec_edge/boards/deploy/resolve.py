@@ -24,7 +24,7 @@ from flowspec_edge.d0.capacity import cache_rows, tentative_rows
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import find_known
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, OWN
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, OWN, head_kinds
 from flowspec_edge.model.manifest import DRAFT, HeadBits, Manifest, ShardDtype, stage_part
 from flowspec_edge.model.opened import OpenModel, resolve_model, shipped_models
 from flowspec_edge.strategies.draft_choice import AS_LINE, draft_kind, missing_draft, with_a_draft
@@ -200,7 +200,7 @@ def _with_a_draft(inventory: Inventory, path: Path, model: OpenModel, head: Path
         from flowspec_edge.sharding.drafts import open_draft  # torch takes a while
 
         given = open_draft(head).kind
-        if given.name == kind or (DRAFT_KINDS[kind] in HEADS and given in HEADS):
+        if given.name == kind or ({DRAFT_KINDS[kind], given} <= {*head_kinds()}):
             return inventory, []
         besides = f", and {head} is a {given.title} (kind {given.name})"
     raise UsageError(f"{path}: [cluster]: {missing_draft(chosen, kind, model, AS_LINE, besides)}")

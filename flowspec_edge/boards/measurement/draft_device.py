@@ -29,14 +29,12 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.d0.scheduler import Scheduler
 from flowspec_edge.d0.session import DraftPass, DraftSession
 from flowspec_edge.messages import Batch
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, STORED
+from flowspec_edge.model.draft_kind import DraftKind
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, stored_kinds
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.util.tensors import from_torch
 
-# The kinds of draft models whose passes are measured: over a tree's level, over one token, over what is in the
-# pipeline.  chunk_pp adds outputs with all their rows.
-MEASURED = tuple(kind for kind in STORED if kind.measured_by)
 PLAIN = "autoregressive"
 _HEAD_ROWS = 16
 _SAMPLING = Sampling(1.0)  # costs more than greedy, and is what chats use
@@ -78,6 +76,15 @@ class DraftDeviceTimes:
     bookkeeping: float
     real_target: bool  # all of its layers ran
     graphs: bool = False  # the passes of every kind were CUDA graphs
+
+
+def measured_kinds() -> list[DraftKind]:
+    """List the kinds of draft models whose passes are measured by the strategies that they name.
+
+    Those differ in what a pass expands: a tree's level, one token, what is in the pipeline.  chunk_pp adds outputs
+    with all their rows.
+    """
+    return [kind for kind in stored_kinds() if kind.measured_by]
 
 
 class _TimedHead(LmHead):

@@ -12,10 +12,10 @@ import torch
 from flowspec_edge.boards.gpu_check.gpu_facts import launch_us
 from flowspec_edge.boards.links.linktest import LinkMeasure, measure_link
 from flowspec_edge.boards.measurement.draft_device import (
-    MEASURED,
     DraftDeviceTimes,
     MeasuredDraftDevice,
     measure_draft_device,
+    measured_kinds,
 )
 from flowspec_edge.boards.measurement.fit import SegmentCase, fit_stage, relative_errors, rounded
 from flowspec_edge.boards.measurement.kernels import measure_int4
@@ -34,7 +34,6 @@ from flowspec_edge.boards.probe.board import BoardInfo, read_board
 from flowspec_edge.device_profile import (
     GRAPH_LAYER_LAUNCHES,
     OUTPUT_LAUNCHES,
-    PASSES,
     SEGMENT_LAUNCHES,
     SPARSE_GRAPH_LAYER_LAUNCHES,
     Conditions,
@@ -47,8 +46,9 @@ from flowspec_edge.device_profile import (
     ModelShape,
     Profile,
     StageCurve,
+    pass_titles,
 )
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, timed_kinds
 from flowspec_edge.model.manifest import ComputeDtype
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
@@ -71,7 +71,6 @@ def count_words(lines):
 _MOST_PROMPT = 128
 _TARGET_SHARE = 0.4  # of the usable memory, for the whole target next to D0's models
 _LM_SHARE = 6  # assumed ratio of the target's size to a missing draft model's
-_SPD_LAYERS = 2
 _TREE_ROWS = 10  # rows of a pass that expands a level of a tree
 _PEER_S = 1.0
 
@@ -195,7 +194,7 @@ def _draft_device(options: ProfileOptions, effort: Effort, model: ModelBytes, fr
                   report: ProgressCallback) -> DraftDeviceTimes:
     report("draft device", 0.0)
     real_target = model.target_weights + model.d0_weights <= free.usable_mb * 1e6 * _TARGET_SHARE
-    kinds = [kind.name for kind in MEASURED if options.model.draft(kind.name)]
+    kinds = [kind.name for kind in measured_kinds() if options.model.draft(kind.name)]
     half = options.model.max_positions // 2
     new_tokens = min(effort.new_tokens, max(2, half))
     prompt = Tokenizer(options.model).encode(_TEXT)[:max(1, min(_MOST_PROMPT, half))]
@@ -218,11 +217,11 @@ def _draft_cost(times: DraftDeviceTimes, curve: StageCurve, model: ModelBytes) -
     estimates = {
         "pass_ms": layers(model.draft / model.layer, _TREE_ROWS),
         "lm_pass_ms": layers(model.layers / _LM_SHARE, 1),
-        "spd_pass_ms": layers(_SPD_LAYERS, _TREE_ROWS),
+        **{kind.charged_as: layers(kind.layers, _TREE_ROWS) for kind in timed_kinds()},
     }
-    measured = {str(DRAFT_KINDS[kind].charged_as): ms for kind, ms in times.passes.items()}
-    return (DraftCost(**{name: rounded(ms) for name, ms in (estimates | measured).items()},
-                      row_ms=rounded(times.node)),
+    measured = {DRAFT_KINDS[kind].charged_as: ms for kind, ms in times.passes.items()}
+    costs = {name: rounded(ms) for name, ms in (estimates | measured).items()}
+    return (DraftCost.model_validate({**costs, "row_ms": rounded(times.node)}),
             [name for name in estimates if name not in measured])
 
 
@@ -248,9 +247,10 @@ def _source(stages: Mapping[SegmentCase, float], times: DraftDeviceTimes, estima
                 "The target does not fit beside the draft models: D0's figures come from real requests to a "
                 "worker with its first layer alone, whose states stand in for the last one's.")
     if estimated:
-        text.append(f"The model has no {' and no '.join(PASSES[name] for name in estimated)}: that pass is "
+        titles, kinds = pass_titles(), "".join(f"; {kind.layers} layers" for kind in timed_kinds())
+        text.append(f"The model has no {' and no '.join(titles[name] for name in estimated)}: that pass is "
                     "an estimate, the bytes of a module of the usual size (a layer and its input matrix; a "
-                    "sixth of the target; two layers) at the target's rate, plus lm_head.")
+                    f"sixth of the target{kinds}) at the target's rate, plus lm_head.")
     if launch:
         text.append("The price of a launch is that of an in-place addition from Python; the launches that "
                     "are charged by it are not in the other times.")

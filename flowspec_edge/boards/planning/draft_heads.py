@@ -17,7 +17,7 @@ from flowspec_edge.boards.planning.model_size import assumed_head, head_bytes, m
 from flowspec_edge.boards.planning.planned_draft import DEPTHS
 from flowspec_edge.boards.planning.scaling import weight_read_ms
 from flowspec_edge.device_profile import Profile
-from flowspec_edge.model.draft_kinds import HEADS
+from flowspec_edge.model.draft_kinds import head_kinds
 from flowspec_edge.model.families import family_of
 from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.stage.quant.schemes import head_scheme
@@ -45,7 +45,7 @@ class HeadCost:
 
 def head_costs(config: Any, profile: Profile) -> list[HeadCost]:
     """For a target of transformers' ``config``, on a D0 of ``profile``, scaled to a model or not."""
-    kinds = (*HEADS, *family_of(config).draft_layers)
+    kinds = (*head_kinds(), *family_of(config).draft_layers)
     lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
     room = profile.memory.usable_mb - profile.memory.process_mb if profile.memory else float("inf")
     found = []

@@ -11,7 +11,8 @@ from typing import Any
 
 from flowspec_edge.boards.planning.planned_draft import level_seconds
 from flowspec_edge.device_profile import Profile
-from flowspec_edge.model.draft_kinds import HEADS, DraftKind
+from flowspec_edge.model.draft_kind import DraftKind
+from flowspec_edge.model.draft_kinds import EAGLE2
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class DraftTurn:
                 "passes_a_turn": self.passes, "bottleneck": self.is_bottleneck}
 
 
-def draft_turn(d0: Profile, slot: float, rows: int, kind: DraftKind = HEADS[0],
+def draft_turn(d0: Profile, slot: float, rows: int, kind: DraftKind = EAGLE2,
                torch_device: str = "") -> DraftTurn:
     """For segments of ``rows`` rows and trees of the default width, drafted by ``kind``; ``slot`` in seconds.
 

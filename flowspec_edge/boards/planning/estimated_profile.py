@@ -20,6 +20,7 @@ from flowspec_edge.device_profile import (
     Profile,
     StageCurve,
 )
+from flowspec_edge.model.draft_kinds import timed_kinds
 from flowspec_edge.util.jetson import process_memory
 
 MEASURE = "flowspec device profile --cluster"
@@ -68,6 +69,8 @@ def estimated(device: DeviceEntry, torch_device: str) -> tuple[Profile, str]:
     what = (f"{'' if device.memory_mb else 'unknown memory taken as '}{total:,.0f} MB, "
             + ("a GPU no faster than an Orin Nano's" if on_gpu else
                f"{'' if device.cores else 'an unknown CPU taken as '}{cores} core{'s' if cores > 1 else ''}"))
+    passes = {"pass_ms": _LAYER + _LM_HEAD, "lm_pass_ms": _SMALL,
+              **{kind.charged_as: kind.layers * _LAYER + _LM_HEAD for kind in timed_kinds()}}
     profile = Profile(
         name=device.name, kind="device", provenance="estimated", summary=f"ESTIMATED from {what}",
         source=f"Estimated by flowspec from {what}: bytes over {gb_per_s:g} GB/s and operations over "
@@ -75,8 +78,7 @@ def estimated(device: DeviceEntry, torch_device: str) -> tuple[Profile, str]:
         model=ModelShape(layers=32, hidden_width=4096, bytes_per_value=2, layer_mb=_LAYER),
         stage=StageCurve(layers=1, rows=[bound, 2 * bound], ms=[layer, 2 * layer],
                          overhead_ms=0.0 if on_gpu else _CPU_SEGMENT_MS),
-        draft=DraftCost(pass_ms=(_LAYER + _LM_HEAD) / gb_per_s, lm_pass_ms=_SMALL / gb_per_s,
-                        spd_pass_ms=(2 * _LAYER + _LM_HEAD) / gb_per_s),
+        draft=DraftCost.model_validate({name: read / gb_per_s for name, read in passes.items()}),
         lm_head=LmHeadCost(ms=_LM_HEAD / gb_per_s), link=LinkCost(mbps=1000, latency_ms=0.2),
         memory=Memory(total_mb=total, usable_mb=_USABLE * total, process_mb=process, gb_per_s=gb_per_s),
         conditions=Conditions(device="cuda" if on_gpu else "cpu"))

@@ -19,7 +19,8 @@ from flowspec_edge.drafting.format import head_format_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
 from flowspec_edge.model.config import parse_config, position_limit
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, OWN_LAYERS, DraftKind, WantedDraft
+from flowspec_edge.model.draft_kind import DraftKind
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, OWN_LAYERS, WantedDraft, head_kinds
 from flowspec_edge.model.experts import correlated
 from flowspec_edge.model.families import UNKNOWN, family_of
 from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
@@ -229,7 +230,7 @@ def _locate(name_or_path: str) -> tuple[str, Path | None, Mapping[str, Path], An
     if model.sharded:
         raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
-    here = {kind.name: path for kind in (*HEADS, *OWN_LAYERS) if (path := model.draft(kind.name))}
+    here = {kind.name: path for kind in (*head_kinds(), *OWN_LAYERS) if (path := model.draft(kind.name))}
     return model.name, model.target, here, model.parsed_config
 
 

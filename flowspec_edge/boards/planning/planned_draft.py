@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from flowspec_edge.device_profile import Profile
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, HEADS, NGRAM, OWN, OWN_LAYERS, DraftKind, WantedDraft
+from flowspec_edge.model.draft_kind import DraftKind
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, EAGLE2, NGRAM, OWN, OWN_LAYERS, WantedDraft, head_kinds
 
 Origin = Literal["here", "published", "untrained", "text"]
 DEPTHS = 8  # of a tree in the default strategy: a pass for each, or one of a block drafter for all
@@ -58,7 +59,7 @@ def choose(wanted: WantedDraft, here: Collection[str], published: Sequence[tuple
     named = DRAFT_KINDS.get(wanted)
     if named == NGRAM:
         return NGRAMS
-    for kinds in ((named,),) if named else (HEADS, OWN_LAYERS):
+    for kinds in ((named,),) if named else (head_kinds(), OWN_LAYERS):
         if kind := next((kind for kind in kinds if kind.name in here), None):
             return PlannedDraft(kind, "here")
         names = {kind.name for kind in kinds}
@@ -66,7 +67,7 @@ def choose(wanted: WantedDraft, here: Collection[str], published: Sequence[tuple
             return PlannedDraft(DRAFT_KINDS[found[0]], "published", found[1])
     if wanted == "auto":
         return NGRAMS
-    return PlannedDraft(named or HEADS[0], "untrained")
+    return PlannedDraft(named or EAGLE2, "untrained")
 
 
 def level_seconds(d0: Profile, kind: DraftKind, nodes: int) -> float:

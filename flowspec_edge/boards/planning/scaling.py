@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Literal
 
 from flowspec_edge.device_profile import ModelShape, Profile, StageCurve
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.draft_kinds import timed_kinds
 
 if TYPE_CHECKING:
     from flowspec_edge.boards.planning.model_size import ModelBytes
@@ -42,9 +43,9 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     A layer's time scales with the bytes that a pass reads of it: with experts, those that as many rows touch,
     which choose them independently (``ms``) or alike (``shared_ms``); what it reads of a recurrent state
     comes at the memory's bandwidth.  Its time per cached token scales with the hidden width.  lm_head, EAGLE
-    head and SPD's module (two layers) take their bytes at a layer's read rate.  A segment's overhead, a small
-    draft model's pass, the price of a launch, the link and the memory do not change.  UsageError without
-    layer_mb for another model.
+    head and the layers of kinds with a time of their own take their bytes at a layer's read rate.  A segment's
+    overhead, a small draft model's pass, the price of a launch, the link and the memory do not change.
+    UsageError without layer_mb for another model.
     """
     fitted, how = _scaled(profile, size)
     curve = fitted.stage
@@ -92,7 +93,7 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     passes = size.planned.kind.passes  # as ``Profile.draft_seconds`` counts
     draft = profile.draft.model_copy(update={
         "pass_ms": (size.draft - size.draft_unread + size.draft_lm_head) / 1e6 * d0_per_mb / passes,
-        "spd_pass_ms": 2 * size.layer_read(1) / 1e6 * per_mb + head,
+        **{kind.charged_as: kind.layers * size.layer_read(1) / 1e6 * per_mb + head for kind in timed_kinds()},
         "row_ms": profile.draft.row_ms * ratio,
     })
     own = profile.lm_head
@@ -178,7 +179,8 @@ def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:
 
 
 def at_context(profile: Profile, size: ModelBytes, context: int) -> Profile:
-    """A scaled profile whose passes all read ``context`` cached tokens: stages, EAGLE head, SPD's module."""
+    """A scaled profile whose passes all read ``context`` cached tokens: stages, EAGLE head, and kinds with a time of
+    their own."""
     curve, draft = profile.stage, profile.draft
 
     def with_cache(times: list[float]) -> list[float]:
@@ -188,7 +190,8 @@ def at_context(profile: Profile, size: ModelBytes, context: int) -> Profile:
 
     draft = draft.model_copy(update={
         "pass_ms": draft.pass_ms + 1e3 * cache_seconds(profile, size.draft_kv_row, context),
-        "spd_pass_ms": draft.spd_pass_ms + 1e3 * cache_seconds(profile, 2 * size.kv_row, context)})
+        **{kind.charged_as: profile.pass_ms(kind) + 1e3 * cache_seconds(profile, kind.layers * size.kv_row, context)
+           for kind in timed_kinds()}})
     return profile.model_copy(update={"draft": draft, "stage": StageCurve(
         layers=curve.layers, rows=curve.rows, ms=with_cache(curve.ms), overhead_ms=curve.overhead_ms,
         shared_ms=with_cache(curve.shared_ms) if curve.shared_ms else [], correlation=curve.correlation)})

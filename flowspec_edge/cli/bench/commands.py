@@ -48,7 +48,7 @@ app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     """Run strategies on the same prompts and check every token against plain decoding.
 
-    All draft with the model's EAGLE head, and SPD with its module; --set draft=own compares each method with
+    All draft with the model's EAGLE head, but for those that cannot; --set draft=own compares each method with
     the kind of draft model of its paper.
 
     The file of --json is updated after every strategy and task.

@@ -306,14 +306,15 @@ def _facts(profile: Profile) -> Table:
 
 
 def _rows(profile: Profile) -> list[tuple[str, str]]:
-    from flowspec_edge.device_profile import OUTPUT_LAUNCHES, PASSES, SEGMENT_LAUNCHES
+    from flowspec_edge.device_profile import OUTPUT_LAUNCHES, SEGMENT_LAUNCHES, pass_titles
 
     p = profile
     lines = [
         ("model", f"{p.model.layers} layers, width {p.model.hidden_width}, {p.model.bytes_per_value} bytes a "
                   "value" + (f", {p.model.layer_mb:g} MB a layer" if p.model.layer_mb else "")),
         ("in every segment", f"{p.stage.overhead_ms:g} ms, whatever the layers"),
-        ("draft pass", ", ".join(f"{words} {getattr(p.draft, name):g} ms" for name, words in PASSES.items())
+        ("draft pass", ", ".join(f"{words} {getattr(p.draft, name):g} ms" for name, words in pass_titles().items()
+                                 if hasattr(p.draft, name))
                        + _more(p.draft.row_ms, "node")),
         ("lm_head", f"{p.lm_head.ms:g} ms" + _more(p.lm_head.row_ms, "row")),
         ("D0's bookkeeping", f"{p.host.bookkeeping_ms:g} ms an output"),

@@ -10,7 +10,7 @@ from flowspec_edge.boards.inventory import ClusterSettings, load_inventory
 from flowspec_edge.boards.planning.board_spec import is_cluster
 from flowspec_edge.cli.boards.plan_output import PlanReport
 from flowspec_edge.model.catalogue import find_known, is_repository_name
-from flowspec_edge.model.draft_kinds import HEADS, OWN
+from flowspec_edge.model.draft_kinds import OWN, head_kinds
 from flowspec_edge.model.opened import is_here, shipped_models
 from flowspec_edge.stage.quant.schemes import default_head_bits
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
@@ -54,7 +54,7 @@ def _at_hand(report: PlanReport, model: str) -> tuple[list[str], str]:
     if model in shipped_models():
         return [], model
     if known and not is_here(model):
-        comes = planned.kind.in_target or (planned.kind in HEADS and planned.origin == "published")
+        comes = planned.kind.in_target or (planned.kind in head_kinds() and planned.origin == "published")
         return [f"flowspec models fetch {known[0]}{'' if comes else ' --head none'}"], known[0]
     if is_repository_name(model) and not Path(model).exists():
         directory = Path(model).name

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flowspec_edge.cli.boards.plan_cases import Case, Cases
     from flowspec_edge.cli.boards.plan_output import PlanReport
     from flowspec_edge.d0.request import Request
-    from flowspec_edge.model.draft_kinds import Draft, DraftKind
+    from flowspec_edge.model.draft_kind import DraftKind
 
 _PROMPTS, _TOKENS = 2, 48  # of a prediction, which takes seconds
 _SMALL = 10**9  # bytes; predictions run smaller models themselves
@@ -146,7 +146,7 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
         return runs(members, advance)
 
 
-def _source(model: str, planned: PlannedDraft) -> tuple[OpenModel, Draft]:
+def _source(model: str, planned: PlannedDraft) -> tuple[OpenModel, str]:
     """The model whose acceptance a prediction uses, and the kind that it drafts with: the model itself with
     what is planned, if both are here and small, else the demonstration model with its EAGLE head."""
     kind = planned.kind.name
@@ -159,7 +159,7 @@ def _source(model: str, planned: PlannedDraft) -> tuple[OpenModel, Draft]:
     return resolve_model(DEMO), kind if planned.by_ngrams else EAGLE2.name
 
 
-def prediction_requests(source: OpenModel, kind: Draft) -> list[Request]:
+def prediction_requests(source: OpenModel, kind: str) -> list[Request]:
     """All strategies draft with one kind of ``source``'s draft models, or all by look-up."""
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for
     from flowspec_edge.lab.bench.tasks import load_prompts

@@ -11,10 +11,10 @@ import typer
 
 from flowspec_edge.cli.common.listing import print_columns
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, LM, STORED
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, LM, stored_kinds
 from flowspec_edge.model.opened import OpenModel, is_here, resolve_model, shipped_models
 
-_HEADS = ", ".join(kind.name for kind in STORED if kind.choice is not None)
+_HEADS = ", ".join(kind.name for kind in stored_kinds() if kind.choice is not None)
 
 if TYPE_CHECKING:
     from flowspec_edge.model.catalogue import KnownModel

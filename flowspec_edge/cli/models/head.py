@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_STAGES
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, EAGLE2, HEADS, LM, NGRAM, TRAINED, DraftKind
+from flowspec_edge.model.draft_kind import DraftKind
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, EAGLE2, LM, NGRAM, head_kinds, trained_kinds
 from flowspec_edge.model.opened import OpenModel, is_here, require_name, resolve_model
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     _Trained = str
 else:  # the kinds whose training can be estimated: heads that are unrolled
-    _Trained = Literal[tuple(kind.name for kind in TRAINED if not kind.is_block)]
+    _Trained = Literal[tuple(kind.name for kind in trained_kinds() if not kind.is_block)]
 _MEGA, _GIGA = 1e6, 1e9
 
 
@@ -97,7 +98,7 @@ def _ngram(name: str, known: KnownModel | None, here: OpenModel | None) -> Draft
 
 
 def _published(name: str, known: KnownModel | None, here: OpenModel | None, stages: int) -> DraftChoice:
-    own = [kind.name for kind in HEADS if here and here.draft(kind.name)]
+    own = [kind.name for kind in head_kinds() if here and here.draft(kind.name)]
     shard = f"flowspec models shard --model {name} --stages {stages} --out {_short(name)}-{stages}"
     layer = next((kind for kind in here.drafts if kind.in_target), None) if here else None
     if not own and layer:

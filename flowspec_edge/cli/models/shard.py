@@ -59,7 +59,7 @@ def shard(
         "--kernels", help="For 4bit: the file of `flowspec device kernels --out` on a board.  Default: "
         "measure this machine.", metavar="FILE")] = None,
     draft: Annotated[list[Path] | None, typer.Option(
-        "--draft", help="A draft model to include: an EAGLE head, a small model, SPD's module; may be given "
+        "--draft", help="A draft model to include: an EAGLE head, a small model or another kind; may be given "
         "several times.  Those of a model of flowspec are included anyway.",
         metavar="DIR")] = None,
 ) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from datetime import date
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flowspec_edge.cli.common.options import MOST_REPEATS, MOST_TOKENS
-from flowspec_edge.model.draft_kinds import TrainedDraft
+from flowspec_edge.model.draft_kinds import trained_kinds
 from flowspec_edge.model.opened import resolve_model
 
+if TYPE_CHECKING:
+    _Trained = str
+else:
+    _Trained = Literal[tuple(kind.name for kind in trained_kinds())]
 _Model = Annotated[str, typer.Option("--model", help="The model, by name or directory.", metavar="DIR")]
 
 
@@ -34,14 +38,14 @@ def train_spd(
       flowspec models train-spd --model my-demo
     """
     found = resolve_model(model)  # a wrong name is found before torch is imported
-    from flowspec_edge.lab.training.spd import train_spd as train
+    from flowspec_edge.lab.spd.training import train_spd as train
 
     train(found, out=out, work=work, quick=quick)
 
 
 def train_head(
     model: _Model,
-    kind: Annotated[TrainedDraft, typer.Option(
+    kind: Annotated[_Trained, typer.Option(
         "--kind", help="Which head.")],
     data: Annotated[list[Path] | None, typer.Option(
         "--data", metavar="FILES", help="Training text: a file or a directory; may be given several times.  "

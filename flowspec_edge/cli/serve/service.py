@@ -118,8 +118,9 @@ class Service:
         chosen = strategy_class(self.strategy)
         loaded = {None, NGRAM.name, draft_kind(chosen, self.params, self.model)}
         names = []
-        for other in dict.fromkeys([*STRATEGIES.values(), chosen]):
+        for name in dict.fromkeys([*STRATEGIES, chosen.name]):
             try:
+                other = strategy_class(name)
                 require_runnable([other.name], self.model, self.params, "wall", self.stages)
                 fits = draft_kind(other, self.params, self.model) in loaded
             except FlowspecError:

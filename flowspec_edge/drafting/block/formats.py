@@ -32,7 +32,8 @@ from flowspec_edge.drafting.eagle.eagle2 import check_target_ids
 from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.config import check_config
-from flowspec_edge.model.draft_kinds import DraftKind, Shapes, recognise_format
+from flowspec_edge.model.draft_kind import DraftKind, Shapes
+from flowspec_edge.model.draft_kinds import recognise_format
 from flowspec_edge.model.weights.checkpoint import StoredTensor
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 

@@ -32,7 +32,7 @@ from flowspec_edge.drafting.recorded import RecordedPasses
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.config import check_config
-from flowspec_edge.model.draft_kinds import DraftKind, Shapes
+from flowspec_edge.model.draft_kind import DraftKind, Shapes
 from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.model.weights.checkpoint import StoredTensor
 from flowspec_edge.sampling.rule import DraftVocabulary

@@ -35,7 +35,7 @@ from flowspec_edge.drafting.eagle.eagle3 import (
 from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit, require_vocabulary
 from flowspec_edge.errors import FlowspecError, last_line
 from flowspec_edge.model.config import check_config
-from flowspec_edge.model.draft_kinds import DraftKind, Shapes
+from flowspec_edge.model.draft_kind import DraftKind, Shapes
 from flowspec_edge.model.weights.checkpoint import StoredTensor
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 

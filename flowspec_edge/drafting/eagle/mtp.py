@@ -28,7 +28,7 @@ from flowspec_edge.drafting.format import Loaded, OwnLayerFormat, Surroundings, 
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.errors import FlowspecError, last_line
 from flowspec_edge.model.config import check_config
-from flowspec_edge.model.draft_kinds import DraftKind, Shapes
+from flowspec_edge.model.draft_kind import DraftKind, Shapes
 from flowspec_edge.model.experts import separate_experts
 from flowspec_edge.model.families import text_config
 from flowspec_edge.util.bounded_read import read_json_object

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 from zlib import crc32
 
-from flowspec_edge.strategies.registry import title_of
+from flowspec_edge.strategies.registry import STRATEGIES, title_of
 
 
 class MethodStyle(NamedTuple):
@@ -34,6 +34,7 @@ STYLES = {
     "pearl": ("#225522", "X"),
     "speculative": ("#994455", "<"),
 }
+METHODS = tuple(name for name in STRATEGIES if name in STYLES)  # all that come with this package
 _OTHERS = ("#0077bb", "#cc3311", "#ee7733", "#33bbee", "#882255", "#44aa99")  # strategies from outside
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.lab.bench.styles import METHODS
 from flowspec_edge.model.draft_kinds import EAGLE2, LM
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import STRATEGIES
 
 if TYPE_CHECKING:
     from flowspec_edge.lab.bench.axes import Value
@@ -71,7 +71,7 @@ _ABLATION = Measurement("ablation-7b", SEVEN, ("chunk_pp", "pruned_pp", "flowspe
 _BANDWIDTH = Measurement("bandwidth-7b", SEVEN, _METHODS, axis="bandwidth", values=(1000, 500, 250, 125))
 _DEPTH = Measurement("depth-7b", SEVEN, ("flowspec",), axis="depth",
                      values=tuple((d0, d_exp) for d0 in range(3, 9) for d_exp in range(3, 9)))
-_EVERY = Measurement("methods-7b", SEVEN, tuple(STRATEGIES), params=Params(draft=EAGLE2.name, ngram=False))
+_EVERY = Measurement("methods-7b", SEVEN, METHODS, params=Params(draft=EAGLE2.name, ngram=False))
 _PIPEDEC = Measurement("pipedec-70b", "pipedec-70b", ("autoregressive", "stpp", "pipedec"),
                        params=Params(draft=LM.name), axis="stages", values=(7, 14, 21))
 _SPD = Measurement("spd", STAGES_ALONE, ("autoregressive", "spd"), params=Params(), axis="stages",

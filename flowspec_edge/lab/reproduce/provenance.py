@@ -11,11 +11,11 @@ from flowspec_edge.lab.bench.host_info import commit, versions
 from flowspec_edge.lab.bench.paper_results import PaperResults
 from flowspec_edge.lab.bench.rows import MEAN
 from flowspec_edge.lab.bench.samples import LOOP, SHORT
-from flowspec_edge.lab.bench.styles import style_of
+from flowspec_edge.lab.bench.styles import METHODS, style_of
 from flowspec_edge.lab.bench.tables import published_depths
 from flowspec_edge.lab.reproduce.catalogue import Artefact, Kind
 from flowspec_edge.lab.reproduce.records import DRAFTS, MEASURED, OF_THE_HEAD, Measured, Record
-from flowspec_edge.strategies.registry import STRATEGIES, groups_note
+from flowspec_edge.strategies.registry import groups_note
 
 
 def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[str]:
@@ -106,10 +106,10 @@ def _left_out(artefact: Artefact, found: Sequence[Measured]) -> list[str]:
     if not artefact.every_method:
         return []
     missing = {DRAFTS[measured.looks_up]:
-               [name for name in STRATEGIES if name not in measured.measurement.strategies]
+               [name for name in METHODS if name not in measured.measurement.strategies]
                for measured in found}
     said = "; ".join(f"{way}: {', '.join(names)}" for way, names in missing.items() if names)
-    return [f"Left out: {said}." if said else f"All {len(STRATEGIES)} methods of the package are here."]
+    return [f"Left out: {said}." if said else f"All {len(METHODS)} methods of the package are here."]
 
 
 def _deviations(records: Sequence[Record]) -> list[str]:

@@ -27,7 +27,7 @@ from flowspec_edge.lab.spd.module import (
     module_config,
 )
 from flowspec_edge.messages import Tap
-from flowspec_edge.model.draft_kinds import Shapes
+from flowspec_edge.model.draft_kind import Shapes
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import rank_children
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest

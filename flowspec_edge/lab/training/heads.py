@@ -102,7 +102,7 @@ class HeadTrainer:
 
 
 def trainer_of(kind: str) -> HeadTrainer:
-    """Import the trainer of a kind of ``draft_kinds.TRAINED``."""
+    """Import the trainer of a kind of ``draft_kinds.trained_kinds``."""
     module, _, name = DRAFT_KINDS[kind].trainer.partition(":")
     found: HeadTrainer = getattr(import_module(module), name)
     return found

@@ -38,7 +38,7 @@ from flowspec_edge.lab.training.text_files import (
     prepare_files,
     work_beside,
 )
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, TRAINED
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, trained_kinds
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import digest as tensors_digest
 from flowspec_edge.util.tomlfile import toml_table
@@ -168,7 +168,7 @@ def _drafted(model: OpenModel, kind: str, requested: int | None) -> int | None:
 
 def _having(what: Callable[[HeadTrainer], object]) -> str:
     """List the kinds whose trainers have it."""
-    return " and ".join(kind.name for kind in TRAINED if what(trainer_of(kind.name)))
+    return " and ".join(kind.name for kind in trained_kinds() if what(trainer_of(kind.name)))
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ _BESIDE_THE_DECODER = ("lm_head.", MTP)
 def _is_bare_decoder(names: Collection[str]) -> bool:
     """Whether a decoder was saved without the language model around it: no name begins with "model.".
 
-    Draft models look alike, but have fc (heads of EAGLE, block drafters), or no embeddings (SPD's module).
+    Draft models look alike, but have fc (heads of EAGLE, block drafters), or no embeddings.
     """
     return ({"embed_tokens.weight", "layers.0.input_layernorm.weight"} <= set(names)
             and "fc.weight" not in names and not any(name.startswith("model.") for name in names))

@@ -61,7 +61,7 @@ def test_measure_this_machine_and_the_link_to_a_peer(model: Path, tmp_path: Path
     ten = profile.stage.milliseconds(10)
     head = profile.lm_head.ms + 10 * profile.lm_head.row_ms
     assert profile.draft.spd_pass_ms == pytest.approx(2 * ten + head, rel=1e-2)
-    assert "no EAGLE head and no small draft model and no SPD's module" in profile.source
+    assert "no EAGLE head and no small draft model and no SPD module" in profile.source
     assert "The link is that to the peer" in profile.source
     assert profile.conditions is not None
     assert (profile.conditions.peer, profile.conditions.threads) == (address, 1)

@@ -16,10 +16,10 @@ from flowspec_edge.d0.session import DraftPass, DraftSession, Task, Verify
 from flowspec_edge.device_profile import DraftCost, Profile, load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.plain import PlainDecoder
+from flowspec_edge.lab.spd.strategy import SPD
 from flowspec_edge.messages import Credit, Output, Payload, Segment, Tap
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.strategies.base import Pipeline
-from flowspec_edge.strategies.layered import SPD
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.tree.draft_api import DraftOutput, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder

@@ -8,7 +8,7 @@ from train_demo import train_demo
 
 import flowspec_edge
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.training.spd import train_spd
+from flowspec_edge.lab.spd.training import train_spd
 from flowspec_edge.lab.training.text_files import claim_part, claim_work, work_beside
 from flowspec_edge.lab.training.train_head import HeadOptions, train_head_part
 from flowspec_edge.model.opened import resolve_model

@@ -17,9 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.spd.drafter import SpdDrafter
 from flowspec_edge.lab.spd.module import load_module, save_module
-from flowspec_edge.lab.training.heads import greedy_text
-from flowspec_edge.lab.training.loop import LoopOptions
-from flowspec_edge.lab.training.spd import (
+from flowspec_edge.lab.spd.training import (
     STAGES,
     SpdRecipe,
     agreement,
@@ -31,6 +29,8 @@ from flowspec_edge.lab.training.spd import (
     train_spd,
     visibility,
 )
+from flowspec_edge.lab.training.heads import greedy_text
+from flowspec_edge.lab.training.loop import LoopOptions
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
@@ -196,7 +196,7 @@ _PROGRAM = """
 import sys
 from pathlib import Path
 from flowspec_edge.model.opened import resolve_model
-from flowspec_edge.lab.training.spd import train_spd
+from flowspec_edge.lab.spd.training import train_spd
 train_spd(resolve_model(sys.argv[1]), out=Path(sys.argv[2]), work=Path(sys.argv[3]), quick=True)
 """
 

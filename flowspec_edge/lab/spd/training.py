@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
 
+from flowspec_edge.lab.spd.kind import KIND
 from flowspec_edge.lab.spd.module import SpdModule, load_module, save_module
 from flowspec_edge.lab.training.heads import greedy_text
 from flowspec_edge.lab.training.loop import (
@@ -47,7 +48,6 @@ from flowspec_edge.lab.training.text_files import (
     make_part,
     work_beside,
 )
-from flowspec_edge.model.draft_kinds import SPD
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.shard import split_layers
 from flowspec_edge.util.tomlfile import toml_table
@@ -158,7 +158,7 @@ def train_module(recipe: SpdRecipe, target: Any, text: Tensor, held_out: Tensor,
         return "agreement " + ", ".join(f"n={n} {share:.3f}" for n, share in shares.items())
 
     optimiser = Optimiser(module, recipe.muon_lr, recipe.adam_lr, recipe.decay_from)
-    train(Run(SPD.name, module, optimiser, recipe.steps, work / f"{SPD.name}.pt", loss, report,
+    train(Run(KIND.name, module, optimiser, recipe.steps, work / f"{KIND.name}.pt", loss, report,
               loop.checkpoint_every_s))
     return module
 
@@ -210,7 +210,7 @@ def train_spd(model: OpenModel, out: Path | None = None, work: Path | None = Non
     console = Console(soft_wrap=True)
     if out is None:
         check_place(model.path)
-    out = out or model.path / SPD.directory
+    out = out or model.path / KIND.directory
     eos = check_target(model)
     if is_finished(out):
         console.print(f"{out} is there already; delete it to have it made again", markup=False)

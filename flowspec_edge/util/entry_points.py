@@ -1,0 +1,45 @@
+"""What installed packages offer under a group of entry points.
+
+Names come from the packages' metadata; what is behind a name is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flowspec_edge.errors import UsageError
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+
+@cache
+def offered(group: str) -> Mapping[str, EntryPoint]:
+    """Find the entry points of a group by name; nothing is imported."""
+    from importlib.metadata import entry_points
+
+    return {found.name: found for found in entry_points(group=group)}
+
+
+def load_object(place: str, what: str, form: str) -> Any:
+    """Import what is at ``place``, "package.module:name".
+
+    UsageError that calls it ``what`` for whatever the import raises; ``form`` is what a place must look like.
+    """
+    from flowspec_edge.util.working_directory import hidden_file
+
+    module, _, attribute = place.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise UsageError(f"cannot load the {what} {place}: write {form}")
+    try:
+        return getattr(import_module(module), attribute)
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if isinstance(error, ModuleNotFoundError) and error.name == module.partition(".")[0]:
+            reason += "; a module is found in the current directory or among the installed packages"
+        if isinstance(error, AttributeError) and (hidden := hidden_file(module)):
+            reason += f"; {hidden} was not read, because an installed module has that name: rename the file"
+        raise UsageError(f"cannot load the {what} {place}: {reason}") from error
