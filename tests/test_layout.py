@@ -48,7 +48,7 @@ ORDER: dict[str, list[str]] = {
     "stage": ["quant", "weights", "layers", "rows", "families", "output_head", "shard", "forward",
               "engine", "preparation", "counters", "core"],
     "drivers": ["observe", "stage", "ring", "processes", "virtual"],
-    "serving": ["sse", "access_log", "fair_queue", "admission", "metrics", "openai", "conversation",
+    "serving": ["sse", "access_log", "admission", "metrics", "openai", "conversation",
                 "dashboard", "access_control", "intake", "app", "server"],
     "boards": ["paths", "inventory", "commands", "links", "ssh_stages", "transfer", "probe", "gpu_check",
               "planning", "measurement", "services", "deploy", "doctor"],

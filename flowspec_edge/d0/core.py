@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from flowspec_edge.d0.capacity import session_rows
 from flowspec_edge.d0.energy import cluster_energy
@@ -30,7 +30,6 @@ from flowspec_edge.d0.events import (
     Reported,
     Send,
     Shown,
-    Submitted,
     Wait,
     Worked,
 )
@@ -38,7 +37,8 @@ from flowspec_edge.d0.jobs import Failure, Job
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.prefix_cache import PrefixCache
 from flowspec_edge.d0.request import RequestHandle, SchedulingPolicy
-from flowspec_edge.d0.request_state import RequestEvent, RequestState, next_state
+from flowspec_edge.d0.request_queue import RequestQueue
+from flowspec_edge.d0.request_state import RequestEvent, RequestState
 from flowspec_edge.d0.scheduler import Scheduler
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.d0.slot_curve import SlotCurve
@@ -69,11 +69,10 @@ MakeDraftSession = Callable[[RequestHandle, int, DraftSession | None], DraftSess
 
 @dataclass(eq=False)
 class ActiveRequest:
-    """A request from its arrival on. ``bytes``: of those of its messages that no stage counts."""
+    """A request from its first place on. ``bytes``: of those of its messages that no stage counts."""
 
     handle: RequestHandle
-    state: RequestState = RequestState.QUEUED
-    draft_session: DraftSession = field(init=False)  # the newest; none while it is queued
+    newest: DraftSession | None = None  # its draft session; None until it first opens
     watched: bool = False  # the observer wants the stages' times
     learned: bool = False  # the curve learns from the stages' times
     bytes: int = 0
@@ -84,11 +83,21 @@ class ActiveRequest:
     tokens_before: int = 0  # at the last loss
 
     @property
+    def state(self) -> RequestState:
+        return self.handle.state
+
+    @property
+    def draft_session(self) -> DraftSession:
+        """The newest; only once it has been open."""
+        assert self.newest is not None
+        return self.newest
+
+    @property
     def session(self) -> int:
         return self.draft_session.builder.session
 
     def take(self, event: RequestEvent) -> None:
-        self.state = next_state(self.state, event)
+        self.handle.take(event)
 
 
 @dataclass(eq=False)
@@ -105,23 +114,25 @@ class DraftCore:
     """Any number of requests over one set of stages. Not thread-safe.
 
     warming_up      the curve learns from every request, whatever its strategy
+    queue           where requests wait for their places; any thread may put some
     pool            which rows the stages hold
     newest_session  the highest number so far
     """
 
     def __init__(self, make: MakeDraftSession, clock: Callable[[], float], observer: Observer,
                  numbers: Callable[[], int], stages: int, curve: SlotCurve | None = None,
-                 cache_rows: int | None = None, at_once: int | None = None,
+                 cache_rows: int | None = None, queue: RequestQueue | None = None,
                  policy: SchedulingPolicy = "fair") -> None:
         """make        creates a request's draft session; what it raises, the request gets
         clock       seconds
         numbers     a session's number has to exceed this one
         curve       learns a segment's time in each stage from the stages' reports
         cache_rows  limit for the rows in the stages' caches; None: no limit, and no prefix cache
-        at_once     how many requests run concurrently; None: all
+        queue       gives requests their places; None: a new one, with a place for every request
         policy      as for ``Scheduler``
         """
         self.warming_up = False
+        self.queue = RequestQueue(clock=clock) if queue is None else queue
         self.pool = PrefixCache(cache_rows)
         self.newest_session = 0
         self._make = make
@@ -130,13 +141,13 @@ class DraftCore:
         self._numbers = numbers
         self._stages = stages
         self._curve = curve
-        self._at_once = at_once
         self._policy = policy
-        self._requests: list[ActiveRequest] = []  # not ended yet, in the order of their arrival
+        self._requests: list[ActiveRequest] = []  # begun and not ended, in the order of their newest places
         self._control: list[Open | Close] = []  # to send
         self._failures: list[Failure] = []  # of requests' own strategies and drafters, to be ended
         self._failed: list[tuple[RequestHandle, BaseException]] = []  # to be answered after their Closes
         self._outage = False
+        self._abandoning = False  # until the next Wait, nothing begins
         self._forget_stages()
 
     def _forget_stages(self) -> None:
@@ -153,7 +164,7 @@ class DraftCore:
     @property
     def busy(self) -> bool:
         """Whether a request has not ended."""
-        return bool(self._requests or self._failed)
+        return bool(self._requests or self._failed or self.queue.expects)
 
     @property
     def sessions(self) -> tuple[int, ...]:
@@ -195,8 +206,6 @@ class DraftCore:
                 self._show(event.times)
             case Learned():
                 self._learn(event.times)
-            case Submitted():
-                self._requests.append(ActiveRequest(event.handle))
             case Worked():
                 self._worked(event)
             case Reported():
@@ -211,14 +220,14 @@ class DraftCore:
     def charge(self, session: int, size: int) -> None:
         """A message of ``size`` bytes went over a link for this session."""
         for request in self._requests:
-            if request.state is not RequestState.QUEUED and request.session == session:
+            if request.newest is not None and request.session == session:
                 request.bytes += size
 
     def next(self) -> Action:
         """Return what the driver has to do now."""
-        self._heed_handles()
-        if not self._outage:
-            self._open_queued()
+        self._heed_cancels()
+        if not self._outage and not self._abandoning:
+            self._give_places()
         if self._control:
             return self._sent([])
         self._answer_failed()
@@ -243,6 +252,7 @@ class DraftCore:
         if self._work is not None and not self._work.begun:
             self._work.begun = True
             return Compute(self._work.job, self._do_work)
+        self._abandoning = False
         return Wait()
 
     def _sent(self, messages: Sequence[Segment | Batch | Prune | Cancel]) -> Send:
@@ -256,53 +266,75 @@ class DraftCore:
 
     # ---- places --------------------------------------------------------------------------------
 
-    def _heed_handles(self) -> None:
-        """End the requests whose handles were cancelled; close the sessions of those that have to give way.
-        The stages retain the rows of these while there is room."""
+    def _heed_cancels(self) -> None:
+        """End the requests whose handles were cancelled."""
+        self.queue.answer_cancelled()
         for request in list(self._requests):
-            if request.handle.cancel_requested:
-                self._cancel(request)
-            elif request.handle.suspended and request.state is RequestState.OPEN:
-                request.take(RequestEvent.GIVES_WAY)
-                request.interrupted = True
-                self._observer.failed(request.draft_session, self._clock())
-                self._close(request)
-
-    def _cancel(self, request: ActiveRequest) -> None:
-        if request.state is RequestState.QUEUED:
-            request.take(RequestEvent.IS_ANSWERED)
-            self._requests.remove(request)
+            if not request.handle.cancel_requested or request.state is RequestState.CLOSING:
+                continue
+            if request.newest is not None:
+                request.draft_session.cancel()
+                self._complete(request)
+                continue
+            self._end(request, RequestEvent.IS_ANSWERED)
             if not request.handle.done():
                 request.handle.set_cancelled()
-        elif request.state is not RequestState.CLOSING:
-            request.draft_session.cancel()
-            self._complete(request)
 
-    def _open_queued(self) -> None:
-        """Open sessions for the requests that wait, strictly in the order of their turns, as far as there are
-        places and there is room in the stages' caches."""
-        waiting = [request for request in self._in_state(RequestState.QUEUED, RequestState.PAUSED)
-                   if not request.handle.suspended]
-        for request in sorted(waiting, key=lambda request: request.handle.turn):
-            handle, running = request.handle, len(self._in_state(RequestState.OPEN))
-            if self._at_once is not None and running >= self._at_once:
-                break
-            handle.waits_for_room = not self.pool.fits(session_rows(handle.request, self._stages))
-            if handle.waits_for_room:
-                break
-            self._open(request)
+    def _give_places(self) -> None:
+        """Begin requests, as far as there are places and there is room in the stages' caches; take places away
+        from those that have to give way, once between two waits or works: it takes milliseconds to find them
+        among many callers. A request without room keeps all others from beginning."""
+        while True:
+            for request in self._in_state(RequestState.PLACED):
+                if not self.pool.fits(session_rows(request.handle.request, self._stages)):
+                    break
+                self._open(request)
+            if (handle := self.queue.take()) is not None:
+                self._place(handle)
+            elif not self._asked and (handle := self.queue.take_away()) is not None:
+                self._give_way(handle)
+            else:
+                return
+
+    def _place(self, handle: RequestHandle) -> None:
+        request = self._request_of(handle)
+        if request is None:
+            request = ActiveRequest(handle)
+        else:
+            self._requests.remove(request)
+        request.take(RequestEvent.IS_PLACED)
+        self._requests.append(request)
+
+    def _give_way(self, handle: RequestHandle) -> None:
+        """Close the session of a request that has lost its place, if it is open. The stages retain its rows
+        while there is room."""
+        request = self._request_of(handle)
+        assert request is not None
+        if request.state is RequestState.OPEN:
+            request.interrupted = True
+            self._observer.failed(request.draft_session, self._clock())
+            self._close(request)
+        request.take(RequestEvent.GIVES_WAY)
+        handle.turn_from = None
+
+    def _request_of(self, handle: RequestHandle) -> ActiveRequest | None:
+        return next((request for request in self._requests if request.handle is handle), None)
+
+    def _end(self, request: ActiveRequest, event: RequestEvent) -> None:
+        """The request is over, and its place is free."""
+        request.take(event)
+        self._requests.remove(request)
+        self.queue.leave(request.handle)
 
     def _open(self, request: ActiveRequest) -> None:
         """Open a session that continues the request's earlier one, if any; a request that cannot run gets its
         error immediately."""
-        before = None if request.state is RequestState.QUEUED else request.draft_session
         self.newest_session = session = max(self.newest_session, self._numbers()) + 1
         try:
-            request.draft_session = self._make(request.handle, session, before)
+            request.newest = self._make(request.handle, session, request.newest)
             wants_times = request.draft_session.strategy.wants_stage_times
         except BaseException as error:
-            request.take(RequestEvent.FAILS)
-            self._requests.remove(request)
+            self._end(request, RequestEvent.FAILS)
             request.handle.set_exception(error)
             if not isinstance(error, Exception):
                 raise
@@ -350,7 +382,10 @@ class DraftCore:
     def _deliver(self, request: ActiveRequest) -> None:
         handle, draft_session = request.handle, request.draft_session
         handle.likelihoods += draft_session.new_likelihoods()
-        if handle.on_tokens and (new := draft_session.new_tokens()):
+        new = draft_session.new_tokens()
+        if new and handle.turn_from is None:
+            handle.turn_from = self._clock()
+        if new and handle.on_tokens:
             try:
                 handle.on_tokens(new)  # may block: messages are read before silence is checked
             except Exception as error:
@@ -411,6 +446,7 @@ class DraftCore:
 
     def _abandon(self, error: BaseException) -> None:
         """Close all sessions; finished requests are answered with the reports that have come."""
+        self._abandoning = True
         self.pool.clear()
         self._work, self._asked = None, False
         for request in list(self._requests):
@@ -430,6 +466,8 @@ class DraftCore:
             self._close(request)
         else:
             request.report_deadline = -math.inf
+        if request.state is RequestState.QUEUED:
+            self.queue.leave(request.handle)  # it needs no place any more
         request.take(RequestEvent.COMPLETES)
 
     def _close(self, request: ActiveRequest) -> None:
@@ -459,8 +497,7 @@ class DraftCore:
             log.exception("a request's figures are wrong")
             self._fail(request, error)
             return
-        request.take(RequestEvent.IS_ANSWERED)
-        self._requests.remove(request)
+        self._end(request, RequestEvent.IS_ANSWERED)
         late = request.overrun_s + sum(counters.get("late_s", 0.0) for counters in stages)
         if len(result.tokens) > 1 and late > _LATE_SHARE * result.stats.decode_s:
             log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
@@ -484,10 +521,9 @@ class DraftCore:
 
     def _fail(self, request: ActiveRequest, error: BaseException) -> None:
         """The request gets its error when its Close, if any, is on its way."""
-        if request.state is not RequestState.QUEUED:
-            self._observer.failed(request.draft_session, self._clock())
-        request.take(RequestEvent.FAILS)
-        self._requests.remove(request)
+        if request.newest is not None:
+            self._observer.failed(request.newest, self._clock())
+        self._end(request, RequestEvent.FAILS)
         self._failed.append((request.handle, error))
 
     def _answer_failed(self) -> None:

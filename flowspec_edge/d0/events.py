@@ -1,6 +1,7 @@
 """What drivers and D0's core say to each other: a driver feeds events, and the core answers with actions.
 
-    core.feed(event)                    # Submitted, an arrival, Worked, Reported, Lost, Back, Abandoned
+    core.queue.put(handle)              # from any thread: a request asks for a place
+    core.feed(event)                    # an arrival, Worked, Reported, Lost, Back, Abandoned
     match core.next():
         case Send(messages): …          # to V1 (Segment, Batch), or to every stage (the others)
         case Compute() as run: …            # run.work(), then feed Worked
@@ -17,7 +18,6 @@ from dataclasses import dataclass
 
 from flowspec_edge.d0.counters import HeartbeatCounters
 from flowspec_edge.d0.jobs import Job
-from flowspec_edge.d0.request import RequestHandle
 from flowspec_edge.messages import (
     Batch,
     Cancel,
@@ -34,13 +34,6 @@ from flowspec_edge.messages import (
 Outgoing = Open | Close | Prune | Cancel | Segment | Batch
 
 # ---- events ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class Submitted:
-    """A request asks for a place. Its handle says later whether it is cancelled or has to give way."""
-
-    handle: RequestHandle
 
 
 @dataclass(frozen=True)
@@ -97,13 +90,13 @@ class Back:
 
 @dataclass(frozen=True, eq=False)
 class Abandoned:
-    """Every request whose answer is incomplete ends with ``error``."""
+    """Every request that has begun and whose answer is incomplete ends with ``error``. No other one begins
+    before the next Wait."""
 
     error: BaseException
 
 
-Event = (Submitted | Output | Credit | Tap | Computed | Shown | Learned | Worked | Reported | Lost | Back
-         | Abandoned)
+Event = Output | Credit | Tap | Computed | Shown | Learned | Worked | Reported | Lost | Back | Abandoned
 
 # ---- actions -----------------------------------------------------------------------------------
 
@@ -132,7 +125,7 @@ class Finish:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do before the next event, or before a handle is cancelled, gives way or resumes."""
+    """Nothing to do before the next event, or before the queue changes or a handle is cancelled."""
 
 
 Action = Send | Compute | Finish | Wait

@@ -1,15 +1,15 @@
-"""Requests, their handles and results, and the interface of all clusters."""
+"""Requests, their handles and results, and what all clusters offer."""
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any, Literal, Protocol
 
+from flowspec_edge.d0.request_state import RequestEvent, RequestState, next_state
 from flowspec_edge.model.grammar import Grammar
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
@@ -45,8 +45,8 @@ class Request:
     grammar: Grammar | None = None  # what the answer must match, which ends it when it is complete
     penalties: Penalties | None = None  # on what the answer repeats, and on single tokens
     restrictions: Restrictions | None = None  # on the tokens that may come next
-    priority: int = 0  # beside its caller's; lower is earlier, and one less quadruples the guaranteed rows
-    caller: tuple[str, ...] = ()  # callers have equal shares of the guaranteed rows, level by level
+    priority: int = 0  # beside its caller's; lower begins earlier, and one less quadruples the guaranteed rows
+    caller: tuple[str, ...] = ()  # callers share places and guaranteed rows equally, level by level
 
 
 @dataclass(frozen=True)
@@ -103,15 +103,17 @@ def different_tokens(tokens: Sequence[int], expected: Sequence[int]) -> int:
 
 
 class RequestHandle(Future[Result]):
-    """Handle of a submitted request; thread-safe.
+    """A request from its submission to its end; thread-safe.
 
     The driving thread sets the result and runs callbacks. It also calls ``on_tokens``, which must be quick
-    because all requests wait; if it raises, this request ends with that error. ``likelihoods``: one per token
-    passed to ``on_tokens``, if requested; ``waits_for_room``: whether the stages' caches are too full for it;
-    ``turn``: a number that rises with every handle and every :meth:`resume`; the lowest begins first.
-    """
+    because all requests wait; if it raises, this request ends with that error.
 
-    _turns = itertools.count()
+    likelihoods  one per token passed to ``on_tokens``, if requested
+    state        where it is in ``request_state``; the core and the queue move it
+    arrived_at   when it was queued, in seconds of the queue's clock
+    placed_at    when it first got a place; None before that
+    turn_from    when the first token came after it got its present place; None before that
+    """
 
     def __init__(self, request: Request, on_tokens: OnTokens | None = None) -> None:
         super().__init__()
@@ -119,9 +121,10 @@ class RequestHandle(Future[Result]):
         self.on_tokens = on_tokens
         self.likelihoods: list[Likelihood] = []
         self.cancel_requested = False
-        self.suspended = False
-        self.waits_for_room = False
-        self.turn = next(self._turns)
+        self.state = RequestState.QUEUED
+        self.arrived_at = 0.0
+        self.placed_at: float | None = None
+        self.turn_from: float | None = None
 
     def cancel(self) -> bool:
         """End the request within a turn or two; False if it was done before. Unlike a plain Future it still
@@ -129,15 +132,14 @@ class RequestHandle(Future[Result]):
         self.cancel_requested = True
         return not self.done()
 
-    def suspend(self) -> None:
-        """Give way to other requests, within a turn, until :meth:`resume`. The text does not depend on it: a
-        new session reads the text so far, or takes over its retained rows."""
-        self.suspended, self.waits_for_room = True, False
+    def take(self, event: RequestEvent) -> None:
+        """For the cluster: what happened to the request. RuntimeError if it cannot happen in its state."""
+        self.state = next_state(self.state, event)
 
-    def resume(self) -> None:
-        """Go on, after the requests that are waiting now."""
-        self.turn = next(self._turns)
-        self.suspended = False
+    @property
+    def waited_s(self) -> float | None:
+        """Seconds until it got its first place; None before that."""
+        return None if self.placed_at is None else self.placed_at - self.arrived_at
 
     def fail(self, error: BaseException) -> None:
         """For the cluster: end with a copy of ``error``, because several threads may raise what ended all."""
@@ -183,22 +185,3 @@ class ClusterBackend(Protocol):
 
     def close(self) -> None:
         """End every process and socket; idempotent."""
-
-
-class SharedCluster(ClusterBackend, Protocol):
-    """Answers several requests at once: any thread submits, one thread serves."""
-
-    @property
-    def status(self) -> ClusterStatus:
-        """May be read from any thread."""
-
-    def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        """:meth:`enqueue` a request; return its handle."""
-
-    def enqueue(self, handle: RequestHandle) -> None:
-        """Queue a request for the thread in :meth:`serve`. UsageError if the cluster cannot run such a
-        request, and the errors of a start; all others come through the handle."""
-
-    def serve(self, stop: Callable[[], bool]) -> None:
-        """Answer requests until ``stop()``, called often, is true; the next call continues the rest.
-        FlowspecError, which also ends every open request, if the cluster is lost."""

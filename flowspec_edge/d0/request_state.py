@@ -1,9 +1,8 @@
-"""The states of a request on D0 and what leads from one to the next; everything that moves a request is here.
+"""The states of a request and what leads from one to the next; everything that moves a request is here.
 
-    QUEUED ──opens──▶ OPEN ──completes──▶ CLOSING ──is answered──▶ ENDED
-                      │  ▲ ▲
-           gives way  ▼  │ │ opens
-                   PAUSED┘ └─SUSPENDED ◀──loses its stages── OPEN
+    QUEUED ──is placed──▶ PLACED ──opens──▶ OPEN ──completes──▶ CLOSING ──is answered──▶ ENDED
+      ▲                     │               │  ▲
+      ╰──────gives way──────┴───────────────╯  ╰──opens── SUSPENDED ◀──loses its stages── OPEN
 
 What a request gets in a state is the core's (``core``); that it may get it is checked here.
 """
@@ -14,17 +13,18 @@ from enum import Enum, auto
 
 
 class RequestState(Enum):
-    QUEUED = auto()  # no session yet; it waits for a place and for room in the stages' caches
+    QUEUED = auto()  # it waits for a place: it has not begun, or gave way to others
+    PLACED = auto()  # it has a place, and waits for room in the stages' caches
     OPEN = auto()  # the stages have a session for it
     CLOSING = auto()  # its answer is complete; the stages' reports are awaited
     SUSPENDED = auto()  # its stages are lost; it continues in another session when they are back
-    PAUSED = auto()  # it gave way to others; it continues in another session
     ENDED = auto()  # its handle has a result or an error
 
 
 class RequestEvent(Enum):
+    IS_PLACED = auto()  # it gets a place, also beside the queue
     OPENS = auto()  # a session begins
-    GIVES_WAY = auto()
+    GIVES_WAY = auto()  # its place goes to another one
     LOSES_STAGES = auto()
     COMPLETES = auto()  # no more tokens: the last one, or a cancel
     IS_ANSWERED = auto()
@@ -33,13 +33,22 @@ class RequestEvent(Enum):
 
 TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
     RequestState.QUEUED: {
-        RequestEvent.OPENS: RequestState.OPEN,
+        RequestEvent.IS_PLACED: RequestState.PLACED,
         RequestEvent.LOSES_STAGES: RequestState.QUEUED,
+        RequestEvent.COMPLETES: RequestState.CLOSING,  # cancelled, with the tokens of its earlier sessions
         RequestEvent.IS_ANSWERED: RequestState.ENDED,  # cancelled, without tokens
         RequestEvent.FAILS: RequestState.ENDED,
     },
+    RequestState.PLACED: {
+        RequestEvent.OPENS: RequestState.OPEN,
+        RequestEvent.GIVES_WAY: RequestState.QUEUED,
+        RequestEvent.LOSES_STAGES: RequestState.PLACED,
+        RequestEvent.COMPLETES: RequestState.CLOSING,
+        RequestEvent.IS_ANSWERED: RequestState.ENDED,
+        RequestEvent.FAILS: RequestState.ENDED,
+    },
     RequestState.OPEN: {
-        RequestEvent.GIVES_WAY: RequestState.PAUSED,
+        RequestEvent.GIVES_WAY: RequestState.QUEUED,
         RequestEvent.LOSES_STAGES: RequestState.SUSPENDED,
         RequestEvent.COMPLETES: RequestState.CLOSING,
         RequestEvent.FAILS: RequestState.ENDED,
@@ -52,12 +61,6 @@ TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
     RequestState.SUSPENDED: {
         RequestEvent.OPENS: RequestState.OPEN,
         RequestEvent.LOSES_STAGES: RequestState.SUSPENDED,
-        RequestEvent.COMPLETES: RequestState.CLOSING,
-        RequestEvent.FAILS: RequestState.ENDED,
-    },
-    RequestState.PAUSED: {
-        RequestEvent.OPENS: RequestState.OPEN,
-        RequestEvent.LOSES_STAGES: RequestState.PAUSED,
         RequestEvent.COMPLETES: RequestState.CLOSING,
         RequestEvent.FAILS: RequestState.ENDED,
     },

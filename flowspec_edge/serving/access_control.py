@@ -13,8 +13,8 @@ import re
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from flowspec_edge.d0.fair_queue import Caller
 from flowspec_edge.serving.dashboard.pages import is_page
-from flowspec_edge.serving.fair_queue import Caller
 from flowspec_edge.serving.openai.errors import ApiError
 
 _OCTET = rb"(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"

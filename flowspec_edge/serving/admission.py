@@ -1,6 +1,7 @@
-"""Admission: requests queue for the cluster's few places; callers with many places give them up to others.
+"""Admission: what clients may have queued, and what they are told: refusals, places, losses, the end.
 
-One thread owns the cluster and runs :meth:`AdmissionQueue.run`; all other methods are thread-safe.
+The cluster's queue (``d0.request_queue``) says who begins when. One thread owns the cluster and runs
+:meth:`AdmissionQueue.run`; all other methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -8,28 +9,23 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
-from flowspec_edge.d0.request import (
-    ClusterState,
-    Request,
-    RequestHandle,
-    Result,
-    SharedCluster,
-)
+from flowspec_edge.d0.fair_queue import Caller
+from flowspec_edge.d0.request import ClusterState, Request, RequestHandle, Result
+from flowspec_edge.d0.request_queue import RequestQueue, SharedCluster
+from flowspec_edge.d0.request_state import RequestState
 from flowspec_edge.drivers.processes.stage_links import ADVICE
 from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
-from flowspec_edge.serving.fair_queue import Caller, FairQueue
 
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.5  # before a lost cluster is probed again; doubled after every failure
 _MAX_PAUSE_S = 15.0
 _POLL_S = 0.1
-_AGING_S = 30.0  # so many seconds of waiting count as a step of priority
-_TURN_S = 2.0  # after so long of decoding, a caller's only place may go to a caller without one
 _STARTING = "no token has come through the pipeline yet: the cluster is starting"
 _ENDING = "the server is shutting down"
 
@@ -51,25 +47,13 @@ Deliver = Callable[[Event], None]
 
 
 class PendingRequest(RequestHandle):
-    """A request from its admission on: first in the queue, then in the cluster, then in the queue again while
-    it gives way. ``deliver`` gets its events, in the cluster's thread, until it is cancelled.
+    """A client's request. ``deliver`` gets its events, in the cluster's thread, until it is cancelled;
+    ``position``: how many requests had to end before its turn when it arrived."""
 
-    position   how many requests had to end before its turn when it arrived
-    waited_s   seconds until it got its first place; None before that
-    turn_from  when the first token came after it got its present place; None before that
-    """
-
-    def __init__(self, request: Request, deliver: Deliver, arrived_at: float) -> None:
+    def __init__(self, request: Request, deliver: Deliver) -> None:
         super().__init__(request)
         self.deliver = deliver
-        self.arrived_at = arrived_at
         self.position = 0
-        self.waited_s: float | None = None
-        self.turn_from: float | None = None
-
-    def suspend(self) -> None:
-        self.turn_from = None
-        super().suspend()
 
 
 @dataclass(frozen=True)
@@ -112,9 +96,7 @@ class AdmissionQueue:
         self._ending = False
         self._lock = threading.RLock()  # guards all that follows
         self._cluster: SharedCluster | None = None
-        self._queue: FairQueue[PendingRequest] = FairQueue(
-            clock, _AGING_S, at_once, lambda pending: pending.waits_for_room,
-            lambda pending: pending.turn_from is not None and clock() - pending.turn_from >= _TURN_S)
+        self._queue = RequestQueue(at_once)  # empty, until the cluster's takes its place
         self._fault: str | None = _STARTING
         self._closed = False
         self._token_at: float | None = None
@@ -133,10 +115,13 @@ class AdmissionQueue:
                 raise ClusterUnavailable(self._fault)
             if not self._queue.admits(caller, self.places):
                 wait = self.places * self._usual_s / self._at_once
-                raise QueueFull(len(self._queue), max(1, min(60, round(wait))))
-            pending = PendingRequest(replace(request, caller=caller), deliver, self._clock())
-            self._queue.put(caller, pending, request.priority)
-            pending.position = self._requests_ahead(pending) or 0
+                raise QueueFull(self._queue.sizes[1], max(1, min(60, round(wait))))
+            pending = PendingRequest(replace(request, caller=caller), deliver)
+            pending.on_tokens = partial(self._arrived, pending)
+            pending.add_done_callback(lambda _: self._ended(pending))
+            assert self._cluster is not None
+            self._cluster.enqueue(pending)
+            pending.position = self._queue.ahead(pending) or 0
         return pending
 
     @property
@@ -146,27 +131,24 @@ class AdmissionQueue:
 
     def cancel(self, pending: PendingRequest) -> None:
         """Remove a request from the queue, or end it within a turn or two."""
-        with self._lock:
-            pending.cancel()
-            if pending not in self._queue.placed:  # a place is freed when the cluster has ended the request
-                self._queue.discard(pending)
+        pending.cancel()
+        self._queue.answer_cancelled()
 
     def status_line(self, pending: PendingRequest) -> str:
         """Return what a request without tokens is waiting for, in one line."""
         with self._lock:
             if reason := self._reason():
                 return f"waiting: {' '.join(reason.split())}"
-            before = self._requests_ahead(pending)
-            if before is None:
-                return "waiting for room in the stages' caches" if pending.waits_for_room else "working"
+        before = self._queue.ahead(pending)
+        if before is not None:
             return f"waiting, {before} before you"
+        return "waiting for room in the stages' caches" if pending.state is RequestState.PLACED else "working"
 
     def waiting(self) -> list[WaitingRequest]:
         """Return the requests without a place, the next one first."""
-        with self._lock:
-            now = self._clock()
-            return [WaitingRequest(self._ahead(place), now - pending.arrived_at, pending.request.priority)
-                    for place, pending in enumerate(self._queue)]
+        now = self._queue.clock()
+        return [WaitingRequest(ahead, now - handle.arrived_at, handle.request.priority)
+                for ahead, handle in self._queue.waiting]
 
     def readiness(self) -> Readiness:
         with self._lock:
@@ -174,7 +156,7 @@ class AdmissionQueue:
             reason = self._reason()
             if reason is None and age is not None and age > self._recent_s:
                 reason = f"no token for {age:.0f} s"
-            return Readiness(reason is None, reason or "", len(self._queue.placed), len(self._queue), age)
+            return Readiness(reason is None, reason or "", *self._queue.sizes, age)
 
     @property
     def closed(self) -> bool:
@@ -184,12 +166,8 @@ class AdmissionQueue:
         """End :meth:`run`; every open request ends with an error. Idempotent."""
         with self._lock:
             self._closed = True
-            unanswered = [*self._queue.placed, *self._queue]
-            for pending in unanswered:
-                self._queue.discard(pending)
-        for pending in unanswered:
-            self._deliver(pending, ClusterUnavailable(_ENDING))
-            pending.cancel()
+            self._give_up(self._queue.requests, ClusterUnavailable(_ENDING))
+            self._queue.held = self._queue.patient = False
 
     def end(self) -> None:
         """Make :meth:`run` return within a moment. Takes no lock: for signal handlers."""
@@ -209,16 +187,14 @@ class AdmissionQueue:
                 return f"the cluster is recovering: {status.outage}"
         return self._fault
 
-    def _requests_ahead(self, pending: PendingRequest) -> int | None:
-        """How many requests must end before ``pending`` starts; None if it is not queued."""
-        before = self._queue.before(pending)
-        return None if before is None else self._ahead(before)
-
-    def _ahead(self, place: int) -> int:
-        """``place``: in the queue, from 0. The first may get the place of a request that has to give way."""
-        if place == 0 and self._queue.loser() is not None:
-            return 0
-        return max(0, place + 1 + len(self._queue.placed) - self._at_once)
+    def _give_up(self, handles: Iterable[RequestHandle], error: ClusterUnavailable) -> None:
+        """Tell clients that their requests end with ``error``, and cancel these."""
+        with self._lock:
+            for handle in handles:
+                if isinstance(handle, PendingRequest):
+                    self._deliver(handle, error)
+                    handle.cancel()
+        self._queue.answer_cancelled()
 
     # ---- in the thread that owns the cluster -----------------------------------------------------
 
@@ -230,7 +206,8 @@ class AdmissionQueue:
         self._interrupt = interrupt
         try:
             with self._lock:
-                self._cluster = cluster
+                self._cluster, self._queue = cluster, cluster.queue
+                self._queue.places, self._queue.patient, self._queue.held = self._at_once, True, True
             self._check(cluster)
             if not self._over:
                 ready()
@@ -242,10 +219,6 @@ class AdmissionQueue:
             self.close()
 
     def _serve(self, cluster: SharedCluster) -> None:
-        while (pending := self._next()) is not None:
-            self._start(cluster, pending)
-        if self._fault is not None:
-            return
         if self._probe_due():
             self._probe_cluster(cluster)
             return
@@ -254,64 +227,26 @@ class AdmissionQueue:
         except Exception as error:
             self._mark_lost(error)
 
-    def _next(self) -> PendingRequest | None:
-        """Give a place to the next request that can have one, if necessary that of another request."""
-        with self._lock:
-            if self._closed or self._reason() is not None:
-                return None
-            if (loser := self._queue.loser()) is not None:
-                self._queue.withdraw(loser)
-                loser.suspend()
-            pending = self._queue.take() if self._queue.has_turn() else None
-            if pending and pending.waited_s is None:
-                pending.waited_s = self._clock() - pending.arrived_at
-            return pending
-
-    def _can_change(self) -> bool:
-        """Return whether a request can get a place, or has to lose its place."""
-        changes = self._queue.has_turn() or self._queue.loser() is not None
-        return changes and not self._closed and self._reason() is None
-
     def _probe_due(self) -> bool:
         """Return whether nothing runs and a probe is due."""
         with self._lock:
             last = self._token_at
             quiet = last is not None and self._clock() - last >= self._recent_s / 2
-            return quiet and not self._queue.placed and self._reason() is None
+            return quiet and not any(self._queue.sizes) and self._reason() is None
 
     def _has_work(self) -> bool:
         """Return whether the cluster's thread has to leave ``serve`` to do something else."""
         with self._lock:
-            return self._over or self._fault is not None or self._can_change() or self._probe_due()
+            return self._over or self._fault is not None or self._probe_due()
 
-    def _start(self, cluster: SharedCluster, pending: PendingRequest) -> None:
-        again = pending.suspended
-        pending.resume()  # the cluster's order is that of the places, not of the arrivals
-        if again:
-            return
-        start = self._clock()
+    def _arrived(self, pending: PendingRequest, tokens: list[int]) -> None:
+        self._token_at = self._clock()
+        self._deliver(pending, tokens)
 
-        def on_tokens(tokens: list[int]) -> None:
-            self._token_at = self._clock()
-            if pending.turn_from is None:
-                pending.turn_from = self._token_at
-            self._deliver(pending, tokens)
-
-        pending.on_tokens = on_tokens
-        try:
-            cluster.enqueue(pending)
-        except Exception as error:
-            self._ended(pending, start, error)
-            return
-        with self._lock:
-            if self._closed:
-                pending.cancel()
-        pending.add_done_callback(
-            lambda ended: self._ended(pending, start, ended.exception() or ended.result()))
-
-    def _ended(self, pending: PendingRequest, start: float, outcome: Result | BaseException) -> None:
-        """Free the place, and deliver the outcome unless :meth:`close` did."""
+    def _ended(self, pending: PendingRequest) -> None:
+        """Deliver the outcome, unless the client was told another one."""
         event: Event
+        outcome = pending.exception() or pending.result()
         match outcome:
             case Result() | UsageError() | RequestFailed():
                 event = outcome
@@ -320,16 +255,15 @@ class AdmissionQueue:
             case _:  # a BaseException that is no Exception: the process ends
                 event = ClusterUnavailable(_ENDING)
         with self._lock:
-            if not self._queue.discard(pending):
-                return
-            self._usual_s += (self._clock() - start - self._usual_s) / 4
-        self._deliver(pending, event)
+            if pending.placed_at is not None:
+                self._usual_s += (self._queue.clock() - pending.placed_at - self._usual_s) / 4
+            self._deliver(pending, event)
 
     def _check(self, cluster: SharedCluster) -> None:
         """Run the probe; raises an error if no token comes, unless the queue is closed."""
         came: list[int] = []
         with self._interrupt():
-            probe = cluster.submit(self._probe, came.extend)
+            probe = cluster.probe(self._probe, came.extend)
         cluster.serve(lambda: probe.done() or self._over)
         if self._over:
             probe.cancel()
@@ -339,6 +273,7 @@ class AdmissionQueue:
             raise FlowspecError("the cluster ended a request of one token without a token")
         with self._lock:
             self._token_at, self._fault = self._clock(), None
+            self._queue.held = self._closed
 
     def _probe_cluster(self, cluster: SharedCluster) -> str | None:
         """Run the probe; return why no token came, or None."""
@@ -357,6 +292,7 @@ class AdmissionQueue:
         reason = f"the cluster was lost: {str(error).removesuffix(ADVICE)}"
         with self._lock:
             known, self._fault = self._fault == reason, reason
+            self._queue.held = not self._closed  # nothing begins before a probe has passed
         if not known:  # every open request brings the same error
             log.warning("%s", reason)
         return reason
@@ -369,11 +305,8 @@ class AdmissionQueue:
             if reason is None:
                 log.warning("the cluster is back after %.1f s", self._clock() - lost_at)
                 return
-            with self._lock:
-                patient = self._clock() - lost_at < self._patience_s
-                expired = [] if patient else self._queue.clear()
-            for pending in expired:
-                self._deliver(pending, ClusterUnavailable(reason))
+            if self._clock() - lost_at >= self._patience_s:
+                self._give_up([handle for _, handle in self._queue.waiting], ClusterUnavailable(reason))
             again_at = time.monotonic() + pause
             while not self._over and time.monotonic() < again_at:
                 time.sleep(_POLL_S)  # polled, because ``end`` is for signal handlers and takes no lock

@@ -19,9 +19,9 @@ from typing import Any, Literal, TypeVar, cast
 from starlette.requests import Request
 from starlette.types import Receive
 
+from flowspec_edge.d0.fair_queue import Caller, FairQueue
 from flowspec_edge.model.untrusted.processes import cancelled_by
 from flowspec_edge.serving import sse
-from flowspec_edge.serving.fair_queue import Caller, FairQueue
 from flowspec_edge.serving.openai.errors import ApiError
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from flowspec_edge.d0.request import SharedCluster
+from flowspec_edge.d0.request_queue import SharedCluster
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.serving.access_log import LimitedHandler, LogFormatter
 from flowspec_edge.serving.admission import AdmissionQueue

@@ -30,6 +30,6 @@ def test_an_ended_request_takes_nothing() -> None:
             next_state(RequestState.ENDED, event)
 
 
-def test_only_a_request_with_a_session_gives_way() -> None:
+def test_only_a_request_with_a_place_gives_way() -> None:
     assert {state for state in RequestState if RequestEvent.GIVES_WAY in TRANSITIONS[state]
-            } == {RequestState.OPEN}
+            } == {RequestState.PLACED, RequestState.OPEN}

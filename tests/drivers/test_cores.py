@@ -7,6 +7,8 @@ between two layers, and when a stage is lost; every answer has to be plain decod
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,9 @@ from kits.core_pipeline import PROMPTS, STAGES, STRATEGIES, TOKENS, Draw, Pipeli
 from kits.hypothesis_examples import examples
 
 from flowspec_edge.d0.capacity import session_rows
-from flowspec_edge.d0.events import Action, Finish, Outgoing, Reported, Send, Wait, Worked
+from flowspec_edge.d0.events import Abandoned, Action, Finish, Outgoing, Reported, Send, Wait, Worked
 from flowspec_edge.d0.request import Request, RequestHandle
+from flowspec_edge.d0.request_state import RequestState
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.d0.slot_curve import SlotCurve
 from flowspec_edge.errors import PeerLost
@@ -37,12 +40,13 @@ events = st.lists(st.tuples(st.sampled_from(["start", "cancel", "give way", "los
 @examples(400, 25)
 def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int], strategies: list[str],
                                               script: list[tuple[str, int, int]], temperature: float) -> None:
-    pipeline = Pipeline(tiny_model, Draw(order))
+    pipeline = Pipeline(tiny_model, Draw(order), places=2)
     core, handles, cancelled = pipeline.core, dict[int, RequestHandle](), set[int]()
 
     def start(place: int) -> None:
         if place not in handles:
-            handles[place] = RequestHandle(request(place, strategies[place], temperature))
+            handles[place] = RequestHandle(replace(request(place, strategies[place], temperature),
+                                                   caller=(str(place),)))
             pipeline.start(handles[place])
 
     start(0)
@@ -55,11 +59,9 @@ def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int]
             case "cancel" if place in handles:
                 handles[place].cancel()
                 cancelled.add(place)
-            case "give way" if place in handles and not all(
-                    handle.done() for other, handle in handles.items() if other != place):
-                handles[place].suspend()
+            case "give way":  # every caller's only place, as soon as its turn is over
+                pipeline.now += 3.0
                 pipeline.carry_out()
-                handles[place].resume()
             case "lose":
                 pipeline.lose()
     pipeline.run(lambda: not core.busy)
@@ -290,25 +292,91 @@ def test_reports_that_do_not_come_are_not_waited_for(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize("by_room", [False, True])
-def test_requests_wait_for_a_place_or_for_room_in_the_order_of_their_turns(
-        tiny_model: Path, by_room: bool) -> None:
+def test_callers_share_the_places_and_the_room(tiny_model: Path, by_room: bool) -> None:
+    """Two of three callers begin; when their turns are over, the third has the place of the first."""
     rows = session_rows(request(0, "flowspec", 0.0), STAGES)
-    pipeline = Pipeline(tiny_model, Draw([]), 2 * rows + 100 if by_room else None, None if by_room else 2)
-    handles = [RequestHandle(request(place, "flowspec", 0.0)) for place in (0, 2, 3)]
+    pipeline = Pipeline(tiny_model, Draw([]), 2 * rows + 100 if by_room else None, inf if by_room else 2)
+    made: list[list[int]] = [[], [], []]
+    handles = [RequestHandle(replace(request(place, "flowspec", 0.0), caller=(str(place),)), tokens.extend)
+               for place, tokens in zip((0, 2, 3), made, strict=True)]
     for handle in handles:
         pipeline.start(handle)
-    pipeline.carry_out()
+    pipeline.run(lambda: bool(made[0] and made[1]))
     assert pipeline.core.sessions == (1, 2)
-    assert handles[2].waits_for_room == by_room
-    handles[0].suspend()
+    assert handles[2].state is (RequestState.PLACED if by_room else RequestState.QUEUED)
+    pipeline.now += 3.0
     pipeline.carry_out()
-    assert pipeline.core.sessions == (2, 3)  # the third has the first one's place
-    handles[0].resume()
-    pipeline.carry_out()
-    assert pipeline.core.sessions == (2, 3)
+    assert 1 not in pipeline.core.sessions
+    assert 3 in pipeline.core.sessions
+    assert not made[2]
     pipeline.run(lambda: not pipeline.core.busy)
     for place, handle in zip((0, 2, 3), handles, strict=True):
         assert handle.result(0).tokens == plain(tiny_model, tuple(PROMPTS[place]), 0.0)
+
+
+def test_who_is_cancelled_after_it_gave_way_keeps_its_text_and_takes_no_place(tiny_model: Path) -> None:
+    pipeline, made = Pipeline(tiny_model, Draw([]), places=1), list[int]()
+    gone, stays = (RequestHandle(replace(request(place, "flowspec", 0.0), caller=(str(place),)), listener)
+                   for place, listener in ((0, made.extend), (2, None)))
+    for handle in (gone, stays):
+        pipeline.start(handle)
+    pipeline.run(lambda: bool(made))
+    pipeline.now += 3.0
+    pipeline.carry_out()
+    assert (gone.state, stays.state) == (RequestState.QUEUED, RequestState.OPEN)
+    pipeline.core.queue.places = 2
+    gone.cancel()
+    pipeline.run(lambda: not pipeline.core.busy)
+    assert gone.result(0).tokens == made == plain(tiny_model, tuple(PROMPTS[0]), 0.0)[:len(made)]
+    assert stays.result(0).tokens == plain(tiny_model, tuple(PROMPTS[2]), 0.0)
+
+
+def test_a_callers_requests_begin_in_the_order_of_their_priorities(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]), places=1)
+    handles = [RequestHandle(replace(request(place, "flowspec", 0.0), priority=priority))
+               for place, priority in ((0, 0), (1, 5), (2, 0), (3, -1))]
+    for handle in handles:
+        pipeline.start(handle)
+    ended = list[int]()
+    for place, handle in enumerate(handles):
+        handle.add_done_callback(lambda _, place=place: ended.append(place))
+    pipeline.run(lambda: not pipeline.core.busy)
+    assert ended == [3, 0, 2, 1]
+
+
+def test_a_held_queue_lets_only_those_beside_it_begin(tiny_model: Path) -> None:
+    pipeline = Pipeline(tiny_model, Draw([]), places=1)
+    waits, probe = RequestHandle(request(0, "flowspec", 0.0)), RequestHandle(request(1, "flowspec", 0.0))
+    pipeline.core.queue.held = True
+    pipeline.start(waits)
+    pipeline.core.queue.put_beside(probe)
+    pipeline.run(probe.done)
+    assert waits.state is RequestState.QUEUED
+    pipeline.core.queue.held = False
+    pipeline.run(waits.done)
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_who_waits_for_a_place_outlives_the_stages_if_the_queue_is_patient(tiny_model: Path, patient: bool) -> None:
+    """A run of stages ends, and another one's core has the same queue."""
+    pipeline = Pipeline(tiny_model, Draw([]), places=1)
+    queue, lost = pipeline.core.queue, PeerLost("V1 is lost for good")
+    begun, waits, probe = (RequestHandle(request(place, "flowspec", 0.0)) for place in range(3))
+    queue.patient = patient
+    for handle in (begun, waits):
+        pipeline.start(handle)
+    pipeline.carry_out()
+    queue.put_beside(probe)
+    queue.fail(lost)
+    pipeline.core.feed(Abandoned(lost))
+    pipeline.carry_out()
+    assert not pipeline.core.sessions
+    for handle in (begun, probe, *([] if patient else [waits])):
+        assert isinstance(handle.exception(0), PeerLost)
+    following = Pipeline(tiny_model, Draw([]), queue=queue)
+    following.run(lambda: not following.core.busy)
+    assert waits.done()
+    assert queue.sizes == (0, 0)
 
 
 def sent(action: Action) -> list[Outgoing]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from math import inf
 from pathlib import Path
 
 from flowspec_edge.d0.core import DraftCore
-from flowspec_edge.d0.events import Back, Compute, Finish, Lost, Reported, Send, Submitted, Wait, Worked
+from flowspec_edge.d0.events import Back, Compute, Finish, Lost, Reported, Send, Wait, Worked
 from flowspec_edge.d0.events import Outgoing as ToStages
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import Request, RequestHandle
+from flowspec_edge.d0.request_queue import RequestQueue
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.d0.slot_curve import SlotCurve
 from flowspec_edge.lab.plain import PlainDecoder
@@ -41,14 +43,14 @@ class Draw:
 class Pipeline:
     """Both kinds of cores, and lists for links: each delivers in order, in no order among them."""
 
-    def __init__(self, model: Path, draw: Draw, cache_rows: int | None = 4000,
-                 at_once: int | None = None) -> None:
+    def __init__(self, model: Path, draw: Draw, cache_rows: int | None = 4000, places: float = inf,
+                 queue: RequestQueue | None = None) -> None:
         self.draw = draw
         self.now = 0.0
         self.models = draft_models(model)
         self.curve = SlotCurve()
         self.core = DraftCore(self._draft_session, self._clock, Observer(), lambda: -1, STAGES, self.curve,
-                              cache_rows, at_once)
+                              cache_rows, queue or RequestQueue(places, lambda: self.now))
         self._shards = shards(model)
         self.work: Compute | None = None  # what D0 was told to do
         self.replace_stages()
@@ -100,7 +102,7 @@ class Pipeline:
             yield self._deliver_output
 
     def start(self, handle: RequestHandle) -> None:
-        self.core.feed(Submitted(handle))
+        self.core.queue.put(handle)
 
     def _draft_device(self) -> None:
         if self.work is not None:

@@ -24,8 +24,8 @@ from flowspec_edge.d0.request import (
     Request,
     RequestHandle,
     Result,
-    SharedCluster,
 )
+from flowspec_edge.d0.request_queue import RequestQueue, SharedCluster
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.model.opened import OpenModel
@@ -48,7 +48,7 @@ STRATEGIES = ("flowspec", "chunk_pp", "autoregressive")
 
 
 class Held:
-    """A real cluster that starts requests, and hands on tokens, only while it may.
+    """A real cluster that starts probes, and hands on tokens, only while it may.
 
     While a piece is held nothing goes on for anybody: the thread that serves is in its callback.
     """
@@ -61,42 +61,77 @@ class Held:
         self.may_start.set()
         self.may_go.set()
         self.on_piece: Callable[[], None] = lambda: None  # called with every piece
-        self.broken: Exception | None = None  # raised instead of starting a request
-        self.lost: str | None = None  # what the cluster says that it has lost, and waits for
-        self.started: list[Request] = []
-        self.turns: list[int] = []  # of the requests that were started: the cluster's order
-        self.pieces = 0  # since the newest request was started
+        self.broken: Exception | None = None  # raised by a probe, and by a request's first piece
         self.ends: list[Result | BaseException] = []
+        self._lost: str | None = None
+        self._pieces: dict[RequestHandle, int] = {}  # of those that were enqueued, and the probes
 
     @property
     def status(self) -> ClusterStatus:
         return ClusterStatus(ClusterState.RECOVERING, self.lost) if self.lost else self._cluster.status
 
+    @property
+    def lost(self) -> str | None:
+        """What the cluster says that it has lost, and waits for; then no request begins."""
+        return self._lost
+
+    @lost.setter
+    def lost(self, lost: str | None) -> None:
+        self._lost, self.queue.held = lost, lost is not None
+
+    @property
+    def queue(self) -> RequestQueue:
+        return self._cluster.queue
+
+    @property
+    def started(self) -> list[Request]:
+        """In the order in which they got their first places."""
+        return [handle.request for handle in self._placed()]
+
+    def _placed(self) -> list[RequestHandle]:
+        return sorted((handle for handle in [*self._pieces] if handle.placed_at is not None),
+                      key=lambda handle: handle.placed_at or 0.0)
+
+    @property
+    def pieces(self) -> int:
+        """How many came of the request that was started last."""
+        return self._pieces[self._placed()[-1]]
+
+    def forget(self) -> None:
+        """Drop the requests so far."""
+        self._pieces.clear()
+
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        handle = RequestHandle(request, on_tokens)
-        self.enqueue(handle)
+        return self._cluster.submit(request, on_tokens)
+
+    def probe(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+        assert self.may_start.wait(PATIENCE)
+        if self.broken:
+            raise self.broken
+        handle = self._cluster.probe(request, on_tokens)
+        self._watch(handle)
         return handle
 
     def enqueue(self, handle: RequestHandle) -> None:
+        self._watch(handle)
+        self._cluster.enqueue(handle)
+
+    def _watch(self, handle: RequestHandle) -> None:
         on_tokens = handle.on_tokens
 
         def hold(tokens: list[int]) -> None:
-            self.pieces += 1
+            if self.broken and not self._pieces.get(handle):
+                raise self.broken
+            self._pieces[handle] = self._pieces.get(handle, 0) + 1
             self.on_piece()
             if on_tokens:
                 on_tokens(tokens)
             assert self.may_go.wait(PATIENCE)
 
-        assert self.may_start.wait(PATIENCE)
-        self.started.append(handle.request)
-        self.turns.append(handle.turn)
-        if self.broken:
-            raise self.broken
-        self.pieces = 0
         handle.on_tokens = hold
         handle.add_done_callback(
             lambda handle: self.ends.append(handle.exception() or handle.result()))
-        self._cluster.enqueue(handle)
+        self._pieces[handle] = 0
 
     def serve(self, stop: Callable[[], bool]) -> None:
         self._cluster.serve(stop)

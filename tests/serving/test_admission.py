@@ -124,7 +124,6 @@ def test_a_higher_priority_starts_first(held: Held, model: Path) -> None:
         order = [shortest.index(len(request.prompt)) for request in held.started[1:]]
         assert order == [0, 3, 1, 4, 2]
         assert [request.priority for request in held.started[1:]] == [0, -1, 0, 0, 7]
-        assert held.turns == sorted(held.turns)  # the cluster begins them in the order of their places
         with pytest.raises(openai.BadRequestError, match="priority"):
             ask(server, "x", extra_body={"priority": "high"})
         for beyond in (-11, 11, -10**9):

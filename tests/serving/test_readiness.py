@@ -108,7 +108,7 @@ def test_who_waits_for_a_cluster_that_does_not_come_back_is_told(held: Held, mod
     with running(served(model), held, patience_s=0) as server, ThreadPoolExecutor(2) as pool:
         held.may_go.clear()
         asked = [pool.submit(lambda: text_of(stream(server, 5))) for _ in range(2)]
-        until(lambda: (len(held.started), server.admission.readiness().waiting) == (2, 1))
+        until(lambda: (len(held.started), held.pieces, server.admission.readiness().waiting) == (2, 1, 1))
         held.broken = PeerLost("V1 is on fire")
         held.may_go.set()
         until(lambda: all(future.done() for future in asked))

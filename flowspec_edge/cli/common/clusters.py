@@ -13,7 +13,8 @@ from flowspec_edge.cli.common.options import Clock
 from flowspec_edge.drivers.processes.spec import Here
 
 if TYPE_CHECKING:
-    from flowspec_edge.d0.request import ClusterBackend, OnTokens, Request, Result, SharedCluster
+    from flowspec_edge.d0.request import ClusterBackend, OnTokens, Request, Result
+    from flowspec_edge.d0.request_queue import SharedCluster
     from flowspec_edge.device_profile import Profile
     from flowspec_edge.drivers.virtual.place import Virtual
 

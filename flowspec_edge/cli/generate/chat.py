@@ -45,7 +45,8 @@ from flowspec_edge.strategies.registry import require_strategy, strategy_class
 
 if TYPE_CHECKING:
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
-    from flowspec_edge.d0.request import Result, SharedCluster
+    from flowspec_edge.d0.request import Result
+    from flowspec_edge.d0.request_queue import SharedCluster
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.serving.conversation import Conversation
 

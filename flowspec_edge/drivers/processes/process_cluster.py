@@ -12,7 +12,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flowspec_edge.d0.events import Submitted
 from flowspec_edge.d0.observer import Observers
 from flowspec_edge.d0.request import (
     ClusterState,
@@ -23,6 +22,7 @@ from flowspec_edge.d0.request import (
     Result,
     Stats,
 )
+from flowspec_edge.d0.request_queue import RequestQueue
 from flowspec_edge.drivers.processes.run import ProcessRun
 from flowspec_edge.drivers.processes.spec import BoardStages, ClusterSpec, Here, Processes
 from flowspec_edge.errors import FlowspecError, PeerLost
@@ -39,7 +39,7 @@ _DOWN = "no cluster is up: submit a request first"
 
 
 class ProcessCluster:
-    """A ``d0.request.SharedCluster`` whose stages are processes. They start with the first request, or by
+    """A ``d0.request_queue.SharedCluster`` whose stages are processes. They start with the first request, or by
     :meth:`start`, and with the next request after a loss that is final. Any thread may submit requests; one
     thread at a time drives the event loop for all of them.
 
@@ -52,9 +52,9 @@ class ProcessCluster:
     def __init__(self, spec: ClusterSpec, place: Processes = Here()) -> None:  # noqa: B008 (it is frozen)
         """Start nothing: errors of the start, such as more stages than layers, are raised there."""
         self.running = None
+        self.queue = RequestQueue(spec.at_once)
         self._spec, self._place = spec, place
         self._observer = Observers([spec.observer] if spec.observer else [])
-        self._submitted: deque[RequestHandle] = deque()  # of any thread, until the driving one feeds them
         self._life = threading.RLock()  # held while a run starts or ends, and while a request joins it
         self._driver = threading.Lock()
         self._closed = False
@@ -67,7 +67,7 @@ class ProcessCluster:
             if self._closed:
                 raise FlowspecError(_CLOSED)
             if self.running is None:
-                self._fail_submitted(FlowspecError(_DOWN))  # what came after the end of the run before
+                self.queue.fail(FlowspecError(_DOWN))  # what came after the end of the run before
                 self._start()
         return self
 
@@ -80,7 +80,7 @@ class ProcessCluster:
     @property
     def busy(self) -> bool:
         running = self.running
-        return bool(self._submitted) or (running is not None and running.core.busy)
+        return self.queue.expects or (running is not None and running.core.busy)
 
     @property
     def status(self) -> ClusterStatus:
@@ -90,20 +90,31 @@ class ProcessCluster:
     # ---- requests ------------------------------------------------------------------------------
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        """:meth:`enqueue` a request; return its handle."""
+        """Queue a request, from any thread, and start the processes if none run; return its handle. UsageError
+        if the strategy exists in virtual time only, and the errors of :meth:`start`; all others come through the
+        handle."""
         handle = RequestHandle(request, on_tokens)
-        self.enqueue(handle)
+        self._start_for(request, lambda: self.queue.put(handle))
         return handle
 
     def enqueue(self, handle: RequestHandle) -> None:
-        """Queue a request, from any thread, and start the processes if none run; requests start oldest first.
-        UsageError if the strategy exists in virtual time only, and the errors of :meth:`start`; all others come
-        through the handle."""
+        """Queue a request, from any thread, for the processes that run or those that will. UsageError if the
+        strategy exists in virtual time only."""
         require_pipelines([handle.request.strategy])
+        self.queue.put(handle)
+
+    def probe(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
+        """As :meth:`submit`, but the request begins at once, beside the queue."""
+        handle = RequestHandle(request, on_tokens)
+        self._start_for(request, lambda: self.queue.put_beside(handle))
+        return handle
+
+    def _start_for(self, request: Request, put: Callable[[], None]) -> None:
+        require_pipelines([request.strategy])
         self._refresh()
         with self._life:
             self.start()
-            self._submitted.append(handle)
+            put()
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         """Run one request. UsageError if it does not fit; PeerLost if a stage is lost for good, which ends
@@ -128,7 +139,7 @@ class ProcessCluster:
             while waiting and waiting[0][0] <= time.monotonic() - began:
                 place = waiting.popleft()[1]
                 handles[place] = RequestHandle(requests[place])
-                self._submitted.append(handles[place])  # without a lock, which a start may hold that waits for us
+                self.queue.put(handles[place])  # without a lock, which a start may hold that waits for us
             return not waiting and all(handle.done() for handle in handles.values())
 
         self._drive_or_wait(done, handles.values())
@@ -171,7 +182,7 @@ class ProcessCluster:
             if isinstance(place, BoardStages):
                 undo.callback(place.disconnect)
                 place = place.connect()
-            running = ProcessRun(spec, place, self._observer)
+            running = ProcessRun(spec, place, self._observer, self.queue)
             self.running = running
             undo.callback(self._end)
             with spec.slow():
@@ -189,7 +200,7 @@ class ProcessCluster:
     def _run_alone(self, request: Request) -> Stats:
         assert self.running is not None
         handle = RequestHandle(request)
-        self._submitted.append(handle)
+        self.queue.put_beside(handle)
         stats = self._answer(handle).stats
         self.running.core.pool.clear()
         return stats
@@ -207,14 +218,8 @@ class ProcessCluster:
         with self._life:
             self._closed = True
             self._end()
-            self._fail_submitted(FlowspecError(_CLOSED))
-
-    def _fail_submitted(self, error: FlowspecError) -> None:
-        """End the requests that no run has taken."""
-        while self._submitted:
-            handle = self._submitted.popleft()
-            if not handle.done():
-                handle.fail(error)
+            self.queue.patient = False
+            self.queue.fail(FlowspecError(_CLOSED))
 
     def __enter__(self) -> Self:
         return self
@@ -256,14 +261,13 @@ class ProcessCluster:
                     self._abandon(running, error)
                     self._lost = True
                     self._end()
-                    self._fail_submitted(error)  # submitted by who was told that the others have ended
+                    self.queue.fail(error)  # submitted by who was told that the others have ended
             raise
         except BaseException as error:  # Ctrl-C, or a bug: the stages can go on
             self._abandon(running, error)
             raise
 
     def _step(self, running: ProcessRun) -> None:
-        self._feed_submitted(running)
         if running.recovery.status.state is ClusterState.RECOVERING:
             running.loop.carry_out()  # cancelled requests are answered meanwhile
             if not running.recovery.poll():
@@ -272,10 +276,6 @@ class ProcessCluster:
             running.recovery.end()
         running.loop.step(_CHECK_S if running.core.sessions else _IDLE_S)
 
-    def _feed_submitted(self, running: ProcessRun) -> None:
-        while self._submitted:
-            running.core.feed(Submitted(self._submitted.popleft()))
-
     def _abandon(self, running: ProcessRun, error: BaseException) -> None:
-        self._feed_submitted(running)
+        self.queue.fail(error)
         running.loop.abandon(error)

@@ -12,6 +12,7 @@ from flowspec_edge.d0.core import DraftCore
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.observer import Observers
 from flowspec_edge.d0.request import RequestHandle
+from flowspec_edge.d0.request_queue import RequestQueue
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.drivers.observe.power import SessionEnergy, board_meter
 from flowspec_edge.drivers.processes.addresses import LocalPlan, Loopback
@@ -38,7 +39,8 @@ _SHUTDOWN_S = 1.0  # for a stage to end after Shutdown
 class ProcessRun:
     """All fields are for the thread that drives the cluster, except ``recovery.status``."""
 
-    def __init__(self, spec: ClusterSpec, place: Here | Connected, observer: Observers) -> None:
+    def __init__(self, spec: ClusterSpec, place: Here | Connected, observer: Observers, queue: RequestQueue
+                 ) -> None:
         """Start the stages, or connect to them, and wait until all have loaded.
 
         Links to stages that are started here are encrypted, with keys made for this run. UsageError if the
@@ -70,7 +72,7 @@ class ProcessRun:
                                         lambda kind: self.draft_models.pass_seconds(kind), model.sparse)
             core = self.core = DraftCore(self._draft_session, time.monotonic, observer,
                                          self._highest_session, spec.stages, self.timing.curve,
-                                         spec.cache_rows, spec.at_once, spec.scheduling_policy)
+                                         spec.cache_rows, queue, spec.scheduling_policy)
             self.links = StageLinks(self._transport, addresses, network, self.members,
                                     lambda within: self.workers.exited(within) or watch(),
                                     observer.heartbeat, lambda session: core.find(session) is not None,

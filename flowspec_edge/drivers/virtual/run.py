@@ -20,7 +20,6 @@ from flowspec_edge.d0.events import (
     Reported,
     Send,
     Shown,
-    Submitted,
     Wait,
     Worked,
 )
@@ -99,7 +98,7 @@ class VirtualRun:
 
     def start(self, handle: RequestHandle) -> None:
         """A request arrives now. What keeps it from running is raised."""
-        self._core.feed(Submitted(handle))
+        self._core.queue.put(handle)
         self._pump()
         if handle.done():
             handle.result()

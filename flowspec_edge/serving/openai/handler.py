@@ -11,10 +11,10 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from flowspec_edge.d0.fair_queue import Caller
 from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.serving import sse
 from flowspec_edge.serving.admission import AdmissionQueue, Event, PendingRequest
-from flowspec_edge.serving.fair_queue import Caller
 from flowspec_edge.serving.openai.detokenize import CallPiece, ToolCallParser
 from flowspec_edge.serving.openai.errors import ApiError, api_error
 from flowspec_edge.serving.openai.fields import told

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import openai
 import pytest
-from kits.http_server import LONG, Held, ask, post, running, served
+from kits.http_server import LONG, Held, Watch, ask, post, running, served
 from kits.process_clusters import PATIENCE, until
 
 SHORT = 0.05  # seconds
@@ -44,16 +44,15 @@ def test_who_waits_is_told_so_in_comments_after_the_headers(held: Held, model: P
         read_until(third, b"data: [DONE]\n\n")
 
 
-def test_one_that_is_read_in_or_stands_still_is_told_so_too(held: Held, model: Path) -> None:
+def test_one_that_is_read_in_or_stands_still_is_told_so_too(held: Held, watch: Watch, model: Path) -> None:
     with running(served(model), held, keep_alive_s=SHORT) as server:
-        held.may_start.clear()
-        stream = post(server, {"prompt": "x", "max_tokens": 3, "stream": True})
-        read_until(stream, b": working\n\n")
-        held.lost = "V2 was\nkilled"
-        read_until(stream, b": waiting: the cluster is recovering: V2 was killed\n\n")
-        assert server.ready() == (503, "the cluster is recovering: V2 was\nkilled")
-        held.lost = None
-        held.may_start.set()
+        with watch.holding():
+            stream = post(server, {"prompt": "x", "max_tokens": 3, "stream": True})
+            read_until(stream, b": working\n\n")
+            held.lost = "V2 was\nkilled"
+            read_until(stream, b": waiting: the cluster is recovering: V2 was killed\n\n")
+            assert server.ready() == (503, "the cluster is recovering: V2 was\nkilled")
+            held.lost = None
         read_until(stream, b"data: [DONE]\n\n")
 
 

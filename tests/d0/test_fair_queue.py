@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowspec_edge.serving.fair_queue import Caller, FairQueue
+from flowspec_edge.d0.fair_queue import Caller, FairQueue
 
 AGING = 30.0
 

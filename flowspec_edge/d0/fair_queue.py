@@ -1,8 +1,8 @@
-"""Requests that wait for a place in the cluster, and those that have one: callers take turns at every level.
+"""Items that wait for a place, and those that have one: callers take turns at every level.
 
 A caller is a path of API key, address and user. The first level tells callers apart for certain; the last one
 is what a client says. Fairness begins at the first level, so a client that names many users at one address
-shares the turns of that address. Priorities order the requests of one caller only, so no caller can overtake
+shares the turns of that address. Priorities order the items of one caller only, so no caller can overtake
 another by them.
 """
 
@@ -28,27 +28,29 @@ class _Entry(NamedTuple):
 
 
 class FairQueue(Generic[T]):
-    """Not thread-safe. ``len`` and iteration are about the items that wait."""
+    """Not thread-safe. ``len`` and iteration are about the items that wait.
 
-    def __init__(self, clock: Callable[[], float], aging_s: float, places: int = 1,
+    places  how many items may have a place
+    """
+
+    def __init__(self, clock: Callable[[], float], aging_s: float, places: float = 1,
                  stuck: Callable[[T], bool] = lambda item: False,
                  turn_over: Callable[[T], bool] = lambda item: False) -> None:
         """aging_s    seconds of waiting that count as one step of priority: an item overtakes its caller's
                    earlier ones only if they came at most so long before it for each step of its advantage
-        places     how many items may have a place
         stuck      whether an item can use its place only after other items have left theirs
         turn_over  whether an item has had its place for as long as it may while a caller without one waits
         """
+        self.places = places
         self._clock = clock
         self._aging_s = aging_s
-        self._most = places
         self._stuck = stuck
         self._turn_over = turn_over
         self._numbers = count()
         self._entries: dict[T, tuple[Caller, _Entry]] = {}  # of all items
         self._waiting: dict[Caller, list[tuple[_Entry, T]]] = {}  # sorted
         self._placed: OrderedDict[T, Caller] = OrderedDict()  # the newest place last
-        self._places = Counter[Caller]()  # by paths and their beginnings, like the next two
+        self._held = Counter[Caller]()  # by paths and their beginnings, like the next two
         self._items = Counter[Caller]()
         self._turns: dict[Caller, int] = {}  # when each last had a turn
 
@@ -59,10 +61,15 @@ class FairQueue(Generic[T]):
         """Iterate in the order of :meth:`take`, if nothing is added or ends meanwhile."""
         future = copy(self)
         future._waiting = {caller: list(items) for caller, items in self._waiting.items()}
-        future._placed, future._places = self._placed.copy(), self._places.copy()
+        future._placed, future._held = self._placed.copy(), self._held.copy()
         future._turns, future._numbers = self._turns.copy(), count(next(self._numbers))
         while future._waiting:
             yield future.take()
+
+    @property
+    def items(self) -> list[T]:
+        """All items, with and without a place, in the order of their arrival."""
+        return list(self._entries)
 
     @property
     def placed(self) -> list[T]:
@@ -105,7 +112,7 @@ class FairQueue(Generic[T]):
         self._placed[item] = caller
         turn = next(self._numbers)
         for path in _paths(caller):
-            self._places[path] += 1
+            self._held[path] += 1
             self._turns[path] = turn
         return item
 
@@ -117,7 +124,7 @@ class FairQueue(Generic[T]):
     def has_turn(self) -> bool:
         """Return whether an item waits and can be taken. None can while another item is stuck, because the
         stuck one comes first."""
-        return bool(self._waiting) and len(self._placed) < self._most and self._first_stuck() is None
+        return bool(self._waiting) and len(self._placed) < self.places and self._first_stuck() is None
 
     def loser(self) -> T | None:
         """Return the item that has to leave its place, if any: for an item that is stuck, or else, if all
@@ -127,7 +134,7 @@ class FairQueue(Generic[T]):
             if rival is not None and self.placed.index(rival) >= self.placed.index(stuck):
                 return rival  # of items that cannot have begun, the newest leaves first
             return self._rival(self._placed[stuck], self._turn_over, stuck)
-        return self._rival_of_waiting(self._turn_over) if len(self._placed) >= self._most else None
+        return self._rival_of_waiting(self._turn_over) if len(self._placed) >= self.places else None
 
     def _rival_of_waiting(self, turn_over: Callable[[T], bool]) -> T | None:
         """The rival of the first waiting caller that has one. The next caller may have its share already,
@@ -155,8 +162,8 @@ class FairQueue(Generic[T]):
                           if mine != its), None)
             if paths is None:
                 continue
-            held = self._places[paths[0]] - (stuck is not None)
-            more = self._places[paths[1]] - held
+            held = self._held[paths[0]] - (stuck is not None)
+            more = self._held[paths[1]] - held
             if more >= 2:
                 rank = more, age
             elif more == 1 and held == 0 and turn_over(item):
@@ -201,9 +208,9 @@ class FairQueue(Generic[T]):
     def _leave_place(self, item: T) -> Caller:
         caller = self._placed.pop(item)
         for path in _paths(caller):
-            self._places[path] -= 1
-            if not self._places[path]:
-                del self._places[path]
+            self._held[path] -= 1
+            if not self._held[path]:
+                del self._held[path]
         return caller
 
     def _next_caller(self) -> Caller:
@@ -212,7 +219,7 @@ class FairQueue(Generic[T]):
     def _rank(self, caller: Caller) -> list[tuple[int, int]]:
         """Orders callers: at each level, the caller with the fewest places comes first, and of equals the one
         whose last turn is longest ago."""
-        return [(self._places[path], self._turns[path]) for path in _paths(caller)]
+        return [(self._held[path], self._turns[path]) for path in _paths(caller)]
 
 
 def _paths(caller: Caller) -> list[Caller]:
