@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.draft_kinds import STORED
+from flowspec_edge.model.draft_kinds import stored_kinds
 from flowspec_edge.model.gguf.config import ROPE_FACTORS, Fields, config_of
 from flowspec_edge.model.gguf.header import GgufHeader, GgufTensor, read_header
 from flowspec_edge.model.gguf.names import places
@@ -149,7 +149,7 @@ def _parts(first: Path) -> list[Path]:
 
 def _beside(file: Path) -> list[Path]:
     """Return what a user put beside the file: draft models, and a tokenizer of its own."""
-    drafts = [file.parent / kind.directory for kind in STORED if kind.directory]
+    drafts = [file.parent / kind.directory for kind in stored_kinds() if kind.directory]
     drafts = [path for path in drafts if (path / "config.json").is_file()]
     own = [path for name in _OWN_TOKENIZER if (path := file.parent / name).is_file()]
     return drafts + (own if (file.parent / "tokenizer.json") in own else [])
