@@ -46,7 +46,7 @@ class DiscoveredBoard:
     problem    why the installed torch cannot be imported; else ""
     faults     the problems of `deploy up`'s preflight
     gpu        whether the system has an NVIDIA GPU, whether or not torch sees it
-    disk_mb    free where releases and shards will lie, 10^6 bytes
+    disk_mb    free where releases and shards will lie, 10^6 bytes; None if the board does not say
     profile    the matching profile in the package; "" without one
     """
 
@@ -61,7 +61,7 @@ class DiscoveredBoard:
     problem: str
     gpu: bool
     modes: tuple[str, ...]
-    disk_mb: float
+    disk_mb: float | None
     profile: str
     faults: tuple[str, ...] = ()
 
@@ -159,14 +159,14 @@ def require_mode(boards: Sequence[DiscoveredBoard], power_mode: str) -> None:
 
 
 def of_facts(device: DeviceEntry, facts: SystemFacts) -> DiscoveredBoard:
-    board, torch = board_of(facts), facts.torch
+    board, torch, disk = board_of(facts), facts.torch, facts.disks.get(places.HOME)
     absent = torch.why.startswith("ModuleNotFoundError")
     found = DiscoveredBoard(
         device=device, hostname=facts.hostname, arch=facts.machine, board=board,
         interface=facts.interface, python=".".join(map(str, facts.python)),
         torch=torch.version or None, cuda=bool(torch.cuda), problem="" if absent else torch.why,
         gpu=facts.gpu or bool(board.l4t), modes=tuple(mode_numbers(facts.files.get("etc/nvpmodel.conf", ""))),
-        disk_mb=facts.disks[places.HOME].free / 1e6, profile=profile_of(board))
+        disk_mb=disk.free / 1e6 if disk else None, profile=profile_of(board))
     subject = Subject(BoardFacts(system=facts), torch_device=found.torch_device)
     return replace(found, faults=tuple(map(str, faults("init", subject))))
 
@@ -297,8 +297,8 @@ def _about(board: DiscoveredBoard) -> list[str]:
     jetpack = f" (JetPack {known.name})" if known else ""
     found = [", ".join(filter(None, (facts.machine, board.arch, facts.l4t and f"L4T {facts.l4t}{jetpack}")))]
     if facts.total_mb is not None and facts.available_mb is not None:
-        found.append(f"memory {facts.total_mb:,.0f} MB, {facts.available_mb:,.0f} MB of it free; "
-                     f"disk {board.disk_mb / 1e3:,.0f} GB free")
+        disk = "" if board.disk_mb is None else f"; disk {board.disk_mb / 1e3:,.0f} GB free"
+        found.append(f"memory {facts.total_mb:,.0f} MB, {facts.available_mb:,.0f} MB of it free{disk}")
     found.append(f"Python {board.python}, {describe_torch(board)}")
     found += [f"  → {fault}" for fault in board.faults]
     if facts.power_mode or board.modes:

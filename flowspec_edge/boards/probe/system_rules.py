@@ -94,7 +94,9 @@ def _judge_power_mode(current: str, numbers: Mapping[str, str], wanted: str) -> 
 
 def free_disk(disks: Mapping[str, DiskFacts], storage: str) -> Finding:
     """The fullest file system that will be written to."""
-    used = {storage: disks[storage]} if storage else disks
+    used = {path: disk for path, disk in disks.items() if path == storage or not storage}
+    if not used:
+        return Finding("disk", "unknown", "the board does not say")
     fullest = min(used.values(), key=lambda disk: disk.free)
     where = " and ".join(path for path, disk in used.items() if disk.device == fullest.device)
     found = f"{fullest.free / _GIGA:.0f} GB free at {where}"

@@ -121,6 +121,11 @@ def test_another_place_for_shards() -> None:
     assert (found.state, found.found) == ("warning", "3 GB free at /data")
 
 
+def test_a_board_that_reports_no_disk_is_unknown() -> None:
+    assert checked(facts(disks={}))["disk"].state == "unknown"
+    assert checked(facts(), "/not/reported")["disk"].state == "unknown"
+
+
 def test_a_member_and_a_power_mode_that_is_asked_for() -> None:
     member = GROUPS.replace("me", "me,flowspec") + "flowspec:x:999:\n"
     assert checked(facts(files={**ORIN, "etc/group": member}))["groups"] == Finding("groups", "ok",
