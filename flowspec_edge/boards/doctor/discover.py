@@ -17,7 +17,7 @@ from flowspec_edge.boards.commands import on_each
 from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.boards.links.addresses import address_problem, on_network
 from flowspec_edge.boards.probe.board import BoardInfo, board_of, mode_numbers
-from flowspec_edge.boards.probe.checks import Subject, faults, judge_together
+from flowspec_edge.boards.probe.checks import AllBoards, Subject, faults, judge
 from flowspec_edge.boards.probe.facts import BoardFacts, SystemFacts, ask_system
 from flowspec_edge.boards.probe.findings import Finding, no_facts
 from flowspec_edge.device_profile import load_profile
@@ -144,7 +144,7 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     answered = [answer for answer in answers if isinstance(answer, DiscoveredBoard)]
     if len(answered) < len(answers):
         raise NotFound([answer for answer in answers if isinstance(answer, Finding)], answered)
-    if same := judge_together("init", {device.name: facts[device.name] for device in inventory.device}):
+    if same := judge("init", AllBoards({device.name: facts[device.name] for device in inventory.device})):
         raise FlowspecError("; ".join(f"{problem.board}: {problem.found}" for problem in same)
                             + f": {'; '.join(dict.fromkeys(problem.advice for problem in same))}")
     return with_host_names(answered)

@@ -11,14 +11,14 @@ from kits.sharded_models import cut
 from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 
 from flowspec_edge.boards.deploy.resolve import Deployment, resolve_deployment
-from flowspec_edge.boards.doctor.model import judge_draft_device
+from flowspec_edge.boards.doctor.model import parts_of
 from flowspec_edge.boards.inventory import load_inventory
 from flowspec_edge.boards.planning.layer_split import problem_for
 from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.boards.planning.planner import CandidateBoard, DoesNotFit, plan
 from flowspec_edge.boards.planning.scaling import scaled
 from flowspec_edge.boards.planning.throughput import Throughput
-from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.boards.probe.checks import judge
 from flowspec_edge.device_profile import Conditions, load_profile, render
 from flowspec_edge.errors import UsageError
 
@@ -211,16 +211,18 @@ def test_a_draft_device_that_stages_would_wait_for(home: Path) -> None:
     assert keeps_up.turn.seconds == pytest.approx(0.014)
     assert keeps_up.turn.slot == pytest.approx(0.018)
     assert keeps_up.notes == ()
-    name, finding = judge_draft_device(keeps_up) or ("", Finding("", "error", ""))
-    assert (name, finding.check, finding.state) == ("a", "draft device", "ok")
+    parts = parts_of(keeps_up, {})
+    assert [name for name, part in parts.items() if part.turn] == ["a"]
+    _, finding = judge("bare", parts["a"])
+    assert (finding.check, finding.state) == ("draft device", "ok")
     assert re.findall(r"\d+ ms", finding.found) == ["14 ms", "18 ms"]
     late = decide(home, MODEL, "a draft slow", "b verify slow", "c verify slow", "d verify slow")
     [note] = late.notes
     assert note.startswith("the draft device a is the bottleneck: ")
     assert re.findall(r"\d+ ms", note) == ["4 ms", "10 ms", "14 ms", "12 ms"]
     assert "torch_device" in note
-    name, finding = judge_draft_device(late) or ("", Finding("", "ok", ""))
-    assert (name, finding.state, "torch_device" in finding.advice) == ("a", "warning", True)
+    _, finding = judge("bare", parts_of(late, {})["a"])
+    assert (finding.state, "torch_device" in finding.advice) == ("warning", True)
     assert decide(home, MODEL, "a draft", "b verify slow").turn is None
     assert decide(home, 'model = "cut"', "a slow", "b slow", "c slow", "d slow").turn is None
 
