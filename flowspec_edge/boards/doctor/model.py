@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from flowspec_edge.boards.deploy.resolve import PLAN_DTYPES, Deployment, process_bytes, resolve_deployment
+from flowspec_edge.boards.deploy.resolve import (
+    PLAN_DTYPES,
+    Deployment,
+    d0_bytes,
+    drafting,
+    process_bytes,
+    resolve_deployment,
+)
 from flowspec_edge.boards.inventory import Inventory
 from flowspec_edge.boards.planning.memory_check import MemoryCheck
 from flowspec_edge.boards.probe.service_rules import BoardPart
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.model.manifest import DRAFT, stage_part
+from flowspec_edge.model.manifest import stage_part
 
 
 def board_parts(inventory: Inventory, path: Path, available: Mapping[str, int]) -> dict[str, BoardPart]:
@@ -38,11 +45,12 @@ def needed(deployment: Deployment) -> dict[str, int]:
     cluster, model, stages = deployment.cluster, deployment.model, deployment.ranges
     if model.sharded:
         manifest = model.require_manifest()
-        parts = [manifest.part(name) for name in (DRAFT, *map(stage_part, range(len(stages))))]
-        sizes = [part.weight_bytes + part.cache_bytes(*deployment.caches) for part in parts]
+        parts = [manifest.part(stage_part(place)) for place in range(len(stages))]
+        sizes = [d0_bytes(deployment, manifest),
+                 *(part.weight_bytes + part.cache_bytes(*deployment.caches) for part in parts)]
     else:
         problem = MemoryCheck(str(model.path), PLAN_DTYPES[cluster.dtype], cluster, deployment.at_once,
-                          len(stages) + 1, {}).problem
+                          len(stages) + 1, {}, drafting(cluster, model, deployment.head)).problem
         sizes = [problem.d0, *(problem.stage(hi - lo) for lo, hi in stages)]
     return {device.name: size + process_bytes(deployment, device)
             for device, size in zip(deployment.boards, sizes, strict=True)}

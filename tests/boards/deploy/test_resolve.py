@@ -10,17 +10,20 @@ from kits.planned_boards import profile
 from kits.sharded_models import cut
 from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 
-from flowspec_edge.boards.deploy.resolve import Deployment, resolve_deployment
-from flowspec_edge.boards.doctor.model import parts_of
+from flowspec_edge.boards.deploy.resolve import Deployment, d0_bytes, drafting, process_bytes, resolve_deployment
+from flowspec_edge.boards.doctor.model import needed, parts_of
 from flowspec_edge.boards.inventory import load_inventory
 from flowspec_edge.boards.planning.layer_split import problem_for
 from flowspec_edge.boards.planning.model_size import model_bytes
+from flowspec_edge.boards.planning.planned_draft import StoredDraft
 from flowspec_edge.boards.planning.planner import CandidateBoard, DoesNotFit, plan
 from flowspec_edge.boards.planning.scaling import scaled
 from flowspec_edge.boards.planning.throughput import Throughput
 from flowspec_edge.boards.probe.checks import judge
 from flowspec_edge.device_profile import Conditions, load_profile, render
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
+from flowspec_edge.model.manifest import Manifest
 
 
 @pytest.fixture(scope="module")
@@ -235,3 +238,37 @@ def test_a_profile_of_another_device_is_noted(home: Path) -> None:
     assert [note.partition(":")[0] for note in told] == ["a", "b"]
     on_gpu = decide(home, f'{MODEL}\ntorch_device = "cuda:1"', "a gpu", "b gpu")
     assert not any("torch_device is" in note for note in on_gpu.notes)
+
+
+@pytest.mark.parametrize(("cluster", "kind"), [
+    ("", "eagle2"), ('draft = "ngram"', None), ('strategy = "autoregressive"', None),
+    ('draft = "other/eagle3"', "eagle2"), ('draft = "other/eagle2"', "eagle2"), ('strategy = "speculative"', "lm")])
+def test_the_draft_device_holds_what_drafts(home: Path, tmp_path: Path, cluster: str, kind: str | None) -> None:
+    """The sizes before sharding are those of a model that was sharded with this draft model alone."""
+    model = tiny_model_dir(tmp_path / "model", layers=6, hidden=32)
+    tiny_eagle3(model)
+    (tmp_path / "other").mkdir()
+    other = tiny_model_dir(tmp_path / "second", layers=6, hidden=32, seed=1)
+    tiny_eagle3(other)
+    for name in ("eagle2", "eagle3"):
+        (other / name).rename(tmp_path / "other" / name)
+    boards = ("a draft", "b verify")
+    plain = decide(tmp_path, f"{MODEL}\ndtype = \"fp16\"\n{cluster}", *boards)
+    found = drafting(plain.cluster, plain.model, plain.head)
+    assert (found.kind.name if found else None) == kind
+    if plain.head and kind == plain.head.name:
+        assert found == StoredDraft(DRAFT_KINDS[kind], plain.head)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "target").symlink_to(model / "target")
+    if found:
+        (alone / found.kind.directory).symlink_to(found.directory)
+    cut(alone, tmp_path / "cut-alone", 1, "fp16")
+    cut(model, tmp_path / "cut", 1, "fp16")
+    part = Manifest.read(tmp_path / "cut-alone").part("draft")
+    needs = part.weight_bytes + part.cache_bytes(*plain.caches)
+    assert needed(plain)["a"] - process_bytes(plain, plain.draft) == needs
+    if not plain.head:
+        whole = Manifest.read(tmp_path / "cut")
+        assert d0_bytes(plain, whole) == needs
+        assert whole.part("draft").weight_bytes > part.weight_bytes
