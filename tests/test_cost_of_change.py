@@ -122,14 +122,28 @@ bench(sharded, "--strategies", "autoregressive", "--stages", "2")
             "\n\ndef dummy(system: SystemFacts) -> Finding:\n"
             "    return Finding(\"dummy\", \"warning\", \"nothing\", \"do nothing\")\n"),
         "boards/probe/checks.py": inserted(
-            '    Check("dummy", "warning", _DOCTOR, lambda it: [rules.dummy(it.system)]),\n',
-            '    Check("apt hold", "warning", _DOCTOR,'),
+            '    Check("dummy", Subject, "warning", _DOCTOR, lambda it: [rules.dummy(it.system)]),\n',
+            '    Check("apt hold", Subject, "warning", _DOCTOR,'),
     }, 2, """
 from flowspec_edge.boards.probe.checks import Subject, judge
 from flowspec_edge.boards.probe.facts import BoardFacts, system_facts
 facts = BoardFacts(system=system_facts({"disks": {"/": {"device": 1, "free": 10**12, "writable": True}}}))
 for place in ("bare", "installed", "here"):
     assert "dummy" in {finding.check for finding in judge(place, Subject(facts))}, place
+"""),
+    "check of a GPU": Change({
+        "boards/gpu_check/operation_check.py": lambda text: text + (
+            "\n\n@_rounded\ndef dummy(device: torch.device, dtype: torch.dtype) -> float:\n"
+            "    return float(torch.zeros(2, dtype=dtype, device=device).abs().max())\n"),
+        "boards/probe/checks.py": inserted(
+            '    _operation("dummy", "dummy", dtype="fp16"),\n', '    _operation("topk", "topk"),\n'),
+    }, 2, """
+from flowspec_edge.boards.doctor.gpu_report import GpuReport, describe
+from flowspec_edge.boards.probe.checks import CHECKS, judge
+[found] = judge("operations", describe("cpu"), [check for check in CHECKS if check.name == "dummy"])
+assert (found.check, found.state, found.error) == ("dummy", "ok", 0.0), found
+told = GpuReport("cpu", "CPU", None, {"operations": [found]}).as_json()
+assert [check["name"] for check in told["checks"]] == ["dummy"]
 """),
     "message field": Change({
         "messages.py": replaced("and has a free slot.\"\"\"\n\n    session: int\n    epoch: int\n    run: int\n",

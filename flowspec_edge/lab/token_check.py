@@ -2,13 +2,13 @@
 
 The draft device and all stages run on the device in virtual time.  Every token is judged given its
 predecessors, by transformers' model on the CPU in float32 with weights rounded to the device's dtype: it must
-be the choice of plain decoding, or nearly tie with it.  In child processes, as in ``kernel_check``.
+be the choice of plain decoding, or nearly tie with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from flowspec_edge.boards.gpu_check.kernel_check import guarded, run_in_children
-from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.boards.gpu_check.computations import Computation
+from flowspec_edge.boards.probe.checks import Check, of_result
+from flowspec_edge.boards.probe.compute_rules import ComputeDevice, computed
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.lab.plain import transformers_model
 from flowspec_edge.model.opened import OpenModel
+from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling, choose
 
 SAMPLINGS = {"greedy": Sampling(), "T=1": Sampling(1.0, seed=1),
@@ -34,6 +37,8 @@ DTYPES = ("fp32", "fp16", "bf16")
 # sums in another order move a logit by less (docs/models.md).
 NEAR_TIE = {"fp32": 1e-4, "fp16": 0.05, "bf16": 0.05}
 _STAGES = 2
+PROMPTS = ("def fibonacci(n):\n", 'class Stack:\n    """A stack."""\n\n    def push(self, item):\n')
+NEW_TOKENS = 48
 
 
 def token_kinds(dtypes: Sequence[str] = DTYPES) -> tuple[str, ...]:
@@ -41,35 +46,40 @@ def token_kinds(dtypes: Sequence[str] = DTYPES) -> tuple[str, ...]:
     return tuple(" ".join(parts) for parts in product(dtypes, STRATEGIES, SAMPLINGS))
 
 
-def check_tokens(model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int,
-                 dtypes: Sequence[str] = DTYPES) -> list[Finding]:
-    """Generate ``new_tokens`` after each of ``prompts`` (token ids), for each of ``token_kinds``."""
-    return run_in_children(__name__, token_kinds(dtypes), model=str(model), device=device,
-                           prompts=[list(p) for p in prompts], new_tokens=new_tokens)
+def token_checks(model: OpenModel, new_tokens: int = NEW_TOKENS, dtypes: Sequence[str] = DTYPES
+                 ) -> tuple[Check[ComputeDevice], ...]:
+    """Generate ``new_tokens`` after each of ``PROMPTS``, for each of ``token_kinds``.
+
+    model  unsharded and with a draft head, such as the demonstration model
+    """
+    prompts = [Tokenizer(model).encode(text) for text in PROMPTS]
+    return tuple(of_result("tokens", kind, lambda it, result: computed(result), partial(
+        _computations, kind, {"model": str(model.path), "prompts": prompts, "new_tokens": new_tokens}))
+        for kind in token_kinds(dtypes))
 
 
-def attempt(kind: str, model: str, device: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> Finding:
-    return guarded(kind, lambda: _compare(kind, Path(model), device, prompts, new_tokens))
+def _computations(kind: str, arguments: Mapping[str, Any], it: ComputeDevice) -> list[Computation]:
+    return [Computation(kind, f"{__name__}:compare", {"kind": kind, "device": it.name, **arguments})]
 
 
-def _compare(kind: str, model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int
-             ) -> Finding:
+def compare(kind: str, model: str, device: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> str:
+    """Say how many tokens there are, and how many nearly tie; FlowspecError for one that is wrong."""
     dtype, strategy, name = kind.split(" ", 2)
-    total = ties = 0
+    directory, total, ties = Path(model), 0, 0
     for prompt in prompts:
         request = Request(list(prompt), strategy, new_tokens, SAMPLINGS[name])
-        tokens = _cluster(model, device, dtype).generate(request).tokens
+        tokens = _cluster(directory, device, dtype).generate(request).tokens
         if len(tokens) != new_tokens:
-            return Finding(kind, "failed", f"{len(tokens)} tokens, and {new_tokens} were asked for")
-        logits = _logits(model, dtype, [*prompt, *tokens])[len(prompt) - 1 : -1]
+            raise FlowspecError(f"{len(tokens)} tokens, and {new_tokens} were asked for")
+        logits = _logits(directory, dtype, [*prompt, *tokens])[len(prompt) - 1 : -1]
         firsts, wrong = judge(logits, len(prompt) - 1, tokens, SAMPLINGS[name], NEAR_TIE[dtype])
         if wrong is not None:
-            return Finding(kind, "failed", f"token {wrong + 1} after a prompt of {len(prompt)} is "
-                               f"{tokens[wrong]}, and on the CPU {firsts[wrong]}, which is no near tie")
+            raise FlowspecError(f"token {wrong + 1} after a prompt of {len(prompt)} is {tokens[wrong]}, and on the CPU "
+                                f"{firsts[wrong]}, which is no near tie")
         total += len(tokens)
         ties += sum(first != token for first, token in zip(firsts, tokens, strict=True))
     near = f", {ties} of them near tie{'s' if ties > 1 else ''}" if ties else ", the same"
-    return Finding(kind, "ok", f"{total} tokens{near}")
+    return f"{total} tokens{near}"
 
 
 def judge(logits: NDArray[np.float32], position: int, tokens: Sequence[int], sampling: Sampling,

@@ -136,8 +136,7 @@ def even_runs(total: int, parts: int) -> list[tuple[int, int]]:
 
 
 def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: str,
-               device: torch.device | str = "cpu", allow_empty: bool = False,
-               fused: bool | None = None) -> Shard:
+               device: torch.device | str = "cpu", fused: bool | None = None) -> Shard:
     """Load stage ``index`` (from 0) of ``stages``: only its own tensors.
 
     model      a checkpoint, or a sharded model with this stage's part, whose files are all checked against
@@ -151,7 +150,7 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
     fused = torch_device.type == "cuda" if fused is None else fused
     found = opened(model)
-    ranges = stage_ranges(found, stages, allow_empty)
+    ranges = stage_ranges(found, stages)
     if not 0 <= index < stages:
         raise UsageError(f"no stage {index} of {stages}: stages count from 0")
     lo, hi = ranges[index]

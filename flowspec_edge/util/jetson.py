@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.tomlfile import load_toml
 
+ORIN = (8, 7)  # compute capability of an Orin's GPU
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -23,7 +23,7 @@ from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layers import kv_cache, recurrent
 from flowspec_edge.stage.layers.kinds import KeysValues
 from flowspec_edge.stage.layers.recurrent import GatedDelta
-from flowspec_edge.stage.shard import load_shard
+from flowspec_edge.stage.shard import load_shard, stage_ranges
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 from flowspec_edge.util.tensors import to_torch
 from kits.tiny_models import tiny_model
@@ -108,8 +108,13 @@ class Oracle:
 def engines(path: Path, stages: int, dtype: str = "fp32", capacity: int = 256,
             device: str = "cpu", fused: bool | None = None) -> list[StageEngine]:
     """A chain of opened stages for session 1, epoch 0; empty ones where layers run out."""
-    chain = [StageEngine(load_shard(path, i, stages, dtype, device, allow_empty=True, fused=fused))
-             for i in range(stages)]
+    ranges = stage_ranges(path, stages, allow_empty=True)
+    if ranges[-1][0] == ranges[-1][1]:  # as in virtual time: real stages are never empty
+        whole = load_shard(path, 0, 1, dtype, device, fused=fused)
+        shards = [whole.subset(i, stages, layers) for i, layers in enumerate(ranges)]
+    else:
+        shards = [load_shard(path, i, stages, dtype, device, fused=fused) for i in range(stages)]
+    chain = [StageEngine(shard) for shard in shards]
     for engine in chain:
         engine.open(Open(session=1, epoch=0, capacity=capacity))
     return chain

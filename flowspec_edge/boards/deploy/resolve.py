@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Invento
 from flowspec_edge.boards.planning.draft_turn import DraftTurn, device_mismatch, draft_turn
 from flowspec_edge.boards.planning.estimated_profile import MEASURE, board_profile, is_known
 from flowspec_edge.boards.planning.layer_split import Ranges, split_evenly
+from flowspec_edge.boards.planning.planned_draft import StoredDraft
 from flowspec_edge.boards.planning.planner import DoesNotFit
 from flowspec_edge.boards.planning.scaling import at_context
 from flowspec_edge.boards.probe.checks import Needs
@@ -118,6 +120,33 @@ class Deployment:
         return self.inventory.model_copy(update={"device": boards})
 
 
+@dataclass(frozen=True)
+class _WithHead(OpenModel):
+    """A model as it will be sharded: with the cluster file's draft model in the place of its own of that kind."""
+
+    head: Path | None = None
+
+    @cached_property
+    def _given(self) -> str:
+        from flowspec_edge.sharding.drafts import open_draft  # torch takes a while
+
+        return open_draft(self.head).kind.name if self.head else ""
+
+    def draft(self, kind: str) -> Path | None:
+        return self.head if kind == self._given else super().draft(kind)
+
+
+def drafting(cluster: ClusterSettings, model: OpenModel, head: Path | None = None) -> StoredDraft | None:
+    """What requests of the cluster draft with, by the rule that they follow; None: nothing that takes memory.
+
+    head  the draft model that the cluster file names, if it names a directory
+    """
+    whole = _WithHead(model.path, model.quantised, head)
+    kind = draft_kind(strategy_class(cluster.strategy), Params(draft=cluster.draft_kind), whole)
+    directory = whole.draft(kind) if kind and DRAFT_KINDS[kind].directory else None
+    return StoredDraft(DRAFT_KINDS[kind], directory) if kind and directory else None
+
+
 def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     """Decide what ``path``, read as ``inventory``, leaves open.
 
@@ -132,7 +161,7 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     unknown = not any(is_known(device, path) for device in inventory.device)
     profiles = {} if unknown else {name: profile for name, (profile, _) in given.items()}
     guessed = {device.name for device in inventory.device if device.name in missing and not device.memory_mb}
-    chosen = _Choice(inventory, path, model, profiles, guessed)
+    chosen = _Choice(inventory, path, model, profiles, guessed, head)
     if model.sharded:
         draft, stages, left_out = chosen.as_cut()
     elif inventory.decided:
@@ -210,10 +239,11 @@ class _Choice:
     """Each public method returns the draft device, the stages and the unused boards."""
 
     def __init__(self, inventory: Inventory, path: Path, model: OpenModel, profiles: Mapping[str, Profile],
-                 guessed: Collection[str] = ()) -> None:
-        """``guessed``: boards of which not even the memory is known, so that it refuses nothing."""
+                 guessed: Collection[str] = (), head: Path | None = None) -> None:
+        """``guessed``: boards of which not even the memory is known, so that it refuses nothing; ``head``: as for
+        ``Deployment``."""
         self._inventory, self._path, self._model, self._profiles = inventory, path, model, profiles
-        self._guessed = guessed
+        self._guessed, self._head = guessed, head
 
     def as_cut(self) -> _Chosen:
         """As many stages as the sharded model has; boards with role "auto" may be left out."""
@@ -319,7 +349,8 @@ class _Choice:
 
         cluster, boards = self._inventory.cluster, len(self._inventory.device)
         return MemoryCheck(str(self._model.path), PLAN_DTYPES[cluster.dtype], cluster,
-                       _at_once(cluster, boards - 1), boards, self._profiles)
+                       _at_once(cluster, boards - 1), boards, self._profiles,
+                       drafting(cluster, self._model, self._head))
 
 
 def _at_once(cluster: ClusterSettings, stages: int) -> int:
@@ -351,18 +382,36 @@ def process_bytes(deployment: Deployment, device: DeviceEntry) -> int:
     return round((memory.cuda if torch_device.startswith("cuda") else memory.cpu) * _MEGA)
 
 
+def d0_bytes(deployment: Deployment, manifest: Manifest) -> int:
+    """Weights and caches of the draft device: of the draft models that were sharded, the one that requests use.
+
+    Another one is loaded once a request names its strategy.
+    """
+    from flowspec_edge.sharding.drafts import drafts_of
+    from flowspec_edge.stage.quant.schemes import head_scheme
+    from flowspec_edge.util.tensors import parse_dtype
+
+    part, stored = manifest.part(DRAFT), OpenModel(manifest.directory)
+    used = drafting(deployment.cluster, stored)
+    width = parse_dtype(manifest.compute_dtype).itemsize
+    packed = head_scheme(manifest.lm_head.kind if manifest.lm_head else "16bit")
+    others = [draft for draft in drafts_of(stored, ()) if used is None or draft.kind != used.kind]
+    return part.weight_bytes + part.cache_bytes(*deployment.caches) - sum(
+        draft.weight_bytes(width, packed) + deployment.cache_rows * draft.kv_row * width for draft in others)
+
+
 def needs_of(deployment: Deployment, manifest: Manifest) -> dict[str, Needs]:
     """What a deployment needs on each board, by name."""
     cluster = deployment.cluster
     needs = {}
     for place, device in enumerate(deployment.boards):
-        part = manifest.part(stage_part(place - 1) if place else DRAFT)
+        part = manifest.part(stage_part(place - 1)) if place else None
+        held = part.weight_bytes + part.cache_bytes(*deployment.caches) if part else d0_bytes(deployment, manifest)
         ports = (cluster.data_port,) if place else (cluster.control_port, cluster.data_port,
                                                     cluster.serve_port)
         needs[device.name] = Needs(
             home_bytes=ENVIRONMENT_BYTES,
-            memory_bytes=(part.weight_bytes + part.cache_bytes(*deployment.caches)
-                          + process_bytes(deployment, device)),
+            memory_bytes=held + process_bytes(deployment, device),
             ports=ports,
             dtype=manifest.dtype if place else "")
     return needs

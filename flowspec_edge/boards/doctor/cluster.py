@@ -15,16 +15,16 @@ from flowspec_edge.boards.doctor.run import apply_remedies
 from flowspec_edge.boards.inventory import DeviceEntry, Inventory
 from flowspec_edge.boards.links import tc
 from flowspec_edge.boards.links.addresses import address_problem
-from flowspec_edge.boards.links.between import LinkRate, measure_between
+from flowspec_edge.boards.links.between import measure_between
 from flowspec_edge.boards.paths import HOME, PYTHON, STATE
-from flowspec_edge.boards.probe.checks import Place, Subject, judge, judge_together
+from flowspec_edge.boards.probe.checks import AllBoards, Place, Subject, judge
 from flowspec_edge.boards.probe.facts import BoardFacts, NoAnswer, ask_system
 from flowspec_edge.boards.probe.findings import Finding, merged, no_facts, unreachable, wrong_address
+from flowspec_edge.boards.probe.service_rules import ReleaseOnBoard
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.interpreter import module_command
 
 _TIMEOUT_S = 600.0  # a board reads torch from its SD card several times
-_SLOW_MBPS = 100.0  # Fast Ethernet; what the FlowSpec paper calls a slow network
 _LINK_S = 0.5
 _FINDINGS = TypeAdapter(list[Finding])
 _RUN_IF_INSTALLED = 'if [ -e "$0" ]; then exec "$0" "$@"; fi'
@@ -62,22 +62,22 @@ def check_cluster(inventory: Inventory, storage: str | None = None,
     boards = on_each(check, inventory.device)
     reached = {board.name: board for board in boards if board.reached}
     probed = {board.name: board.facts for board in boards if board.facts}
-    for finding in judge_together("bare", probed):
+    for finding in judge("bare", AllBoards(probed)):
         reached[finding.board].findings.append(finding)
     if path is not None and inventory.cluster.model:
-        from flowspec_edge.boards.doctor.model import check_model  # imports torch
+        from flowspec_edge.boards.doctor.model import board_parts  # imports torch
 
         # flowspec's own service releases its memory before the model is loaded.
         available = {name: memory.available + memory.held for name, board in reached.items()
                      if board.facts and (memory := board.facts.system.memory)}
-        for name, findings in check_model(inventory, path, available).items():
+        for name, part in board_parts(inventory, path, available).items():
             if name in reached:
-                reached[name].findings.extend(findings)
+                reached[name].findings.extend(judge("bare", part))
         done("whether the model fits")
     for source, target in pairwise(inventory.ring):
         if {source.name, target.name} <= reached.keys():
             rate = measure_between(inventory, source, target, _LINK_S, plain=True)
-            reached[source.name].findings.append(check_link(rate))
+            reached[source.name].findings.extend(judge("bare", rate))
             done(f"the link from {source.name} to {target.name}")
     if fix:
         return [replace(board, findings=[replace(finding, fixed=bool(finding.fixed))
@@ -85,44 +85,31 @@ def check_cluster(inventory: Inventory, storage: str | None = None,
     return boards
 
 
-def check_link(rate: LinkRate) -> Finding:
-    name = f"link to {rate.target}"
-    if rate.measure is None:
-        return Finding(name, "failed", rate.error, "see whether both are in one network, and no firewall is "
-                                                   "between them")
-    found = f"{rate.measure.mbps:.0f} Mbps, {rate.measure.latency_ms:.2f} ms"
-    if rate.measure.mbps < _SLOW_MBPS:
-        return Finding(name, "warning", found, "see whether the cable and the switch are made for 1 Gbps; "
-                                               "ethtool shows what was agreed on")
-    return Finding(name, "ok", found)
-
-
-def check_shaping(runner: Runner) -> Finding:
-    """Whether `flowspec sweep bandwidth --cluster` can throttle the board's link; ok in any case."""
+def why_not_shaped(runner: Runner) -> str:
+    """Why links cannot be shaped there; "" if they can."""
     try:
         tc.try_kernel(runner, as_root([]))
     except FlowspecError as error:
-        why = str(error).removeprefix(f"{runner.where}: ")
-        return Finding("link shaping", "ok",
-                       f"not possible, and only flowspec sweep bandwidth --cluster needs it: {why}",
-                       tc.requirements())
-    return Finding("link shaping", "ok", "sch_htb and cls_u32 work")
+        return str(error).removeprefix(f"{runner.where}: ")
+    return ""
 
 
 def _check_board(inventory: Inventory, device: DeviceEntry, storage: str | None, fix: bool) -> BoardFindings:
     release: list[Finding] = []
+    shaping: str | None = None
 
     def ask() -> BoardFacts:
         return ask_system(inventory, device, places=[HOME, STATE, *([storage] if storage else [])])
 
     def judged(facts: BoardFacts) -> list[Finding]:
         place: Place = "installed" if len(release) > 1 else "bare"
-        return merged(judge(place, Subject.of(inventory, device, facts, storage=storage or "")))
+        return merged(judge(place, Subject.of(inventory, device, facts, storage=storage or "", shaping=shaping)))
 
     try:
         runner = runner_for(inventory, device, _TIMEOUT_S)
         facts = ask()
         release = _by_release(inventory, device, runner)
+        shaping = None if facts.system.sudo else why_not_shaped(runner)
         found = judged(facts)
         if fix:
             found = apply_remedies(found, lambda: judged(ask()), runner)
@@ -135,29 +122,21 @@ def _check_board(inventory: Inventory, device: DeviceEntry, storage: str | None,
             *([replace(wrong_address(device, wrong), check="network")] if wrong else [])])
     # The release's findings replace those of the board's own Python.
     flowspec, *computed = release
-    shaping = [] if facts.system.sudo else [check_shaping(runner)]
-    return BoardFindings(device.name, [flowspec, *found, *shaping, *computed], facts)
+    return BoardFindings(device.name, [flowspec, *found, *computed], facts)
 
 
 def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> list[Finding]:
     """Without an answer, a single finding about the release."""
     python = python_for(inventory, device)
     command = module_command("flowspec_edge.boards.doctor.run", python=python)
+    there = error = ""
+    computed: list[Finding] = []
     try:
         told = runner.run(["sh", "-c", _RUN_IF_INSTALLED, *command])
-        if not told and python == PYTHON:
-            return [Finding("flowspec", "ok", "not installed yet; flowspec deploy up installs it")]
-        findings = _FINDINGS.validate_json(told.splitlines()[-1])
-        return [_compare(replace(finding, remedy=())) for finding in findings]
-    except (FlowspecError, ValueError, TypeError, IndexError) as error:
-        why = str(error) if isinstance(error, FlowspecError) else f"{python} is not there, or not a release's"
-        return [Finding("flowspec", "failed", why, f"install this release there, so that {python} has it")]
-
-
-def _compare(finding: Finding) -> Finding:
-    """All boards have to run one release."""
-    here = version("flowspec-edge")
-    if finding.check != "flowspec" or finding.found == here:
-        return finding
-    return replace(finding, state="failed", found=f"{finding.found}, here {here}",
-                   advice="install the same release on all boards")
+        if told or python != PYTHON:
+            flowspec, *computed = _FINDINGS.validate_json(told.splitlines()[-1])
+            there = flowspec.found
+    except (FlowspecError, ValueError, TypeError, IndexError) as failure:
+        error = str(failure) if isinstance(failure, FlowspecError) else f"{python} is not there, or not a release's"
+    release = ReleaseOnBoard(python, there, version("flowspec-edge"), error)
+    return [*judge("installed", release), *(replace(finding, remedy=()) for finding in computed)]

@@ -17,7 +17,7 @@ from flowspec_edge.boards.commands import on_each
 from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.boards.links.addresses import address_problem, on_network
 from flowspec_edge.boards.probe.board import BoardInfo, board_of, mode_numbers
-from flowspec_edge.boards.probe.checks import Subject, faults, judge_together
+from flowspec_edge.boards.probe.checks import AllBoards, Subject, faults, judge
 from flowspec_edge.boards.probe.facts import BoardFacts, SystemFacts, ask_system
 from flowspec_edge.boards.probe.findings import Finding, no_facts
 from flowspec_edge.device_profile import load_profile
@@ -46,7 +46,7 @@ class DiscoveredBoard:
     problem    why the installed torch cannot be imported; else ""
     faults     the problems of `deploy up`'s preflight
     gpu        whether the system has an NVIDIA GPU, whether or not torch sees it
-    disk_mb    free where releases and shards will lie, 10^6 bytes
+    disk_mb    free where releases and shards will lie, 10^6 bytes; None if the board does not say
     profile    the matching profile in the package; "" without one
     """
 
@@ -61,7 +61,7 @@ class DiscoveredBoard:
     problem: str
     gpu: bool
     modes: tuple[str, ...]
-    disk_mb: float
+    disk_mb: float | None
     profile: str
     faults: tuple[str, ...] = ()
 
@@ -144,7 +144,7 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     answered = [answer for answer in answers if isinstance(answer, DiscoveredBoard)]
     if len(answered) < len(answers):
         raise NotFound([answer for answer in answers if isinstance(answer, Finding)], answered)
-    if same := judge_together("init", {device.name: facts[device.name] for device in inventory.device}):
+    if same := judge("init", AllBoards({device.name: facts[device.name] for device in inventory.device})):
         raise FlowspecError("; ".join(f"{problem.board}: {problem.found}" for problem in same)
                             + f": {'; '.join(dict.fromkeys(problem.advice for problem in same))}")
     return with_host_names(answered)
@@ -159,14 +159,14 @@ def require_mode(boards: Sequence[DiscoveredBoard], power_mode: str) -> None:
 
 
 def of_facts(device: DeviceEntry, facts: SystemFacts) -> DiscoveredBoard:
-    board, torch = board_of(facts), facts.torch
+    board, torch, disk = board_of(facts), facts.torch, facts.disks.get(places.HOME)
     absent = torch.why.startswith("ModuleNotFoundError")
     found = DiscoveredBoard(
         device=device, hostname=facts.hostname, arch=facts.machine, board=board,
         interface=facts.interface, python=".".join(map(str, facts.python)),
         torch=torch.version or None, cuda=bool(torch.cuda), problem="" if absent else torch.why,
         gpu=facts.gpu or bool(board.l4t), modes=tuple(mode_numbers(facts.files.get("etc/nvpmodel.conf", ""))),
-        disk_mb=facts.disks[places.HOME].free / 1e6, profile=profile_of(board))
+        disk_mb=disk.free / 1e6 if disk else None, profile=profile_of(board))
     subject = Subject(BoardFacts(system=facts), torch_device=found.torch_device)
     return replace(found, faults=tuple(map(str, faults("init", subject))))
 
@@ -297,8 +297,8 @@ def _about(board: DiscoveredBoard) -> list[str]:
     jetpack = f" (JetPack {known.name})" if known else ""
     found = [", ".join(filter(None, (facts.machine, board.arch, facts.l4t and f"L4T {facts.l4t}{jetpack}")))]
     if facts.total_mb is not None and facts.available_mb is not None:
-        found.append(f"memory {facts.total_mb:,.0f} MB, {facts.available_mb:,.0f} MB of it free; "
-                     f"disk {board.disk_mb / 1e3:,.0f} GB free")
+        disk = "" if board.disk_mb is None else f"; disk {board.disk_mb / 1e3:,.0f} GB free"
+        found.append(f"memory {facts.total_mb:,.0f} MB, {facts.available_mb:,.0f} MB of it free{disk}")
     found.append(f"Python {board.python}, {describe_torch(board)}")
     found += [f"  → {fault}" for fault in board.faults]
     if facts.power_mode or board.modes:

@@ -1,1 +1,1 @@
-"""Whether a device computes products, operations and a model's tokens correctly; begin with ``report``."""
+"""What a device computes, as facts for checks; begin with ``computations``, then ``probe.checks``."""

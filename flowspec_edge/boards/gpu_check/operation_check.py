@@ -1,21 +1,22 @@
 """Whether the operations of a stage and of a draft device give the right results on a device.
 
-Operations have the runtime's shapes, and are compared with float64 on the CPU, or bit by bit where nothing
-is rounded; in child processes, as in ``kernel_check``.
+Operations have the runtime's shapes, and are compared with float64 on the CPU, or value by value where nothing
+is rounded.  ``probe.checks`` has a row for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowspec_edge.boards.gpu_check.kernel_check import TOLERANCE, result_of, run_in_children
-from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.boards.gpu_check.computations import Deviation
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.sampling import sampler
 from flowspec_edge.sampling.rule import Sampling, choose, keys, splitmix64
@@ -27,35 +28,32 @@ _HEADS, _KV_HEADS, _HEAD_DIM = 8, 2, 64
 _CACHED, _CAPACITY = 200, 512  # rows of a cache, in use and allocated
 _WIDTH, _VOCABULARY = 256, 32_000
 _SEED = 7
-_CAST = ("sdpa", "rms_norm")  # checked in every dtype
-_ROUNDED = ("log_softmax", "graph")  # the others are exact
 
-Operation = Callable[[torch.device, torch.dtype], float]
+_Told = TypeVar("_Told")
 
 
-def operations(device: str) -> tuple[str, ...]:
-    cast = [f"{name} {dtype}" for name in _CAST for dtype in DTYPES]
-    own = ("pinned copies", "events", "graph") if torch.device(device).type == "cuda" else ()
-    return (*cast, "log_softmax", "topk", "noise", "sampling", "index_copy", "embedding", *own)
+def _rounded(error: Callable[[torch.device, torch.dtype], float]) -> Callable[..., Deviation]:
+    """An operation that rounds to the type of its operands, fp32 unless another one is given."""
+    @wraps(error)
+    def run(device: str, dtype: str = "fp32") -> Deviation:
+        return Deviation(_on(device, lambda at: error(at, DTYPES[dtype])), dtype)
+    return run
 
 
-def check_operations(device: str) -> list[Finding]:
-    return run_in_children(__name__, operations(device), device=device)
+def _exact(check: Callable[[torch.device], None]) -> Callable[[str], Deviation]:
+    """An operation that raises FlowspecError unless every value is right."""
+    @wraps(check)
+    def run(device: str) -> Deviation:
+        _on(device, check)
+        return Deviation(0.0)
+    return run
 
 
-def attempt(name: str, device: str) -> Finding:
-    operation, _, dtype = name.partition(" ")
-    cast, at = operation in _CAST, torch.device(device)
-    found = DTYPES[dtype] if cast else torch.float32
-    limit = TOLERANCE[found] if cast or name in _ROUNDED else 0.0
-
-    def error() -> float:
-        # Streams, events and graphs belong to the current GPU.
-        with torch.cuda.device(at) if at.type == "cuda" else nullcontext():
-            return _OPERATIONS[operation if cast else name](at, found)
-
-    with torch.inference_mode():
-        return result_of(name, error, limit)
+def _on(device: str, run: Callable[[torch.device], _Told]) -> _Told:
+    """Streams, events and graphs belong to the current GPU."""
+    at = torch.device(device)
+    with torch.inference_mode(), torch.cuda.device(at) if at.type == "cuda" else nullcontext():
+        return run(at)
 
 
 def _random(*shape: int) -> Tensor:
@@ -67,15 +65,15 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     return float(difference) if bool(difference.isfinite()) else float("inf")
 
 
-def _same(found: Tensor, expected: Tensor) -> float:
-    """0.0; FlowspecError if any value differs."""
+def _require_same(found: Tensor, expected: Tensor) -> None:
+    """FlowspecError if any value differs."""
     wrong = int((found.cpu() != expected).sum())
     if wrong:
         raise FlowspecError(f"{wrong} of {expected.numel()} values are wrong")
-    return 0.0
 
 
-def _sdpa(device: torch.device, dtype: torch.dtype) -> float:
+@_rounded
+def sdpa(device: torch.device, dtype: torch.dtype) -> float:
     """A segment's rows with a float mask, over the first rows of a longer cache."""
     worst = 0.0
     for rows in _ROWS:
@@ -95,65 +93,73 @@ def _sdpa(device: torch.device, dtype: torch.dtype) -> float:
     return worst
 
 
-def _rms_norm(device: torch.device, dtype: torch.dtype) -> float:
+@_rounded
+def rms_norm(device: torch.device, dtype: torch.dtype) -> float:
     x, weight = _random(17, _WIDTH).to(dtype), _random(_WIDTH).to(dtype)
     exact = x.double()
     expected = exact * (exact.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
     return _difference(RmsNorm(weight.to(device), 1e-5)(x.to(device)), expected)
 
 
-def _log_softmax(device: torch.device, dtype: torch.dtype) -> float:
+@_rounded
+def log_softmax(device: torch.device, dtype: torch.dtype) -> float:
     logits = 4 * _random(16, _VOCABULARY)
     return _difference(logits.to(device).log_softmax(-1), logits.double().log_softmax(-1))
 
 
-def _topk(device: torch.device, dtype: torch.dtype) -> float:
+@_exact
+def topk(device: torch.device) -> None:
     """Distinct values, so that only one order is right."""
     values = torch.rand(16, _VOCABULARY, generator=torch.Generator().manual_seed(3)).argsort(-1)
-    return _same(values.float().to(device).topk(16).indices, values.argsort(-1, descending=True)[:, :16])
+    _require_same(values.float().to(device).topk(16).indices, values.argsort(-1, descending=True)[:, :16])
 
 
-def _noise(device: torch.device, dtype: torch.dtype) -> float:
+@_exact
+def noise(device: torch.device) -> None:
     positions = np.array([0, 1, 4095, 2**31 + 7])
     expected = splitmix64(keys(_SEED, positions)[:, None], np.arange(_VOCABULARY))
     found = sampler.device_words(_SEED, positions, _VOCABULARY, device)
-    return _same(found, torch.from_numpy(expected))
+    _require_same(found, torch.from_numpy(expected))
 
 
-def _sampling(device: torch.device, dtype: torch.dtype) -> float:
+@_exact
+def sampling(device: torch.device) -> None:
     logits, positions = 3 * _random(16, _VOCABULARY), np.arange(100, 116)
     for sampling in (Sampling(), Sampling(1.0, seed=_SEED), Sampling(1.0, top_p=0.9, seed=_SEED),
                      Sampling(0.7, 20, 0.8, seed=_SEED)):
         found = sampler.choose(logits.to(device), positions, sampling)
-        _same(torch.from_numpy(found), torch.from_numpy(choose(logits.numpy(), positions, sampling)))
-    return 0.0
+        _require_same(torch.from_numpy(found), torch.from_numpy(choose(logits.numpy(), positions, sampling)))
 
 
-def _index_copy(device: torch.device, dtype: torch.dtype) -> float:
+@_exact
+def index_copy(device: torch.device) -> None:
     cache, rows = _random(_CAPACITY, _WIDTH).half(), _random(64, _WIDTH).half()
     slots = torch.randperm(_CAPACITY, generator=torch.Generator().manual_seed(4))[:64]
     expected = cache.clone()
     for row, slot in enumerate(slots.tolist()):
         expected[slot] = rows[row]
-    return _same(cache.to(device).index_copy_(0, slots.to(device), rows.to(device)), expected)
+    _require_same(cache.to(device).index_copy_(0, slots.to(device), rows.to(device)), expected)
 
 
-def _embedding(device: torch.device, dtype: torch.dtype) -> float:
+@_exact
+def embedding(device: torch.device) -> None:
     table = _random(_VOCABULARY, 64).half()
     tokens = torch.randint(_VOCABULARY, (64,), generator=torch.Generator().manual_seed(5))
-    return _same(F.embedding(tokens.to(device), table.to(device)), torch.stack([table[t] for t in tokens]))
+    _require_same(F.embedding(tokens.to(device), table.to(device)), torch.stack([table[t] for t in tokens]))
 
 
-def _pinned_copies(device: torch.device, dtype: torch.dtype) -> float:
+@_exact
+def pinned_copies(device: torch.device) -> None:
     """Both copies are asynchronous, and waited for once."""
     sent = _random(64, 4096).half()
     back = torch.empty_like(sent).pin_memory()
     back.copy_(sent.pin_memory().to(device, non_blocking=True), non_blocking=True)
     torch.cuda.current_stream(device).synchronize()
-    return _same(back, sent)
+    _require_same(back, sent)
 
 
-def _events(device: torch.device, dtype: torch.dtype) -> float:
+@_exact
+def events(device: torch.device) -> None:
     x = _random(1024, 1024).to(device)
     before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     before.record()
@@ -163,10 +169,10 @@ def _events(device: torch.device, dtype: torch.dtype) -> float:
     after.synchronize()
     if not after.query() or before.elapsed_time(after) <= 0:
         raise FlowspecError("an event that was waited for is not over, or took no time")
-    return 0.0
 
 
-def _graph(device: torch.device, dtype: torch.dtype) -> float:
+@_rounded
+def graph(device: torch.device, dtype: torch.dtype) -> float:
     """A captured product reads its inputs at the replay, not at the capture."""
     x, weight = torch.zeros(16, _WIDTH, device=device), _random(_WIDTH, _WIDTH).to(device)
     stream = torch.cuda.Stream(device)
@@ -180,9 +186,3 @@ def _graph(device: torch.device, dtype: torch.dtype) -> float:
     x.copy_(later)
     graph.replay()
     return _difference(y, later.double() @ weight.cpu().double())
-
-
-_OPERATIONS: dict[str, Operation] = {
-    "sdpa": _sdpa, "rms_norm": _rms_norm, "log_softmax": _log_softmax, "topk": _topk, "noise": _noise,
-    "sampling": _sampling, "index_copy": _index_copy, "embedding": _embedding,
-    "pinned copies": _pinned_copies, "events": _events, "graph": _graph}

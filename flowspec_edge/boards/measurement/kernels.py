@@ -1,6 +1,6 @@
 """Times matrix products by kind of weights: 16 or 32 bits, bitsandbytes' 4 bits, grouped int4.
 
-``kernel_check`` first tries each kind in its own process; the working ones are timed in turn, so that
+``gpu_check.computations`` first tries the kinds in child processes; the working ones are timed in turn, so that
 disturbances affect all alike.
 """
 
@@ -17,13 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from flowspec_edge.boards.gpu_check.kernel_check import (
-    KINDS,
-    activations,
-    advisable,
-    check_products,
-)
+from flowspec_edge.boards.gpu_check.computations import compute
+from flowspec_edge.boards.gpu_check.kernel_check import KINDS, activations
 from flowspec_edge.boards.measurement.fit import rounded
+from flowspec_edge.boards.probe.compute_rules import advisable, computed, product
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.device_profile import Int4Cost
 from flowspec_edge.errors import UsageError
@@ -121,16 +118,17 @@ def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: S
     outputs, inputs = shape
     if not rows or rows[0] < 1 or outputs % 16 or inputs % 64 or min(shape) < 1:
         raise UsageError("give rows from 1 on, and a matrix of a multiple of 16 outputs by one of 64 inputs")
-    checks = check_products(kinds, device, shape, rows, dtype)
+    tried = compute([product(kind, kind, device, shape, rows, dtype) for kind in kinds])
+    checks = [computed(tried[kind]) for kind in kinds]
     products = {check.check: _product(check.check, shape, dtype, device) for check in checks if check.ok}
     clock = _Clock(device)
     times: dict[tuple[str, int], list[float]] = {(kind, n): [] for kind in products for n in rows}
     with torch.inference_mode():
         for again in range(rounds + 1):
             for n in rows:
-                for kind, (product, _) in products.items():
+                for kind, (multiply, _) in products.items():
                     x = torch.randn(n, inputs, device=device).to(activations(kind, dtype))
-                    seconds = clock.time(partial(product, x))
+                    seconds = clock.time(partial(multiply, x))
                     if again:
                         times[kind, n].append(seconds)
     found = {check.check: KindResult(

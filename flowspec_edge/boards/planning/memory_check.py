@@ -11,10 +11,10 @@ from flowspec_edge.boards.planning.board_spec import BoardSpec
 from flowspec_edge.boards.planning.layer_split import Ranges, problem_for, split_in_order
 from flowspec_edge.boards.planning.model_size import ModelBytes, PlanDtype, model_bytes
 from flowspec_edge.boards.planning.one_board import other_programs
-from flowspec_edge.boards.planning.planned_draft import NGRAMS
+from flowspec_edge.boards.planning.planned_draft import StoredDraft
 from flowspec_edge.boards.planning.planner import CandidateBoard, DoesNotFit, SplitProblem, most_layers
 from flowspec_edge.device_profile import Profile
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, NGRAM, OWN_LAYERS
+from flowspec_edge.model.draft_kinds import NGRAM
 from flowspec_edge.model.manifest import CacheBits, Manifest, stage_part
 
 _CONTEXTS = (8192, 4096, 2048, 1024, 512)
@@ -27,10 +27,14 @@ Setting = Callable[[str, str | int], str]  # how the user writes a setting
 
 class MemoryCheck:
     def __init__(self, model: str, dtype: PlanDtype, cluster: ClusterSettings, at_once: int, boards: int,
-                 profiles: Mapping[str, Profile]) -> None:
-        """``profiles`` by the boards' names, each with [memory]; ``boards``: size of the cluster."""
+                 profiles: Mapping[str, Profile], drafting: StoredDraft | None = None) -> None:
+        """profiles  by the boards' names, each with [memory]
+        boards    size of the cluster
+        drafting  what requests draft with; None: with nothing that takes memory
+        """
         self._model, self._dtype, self._cluster = model, dtype, cluster
         self.at_once, self._count, self._profiles = at_once, boards, profiles
+        self._drafting = drafting
 
     @cached_property
     def problem(self) -> SplitProblem:
@@ -64,14 +68,7 @@ class MemoryCheck:
 
     def _sizes(self, dtype: PlanDtype, kv_cache: CacheBits) -> ModelBytes:
         bits = self._cluster.lm_head
-        kind = self._cluster.draft_kind
-        size = model_bytes(self._model, dtype, None if bits == "auto" else bits, kv_cache,
-                           kind if DRAFT_KINDS.get(kind) in OWN_LAYERS else "head")
-        if kind != NGRAM.name:
-            return size
-        # A head beside the target is sharded, and loaded for a request that names its strategy.
-        held = size.planned.origin == "here" and not size.planned.kind.in_target
-        return replace(size, planned=NGRAMS) if held else size.without_head()
+        return model_bytes(self._model, dtype, None if bits == "auto" else bits, kv_cache, NGRAM.name, self._drafting)
 
     def _check(self, device: DeviceEntry, needs: int, what: str) -> None:
         _require(self.board(device), needs, what, self._cluster,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from flowspec_edge.boards.planning.planned_draft import NGRAMS, PlannedDraft, choose
+from flowspec_edge.boards.planning.planned_draft import NGRAMS, PlannedDraft, StoredDraft, choose
 from flowspec_edge.drafting.format import head_format_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name
@@ -27,6 +27,7 @@ from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
 from flowspec_edge.model.opened import OpenModel, missing_own_layer, model_path, refuse_two_targets, resolve_model
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.model.weights.located import locate
+from flowspec_edge.sharding.drafts import open_draft
 from flowspec_edge.sharding.plan import IN_16_BITS
 from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.layers.kinds import layer_kinds
@@ -144,13 +145,15 @@ class ModelBytes:
 
 
 def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = None,
-                kv_cache: CacheBits = "16bit", draft: WantedDraft = "head") -> ModelBytes:
+                kv_cache: CacheBits = "16bit", draft: WantedDraft = "head", using: StoredDraft | None = None
+                ) -> ModelBytes:
     """Of a model by name or directory, a checkpoint or its config.json, or OWNER/NAME on the hub, of which
     only config.json is fetched.
 
     "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else, but for lm_head and the EAGLE
     head's matrices, which are in ``lm_head``; None: the sharder's default for ``dtype``.  ``kv_cache``: of
-    the stages; the draft head's is in 16 bits.  ``draft``: see ``planned_draft.choose``.
+    the stages; the draft head's is in 16 bits.  ``draft``: see ``planned_draft.choose``; ``using``: this one
+    instead, of any kind.
     UsageError if there is no model that stages can run, or no MTP layer where one is wanted; FlowspecError
     for damaged or incomplete weights.
     """
@@ -167,9 +170,10 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     if (wanted and wanted.in_target and draft not in here
             and (from_weights or wanted not in family_of(config).draft_layers)):
         raise UsageError(missing_own_layer(wanted, OpenModel(target) if target else None, config.model_type))
-    planned = choose(draft, here, published)
-    draft_dir = here.get(planned.kind.name)
-    head = None if planned.by_ngrams else (
+    planned = PlannedDraft(using.kind, "here") if using else choose(draft, here, published)
+    draft_dir = using.directory if using else here.get(planned.kind.name)
+    files = open_draft(draft_dir) if draft_dir and not planned.kind.is_head else None
+    head = None if planned.by_ngrams or files else (
         head_format_of(planned.kind).on_meta(draft_dir) if draft_dir else assumed_head(config, planned.kind))
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
     repack = _repacked(target, core) if target and from_weights and dtype == "int4" else None
@@ -177,7 +181,13 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     bits = lm_head or default_head_bits(dtype, repack is not None)
     quantised = head_scheme(bits)
     matrix = _matrix((vocabulary, int(config.hidden_size)), width, quantised)
-    rows_of_its_own, rows_read = _ranking(head, matrix, width, quantised) if head else (0, 0)
+    held, rows_read, draft_row = 0, 0, 0
+    if head:
+        of_the_targets, rows_read = _ranking(head, matrix, width, quantised)
+        held = head_bytes(head, width, quantised) + of_the_targets
+        draft_row = _kv_row(head.config, width) * head_format_of(planned.kind).cached_layers(head)
+    elif files:  # a model of its own, which is not packed
+        held, draft_row = files.weight_bytes(width), files.kv_row * width
     kinds = layer_kinds(config, kv_cache)
     windows = [kind.window for kind in kinds if kind.window is not None]
     mixtures = [layer.mlp.experts for layer in core.layers if hasattr(layer.mlp, "experts")]
@@ -191,13 +201,12 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         layer=max(module_bytes(layer, width, packed, names) for layer, names in zip(core.layers, kept, strict=True)),
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
-        draft=head_bytes(head, width, quantised) + rows_of_its_own if head else 0,
+        draft=held,
         draft_unread=round(unread_experts(head, width, quantised)) if head else 0,
         draft_lm_head=rows_read, head_bits=bits,
         kv_row=-(-sum(kind.row_bytes(width) for kind in kinds) // len(kinds)),
         window=min(windows, default=None), windowed=len(windows) / len(kinds),
-        draft_kv_row=(_kv_row(head.config, width) * head_format_of(planned.kind).cached_layers(head)
-                      if head else 0),
+        draft_kv_row=draft_row,
         kv_cache=kv_cache,
         from_weights=from_weights, planned=planned,
         layer_launches=family_of(config).launches,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from flowspec_edge.device_profile import Profile
@@ -46,6 +47,14 @@ class PlannedDraft:
     def setting(self) -> str:
         """What ``--draft`` or ``draft`` of a cluster file must name to get it; "" if nothing."""
         return self.kind.name if self.by_ngrams or self.kind.by_name_only else ""
+
+
+@dataclass(frozen=True)
+class StoredDraft:
+    """A draft model that is on this machine; ``directory``: its own, or of the target whose layer it is."""
+
+    kind: DraftKind
+    directory: Path
 
 
 NGRAMS = PlannedDraft(NGRAM, "text")

@@ -1,25 +1,31 @@
-"""The checks of boards and machines: what each is about, how bad its findings can be, and who shows them.
+"""The checks of boards, machines and GPUs: what each asks, how bad its findings can be, and who shows them.
 
-`deploy init`, `deploy plan`, `deploy up` and the doctor go through one list, so that they judge alike; begin
-with ``CHECKS``.  What `deploy status` shows of services is ``services.status.FleetStatus.findings``.
+`deploy init`, `deploy plan`, `deploy up`, `deploy status` and the doctor go through one list, so that they judge
+alike; begin with ``CHECKS``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any, Generic, Literal, TypeVar
 
 from flowspec_edge.boards.commands import on_each
+from flowspec_edge.boards.gpu_check.computations import Computation, ComputationResult, compute
 from flowspec_edge.boards.inventory import DeviceEntry, Inventory, resolve
 from flowspec_edge.boards.links.addresses import address_problem
+from flowspec_edge.boards.links.between import LinkRate
 from flowspec_edge.boards.paths import HOME, STATE
+from flowspec_edge.boards.probe import compute_rules as computing
+from flowspec_edge.boards.probe import service_rules as services
 from flowspec_edge.boards.probe import system_rules as rules
 from flowspec_edge.boards.probe.board import BoardInfo, board_of
+from flowspec_edge.boards.probe.compute_rules import BNB, FULL, IN_4_BITS, ComputeDevice, computed, only_told
 from flowspec_edge.boards.probe.facts import BoardFacts, DiskFacts, SystemFacts, ask_system
 from flowspec_edge.boards.probe.findings import Finding, State, no_facts, wrong_address
+from flowspec_edge.boards.probe.service_rules import BoardPart, ReleaseOnBoard
 from flowspec_edge.boards.probe.software import judge_jetpack, judge_torch, python_fault
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.jetson import jetpack_of
@@ -28,6 +34,8 @@ MAX_CLOCK_SKEW_S = 30.0  # of a deployment
 _MAX_SKEW_S = 1.0  # beyond it, the logs of two boards cannot be correlated
 _MIN_SYSTEMD = 247  # LoadCredential=
 _GIGA = 1e9
+_SHAPE = (1024, 1024)
+_ROWS = (1, 4, 16, 17, 64)  # plain decoding, a small tree, a segment, one row more, a prefill's
 _MACHINE_ID = re.compile("[0-9a-f]{32}")  # during the first boot it may be "uninitialized" or empty
 # systemd-machine-id-setup takes D-Bus's number, where there is one.
 _NEW_MACHINE_ID = ("sudo rm -f /etc/machine-id /var/lib/dbus/machine-id; sudo systemd-machine-id-setup; sudo "
@@ -57,6 +65,8 @@ class Subject:
     power_mode  that the cluster file asks for, by name; "": any
     address     the board's IPv4 address, as seen from this machine; ``interface``: the cluster file's
     wrong       why other boards cannot use the address (``addresses.address_problem``)
+    absent      a directory that was named as storage, and is none
+    shaping     why links cannot be shaped: "" if they can, None if nobody asked
     """
 
     facts: BoardFacts
@@ -68,13 +78,15 @@ class Subject:
     address: str = ""
     interface: str = ""
     wrong: tuple[str, str] | None = None
+    absent: str = ""
+    shaping: str | None = None
 
     @classmethod
     def of(cls, inventory: Inventory, device: DeviceEntry, facts: BoardFacts, needs: Needs = Needs(),
-           storage: str = "") -> Subject:
+           storage: str = "", shaping: str | None = None) -> Subject:
         return cls(facts, inventory.cluster.board_python, inventory.torch_device(device), needs, storage,
                    inventory.power_mode(device), resolve(device), inventory.interface(device),
-                   address_problem(inventory, device))
+                   address_problem(inventory, device), shaping=shaping)
 
     @property
     def system(self) -> SystemFacts:
@@ -85,48 +97,73 @@ class Subject:
         return board_of(self.facts.system)
 
 
-# Who shows a finding.  up: `deploy plan` and `up`; bare, installed, here: the doctor, of a board without a
-# release, of one with it, and of the machine that it runs on.
-Place = Literal["init", "up", "bare", "installed", "here"]
-_BOARDS: tuple[Place, ...] = ("bare", "installed")
-_DOCTOR: tuple[Place, ...] = (*_BOARDS, "here")
-_ALL: tuple[Place, ...] = ("init", "up", *_DOCTOR)
+@dataclass(frozen=True)
+class AllBoards:
+    """The facts of all boards of a cluster, by name; a finding about one of them names it."""
+
+    facts: Mapping[str, BoardFacts]
 
 
 @dataclass(frozen=True)
-class Check:
-    """``rule`` yields findings, "ok" among them, none of them worse than ``severity``.
+class Room:
+    """What is needed below the directories ``HOME`` and ``STATE`` of a board's disks, in bytes."""
 
-    ends  whether `deploy init` and `up` say nothing else of the board if this one fails
+    disks: Mapping[str, DiskFacts]
+    home_bytes: int
+    state_bytes: int = 0
+
+
+# Who shows a finding.  up: `deploy plan` and `up`; bare, installed, here: the doctor, of a board without a
+# release, of one with it, and of the machine that it runs on; release: the doctor, from the release that a
+# machine has; device, products, operations, tokens: the groups of `doctor --gpu`.
+Place = Literal["init", "up", "status", "bare", "installed", "here", "release",
+                "device", "products", "operations", "tokens"]
+_BOARDS: tuple[Place, ...] = ("bare", "installed")
+_DOCTOR: tuple[Place, ...] = (*_BOARDS, "here")
+_ALL: tuple[Place, ...] = ("init", "up", *_DOCTOR)
+_Asked = TypeVar("_Asked")
+
+
+@dataclass(frozen=True)
+class Check(Generic[_Asked]):
+    """``rule`` yields findings about what is asked, "ok" among them, none of them worse than ``severity``.
+
+    name      of its findings, unless the rule gives several
+    asks      the type of the facts that the rule takes
+    ends      whether `deploy init` and `up` say nothing else of the board if this one fails
+    computes  for a ``ComputeDevice``: what is to be computed before the rule finds its ``results``
     """
 
     name: str
+    asks: type[_Asked]
     severity: State
     places: tuple[Place, ...]
-    rule: Callable[[Any], Iterable[Finding]]
+    rule: Callable[[_Asked], Iterable[Finding]]
     ends: bool = False
+    computes: Callable[[_Asked], Sequence[Computation]] = lambda asked: ()
 
 
-def judge(place: Place, subject: Subject) -> list[Finding]:
-    """In the order of ``CHECKS``; causes come before their consequences."""
+def judge(place: Place, asked: object, checks: Sequence[Check[Any]] | None = None) -> list[Finding]:
+    """What the checks of one place find, in the order of ``CHECKS``; causes come before their consequences.
+
+    ``checks``: others than ``CHECKS``.  Those that compute run their computations together first.
+    """
+    chosen = [check for check in (CHECKS if checks is None else checks)
+              if place in check.places and isinstance(asked, check.asks)]
+    if isinstance(asked, ComputeDevice):
+        asked = replace(asked, results=compute([one for check in chosen for one in check.computes(asked)]))
     found: list[Finding] = []
-    for check in CHECKS:
-        if place in check.places:
-            own = list(check.rule(subject))
-            found += own
-            if check.ends and place in ("init", "up") and any(finding.state == "failed" for finding in own):
-                break
+    for check in chosen:
+        own = list(check.rule(asked))
+        found += own
+        if check.ends and place in ("init", "up") and any(finding.state == "failed" for finding in own):
+            break
     return found
 
 
-def faults(place: Place, subject: Subject) -> list[Finding]:
+def faults(place: Place, asked: object) -> list[Finding]:
     """What failed, and what is worth knowing."""
-    return [finding for finding in judge(place, subject) if finding.state in ("failed", "warning")]
-
-
-def judge_together(place: Place, facts: Mapping[str, BoardFacts]) -> list[Finding]:
-    """Of ``facts`` by board; a finding names its board."""
-    return [finding for check in CHECKS_OF_ALL if place in check.places for finding in check.rule(facts)]
+    return [finding for finding in judge(place, asked) if finding.state in ("failed", "warning")]
 
 
 def _jetpack(subject: Subject) -> Iterator[Finding]:
@@ -202,20 +239,20 @@ def _skew(subject: Subject) -> Iterator[Finding]:
 
 def _room(subject: Subject) -> Iterator[Finding]:
     """Without the model's part; whether an existing environment is the right one is known once the wheels
-    are built: ``room_problems`` judges both."""
+    are built: ``room_problems`` asks about both."""
     home_bytes = 0 if subject.system.environments else subject.needs.home_bytes
-    yield from judge_room(subject.system.disks, home_bytes)
+    yield from _enough_room(Room(subject.system.disks, home_bytes))
 
 
-def judge_room(disks: Mapping[str, DiskFacts], home_bytes: int, state_bytes: int = 0) -> Iterator[Finding]:
-    """``home_bytes``, ``state_bytes``: needed below the directories ``HOME`` and ``STATE``."""
+def _enough_room(it: Room) -> Iterator[Finding]:
+    disks = it.disks
     on: dict[int, list[str]] = {}
     for path, disk in disks.items():
         on.setdefault(disk.device, []).append(path)
         if not disk.writable:
             yield Finding("disk", "failed", f"{path} is on a file system that is mounted read-only",
                           "see dmesg; sudo mount -o remount,rw, once the disk is sound")
-    wanted = {HOME: home_bytes, STATE: state_bytes}
+    wanted = {HOME: it.home_bytes, STATE: it.state_bytes}
     for paths in on.values():
         needed, free = sum(wanted.get(path, 0) for path in paths), disks[paths[0]].free
         if needed > free:
@@ -281,35 +318,109 @@ def different_processors(facts: Mapping[str, BoardFacts]) -> list[Finding]:
             for board, machine in machines.items() if machine != usual]
 
 
-CHECKS: tuple[Check, ...] = (
-    Check("clock", "warning", _BOARDS, _skew),
-    Check("board", "failed", _ALL, _jetpack, ends=True),
-    Check("python", "failed", _ALL, _python),
-    Check("sudo", "failed", ("init", "up", "bare"), _sudo),
-    Check("torch", "failed", ("init", "up", "bare"), _torch),
-    Check("systemd", "failed", ("up", "bare"), _systemd),
-    Check("clock", "failed", ("up",), _clock),
-    Check("disk", "failed", ("up", "bare"), _room),
-    Check("memory", "failed", ("up",), _memory),
-    Check("port", "failed", ("up",), _ports),
-    Check("memory", "warning", _DOCTOR, lambda it: [rules.free_memory(it.board)]),
-    Check("gpu memory", "warning", ("init", *_DOCTOR), lambda it: rules.large_pieces(it.board.l4t)),
-    Check("swap", "warning", _DOCTOR, lambda it: [rules.swap(it.system)]),
-    Check("temperature", "failed", _DOCTOR, lambda it: [rules.temperature(it.board)]),
-    Check("power mode", "failed", _DOCTOR, lambda it: rules.power_mode(it.system, it.board, it.power_mode)),
-    Check("disk", "warning", _DOCTOR, lambda it: [rules.free_disk(it.system.disks, it.storage)]),
-    Check("time", "warning", _DOCTOR, lambda it: [rules.time_service(it.system)]),
-    Check("groups", "failed", ("here",), lambda it: rules.own_groups(it.system)),
-    Check("groups", "failed", _BOARDS, lambda it: rules.service_groups(it.system)),
-    Check("network", "failed", _BOARDS,
+def of_result(place: Place, name: str, rule: Callable[[ComputeDevice, ComputationResult], Finding],
+               computes: Callable[[ComputeDevice], Sequence[Computation]]) -> Check[ComputeDevice]:
+    """A check that judges one result.
+
+    computes  the computation ``name``, or nothing where the check does not apply
+    """
+    return Check(name, ComputeDevice, "failed", (place,),
+                 lambda it: [rule(it, it.results[name])] if name in it.results else [], computes=computes)
+
+
+def _computed(place: Place, name: str, function: str,
+              rule: Callable[[ComputationResult], Finding] = computed, cuda: bool = False, **arguments: Any
+              ) -> Check[ComputeDevice]:
+    """A check that judges the result of one function of ``gpu_check``.
+
+    function   "module:function"; it takes the device's name and ``arguments``
+    cuda       whether it is about GPUs alone
+    """
+    return of_result(place, name, lambda it, result: rule(result), lambda it: [
+        Computation(name, f"flowspec_edge.boards.gpu_check.{function}", {"device": it.name, **arguments})
+    ] if it.on_gpu or not cuda else [])
+
+
+def _operation(name: str, function: str, **arguments: Any) -> Check[ComputeDevice]:
+    return _computed("operations", name, f"operation_check:{function}", **arguments)
+
+
+def _product(kind: str, dtype: str) -> Check[ComputeDevice]:
+    """``dtype``: activations of kinds in 4 bits."""
+    name = kind if kind in FULL else f"{kind}, {dtype} activations"
+    return of_result("products", name, partial(computing.advised_product, kind=kind), lambda it: [
+        computing.product(name, kind, it.name, _SHAPE, _ROWS, dtype)
+    ] if it.bitsandbytes or kind not in BNB else [])
+
+
+CHECKS: tuple[Check[Any], ...] = (
+    Check("flowspec", ReleaseOnBoard, "failed", _BOARDS, lambda it: [services.release(it)]),
+    Check("clock", Subject, "warning", _BOARDS, _skew),
+    Check("board", Subject, "failed", _ALL, _jetpack, ends=True),
+    Check("python", Subject, "failed", _ALL, _python),
+    Check("sudo", Subject, "failed", ("init", "up", "bare"), _sudo),
+    Check("torch", Subject, "failed", ("init", "up", "bare"), _torch),
+    Check("systemd", Subject, "failed", ("up", "bare"), _systemd),
+    Check("clock", Subject, "failed", ("up",), _clock),
+    Check("disk", Subject, "failed", ("up", "bare"), _room),
+    Check("disk", Room, "failed", ("up",), _enough_room),
+    Check("memory", Subject, "failed", ("up",), _memory),
+    Check("port", Subject, "failed", ("up",), _ports),
+    Check("memory", Subject, "warning", _DOCTOR, lambda it: [rules.free_memory(it.board)]),
+    Check("gpu memory", Subject, "warning", ("init", *_DOCTOR), lambda it: rules.large_pieces(it.board.l4t)),
+    Check("swap", Subject, "warning", _DOCTOR, lambda it: [rules.swap(it.system)]),
+    Check("temperature", Subject, "failed", _DOCTOR, lambda it: [rules.temperature(it.board)]),
+    Check("power mode", Subject, "failed", _DOCTOR, lambda it: rules.power_mode(it.system, it.board, it.power_mode)),
+    Check("disk", Subject, "failed", _DOCTOR,
+          lambda it: [rules.free_disk(it.system.disks, it.storage, it.absent)]),
+    Check("time", Subject, "warning", _DOCTOR, lambda it: [rules.time_service(it.system)]),
+    Check("groups", Subject, "failed", ("here",), lambda it: rules.own_groups(it.system)),
+    Check("groups", Subject, "failed", _BOARDS, lambda it: rules.service_groups(it.system)),
+    Check("network", Subject, "failed", _BOARDS,
           lambda it: [rules.network(it.system, it.address, it.interface, it.wrong)]),
-    Check("desktop", "warning", _DOCTOR, lambda it: rules.desktop(it.system)),
-    Check("apt hold", "warning", _DOCTOR, lambda it: rules.apt_hold(it.system)),
-)
-# Of all boards together; their rules take the facts by board.
-CHECKS_OF_ALL: tuple[Check, ...] = (
-    Check("machine-id", "failed", ("init", "up", *_BOARDS), shared_machine_ids),
-    Check("machine", "warning", ("up",), different_processors),
+    Check("desktop", Subject, "warning", _DOCTOR, lambda it: rules.desktop(it.system)),
+    Check("apt hold", Subject, "warning", _DOCTOR, lambda it: rules.apt_hold(it.system)),
+    Check("link shaping", Subject, "ok", _BOARDS, lambda it: rules.shaping(it.shaping)),
+    Check("machine-id", AllBoards, "failed", ("init", "up", *_BOARDS), lambda it: shared_machine_ids(it.facts)),
+    Check("machine", AllBoards, "warning", ("up",), lambda it: different_processors(it.facts)),
+    Check("service", AllBoards, "failed", ("status",), lambda it: services.services(it.facts)),
+    Check("release", AllBoards, "failed", ("status",), lambda it: services.releases(it.facts)),
+    Check("ready", AllBoards, "failed", ("status",), lambda it: services.ready(it.facts)),
+    Check("model", BoardPart, "failed", _BOARDS, lambda it: [services.model(it)]),
+    Check("draft device", BoardPart, "warning", _BOARDS, services.draft_device),
+    Check("link", LinkRate, "failed", _BOARDS, lambda it: [rules.link(it)]),
+    Check("flowspec", ComputeDevice, "ok", ("release",), computing.installed),
+    Check("torch", ComputeDevice, "failed", ("release",), computing.libraries),
+    Check("product", ComputeDevice, "failed", ("release",), computing.right_product,
+          computes=computing.full_product),
+    Check("4 bits", ComputeDevice, "warning", ("release",), computing.in_4_bits,
+          computes=computing.products_in_4_bits),
+    Check("encryption", ComputeDevice, "failed", ("release",), computing.encryption),
+    *(_computed("device", f"attention {dtype}", "gpu_facts:attention", dtype=dtype) for dtype in FULL),
+    _computed("device", "rms_norm", "gpu_facts:rms_norm"),
+    _computed("device", "launch", "gpu_facts:launch"),
+    # Whether graphs work is for the operations to judge.
+    _computed("device", "launch in a graph", "gpu_facts:launch_in_graph", only_told, cuda=True),
+    _computed("device", "layers in graphs", "gpu_facts:layers_in_graphs", cuda=True),
+    _computed("device", "draft passes in graphs", "gpu_facts:draft_passes_in_graphs", cuda=True),
+    Check("free memory", ComputeDevice, "unknown", ("device",), lambda it: [computing.free_memory(it)]),
+    Check("largest piece", ComputeDevice, "failed", ("device",), computing.largest_piece,
+          computes=computing.pieces),
+    Check("gpu memory", ComputeDevice, "warning", ("device",), computing.refusing_release),
+    Check("allocator", ComputeDevice, "failed", ("device",), computing.allocator),
+    *(_product(kind, "fp16") for kind in (*FULL, *IN_4_BITS)),
+    *(_product(kind, "bf16") for kind in IN_4_BITS),
+    Check("bitsandbytes", ComputeDevice, "skipped", ("products",), computing.without_bitsandbytes),
+    *(_operation(f"{name} {dtype}", name, dtype=dtype) for name in ("sdpa", "rms_norm") for dtype in FULL),
+    _operation("log_softmax", "log_softmax"),
+    _operation("topk", "topk"),
+    _operation("noise", "noise"),
+    _operation("sampling", "sampling"),
+    _operation("index_copy", "index_copy"),
+    _operation("embedding", "embedding"),
+    _operation("pinned copies", "pinned_copies", cuda=True),
+    _operation("events", "events", cuda=True),
+    _operation("graph", "graph", cuda=True),
 )
 
 
@@ -341,7 +452,7 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightRepo
         found += one_board if isinstance(one_board, list) else (
             replace(finding, board=device.name)
             for finding in faults("up", Subject.of(inventory, device, one_board, needs[device.name])))
-    return PreflightReport([*found, *judge_together("up", facts)], facts)
+    return PreflightReport([*found, *judge("up", AllBoards(facts))], facts)
 
 
 def room_problems(found: PreflightReport, needs: Mapping[str, Needs], digests: Mapping[str, str],
@@ -352,5 +463,5 @@ def room_problems(found: PreflightReport, needs: Mapping[str, Needs], digests: M
         facts = found.facts[board].system
         home_bytes = 0 if digest in facts.environments else needs[board].home_bytes
         problems += [replace(problem, board=board)
-                     for problem in judge_room(facts.disks, home_bytes, missing[board])]
+                     for problem in judge("up", Room(facts.disks, home_bytes, missing[board]))]
     return problems

@@ -1,4 +1,4 @@
-"""What a check found: one type for `deploy init`, `plan` and `up`, the doctor, and the checks of kernels."""
+"""What a check found: one type for all that ``checks.CHECKS`` lists."""
 
 from __future__ import annotations
 

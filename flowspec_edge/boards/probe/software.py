@@ -15,10 +15,9 @@ from packaging.version import InvalidVersion, Version
 from flowspec_edge.boards.probe.facts import SystemFacts, TorchFacts
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.errors import UsageError
-from flowspec_edge.util.jetson import jetpack_of, shared_library_of
+from flowspec_edge.util.jetson import ORIN, jetpack_of, shared_library_of
 
 _PYTHON = (3, 10)
-_ORIN = (8, 7)  # its GPU's compute capability
 _DEVICES = "/dev/nvhost* /dev/nvmap /dev/nvidia*"
 
 
@@ -160,7 +159,7 @@ def _gpu(torch: TorchFacts, l4t: str, torch_device: str, dtype: str, how: str, b
     elif l4t and torch_device == "cpu":
         yield Finding("torch", "warning", 'torch_device is "cpu", so this Jetson computes on its CPU',
                            'set torch_device = "cuda" in the cluster file')
-    elif dtype in ("nf4", "fp4") and torch.cuda == _ORIN and torch_device != "cpu":
+    elif dtype in ("nf4", "fp4") and torch.cuda == ORIN and torch_device != "cpu":
         yield Finding(
             "torch", "warning",
             f"the weights are in {dtype}, whose matrices bitsandbytes expands on this GPU for every product "

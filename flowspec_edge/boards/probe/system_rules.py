@@ -1,4 +1,4 @@
-"""The rules on how a machine's system is set up; ``checks.CHECKS`` says who shows them."""
+"""The rules on how a machine's system is set up, and its links; ``checks.CHECKS`` says who shows them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import pwd
 from collections.abc import Iterator, Mapping, Sequence
 
+from flowspec_edge.boards.links import tc
+from flowspec_edge.boards.links.between import LinkRate
 from flowspec_edge.boards.paths import USER
 from flowspec_edge.boards.probe.board import BoardInfo, l4t_of, mode_numbers
 from flowspec_edge.boards.probe.facts import DiskFacts, SystemFacts
@@ -19,6 +21,7 @@ _GIGA = 1e9
 _MIN_DISK_GB = 10.0  # two environments take 1, a shard of a 13B model in 4 bits 3
 _MIN_FREE_SHARE = 0.6  # of a board's memory; a desktop takes about a tenth of an 8 GB board
 _MIN_MBPS = 1000
+_SLOW_MBPS = 100.0  # Fast Ethernet; what the FlowSpec paper calls a slow network
 _WARM_C, _HOT_C = 80.0, 95.0  # Orin modules throttle from about 95 °C on
 _TIME_SERVER = ("timedatectl timesync-status shows which one is asked; without internet, name a machine of "
                 "this network that serves time (chrony does): printf '[Time]\\nNTP=ADDRESS\\n' | sudo "
@@ -92,9 +95,13 @@ def _judge_power_mode(current: str, numbers: Mapping[str, str], wanted: str) -> 
                    remedy=(("nvpmodel", "-m", numbers[best]), ("sh", "-c", clocks)) if wanted else ())
 
 
-def free_disk(disks: Mapping[str, DiskFacts], storage: str) -> Finding:
-    """The fullest file system that will be written to."""
-    used = {storage: disks[storage]} if storage else disks
+def free_disk(disks: Mapping[str, DiskFacts], storage: str, absent: str) -> Finding:
+    """The fullest file system that will be written to; ``absent``: a directory that was named, and is none."""
+    if absent:
+        return Finding("disk", "failed", f"{absent}: No such directory", "name a directory that exists")
+    used = {path: disk for path, disk in disks.items() if path == storage or not storage}
+    if not used:
+        return Finding("disk", "unknown", "the board does not say")
     fullest = min(used.values(), key=lambda disk: disk.free)
     where = " and ".join(path for path, disk in used.items() if disk.device == fullest.device)
     found = f"{fullest.free / _GIGA:.0f} GB free at {where}"
@@ -234,3 +241,28 @@ def apt_hold(facts: SystemFacts) -> Iterator[Finding]:
                       "sudo apt-mark hold 'nvidia-l4t-*'; unhold them for an upgrade of JetPack")
     else:
         yield Finding("apt hold", "ok", f"{len(packages)} packages nvidia-l4t-* stay at their release")
+
+
+def link(rate: LinkRate) -> Finding:
+    name = f"link to {rate.target}"
+    if rate.measure is None:
+        return Finding(name, "failed", rate.error, "see whether both are in one network, and no firewall is "
+                                                   "between them")
+    found = f"{rate.measure.mbps:.0f} Mbps, {rate.measure.latency_ms:.2f} ms"
+    if rate.measure.mbps < _SLOW_MBPS:
+        return Finding(name, "warning", found, "see whether the cable and the switch are made for 1 Gbps; "
+                                               "ethtool shows what was agreed on")
+    return Finding(name, "ok", found)
+
+
+def shaping(why: str | None) -> Iterator[Finding]:
+    """Whether `flowspec sweep bandwidth --cluster` can throttle the board's link; ok in any case.
+
+    why  it cannot; "" if it can, None if nobody asked
+    """
+    if why:
+        yield Finding("link shaping", "ok",
+                      f"not possible, and only flowspec sweep bandwidth --cluster needs it: {why}",
+                      tc.requirements())
+    elif why is not None:
+        yield Finding("link shaping", "ok", "sch_htb and cls_u32 work")

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from flowspec_edge.boards.commands import Unreached, as_root, on_each, runner_for
 from flowspec_edge.boards.inventory import DeviceEntry, Inventory
-from flowspec_edge.boards.probe.facts import BoardStatus, ask_service
+from flowspec_edge.boards.probe.checks import AllBoards, judge
+from flowspec_edge.boards.probe.facts import BoardFacts, BoardStatus, ask_service
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.errors import FlowspecError, UsageError
 
@@ -17,7 +18,6 @@ _START_S = 960.0  # longer than any unit's TimeoutStartSec, so that systemd repo
 # reset-failed: a manual start ignores systemd's start limit.
 _ACT = 'verb=$1; shift; [ "$verb" = stop ] || systemctl reset-failed "$1" 2>/dev/null; ' \
        'exec systemctl "$verb" "$@"'
-_DIFFERENT = "the boards have different releases: flowspec deploy up brings all to one"
 Verb = Literal["start", "stop", "restart"]
 
 
@@ -41,18 +41,7 @@ class FleetStatus:
     @property
     def findings(self) -> list[Finding]:
         """What is wrong: "service" of a board, "release" and "ready" of the cluster."""
-        found = [Finding("service", "failed", f"{board.name} was not reached" if board.current is None else
-                         f"{board.current.unit} on {board.name} is {board.state}", board=board.name)
-                 for board in self.boards if board.error or (board.current and board.state != "active")]
-        deployed = any(board.current for board in self.boards)
-        if deployed and self.release is None:
-            found.append(Finding("release", "failed", _DIFFERENT))
-        elif not deployed and not found:
-            found.append(Finding("release", "failed", "nothing is deployed: flowspec deploy up"))
-        if not self.ready:
-            reasons = (board.reason for board in self.boards if board.reason)
-            found.append(Finding("ready", "failed", next(reasons, "")))
-        return found
+        return judge("status", AllBoards({board.name: BoardFacts(running=board) for board in self.boards}))
 
     @property
     def ok(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,8 +14,11 @@ from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.errors import FlowspecError, UsageError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from flowspec_edge.boards.doctor.cluster import BoardFindings
-    from flowspec_edge.boards.gpu_check.report import GpuReport
+    from flowspec_edge.boards.doctor.gpu_report import GpuReport
+    from flowspec_edge.boards.probe.findings import Finding
 
 _MARKS = {"ok": "[green]ok[/green]", "warning": "[yellow]warning[/yellow]", "failed": "[red]failed[/red]",
           "unknown": "[dim]unknown[/dim]", "skipped": "[dim]skipped[/dim]"}
@@ -98,17 +101,35 @@ def doctor(
 def _show(boards: list[BoardFindings]) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     console = Console(highlight=False)
     for board in boards:
-        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False, title_justify="left",
-                      title=f"[bold]{escape(board.name)}[/bold]")
-        for finding in board.findings:
-            advice = f"\n[bold]→[/bold] {escape(finding.advice)}" if finding.advice else ""
-            mark = "[green]fixed[/green]" if finding.fixed else _MARKS[finding.state]
-            table.add_row(escape(finding.check), mark, escape(finding.found) + advice)
-        console.print(table)
+        console.print(_table(f"[bold]{escape(board.name)}[/bold]", [("", finding) for finding in board.findings]))
+
+
+def _table(title: str, findings: Iterable[tuple[str, Finding]], computed: bool = False) -> Table:
+    """A line for each finding, with its next step below it.
+
+    title     in rich's markup
+    findings  each with the name of its group, which the first of a group shows
+    computed  whether to show groups, and the errors of computations
+    """
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=computed, title_justify="left",
+                  title=title)
+    for heading in ("", "check", "", "error", "") if computed else ("check", "", ""):
+        table.add_column(heading, no_wrap=computed and heading == "check")
+    before = ""
+    for group, finding in findings:
+        advice = f"\n[bold]→[/bold] {escape(finding.advice)}" if finding.advice else ""
+        mark = "[green]fixed[/green]" if finding.fixed else _MARKS[finding.state]
+        error = "" if finding.error is None else f"{finding.error:.0e}" if finding.error else "0"
+        cells = [escape(finding.check), mark, *[error] * computed, escape(finding.found) + advice]
+        table.add_row(*["" if group == before else group] * computed, *cells)
+        before = group
+    return table
 
 
 def _check_gpu(device: str, as_json: bool, out: Path | None) -> None:
@@ -117,14 +138,14 @@ def _check_gpu(device: str, as_json: bool, out: Path | None) -> None:
     if out is not None:
         check_writable(out)
     from flowspec_edge.boards.doctor.board_report import PARTS
-    from flowspec_edge.boards.gpu_check.report import GROUPS, check_gpu
+    from flowspec_edge.boards.doctor.gpu_report import GROUPS, check_gpu
     from flowspec_edge.cli.common.progress import progress
-    from flowspec_edge.lab.token_check import check_tokens
+    from flowspec_edge.lab.token_check import token_checks
     from flowspec_edge.model.opened import DEMO, resolve_model
 
-    with progress(GROUPS + (0 if out is None else PARTS), device, "parts") as doing:
+    with progress(len(GROUPS) + (0 if out is None else PARTS), device, "parts") as doing:
         try:
-            report = check_gpu(resolve_model(DEMO), check_tokens, device, report=doing)
+            report = check_gpu(token_checks(resolve_model(DEMO)), device, doing)
         except FlowspecError as error:  # a torch that sees no GPU is worth a report, too
             if out is not None:
                 _write_report(out, {"error": str(error)}, device, doing)
@@ -155,22 +176,13 @@ def _show_gpu(report: GpuReport) -> None:
     import torch
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     console = Console(highlight=False)
     built = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
     capability = f", compute capability {'.'.join(map(str, report.capability))}" if report.capability else ""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), title_justify="left",
-                  title=f"[bold]{escape(report.name)}[/bold]{capability}; torch {torch.__version__}{built}")
-    for heading in ("", "check", "", "error", ""):
-        table.add_column(heading, no_wrap=heading == "check")
-    for group, checks in report.checks.items():
-        for place, check in enumerate(checks):
-            error = "" if check.error is None else f"{check.error:.0e}" if check.error else "0"
-            table.add_row("" if place else group, check.check, _MARKS[check.state], error,
-                          escape(check.found))
-    console.print(table)
-    count = sum(map(len, report.checks.values()))
+    found = [(group, check) for group, checks in report.checks.items() for check in checks]
+    console.print(_table(f"[bold]{escape(report.name)}[/bold]{capability}; torch {torch.__version__}{built}", found,
+                         computed=True))
     console.print(
-        f"\n{report.failed} of {count} checks failed on {report.device}: models would be computed wrongly, "
+        f"\n{report.failed} of {len(found)} checks failed on {report.device}: models would be computed wrongly, "
         "or not at all." if report.failed else f"\nAll checks passed on {report.device}.")

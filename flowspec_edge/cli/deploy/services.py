@@ -39,9 +39,10 @@ def status(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> Non
       flowspec deploy status --cluster lab.toml --json
     """
     from flowspec_edge.boards.inventory import load_inventory
-    from flowspec_edge.boards.services.status import look
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.boards.services.status import look
+
     with asking_boards():
         found = look(inventory)
     if as_json:
@@ -69,9 +70,10 @@ def logs(
       flowspec deploy logs orin-3 -f
     """
     from flowspec_edge.boards.inventory import load_inventory
-    from flowspec_edge.boards.services.status import chosen, logs_command, look_at
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.boards.services.status import chosen, logs_command, look_at
+
     device = chosen(inventory, [board])[0] if board else inventory.draft
     with asking_boards():
         found = look_at(inventory, device)
@@ -123,9 +125,10 @@ def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None
     from rich.console import Console
 
     from flowspec_edge.boards.inventory import load_inventory
-    from flowspec_edge.boards.services.status import chosen, control
 
     inventory = load_inventory(cluster)
+    from flowspec_edge.boards.services.status import chosen, control
+
     chosen_names = [device.name for device in chosen(inventory, names)]
     if len(set(chosen_names)) < len(chosen_names):
         raise UsageError("a board is named twice")

@@ -34,6 +34,7 @@ from flowspec_edge.stage.quant.base import (
     slices,
 )
 from flowspec_edge.stage.quant.grouped import GroupedScheme, pack
+from flowspec_edge.util.jetson import ORIN
 
 _PLANE = 16  # the weight of the high plane
 _MOST = 7 * _PLANE + 7  # of |q|, so that both planes stay within -8..7
@@ -101,9 +102,6 @@ class Int8Linear(QuantLinear):
 
 
 BLOCK = 64
-# Orin's compute capability: for more than 4 rows the library expands the whole matrix first, which takes
-# longer than a product with fp16 weights.
-EXPANDING = (8, 7)
 _MINIMUM = "0.49"  # the first version with both kinds on CPUs and on GPUs
 
 
@@ -157,7 +155,9 @@ class BnbScheme(Scheme):
         return weights
 
     def caveat(self, dtype: torch.dtype, capability: tuple[int, int]) -> str:
-        if capability != EXPANDING:
+        """For more than 4 rows the library expands the whole matrix first on an Orin, which takes longer than a
+        product with fp16 weights."""
+        if capability != ORIN:
             return ""
         return (f"{self.kind} on a GPU of compute capability 8.7: bitsandbytes unpacks the whole matrix for "
                 "every product of more than 4 rows, which int4 does not: flowspec models shard --dtype int4")

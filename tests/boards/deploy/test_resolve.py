@@ -10,17 +10,20 @@ from kits.planned_boards import profile
 from kits.sharded_models import cut
 from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 
-from flowspec_edge.boards.deploy.resolve import Deployment, resolve_deployment
-from flowspec_edge.boards.doctor.model import judge_draft_device
+from flowspec_edge.boards.deploy.resolve import Deployment, d0_bytes, drafting, process_bytes, resolve_deployment
+from flowspec_edge.boards.doctor.model import needed, parts_of
 from flowspec_edge.boards.inventory import load_inventory
 from flowspec_edge.boards.planning.layer_split import problem_for
 from flowspec_edge.boards.planning.model_size import model_bytes
+from flowspec_edge.boards.planning.planned_draft import StoredDraft
 from flowspec_edge.boards.planning.planner import CandidateBoard, DoesNotFit, plan
 from flowspec_edge.boards.planning.scaling import scaled
 from flowspec_edge.boards.planning.throughput import Throughput
-from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.boards.probe.checks import judge
 from flowspec_edge.device_profile import Conditions, load_profile, render
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
+from flowspec_edge.model.manifest import Manifest
 
 
 @pytest.fixture(scope="module")
@@ -211,16 +214,18 @@ def test_a_draft_device_that_stages_would_wait_for(home: Path) -> None:
     assert keeps_up.turn.seconds == pytest.approx(0.014)
     assert keeps_up.turn.slot == pytest.approx(0.018)
     assert keeps_up.notes == ()
-    name, finding = judge_draft_device(keeps_up) or ("", Finding("", "error", ""))
-    assert (name, finding.check, finding.state) == ("a", "draft device", "ok")
+    parts = parts_of(keeps_up, {})
+    assert [name for name, part in parts.items() if part.turn] == ["a"]
+    _, finding = judge("bare", parts["a"])
+    assert (finding.check, finding.state) == ("draft device", "ok")
     assert re.findall(r"\d+ ms", finding.found) == ["14 ms", "18 ms"]
     late = decide(home, MODEL, "a draft slow", "b verify slow", "c verify slow", "d verify slow")
     [note] = late.notes
     assert note.startswith("the draft device a is the bottleneck: ")
     assert re.findall(r"\d+ ms", note) == ["4 ms", "10 ms", "14 ms", "12 ms"]
     assert "torch_device" in note
-    name, finding = judge_draft_device(late) or ("", Finding("", "ok", ""))
-    assert (name, finding.state, "torch_device" in finding.advice) == ("a", "warning", True)
+    _, finding = judge("bare", parts_of(late, {})["a"])
+    assert (finding.state, "torch_device" in finding.advice) == ("warning", True)
     assert decide(home, MODEL, "a draft", "b verify slow").turn is None
     assert decide(home, 'model = "cut"', "a slow", "b slow", "c slow", "d slow").turn is None
 
@@ -233,3 +238,37 @@ def test_a_profile_of_another_device_is_noted(home: Path) -> None:
     assert [note.partition(":")[0] for note in told] == ["a", "b"]
     on_gpu = decide(home, f'{MODEL}\ntorch_device = "cuda:1"', "a gpu", "b gpu")
     assert not any("torch_device is" in note for note in on_gpu.notes)
+
+
+@pytest.mark.parametrize(("cluster", "kind"), [
+    ("", "eagle2"), ('draft = "ngram"', None), ('strategy = "autoregressive"', None),
+    ('draft = "other/eagle3"', "eagle2"), ('draft = "other/eagle2"', "eagle2"), ('strategy = "speculative"', "lm")])
+def test_the_draft_device_holds_what_drafts(home: Path, tmp_path: Path, cluster: str, kind: str | None) -> None:
+    """The sizes before sharding are those of a model that was sharded with this draft model alone."""
+    model = tiny_model_dir(tmp_path / "model", layers=6, hidden=32)
+    tiny_eagle3(model)
+    (tmp_path / "other").mkdir()
+    other = tiny_model_dir(tmp_path / "second", layers=6, hidden=32, seed=1)
+    tiny_eagle3(other)
+    for name in ("eagle2", "eagle3"):
+        (other / name).rename(tmp_path / "other" / name)
+    boards = ("a draft", "b verify")
+    plain = decide(tmp_path, f"{MODEL}\ndtype = \"fp16\"\n{cluster}", *boards)
+    found = drafting(plain.cluster, plain.model, plain.head)
+    assert (found.kind.name if found else None) == kind
+    if plain.head and kind == plain.head.name:
+        assert found == StoredDraft(DRAFT_KINDS[kind], plain.head)
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "target").symlink_to(model / "target")
+    if found:
+        (alone / found.kind.directory).symlink_to(found.directory)
+    cut(alone, tmp_path / "cut-alone", 1, "fp16")
+    cut(model, tmp_path / "cut", 1, "fp16")
+    part = Manifest.read(tmp_path / "cut-alone").part("draft")
+    needs = part.weight_bytes + part.cache_bytes(*plain.caches)
+    assert needed(plain)["a"] - process_bytes(plain, plain.draft) == needs
+    if not plain.head:
+        whole = Manifest.read(tmp_path / "cut")
+        assert d0_bytes(plain, whole) == needs
+        assert whole.part("draft").weight_bytes > part.weight_bytes

@@ -9,7 +9,7 @@ import pytest
 from kits import network_beds
 
 from flowspec_edge.boards.commands import LocalRunner
-from flowspec_edge.boards.doctor.cluster import check_shaping
+from flowspec_edge.boards.doctor.cluster import why_not_shaped
 from flowspec_edge.boards.links import tc
 from flowspec_edge.boards.probe import system_rules as rules
 from flowspec_edge.boards.probe.checks import CHECKS, Place, Subject, faults
@@ -51,7 +51,7 @@ def judged(place: Place, subject: Subject) -> dict[str, Finding]:
     """What the doctor finds; no check says worse than its severity."""
     found: list[Finding] = []
     for check in CHECKS:
-        if place in check.places:
+        if place in check.places and check.asks is Subject:
             own = list(check.rule(subject))
             assert all(WORST.index(finding.state) >= WORST.index(check.severity) for finding in own)
             found += own
@@ -115,10 +115,20 @@ def test_each_fault_of_a_board_has_a_next_step(changes: dict[str, Any], check: s
     assert (finding.state, says in finding.found, advice in finding.advice) == (state, True, True), finding
 
 
+def test_a_directory_that_is_none_has_no_room() -> None:
+    found = judged("here", Subject(BoardFacts(system=facts()), absent="/nowhere"))["disk"]
+    assert (found.state, found.found) == ("failed", "/nowhere: No such directory")
+
+
 def test_another_place_for_shards() -> None:
     disks = {**FACTS["disks"], "/data": {"device": 2, "free": 3 * 10**9, "writable": True}}
     found = checked(facts(disks=disks), "/data")["disk"]
     assert (found.state, found.found) == ("warning", "3 GB free at /data")
+
+
+def test_a_board_that_reports_no_disk_is_unknown() -> None:
+    assert checked(facts(disks={}))["disk"].state == "unknown"
+    assert checked(facts(), "/not/reported")["disk"].state == "unknown"
 
 
 def test_a_member_and_a_power_mode_that_is_asked_for() -> None:
@@ -259,10 +269,14 @@ def test_only_a_jetson_is_asked_what_only_a_jetson_has() -> None:
 
 @network_beds.needs_netns
 def test_a_kernel_that_cannot_shape_links_is_ok(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert check_shaping(LocalRunner()) == Finding("link shaping", "ok", "sch_htb and cls_u32 work")
+    def shaping() -> Finding:
+        board = Subject(BoardFacts(system=facts()), shaping=why_not_shaped(LocalRunner()))
+        return judged("bare", board)["link shaping"]
+
+    assert shaping() == Finding("link shaping", "ok", "sch_htb and cls_u32 work")
     wrong = [["tc", "qdisc", "add", "dev", "lo", "root", "no_such_kind"]]
     monkeypatch.setattr(tc, "commands", lambda *_: wrong)
-    finding = check_shaping(LocalRunner())
+    finding = shaping()
     assert (finding.state, "qdisc kind is unknown" in finding.found) == ("ok", True)
     assert "CONFIG_NET_SCH_HTB=m and CONFIG_NET_CLS_U32=m" in finding.advice
 

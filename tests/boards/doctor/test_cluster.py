@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from kits import ssh_boards
 
-from flowspec_edge.boards.doctor.cluster import check_link
 from flowspec_edge.boards.links.between import LinkRate
 from flowspec_edge.boards.links.linktest import LinkMeasure
+from flowspec_edge.boards.probe.checks import judge
+from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.boards.probe.service_rules import ReleaseOnBoard
 from flowspec_edge.cli.main import main
 
 
@@ -140,6 +142,19 @@ def test_an_unknown_name_is_one_boards_finding(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_links() -> None:
-    assert check_link(LinkRate("a", "b", LinkMeasure(0.3, 941.0))).found == "941 Mbps, 0.30 ms"
-    assert check_link(LinkRate("a", "b", LinkMeasure(0.3, 94.0))).state == "warning"
-    assert check_link(LinkRate("a", "b", None, "b: no route")).state == "failed"
+    def judged(measure: LinkMeasure | None, error: str = "") -> Finding:
+        [found] = judge("bare", LinkRate("a", "b", measure, error))
+        return found
+
+    assert judged(LinkMeasure(0.3, 941.0)) == Finding("link to b", "ok", "941 Mbps, 0.30 ms")
+    assert judged(LinkMeasure(0.3, 94.0)).state == "warning"
+    assert judged(None, "b: no route").state == "failed"
+
+
+@pytest.mark.parametrize(("there", "error", "state", "found"), [
+    ("", "", "ok", "not installed yet; flowspec deploy up installs it"), ("1.2", "", "ok", "1.2"),
+    ("1.1", "", "failed", "1.1, here 1.2"), ("", "x is not there", "failed", "x is not there")])
+def test_releases(there: str, error: str, state: str, found: str) -> None:
+    [finding] = judge("installed", ReleaseOnBoard("/usr/bin/python3", there, "1.2", error))
+    assert (finding.check, finding.state, finding.found) == ("flowspec", state, found)
+    assert bool(finding.advice) == (state == "failed")

@@ -8,16 +8,24 @@ from typing import Any
 
 import pytest
 
-from flowspec_edge.boards.doctor.run import check_compute, judge_libraries, judge_products
+from flowspec_edge.boards.doctor.run import check_release
+from flowspec_edge.boards.gpu_check.computations import ComputationResult
+from flowspec_edge.boards.probe.compute_rules import (
+    ComputeDevice,
+    LibraryFacts,
+    in_4_bits,
+    libraries,
+    right_product,
+)
 from flowspec_edge.boards.probe.facts import system_facts
-from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.boards.probe.findings import merged
 
 
 @pytest.mark.slow
 def test_this_machines_libraries_do_real_products() -> None:
-    findings = {finding.check: finding for finding in check_compute(l4t="")}
+    findings = {finding.check: finding for finding in check_release(l4t="")}
     assert {name: finding.state for name, finding in findings.items()} == dict.fromkeys(
-        ("torch", "gpu", "product", "4 bits", "encryption"), "ok"), findings
+        ("flowspec", "torch", "gpu", "product", "4 bits", "encryption"), "ok"), findings
 
 
 @pytest.mark.soak  # test_kernels shows what happens to the process itself
@@ -27,7 +35,7 @@ def test_a_library_that_ends_the_process_is_a_warning(tmp_path: Path, monkeypatc
     (tmp_path / "bitsandbytes").mkdir()
     (tmp_path / "bitsandbytes" / "__init__.py").write_text("import os\nos.abort()\n")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path.cwd()}")
-    four = {finding.check: finding for finding in check_compute(l4t="")}["4 bits"]
+    four = {finding.check: finding for finding in check_release(l4t="")}["4 bits"]
     assert (four.state, "int4 works; nf4 does not" in four.found) == ("warning", True), four
     assert "int4" in four.advice
     assert "bitsandbytes 0.49" in four.advice
@@ -36,7 +44,7 @@ def test_a_library_that_ends_the_process_is_a_warning(tmp_path: Path, monkeypatc
 def test_a_library_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path.cwd()}")
     (tmp_path / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')\n")
-    torch, _ = check_compute(l4t="36.4.3")
+    _, torch, _ = check_release(l4t="36.4.3")
     assert (torch.check, torch.state, "libcudart.so.12" in torch.found) == ("torch", "failed", True)
 
 
@@ -56,7 +64,8 @@ NO_GPU = {"cuda": None, "gpu": ""}
 def test_what_torch_says_of_a_gpu(changes: dict[str, Any], l4t: str, check: str, state: str, says: str
                                   ) -> None:
     torch = system_facts({"torch": {**TORCH, **changes}}).torch
-    found = {finding.check: finding for finding in judge_libraries(torch, l4t)}
+    asked = ComputeDevice(l4t=l4t, libraries=LibraryFacts("0", "4.57.0", "4.3.5", True, torch))
+    found = {finding.check: finding for finding in merged(libraries(asked))}
     assert (found[check].state, says in found[check].found) == (state, True), found
     assert bool(found[check].advice) == (state == "failed")
     assert [name for name, finding in found.items() if finding.state == "failed"] == (
@@ -79,10 +88,10 @@ ORIN_GPU, THOR_GPU = (8, 7), (11, 0)
 def test_the_4_bit_kind_that_is_advised(works: tuple[str, ...], capability: tuple[int, int] | None,
                                         state: str, advice: str) -> None:
     """Never nf4 for an Orin."""
-    results = [Finding("fp16", "ok", error=1e-4),
-              *(Finding(kind, "ok") if kind in works else Finding(kind, "failed", "no kernel image")
-                for kind in ("int4", "nf4"))]
-    product, four = judge_products(results, capability)
+    done = [ComputationResult("fp16", 1e-4, "fp16"), ComputationResult("fp32", 1e-6, "fp32"),
+            *(ComputationResult(kind, fault="" if kind in works else "no kernel image") for kind in ("int4", "nf4"))]
+    device = ComputeDevice("cuda" if capability else "cpu", capability, results={one.name: one for one in done})
+    [product], [four] = right_product(device), in_4_bits(device)
     assert (product.state, four.state) == ("ok", state)
     assert four.advice.startswith(advice)
     assert bool(four.advice) == bool(advice)

@@ -58,6 +58,14 @@ def test_a_jetsons_answer() -> None:
     assert (found.profile, found.torch_device, found.disk_mb) == ("orin-nx-16gb", "cuda", 50_000)
 
 
+def test_a_board_that_reports_no_disk_still_has_its_entry() -> None:
+    found = told(disks={})
+    assert found.as_json()["disk_mb"] is None
+    text = render_cluster_toml([found], "lab", "cluster.toml")
+    assert "disk" not in text
+    assert "14,336 MB of it free" in text
+
+
 @pytest.mark.parametrize(("machine", "total_mb", "mode", "profile"), [
     ("NVIDIA Jetson Orin Nano Developer Kit", 7990, "15W", "orin-nano-8gb"),
     ("NVIDIA Jetson Orin Nano Engineering Reference Developer Kit Super", 7620 * 1.048576, "MAXN_SUPER",

@@ -9,9 +9,11 @@ import pytest
 from kits import sharded_models, ssh_boards
 
 from flowspec_edge.boards.deploy.resolve import resolve_deployment
-from flowspec_edge.boards.doctor.model import check_model, judge_model, needed
+from flowspec_edge.boards.doctor.model import board_parts, needed
 from flowspec_edge.boards.inventory import Inventory
+from flowspec_edge.boards.probe.checks import judge
 from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.boards.probe.service_rules import BoardPart
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.opened import resolve_model
 
@@ -33,7 +35,8 @@ def test_a_small_model_fits_and_an_endless_context_does_not(boards: ssh_boards.B
     available = dict.fromkeys(all_boards, 8 * 10**9)
 
     def check(free: dict[str, int], **cluster: object) -> dict[str, Finding]:
-        found = check_model(with_model(boards, **cluster), path, free)
+        parts = board_parts(with_model(boards, **cluster), path, free)
+        found = {name: judge("bare", part) for name, part in parts.items()}
         assert all([finding.check for finding in findings] == ["model"] for findings in found.values())
         return {name: findings[0] for name, findings in found.items()}
 
@@ -62,6 +65,9 @@ def test_what_is_needed_is_what_the_manifest_says(boards: ssh_boards.Boards, tmp
     assert (whole["board-1"] - norm, whole["board-2"]) == (cut["board-1"], cut["board-2"])
 
 
-def test_judging() -> None:
-    assert judge_model("m", 10**9, 10**9).state == "ok"
-    assert judge_model("m", 10**9 + 1, 10**9).state == "failed"
+@pytest.mark.parametrize(("part", "state"), [
+    (BoardPart("m", 10**9, 10**9), "ok"), (BoardPart("m", 10**9 + 1, 10**9), "failed"),
+    (BoardPart("m", 10**9, None, "python3"), "unknown"), (BoardPart("m", idle="no layers are left"), "ok")])
+def test_judging(part: BoardPart, state: str) -> None:
+    [finding] = judge("bare", part)
+    assert (finding.check, finding.state) == ("model", state)

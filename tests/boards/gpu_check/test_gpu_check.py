@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,19 +15,34 @@ from hypothesis import strategies as st
 from kits.int4_matrices import DEVICES
 from kits.tiny_model_dir import tiny_model_dir
 
-from flowspec_edge.boards.gpu_check import gpu_facts, kernel_check, operation_check
-from flowspec_edge.boards.gpu_check.operation_check import operations
-from flowspec_edge.boards.gpu_check.report import ROWS, GpuReport, _products, check_gpu
+from flowspec_edge.boards.doctor.gpu_report import GpuReport, check_gpu
+from flowspec_edge.boards.gpu_check import operation_check
+from flowspec_edge.boards.gpu_check.computations import Computation, ComputationResult, attempt
+from flowspec_edge.boards.probe import checks as table
+from flowspec_edge.boards.probe.checks import CHECKS
+from flowspec_edge.boards.probe.compute_rules import ComputeDevice, computed
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
 from flowspec_edge.lab import token_check
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.lab.token_check import check_tokens, judge, token_kinds
+from flowspec_edge.lab.token_check import PROMPTS, judge, token_checks, token_kinds
 from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling import sampler
 from flowspec_edge.sampling.rule import Sampling, gumbel, log_probs
+
+
+def operation(name: str, device: str = "cpu") -> Finding:
+    """Computed in this process."""
+    [check] = [check for check in CHECKS if check.name == name and "operations" in check.places]
+    it = ComputeDevice(device)
+    return next(iter(check.rule(replace(it, results={one.name: attempt(one) for one in check.computes(it)}))))
+
+
+def compared(kind: str, model: Path, device: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> Finding:
+    return computed(attempt(Computation(kind, f"{token_check.__name__}:compare", {
+        "kind": kind, "model": str(model), "device": device, "prompts": prompts, "new_tokens": new_tokens})))
 
 
 @pytest.fixture(scope="module")
@@ -39,11 +54,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("device", DEVICES)
 def test_all_is_right_here(model: Path, device: str) -> None:
     """In real processes; fp32 alone, since a random model's logits nearly tie all the time."""
-    found = check_gpu(resolve_model(model), partial(check_tokens, dtypes=["fp32"]), device, new_tokens=6)
+    found = check_gpu(token_checks(resolve_model(model), 6, ["fp32"]), device)
     assert {check.check: check.found for checks in found.checks.values() for check in checks
             if check.state == "failed"} == {}
     assert found.ok
-    assert [check.check for check in found.checks["operations"]] == list(operations(device))
+    assert {"sdpa fp16", "noise", "embedding"} < {check.check for check in found.checks["operations"]}
+    assert ("graph" in {check.check for check in found.checks["operations"]}) == (device == "cuda")
     assert {check.found for check in found.checks["tokens"]} == {"12 tokens, the same"}
     told = found.as_json()
     assert told["ok"] is True
@@ -55,7 +71,7 @@ def test_all_is_right_here(model: Path, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_demonstration_model_in_every_type(device: str) -> None:
     """What the command runs."""
-    assert check_gpu(resolve_model("demo"), check_tokens, device).ok
+    assert check_gpu(token_checks(resolve_model("demo")), device).ok
 
 
 @pytest.mark.parametrize(("name", "function", "wrong"), [
@@ -65,9 +81,9 @@ def test_the_demonstration_model_in_every_type(device: str) -> None:
     ("embedding", "embedding", lambda tokens, table: table[tokens.flip(0)])])
 def test_a_wrong_result_is_found(name: str, function: str, wrong: object, monkeypatch: pytest.MonkeyPatch
                                  ) -> None:
-    assert operation_check.attempt(name, "cpu").ok
+    assert operation(name).ok
     monkeypatch.setattr(operation_check.F, function, wrong)
-    found = operation_check.attempt(name, "cpu")
+    found = operation(name)
     assert not found.ok
     assert "wrong" in found.found
 
@@ -76,7 +92,7 @@ def test_a_wrong_result_is_found(name: str, function: str, wrong: object, monkey
 def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, monkeypatch: pytest.MonkeyPatch
                                                     ) -> None:
     module, ordinary = sampler, getattr(sampler, function)
-    assert operation_check.attempt(name, "cpu") == Finding(name, "ok", error=0.0)
+    assert operation(name) == Finding(name, "ok", error=0.0)
 
     def other(first: object, positions: object, last: object, *device: object) -> object:
         if name == "noise":
@@ -85,17 +101,17 @@ def test_noise_and_tokens_of_another_seed_are_found(name: str, function: str, mo
         return ordinary(first, positions, replace(last, seed=8))
 
     monkeypatch.setattr(module, function, other)
-    found = operation_check.attempt(name, "cpu")
+    found = operation(name)
     assert not found.ok
     assert "values are wrong" in found.found
 
 
 def test_what_a_kernel_raises_is_found() -> None:
     """On a build without CUDA, its own machinery does not work."""
-    found = operation_check.attempt("index_copy", "meta")
+    found = operation("index_copy", "meta")
     assert (found.ok, bool(found.found)) == (False, True)
     if not torch.cuda.is_available():
-        assert not operation_check.attempt("pinned copies", "cuda").ok
+        assert not operation("pinned copies", "cuda").ok
 
 
 def plain(model: Path, prompt: list[int], sampling: Sampling) -> list[int]:
@@ -134,16 +150,16 @@ def test_a_cluster_that_writes_one_other_token_fails(model: Path, dtype: str, mo
             return replace(found, tokens=[*found.tokens[:-1], other])
 
     kind, prompts = f"{dtype} autoregressive greedy", [[5, 17, 42]]
-    assert token_check.attempt(kind, str(model), "cpu", prompts, 4).ok
+    assert compared(kind, model, "cpu", prompts, 4).ok
     monkeypatch.setattr(token_check, "_cluster", lambda *arguments: Altering(ordinary(*arguments)))
-    found = token_check.attempt(kind, str(model), "cpu", prompts, 4)
+    found = compared(kind, model, "cpu", prompts, 4)
     assert not found.ok
     assert found.found.startswith("token 4 after a prompt of 3 is ")
     assert found.found.endswith(", which is no near tie")
 
 
 def test_a_check_computes_on_its_device(model: Path) -> None:
-    assert not token_check.attempt("fp32 autoregressive greedy", str(model), "cuda:99", [[5]], 2).ok
+    assert not compared("fp32 autoregressive greedy", model, "cuda:99", [[5]], 2).ok
 
 
 @settings(max_examples=60)
@@ -168,38 +184,48 @@ def test_near_ties(seed: int, near: float, sampling: Sampling) -> None:
 
 
 def test_a_missing_model_fails_the_check(tmp_path: Path) -> None:
-    found = token_check.attempt("fp32 autoregressive greedy", str(tmp_path / "none"), "cpu", [[1]], 2)
+    found = compared("fp32 autoregressive greedy", tmp_path / "none", "cpu", [[1]], 2)
     assert (found.ok, bool(found.found)) == (False, True)
 
 
-def test_nf4_on_an_orin_is_not_advised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nf4_on_an_orin_is_not_advised() -> None:
     """Results as on a board: the products work, and still models should not be sharded so for it."""
-    monkeypatch.setattr("flowspec_edge.boards.gpu_check.report.check_products",
-                        lambda kinds, device, shape, rows, dtype: [
-                            Finding(kind, "ok" if rows == ROWS else "failed", error=1e-3) for kind in kinds])
-    checks = {check.check: check for check in _products("cuda", (8, 7))}
-    assert {check.state for check in checks.values()} <= {"ok", "skipped"}
-    nf4 = next(check for name, check in checks.items() if name.startswith("nf4"))
-    assert "shard in int4" in nf4.found or nf4.state == "skipped"
-    assert checks["int4, bf16 activations"].found == ""
+    orin = ComputeDevice("cuda", (8, 7), bitsandbytes=True)
+    products = [check for check in CHECKS if "products" in check.places]
+    done = {one.name: ComputationResult(one.name, 1e-3, "fp16") for check in products for one in check.computes(orin)}
+    found = {finding.check: finding for check in products for finding in check.rule(replace(orin, results=done))}
+    assert {finding.state for finding in found.values()} == {"ok"}
+    assert "shard in int4" in found["nf4, fp16 activations"].found
+    assert found["int4, bf16 activations"].found == ""
+    without = [finding for check in products for finding in check.rule(replace(orin, bitsandbytes=False))]
+    assert [(finding.check, finding.state) for finding in without] == [("nf4", "skipped"), ("fp4", "skipped")]
 
 
 def test_every_check_runs_on_the_given_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """"cpu:0" is any machine's CPU, but not the name that a forgotten device would have."""
-    asked: list[dict[str, object]] = []
+    asked: list[Computation] = []
 
-    def told(module: str, kinds: Sequence[str], **arguments: object) -> list[Finding]:
-        asked.append({"kinds": kinds, **arguments})
-        return [Finding(kind, "ok") for kind in kinds]
+    def told(computed: Sequence[Computation]) -> dict[str, ComputationResult]:
+        asked.extend(computed)
+        return {one.name: ComputationResult(one.name) for one in computed}
 
-    for module in (gpu_facts, kernel_check, operation_check, token_check):
-        monkeypatch.setattr(module, "run_in_children", told)
-    in_fp16 = partial(check_tokens, dtypes=["fp16"])
-    assert check_gpu(resolve_model(model), in_fp16, "cpu:0", new_tokens=5).device == "cpu:0"
-    assert [one["device"] for one in asked] == ["cpu:0"] * 5
-    assert [one["dtype"] for one in asked[1:3]] == ["fp16", "bf16"]
-    assert (asked[4]["new_tokens"], asked[4]["model"], asked[4]["kinds"]) == (
-        5, str(model), token_kinds(["fp16"]))
+    monkeypatch.setattr(table, "compute", told)
+    checks = token_checks(resolve_model(model), 5, ["fp16"])
+    assert check_gpu(checks, "cpu:0").device == "cpu:0"
+    assert {one.arguments["device"] for one in asked} == {"cpu:0"}
+    assert {one.arguments["dtype"] for one in asked if one.name.startswith("int4")} == {"fp16", "bf16"}
+    last = asked[-len(checks):]
+    assert tuple(one.name for one in last) == token_kinds(["fp16"])
+    assert {(one.arguments["new_tokens"], one.arguments["model"], len(one.arguments["prompts"])) for one in last} == {
+        (5, str(model), len(PROMPTS))}
+
+
+def test_a_computation_of_every_check_exists() -> None:
+    """By name: a function is looked up in a child process."""
+    device = ComputeDevice("cuda", (8, 7), bitsandbytes=True, available=10**9)
+    for check in CHECKS:
+        for one in check.computes(device) if check.asks is ComputeDevice else ():
+            assert callable(getattr(importlib.import_module(one.module), one.function.partition(":")[2])), one
 
 
 def test_one_failure_fails_the_report() -> None:
@@ -210,4 +236,4 @@ def test_one_failure_fails_the_report() -> None:
 
 def test_a_device_that_does_not_exist() -> None:
     with pytest.raises(UsageError, match="no cuda:99 here: "):
-        check_gpu(resolve_model("demo"), check_tokens, "cuda:99")
+        check_gpu((), "cuda:99")

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,32 +18,47 @@ from kits.torch_devices import without_cuda
 from packaging.version import Version
 
 from flowspec_edge.boards.gpu_check import gpu_facts
-from flowspec_edge.boards.gpu_check.gpu_facts import (
+from flowspec_edge.boards.gpu_check.computations import Computation, attempt
+from flowspec_edge.boards.gpu_check.gpu_facts import has_kernel
+from flowspec_edge.boards.probe.checks import CHECKS, judge
+from flowspec_edge.boards.probe.compute_rules import (
+    ComputeDevice,
     allocator,
-    attempt,
-    check_gpu_facts,
     free_memory,
-    has_kernel,
+    largest_piece,
+    only_told,
+    pieces,
 )
 from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.errors import FlowspecError
+from flowspec_edge.util import procfs
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
 EXPANDABLE = "max_split_size_mb:64, expandable_segments : True"
+LARGEST = tuple(check for check in CHECKS if check.name == "largest piece")
 REFUSED = """
 import json, resource
 resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))
-from dataclasses import asdict
-from flowspec_edge.boards.gpu_check.gpu_facts import largest_piece
-print(json.dumps([asdict(largest_piece("cpu", available)) for available in (20 * 10**9, 400 * 10**6)]))
+from flowspec_edge.boards.probe.checks import CHECKS, judge
+from flowspec_edge.boards.probe.compute_rules import ComputeDevice
+largest = [check for check in CHECKS if check.name == "largest piece"]
+for available in (20 * 10**9, 400 * 10**6):
+    [found] = judge("device", ComputeDevice("cpu", available=available), largest)
+    print(json.dumps(found.as_json()))
 """
+MEMINFO = "MemTotal: 7802680 kB\nMemFree:          500000 kB\nMemAvailable:    3000000 kB\n"
+
+
+def memory(path: Path, text: str) -> dict[str, int]:
+    path.write_text(text)
+    return procfs.sizes(path)
 
 
 @pytest.mark.slow
 def test_the_facts_of_this_machine(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal: 7802680 kB\nMemFree:          500000 kB\nMemAvailable:    3000000 kB\n")
-    found = {finding.check: finding for finding in check_gpu_facts(
-        "cpu", "36.5.0", meminfo, {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE})}
+    found = {finding.check: finding for finding in judge("device", ComputeDevice(
+        "cpu", l4t="36.5.0", memory=memory(tmp_path / "meminfo", MEMINFO),
+        environment={"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}))}
     assert list(found) == ["attention fp32", "attention fp16", "attention bf16", "rms_norm", "launch",
                            "free memory", "gpu memory", "allocator"]
     assert {name for name, finding in found.items() if finding.state != "ok"} == {"gpu memory", "allocator"}
@@ -52,10 +68,9 @@ def test_the_facts_of_this_machine(tmp_path: Path) -> None:
 
 
 def test_free_memory_as_the_kernel_says(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    assert free_memory(meminfo).state == "unknown"
-    meminfo.write_text("MemFree:         2900000 kB\nMemAvailable:    3000000 kB\n")
-    assert free_memory(meminfo).found == "MemFree 2,970 MB, MemAvailable 3,072 MB"
+    assert free_memory(ComputeDevice()).state == "unknown"
+    alike = memory(tmp_path / "meminfo", "MemFree:         2900000 kB\nMemAvailable:    3000000 kB\n")
+    assert free_memory(ComputeDevice(memory=alike)).found == "MemFree 2,970 MB, MemAvailable 3,072 MB"
 
 
 @pytest.mark.parametrize(("l4t", "environment", "failed"), [
@@ -64,20 +79,22 @@ def test_free_memory_as_the_kernel_says(tmp_path: Path) -> None:
     ("36.4.3", {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, False),
     ("36.4.3", {}, False), ("", {"PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}, False)])
 def test_an_allocator_that_fails_on_a_jetson(l4t: str, environment: dict[str, str], failed: bool) -> None:
-    assert [finding.state for finding in allocator(l4t, environment)] == ["failed"] * failed
+    found = allocator(ComputeDevice(l4t=l4t, environment=environment))
+    assert [finding.state for finding in found] == ["failed"] * failed
 
 
 @pytest.mark.slow
 def test_the_largest_piece_is_found_by_halves() -> None:
     """The system refuses pieces beyond 6 GB of addresses, of which a process with torch uses some itself."""
     done = subprocess.run([sys.executable, "-c", REFUSED], capture_output=True, text=True, check=True)
-    limited, small = (Finding(**told) for told in json.loads(done.stdout))
-    size, beyond = re.fullmatch(r"([\d,]+) MB at once; ([\d,]+) MB: .*can't allocate memory.*", limited.found
+    limited, small = map(json.loads, done.stdout.splitlines())
+    size, beyond = re.fullmatch(r"([\d,]+) MB at once; ([\d,]+) MB: .*can't allocate memory.*", limited["found"]
                                 ).groups()  # type: ignore[union-attr]
-    assert (size, beyond, limited.state) in [("5,000", "10,000", "ok"), ("2,500", "5,000", "ok"),
-                                             ("1,250", "2,500", "ok")]
-    assert (small.state, small.found) == ("ok", "400 MB at once, all that is free")
-    assert gpu_facts.largest_piece("cpu", 100 * 10**6).found.startswith("only 100 MB are available")
+    assert (size, beyond, limited["state"]) in [("5,000", "10,000", "ok"), ("2,500", "5,000", "ok"),
+                                                ("1,250", "2,500", "ok")]
+    assert (small["state"], small["found"]) == ("ok", "400 MB at once, all that is free")
+    [none] = judge("device", ComputeDevice(available=100 * 10**6), LARGEST)
+    assert none.found.startswith("only 100 MB are available")
 
 
 def test_no_piece_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,12 +104,12 @@ def test_no_piece_is_large_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("NVML_SUCCESS == r INTERNAL ASSERT FAILED")
 
     monkeypatch.setattr(gpu_facts.torch, "empty", refuse)
-    refused = attempt("256", "cpu")
-    assert refused == Finding("256", "failed", "NvMapMemAllocInternalTagged: 1075072515 error 12")
-    monkeypatch.setattr(gpu_facts, "run_in_children",
-                        lambda module, kinds, **arguments: [attempt(kind, "cpu") for kind in kinds])
-    assert gpu_facts.largest_piece("cpu", 10**9) == Finding(
-        "largest piece", "failed", f"not even 256 MB at once, which models need: {refused.found}")
+    device = ComputeDevice(available=10**9)
+    tried = {one.name: attempt(one) for one in pieces(device)}
+    assert {result.fault for result in tried.values()} == {"NvMapMemAllocInternalTagged: 1075072515 error 12"}
+    assert [*largest_piece(replace(device, results=tried))] == [Finding(
+        "largest piece", "failed",
+        f"not even 256 MB at once, which models need: {tried['256'].fault}")]
 
 
 def test_of_pytorchs_message_the_first_sentence_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +120,8 @@ def test_of_pytorchs_message_the_first_sentence_is_the_reason(monkeypatch: pytes
             "of which 73.04 GiB is free. Process 594 has 878.00 MiB memory in use.")
 
     monkeypatch.setattr(gpu_facts.torch, "empty", refuse)
-    assert attempt("79644", "cpu") == Finding("79644", "failed", "CUDA out of memory")
+    with pytest.raises(FlowspecError, match=r"^CUDA out of memory$"):
+        gpu_facts.piece("cpu", 79644)
 
 
 def test_what_a_driver_prints_is_heard_and_stderr_comes_back(capfd: pytest.CaptureFixture[str]) -> None:
@@ -119,14 +137,13 @@ def test_kernels_that_torch_takes(device: str) -> None:
     """An arbitrary mask leaves the efficient kernel alone on CUDA; rms_norm is one kernel from 2.9 on."""
     use_exact_kernels()
     for dtype in ("fp32", "fp16", "bf16"):
-        found = attempt(f"attention {dtype}", device)
-        assert found.ok, found
+        found = gpu_facts.attention(device, dtype)
         if device == "cuda":
-            assert "efficient attention" in found.found
+            assert "efficient attention" in found
     if device == "cuda":
         fused = Version(torch.__version__) >= Version("2.9")
         assert has_kernel("aten::_fused_rms_norm", "CUDA") == fused
-        assert ("one kernel" in attempt("rms_norm", device).found) == fused
+        assert ("one kernel" in gpu_facts.rms_norm(device)) == fused
     assert has_kernel("aten::mm", "CPU")
     assert not has_kernel("aten::never_heard_of", "CPU")
 
@@ -142,5 +159,6 @@ def test_the_price_of_a_launch(device: str) -> None:
 
 @without_cuda
 def test_without_graphs_their_price_is_skipped() -> None:
-    found = attempt("launch in a graph", "cuda")
+    found = only_told(attempt(Computation("launch in a graph", f"{gpu_facts.__name__}:launch_in_graph",
+                                          {"device": "cuda"})))
     assert (found.state, bool(found.found)) == ("skipped", True)

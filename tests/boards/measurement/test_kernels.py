@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,15 +15,8 @@ from kits.int4_matrices import DEVICES
 from kits.torch_devices import without_cuda
 
 from flowspec_edge.boards.gpu_check import kernel_check
-from flowspec_edge.boards.gpu_check.kernel_check import (
-    KINDS,
-    advisable,
-    attempt,
-    check_products,
-    computed_in,
-    result_of,
-    run_in_children,
-)
+from flowspec_edge.boards.gpu_check.computations import Computation, ComputationResult, attempt, compute
+from flowspec_edge.boards.gpu_check.kernel_check import KINDS, computed_in
 from flowspec_edge.boards.measurement.kernels import (
     INT4_ROWS,
     KernelReport,
@@ -32,6 +24,7 @@ from flowspec_edge.boards.measurement.kernels import (
     measure_int4,
     measure_kernels,
 )
+from flowspec_edge.boards.probe.compute_rules import TOLERANCE, advisable, computed, product
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.errors import UsageError
 from flowspec_edge.stage.quant import grouped
@@ -52,17 +45,27 @@ class functional:
 # After an illegal access, as of a wrong index, every call of CUDA fails until the process ends.
 LOSES_ITS_CONTEXT = """
 import torch
-from flowspec_edge.boards.probe.findings import Finding
+lost = False
 def synchronize():
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    if lost:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
 torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, synchronize
-def attempt(kind):
-    return Finding(kind, "failed" if kind == "b" else "ok")
+def use(kind):
+    global lost
+    lost = lost or kind in "bc"
+    if kind == "b":
+        raise RuntimeError("CUDA error")
+    return kind
 """
 
 
-def wish(device: str = "cpu", dtype: str = "bf16", rows: Sequence[int] = (1, 5)) -> dict[str, Any]:
-    return {"device": device, "shape": (64, 128), "rows": rows, "dtype": dtype}
+def wished(kind: str, device: str = "cpu", dtype: str = "bf16", rows: Sequence[int] = (1, 5), timeout_s: float = 300.0
+           ) -> Computation:
+    return replace(product(kind, kind, device, (64, 128), rows, dtype), timeout_s=timeout_s)
+
+
+def tried(kind: str, device: str = "cpu", dtype: str = "bf16", rows: Sequence[int] = (1, 5)) -> Finding:
+    return computed(attempt(wished(kind, device, dtype, rows)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -97,7 +100,7 @@ def test_a_profile_gets_int4_beside_its_own_weights() -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_trial_in_every_type(kind: str, dtype: str, device: str) -> None:
-    found = attempt(kind, **wish(device, dtype))
+    found = tried(kind, device, dtype)
     assert found.ok, found.found
     exact = kind == "fp32" or (kind in QUANTISED and dtype == "fp32")
     assert found.error is not None
@@ -109,11 +112,12 @@ def test_a_library_that_ends_the_process_is_a_finding(tmp_path: Path,
                                                       monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bitsandbytes.py").write_text(ENDS_THE_PROCESS, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    before, died, lived = check_products(("fp32", "nf4", "int4"), **wish())
-    assert (before.check, before.ok) == ("fp32", True)
-    assert (died.check, died.ok, died.error) == ("nf4", False, None)
-    assert "code 1: Error no kernel image is available" in died.found  # the library's own words
-    assert (lived.check, lived.ok) == ("int4", True)
+    results = compute([wished(kind) for kind in ("fp32", "nf4", "int4")])
+    assert list(results) == ["fp32", "nf4", "int4"]
+    assert (computed(results["fp32"]).ok, computed(results["int4"]).ok) == (True, True)
+    died = results["nf4"]
+    assert died.error is None
+    assert "code 1: Error no kernel image is available" in died.fault  # the library's own words
 
 
 @pytest.mark.slow
@@ -121,8 +125,10 @@ def test_after_an_unusable_context_comes_a_new_process(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "losing_context.py").write_text(LOSES_ITS_CONTEXT, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
-    found = run_in_children("losing_context", "abc")
-    assert [(trial.check, trial.ok) for trial in found] == [("a", True), ("b", False), ("c", True)]
+    found = compute([Computation(kind, "losing_context:use", {"kind": kind}) for kind in "abcd"])
+    assert [(result.name, bool(result.fault), result.said) for result in found.values()] == [
+        ("a", False, "a"), ("b", True, ""), ("c", True, ""), ("d", False, "d")]
+    assert "illegal memory access" in found["c"].fault  # which only shows when it is waited for
 
 
 def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,15 +136,16 @@ def test_a_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     pack = torch.ops.aten._convert_weight_to_int4pack_for_cpu
     monkeypatch.setattr(grouped.torch.ops.aten, "_convert_weight_to_int4pack_for_cpu",
                         lambda codes, tiles: pack(codes.flip(0).contiguous(), tiles))
-    found = attempt("int4", **wish())
+    found = tried("int4")
     assert not found.ok
     assert found.found.startswith("results are wrong by")
 
 
 @pytest.mark.parametrize("error", [float("nan"), float("inf"), 0.2])
 def test_an_error_that_is_no_small_number_is_a_finding(error: float) -> None:
-    assert result_of("x", lambda: 0.1, 0.1) == Finding("x", "ok", error=0.1)
-    found = result_of("x", lambda: error, 0.1)
+    limit = TOLERANCE["bf16"]
+    assert computed(ComputationResult("x", limit, "bf16")) == Finding("x", "ok", error=limit)
+    found = computed(ComputationResult("x", error, "bf16"))
     assert (found.ok, found.error) == (False, error if error == 0.2 else None)
 
 
@@ -146,24 +153,22 @@ def test_every_number_of_rows_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel may be wrong beyond the rows of one tile."""
     monkeypatch.setattr(kernel_check.functional, "linear",
                         lambda x, weight: torch.cat([x[:16] @ weight.mT, 0 * x[16:] @ weight.mT]))
-    assert attempt("fp32", **wish(rows=(1, 16))).ok
-    assert not attempt("fp32", **wish(rows=(1, 16, 17))).ok
+    assert tried("fp32", rows=(1, 16)).ok
+    assert not tried("fp32", rows=(1, 16, 17)).ok
 
 
-def test_what_a_kernel_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = attempt("bf16", **wish("meta"))  # there is no result to copy from it
+def test_what_a_kernel_raises_is_a_finding() -> None:
+    found = tried("bf16", "meta")  # there is no result to copy from it
     assert not found.ok
     assert "meta" in found.found
-    monkeypatch.setattr(kernel_check, "_TIMEOUT_S", 0.01)
-    assert check_products(["fp32"], **wish()) == [Finding("fp32", "failed", "no answer in 0 s")]
+    slow = compute([wished("fp32", timeout_s=0.01)])
+    assert computed(slow["fp32"]) == Finding("fp32", "failed", "no answer in 0 s")
 
 
 @pytest.mark.parametrize(("kind", "dtype", "device", "rounds_to"), [
-    ("int4", "bf16", "cpu", torch.bfloat16), ("int4", "fp16", "cpu", torch.float16),
-    ("int4", "fp32", "cpu", torch.float32), ("fp16", "bf16", "cpu", torch.float16),
-    ("nf4", "fp16", "cpu", torch.float16)])
-def test_the_type_that_a_product_rounds_to(kind: str, dtype: str, device: str, rounds_to: torch.dtype
-                                          ) -> None:
+    ("int4", "bf16", "cpu", "bf16"), ("int4", "fp16", "cpu", "fp16"), ("int4", "fp32", "cpu", "fp32"),
+    ("fp16", "bf16", "cpu", "fp16"), ("nf4", "fp16", "cpu", "fp16")])
+def test_the_type_that_a_product_rounds_to(kind: str, dtype: str, device: str, rounds_to: str) -> None:
     assert computed_in(kind, dtype, torch.device(device)) == rounds_to
 
 
@@ -172,7 +177,7 @@ def test_on_a_gpu_int4_is_allowed_the_rounding_of_bf16(monkeypatch: pytest.Monke
     with the trial's own numbers, is further from float64 than fp16's rounding explains, and within what is
     allowed."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 7))
-    assert computed_in("int4", "fp16", torch.device("cuda")) == torch.bfloat16
+    assert computed_in("int4", "fp16", torch.device("cuda")) == "bf16"
 
     class InBf16(torch.nn.Module):
         def __init__(self, linear: torch.nn.Module) -> None:
@@ -189,9 +194,9 @@ def test_on_a_gpu_int4_is_allowed_the_rounding_of_bf16(monkeypatch: pytest.Monke
     monkeypatch.setattr(grouped.GroupedScheme, "linear",
                         lambda self, rows, columns, bias, dtype, device: InBf16(
                             ordinary(self, rows, columns, bias, torch.bfloat16, device)))
-    error = kernel_check._error("int4", torch.device("cpu"), (1024, 1024), (1, 16), "fp16")
+    error = kernel_check.product("int4", "cpu", (1024, 1024), (1, 16), "fp16").error
     assert 2**-9 < error < 2**-7  # of bf16: half a unit in the last place is 2**-9
-    assert kernel_check.TOLERANCE[torch.bfloat16] == 2**-6
+    assert TOLERANCE["bf16"] == 2**-6
 
 
 def report(device: str = "cpu", **ms: dict[int, float]) -> KernelReport:

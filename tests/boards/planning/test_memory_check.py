@@ -10,12 +10,14 @@ from kits.family_checkpoints import family_model
 from kits.mtp_layers import with_mtp
 from kits.planned_boards import MB, board, problem, size
 
+from flowspec_edge.boards.deploy.resolve import drafting
 from flowspec_edge.boards.inventory import ClusterSettings
 from flowspec_edge.boards.planning.layer_split import plan_as_listed, split_in_order
 from flowspec_edge.boards.planning.memory_check import MemoryCheck, memory_error
 from flowspec_edge.boards.planning.model_size import ModelBytes, PlanDtype
 from flowspec_edge.boards.planning.planner import CandidateBoard, DoesNotFit, SplitProblem, plan
 from flowspec_edge.model.manifest import CacheBits
+from flowspec_edge.model.opened import OpenModel
 
 
 def sizes(of: ModelBytes) -> dict[PlanDtype, ModelBytes]:
@@ -71,7 +73,8 @@ def test_a_shorter_context_is_the_longest_that_fits() -> None:
 @pytest.mark.parametrize(("draft", "counted"), [("ngram", False), ("mtp", True)])
 def test_an_mtp_layer_counts_where_it_drafts(tmp_path: Path, draft: str, counted: bool) -> None:
     target = with_mtp(family_model("qwen3.5", tmp_path / "target"))
-    found = MemoryCheck(str(target), "fp32", ClusterSettings(name="lab", draft=draft), 1, 3, {}).problem
+    cluster = ClusterSettings(name="lab", draft=draft)
+    found = MemoryCheck(str(target), "fp32", cluster, 1, 3, {}, drafting(cluster, OpenModel(target))).problem
     assert (found.d0 > found.size.lm_head) == counted
 
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 from kits.torch_devices import without_cuda
 
-from flowspec_edge.boards.doctor import run
-from flowspec_edge.boards.gpu_check import report as gpu_report
-from flowspec_edge.boards.gpu_check.report import GpuReport, Group
+from flowspec_edge.boards.doctor import gpu_report, run
+from flowspec_edge.boards.doctor.gpu_report import GpuReport
+from flowspec_edge.boards.probe.checks import Place
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.cli.main import main
 
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
-    """What computing finds: tests/boards asks the real libraries, which takes seconds."""
-    findings = [Finding("torch", "ok", "2.13.0")]
-    monkeypatch.setattr(run, "check_compute", lambda l4t: findings)
+    """What the release finds: tests/boards asks the real libraries, which takes seconds."""
+    findings = [Finding("flowspec", "ok", "1.0"), Finding("torch", "ok", "2.13.0")]
+    monkeypatch.setattr(run, "check_release", lambda l4t: findings)
     return findings
 
 
@@ -40,7 +40,7 @@ def test_a_table_and_json_say_the_same(quick: list[Finding], capsys: pytest.Capt
 
 def test_what_failed_is_the_exit_code_and_has_its_next_step(quick: list[Finding],
                                                             capsys: pytest.CaptureFixture[str]) -> None:
-    quick[0] = Finding("gpu", "failed", "sees no [GPU]", "see the groups")
+    quick[1] = Finding("gpu", "failed", "sees no [GPU]", "see the groups")
     assert main(["doctor"]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "failed sees no [GPU]" in out
@@ -72,11 +72,11 @@ def test_the_report_on_a_gpu(state: str, monkeypatch: pytest.MonkeyPatch, capsys
                              ) -> None:
     """As a table and as JSON; tests/boards makes a real one."""
     tokens: Literal["ok", "failed"] = "failed" if state == "failed" else "ok"
-    checks: dict[Group, list[Finding]] = {
+    checks: dict[Place, list[Finding]] = {
         "products": [Finding("fp16", "ok", error=4e-4), Finding("nf4", "skipped", "not [here]")],
         "tokens": [Finding("fp16 flowspec_plus T=1", tokens, "96 tokens")]}
     monkeypatch.setattr(gpu_report, "check_gpu",
-                        lambda model, check_tokens, device, report: GpuReport(device, "Orin", (8, 7), checks))
+                        lambda tokens, device, report: GpuReport(device, "Orin", (8, 7), checks))
     code = int(state == "failed")
     assert main(["doctor", "--gpu"]) == code
     out = capsys.readouterr().out
@@ -86,8 +86,8 @@ def test_the_report_on_a_gpu(state: str, monkeypatch: pytest.MonkeyPatch, capsys
     assert main(["doctor", "--gpu", "--device", "cuda:1", "--json"]) == code
     told = json.loads(capsys.readouterr().out)
     assert (told["ok"], told["device"], told["compute_capability"]) == (state == "ok", "cuda:1", [8, 7])
-    assert told["checks"][0] == {"group": "products", "name": "fp16", "state": "ok", "found": "",
-                                 "error": 4e-4}
+    assert told["checks"][0] == {"group": "products", "name": "fp16", "check": "fp16", "state": "ok", "found": "",
+                                 "advice": "", "error": 4e-4}
 
 
 def test_without_a_gpu_there_is_nothing_to_test(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,10 +45,10 @@ def test_every_cut_has_the_same_tensors(model: Path, stages: int) -> None:
     assert places(weights.shards(stages)) == once
 
 
-@pytest.mark.parametrize("stages", [2, 3, 6])
+@pytest.mark.parametrize("stages", [2, 3, 4])
 def test_a_cut_is_what_would_be_loaded(model: Path, stages: int) -> None:
     for i, shard in enumerate(StageWeights(OpenModel(model), "fp32").shards(stages)):
-        alone = load_shard(model / "target", i, stages, "fp32", allow_empty=True)
+        alone = load_shard(model / "target", i, stages, "fp32")
         assert (shard.index, shard.stages, shard.layers, shard.nbytes) == (
             alone.index, alone.stages, alone.layers, alone.nbytes)
         assert (shard.embed is None, shard.norm is None) == (alone.embed is None, alone.norm is None)

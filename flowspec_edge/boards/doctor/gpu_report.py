@@ -1,0 +1,74 @@
+"""`flowspec doctor --gpu`: what explains a GPU's speed, and whether kernels and tokens are right on it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flowspec_edge.boards.gpu_check.gpu_facts import available
+from flowspec_edge.boards.probe.board import read_board
+from flowspec_edge.boards.probe.checks import CHECKS, Check, Place, judge
+from flowspec_edge.boards.probe.compute_rules import ComputeDevice
+from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.util import procfs, torchdevice
+
+GROUPS: tuple[Place, ...] = ("device", "products", "operations", "tokens")
+
+
+@dataclass(frozen=True)
+class GpuReport:
+    """``device``: torch's, such as "cuda:1"; ``capability``: (8, 7) for Orin, None for a CPU."""
+
+    device: str
+    name: str
+    capability: tuple[int, int] | None
+    checks: dict[Place, list[Finding]]
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed
+
+    @property
+    def failed(self) -> int:
+        return sum(check.state == "failed" for checks in self.checks.values() for check in checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """``name`` of a check is its ``check`` in other reports; readers know both."""
+        return {"ok": self.ok, "device": self.device, "name": self.name,
+                "compute_capability": list(self.capability) if self.capability else None,
+                "torch": torch.__version__, "cuda": torch.version.cuda,
+                "checks": [{"group": group, "name": check.check, "error": check.error, **check.as_json()}
+                           for group, checks in self.checks.items() for check in checks]}
+
+
+def check_gpu(tokens: Sequence[Check[ComputeDevice]], device: str = "cuda",
+              report: Callable[[str], None] = lambda doing: None) -> GpuReport:
+    """Run all checks, in some minutes; UsageError if the device does not exist.
+
+    tokens  the checks of the group "tokens", which simulate a cluster (``lab.token_check``)
+    report  called with the name of each group as it begins
+    """
+    found = torchdevice.require(device)
+    on_gpu = found.type == "cuda"
+    it = describe(device)
+    checks: dict[Place, list[Finding]] = {}
+    for group in GROUPS:
+        report(group)
+        checks[group] = judge(group, it, (*CHECKS, *tokens))
+    return GpuReport(device, torch.cuda.get_device_name(found) if on_gpu else "CPU", it.capability, checks)
+
+
+def describe(device: str) -> ComputeDevice:
+    """``device``: one that this machine has."""
+    at, memory = torch.device(device), procfs.sizes(Path("/proc/meminfo"))
+    on_gpu = at.type == "cuda"
+    return ComputeDevice(
+        device, torch.cuda.get_device_capability(at) if on_gpu else None, read_board().l4t,
+        bitsandbytes=importlib.util.find_spec("bitsandbytes") is not None, memory=memory,
+        available=available(device, memory) if on_gpu else None, environment=dict(os.environ))

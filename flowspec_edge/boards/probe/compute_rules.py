@@ -1,0 +1,271 @@
+"""The rules on a release's libraries and on what a device computes; ``checks.CHECKS`` says who shows them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+
+from flowspec_edge.boards.gpu_check.computations import Computation, ComputationResult
+from flowspec_edge.boards.probe.facts import TorchFacts
+from flowspec_edge.boards.probe.findings import Finding
+from flowspec_edge.boards.probe.software import judge_torch
+from flowspec_edge.boards.probe.system_rules import large_pieces
+from flowspec_edge.util.jetson import ORIN
+from flowspec_edge.util.jetson import system as l4t_system
+
+FULL = ("fp32", "fp16", "bf16")
+BNB = ("nf4", "fp4")  # bitsandbytes'
+IN_4_BITS = ("int4", *BNB)
+# Of the largest result: a few roundings of the type that a result is rounded to.
+TOLERANCE = {"fp32": 1e-4, "bf16": 2**-6, "fp16": 2**-8, "": 0.0}
+_TRIED = ("int4", "nf4")  # by the doctor, beside full precision
+_SHAPE = (1024, 1024)
+_ROWS = (1, 16)
+_PIECE_S = 60.0  # for a child that asks for pieces of memory
+_MB = 10**6
+
+
+@dataclass(frozen=True)
+class LibraryFacts:
+    """What a release says of itself and of what it is installed with; versions.
+
+    zmq    ZeroMQ's; ``curve``: whether it can encrypt
+    torch  as a process of its own imports it
+    """
+
+    flowspec: str
+    transformers: str
+    zmq: str
+    curve: bool
+    torch: TorchFacts
+
+
+@dataclass(frozen=True)
+class ComputeDevice:
+    """A device of this machine that computes.
+
+    name          torch's, such as "cuda:1"
+    capability    (8, 7) for Orin; None for a CPU
+    l4t           the machine's release of L4T, "" if it is no Jetson
+    bitsandbytes  whether the package is installed
+    memory        of the system, bytes by the names of /proc/meminfo
+    available     bytes that the device can give at most; None for a CPU
+    environment   of this process
+    libraries     None if nobody asked
+    results       by name, of the computations that the chosen checks ask for
+    """
+
+    name: str = "cpu"
+    capability: tuple[int, int] | None = None
+    l4t: str = ""
+    bitsandbytes: bool = False
+    memory: Mapping[str, int] = field(default_factory=dict)
+    available: int | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
+    libraries: LibraryFacts | None = None
+    results: Mapping[str, ComputationResult] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.name.startswith("cuda")
+
+
+def computed(result: ComputationResult) -> Finding:
+    """Whether a computation gave the right result, or any."""
+    if result.fault:
+        return Finding(result.name, "failed", result.fault)
+    if result.error is None or result.error <= TOLERANCE[result.rounded]:
+        return Finding(result.name, "ok", result.said, error=result.error)
+    return Finding(result.name, "failed", f"results are wrong by {result.error:.2g} of the largest",
+                   error=result.error if math.isfinite(result.error) else None)
+
+
+def only_told(result: ComputationResult) -> Finding:
+    """What a computation says; whether it works is for another check to judge."""
+    found = computed(result)
+    return found if found.ok else replace(found, state="skipped")
+
+
+def advisable(kind: str, capability: tuple[int, int] | None) -> bool:
+    """Whether to shard models in ``kind`` for a GPU of this capability (None: CPU), if the kind works."""
+    return kind not in BNB or capability != ORIN
+
+
+# ---- the libraries of a release ------------------------------------------------------------------
+
+
+def installed(it: ComputeDevice) -> Iterator[Finding]:
+    if it.libraries:
+        yield Finding("flowspec", "ok", it.libraries.flowspec)
+
+
+def libraries(it: ComputeDevice) -> Iterator[Finding]:
+    """torch, transformers and the GPU that torch sees."""
+    if it.libraries is None:
+        return
+    torch, l4t = it.libraries.torch, it.l4t
+    yield Finding("torch", "ok", f"{torch.version}, transformers {it.libraries.transformers}")
+    if torch.cuda:
+        yield Finding("gpu", "ok", f"{torch.gpu}, CUDA {torch.built_for}")
+    elif not l4t and not torch.why:
+        yield Finding("gpu", "ok", "none: this machine computes on its CPU")
+    yield from judge_torch(torch, sys.executable, l4t, "cuda" if l4t or torch.cuda else "cpu")
+
+
+def encryption(it: ComputeDevice) -> Iterator[Finding]:
+    if it.libraries is None:
+        return
+    zmq = it.libraries.zmq
+    if it.libraries.curve:
+        yield Finding("encryption", "ok", f"CURVE, ZeroMQ {zmq}")
+    else:
+        yield Finding("encryption", "failed", f"this ZeroMQ ({zmq}) has no CURVE",
+                      "install pyzmq from its wheel: pip install --force-reinstall pyzmq")
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+def product(name: str, kind: str, device: str, shape: Sequence[int], rows: Sequence[int], dtype: str
+            ) -> Computation:
+    """Of ``rows`` rows with a matrix of ``shape`` (outputs, inputs); ``dtype``: activations of kinds in 4 bits."""
+    return Computation(name, "flowspec_edge.boards.gpu_check.kernel_check:product", {
+        "kind": kind, "device": device, "shape": list(shape), "rows": list(rows), "dtype": dtype})
+
+
+def full_product(it: ComputeDevice) -> list[Computation]:
+    return _products(it, (_full(it),))
+
+
+def products_in_4_bits(it: ComputeDevice) -> list[Computation]:
+    return _products(it, _TRIED)
+
+
+def _full(it: ComputeDevice) -> str:
+    return "fp16" if it.on_gpu else "fp32"
+
+
+def _products(it: ComputeDevice, kinds: Sequence[str]) -> list[Computation]:
+    if it.libraries and it.libraries.torch.why:
+        return []  # there is no torch
+    return [product(kind, kind, it.name, _SHAPE, _ROWS, _full(it)) for kind in kinds]
+
+
+def right_product(it: ComputeDevice) -> Iterator[Finding]:
+    """Whether the weights that need no library of their own multiply."""
+    kind = _full(it)
+    if kind not in it.results:
+        return
+    found = computed(it.results[kind])
+    if found.ok:
+        yield Finding("product", "ok", f"{kind} on {it.name}, right to {found.error:.0e}")
+    else:
+        yield Finding("product", "failed", f"{kind} on {it.name}: {found.found}",
+                      "this torch does not fit this device: install another")
+
+
+def in_4_bits(it: ComputeDevice) -> Iterator[Finding]:
+    """Which weights in 4 bits multiply, and in which to shard models."""
+    tried = [computed(it.results[kind]) for kind in _TRIED if kind in it.results]
+    works = [found.check for found in tried if found.ok]
+    broken = [f"{found.check} does not: {found.found}" for found in tried if not found.ok]
+    if tried and not broken:
+        yield Finding("4 bits", "ok", f"{' and '.join(works)} work on {it.name}")
+    if not broken:
+        return
+    advised = next((kind for kind in works if advisable(kind, it.capability)), "fp16")
+    found = "; ".join([*(f"{kind} works" for kind in works), *broken])
+    advice = f"shard models in {advised}"
+    if "nf4" in works and not advisable("nf4", it.capability):
+        advice += ": on this GPU bitsandbytes expands the whole matrix for every product of more than 4 rows"
+    elif advised == "int4":
+        advice += ", which needs no bitsandbytes"
+    if "nf4" not in works and advisable("nf4", it.capability):
+        advice += f", or {_build(it.capability)}"
+    yield Finding("4 bits", "warning", found, advice)
+
+
+def _build(capability: tuple[int, int] | None) -> str:
+    if capability is None:
+        return "install bitsandbytes 0.49 or newer"
+    return ("build bitsandbytes for this GPU: cmake -DCOMPUTE_BACKEND=cuda "
+            f"-DCOMPUTE_CAPABILITY={capability[0]}{capability[1]}")
+
+
+def advised_product(it: ComputeDevice, result: ComputationResult, kind: str) -> Finding:
+    """As ``computed``; a kind that works and is not advisable says so."""
+    found = computed(result)
+    if not found.ok or advisable(kind, it.capability):
+        return found
+    return replace(found, found="right, but above 4 rows the whole matrix is expanded for every product: shard in "
+                                "int4")
+
+
+def without_bitsandbytes(it: ComputeDevice) -> Iterator[Finding]:
+    if not it.bitsandbytes:
+        yield from (Finding(kind, "skipped", "bitsandbytes is not installed: only models that were sharded in "
+                                             f"{kind} need it") for kind in BNB)
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def free_memory(it: ComputeDevice) -> Finding:
+    """MemFree beside MemAvailable: CUDA on a Jetson is reported not to get all that the page cache holds."""
+    if not {"MemFree", "MemAvailable"} <= it.memory.keys():
+        return Finding("free memory", "unknown", "the system does not say")
+    free, available = (it.memory[name] / 1e6 for name in ("MemFree", "MemAvailable"))
+    found = f"MemFree {free:,.0f} MB, MemAvailable {available:,.0f} MB"
+    if free < available / 2:
+        found += (": the difference is page cache, which CUDA may not get where it shares this memory; sync; "
+                  "echo 3 | sudo tee /proc/sys/vm/drop_caches returns it")
+    return Finding("free memory", "ok", found)
+
+
+def pieces(it: ComputeDevice) -> list[Computation]:
+    """Ask for what is available and its halves, in a process where nothing else was computed."""
+    return [Computation(str(mb), "flowspec_edge.boards.gpu_check.gpu_facts:piece", {"device": it.name, "mb": mb},
+                        _PIECE_S) for mb in _halves(it.available or 0)]
+
+
+def largest_piece(it: ComputeDevice) -> Iterator[Finding]:
+    """The largest of the pieces that the device gave."""
+    needed = l4t_system().large_pieces.needed_mb
+    if it.available is None:
+        return
+    tried = [it.results[str(mb)] for mb in _halves(it.available)]
+    if not tried:
+        yield Finding("largest piece", "warning",
+                      f"only {it.available // _MB} MB are available: stop what else runs here, and try again")
+        return
+    given = next((place for place, result in enumerate(tried) if not result.fault), len(tried))
+    refused = tried[given - 1].fault if given else ""
+    if given == len(tried):
+        yield Finding("largest piece", "failed", f"not even {needed} MB at once, which models need: {refused}")
+        return
+    beyond = f"; {int(tried[given - 1].name):,} MB: {refused}" if given else ", all that is free"
+    yield Finding("largest piece", "ok", f"{int(tried[given].name):,} MB at once{beyond}")
+
+
+def _halves(available: int) -> list[int]:
+    """``available`` bytes in MB, its halves, and what models need; none if there is less than that."""
+    needed = l4t_system().large_pieces.needed_mb
+    if available < needed * _MB:
+        return []
+    return [*takewhile(lambda mb: mb > needed, (available // _MB >> times for times in range(64))), needed]
+
+
+def refusing_release(it: ComputeDevice) -> Iterator[Finding]:
+    """As ``large_pieces``, in one sentence, because this report has no advice."""
+    yield from (replace(found, found=f"{found.found}; {found.advice}") for found in large_pieces(it.l4t))
+
+
+def allocator(it: ComputeDevice) -> Iterator[Finding]:
+    """Whether PyTorch's allocator is set up in a way that fails on a Jetson."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if it.l4t and "expandable_segments:true" in it.environment.get(name, "").replace(" ", "").lower():
+            yield Finding("allocator", "failed", f"{name} has expandable_segments, with which PyTorch is "
+                                                 "reported to fail on a Jetson: take it out")
