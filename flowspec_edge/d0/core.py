@@ -39,8 +39,18 @@ from flowspec_edge.d0.prefix_cache import PrefixCache
 from flowspec_edge.d0.request import RequestHandle, SchedulingPolicy
 from flowspec_edge.d0.request_queue import RequestQueue
 from flowspec_edge.d0.request_state import RequestEvent, RequestState
+from flowspec_edge.d0.run_events import (
+    DraftDeviceWork,
+    DropReason,
+    MessagesDropped,
+    OutputArrived,
+    SessionEnded,
+    SessionProgress,
+    StageTimes,
+    sent,
+)
 from flowspec_edge.d0.scheduler import Scheduler
-from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.session import DraftPass, DraftSession, Task
 from flowspec_edge.d0.slot_curve import SlotCurve
 from flowspec_edge.errors import FlowspecError, PeerLost
 from flowspec_edge.messages import (
@@ -73,6 +83,7 @@ class ActiveRequest:
 
     handle: RequestHandle
     newest: DraftSession | None = None  # its draft session; None until it first opens
+    progress: SessionProgress | None = None  # of the newest draft session
     watched: bool = False  # the observer wants the stages' times
     learned: bool = False  # the curve learns from the stages' times
     bytes: int = 0
@@ -259,7 +270,7 @@ class DraftCore:
         for message in messages:
             for part in parts_of(message) if isinstance(message, Segment | Batch) else (message,):
                 assert not isinstance(part, Output)
-                self._observer.sent(part, self._clock())
+                self._observer.observe(sent(part, self._clock()))
         control: list[Outgoing] = [*self._control]
         self._control.clear()
         return Send([*control, *messages])
@@ -312,7 +323,7 @@ class DraftCore:
         assert request is not None
         if request.state is RequestState.OPEN:
             request.interrupted = True
-            self._observer.failed(request.draft_session, self._clock())
+            self._observer.observe(SessionEnded(request.session, self._clock(), None))
             self._close(request)
         request.take(RequestEvent.GIVES_WAY)
         handle.turn_from = None
@@ -342,7 +353,8 @@ class DraftCore:
         request.take(RequestEvent.OPENS)
         opening = self._scheduler.add(request.draft_session)
         retained = self.pool.begin(opening.session, opening.capacity, opening.parent_session)
-        self._observer.opened(request.draft_session, self._clock())
+        request.progress = SessionProgress(request.draft_session)
+        self._observer.observe(request.progress.opened(self._clock()))
         request.watched = self._observer.wants_times
         request.learned = self._curve is not None and (self.warming_up or wants_times)
         self._control.append(replace(opening, retained=retained, timed=request.watched or request.learned))
@@ -367,8 +379,8 @@ class DraftCore:
         if work is None:
             return
         self._scheduler.worked(work.job, event.end - event.start)
-        if work.done is not None:
-            self._observer.worked(work.done, event.start, event.end)
+        for draft_session, task in work.done.parts if work.done else ():
+            self._tell_work(draft_session, task, event.start, event.end)
         for draft_session, _ in work.done.parts if work.done else ():
             request = self._open_request(draft_session.builder.session)
             if request is None:  # it was cancelled while D0 worked
@@ -378,6 +390,15 @@ class DraftCore:
             if draft_session.finished:
                 self._complete(request)
         self._end_failed()
+
+    def _tell_work(self, draft_session: DraftSession, task: Task, start: float, end: float) -> None:
+        session = draft_session.builder.session
+        request = self.find(session)
+        if isinstance(task, DraftPass):
+            self._observer.observe(DraftDeviceWork(session, end, "draft", start, len(task.request.nodes)))
+        elif request is not None and request.progress is not None:
+            rows, run = len(task.output.numbers), task.output.run
+            self._observer.observe(request.progress.verified(start, end, rows, run))
 
     def _deliver(self, request: ActiveRequest) -> None:
         handle, draft_session = request.handle, request.draft_session
@@ -395,16 +416,19 @@ class DraftCore:
     # ---- arrivals ------------------------------------------------------------------------------
 
     def _receive(self, message: Output | Credit | Tap) -> None:
-        self._observer.arrived(message, self._clock())
+        if isinstance(message, Output):
+            self._observer.observe(OutputArrived(message.session, self._clock(), message.run,
+                                                 len(message.numbers)))
         if not self._scheduler.receive(message):
-            self._observer.dropped("stale" if self._open_request(message.session) else "session", 1)
+            reason: DropReason = "stale" if self._open_request(message.session) else "session"
+            self._observer.observe(MessagesDropped(reason, 1))
 
     def _show(self, times: Computed) -> None:
         request = self.find(times.session)
         if request is None:
-            self._observer.dropped("session", 1)
+            self._observer.observe(MessagesDropped("session", 1))
         elif request.watched:
-            self._observer.arrived(times, self._clock())
+            self._observer.observe(StageTimes(times.session, self._clock(), times))
 
     def _learn(self, times: Computed) -> None:
         """A stage's time counts, whether or not the request has ended meanwhile."""
@@ -502,7 +526,7 @@ class DraftCore:
         if len(result.tokens) > 1 and late > _LATE_SHARE * result.stats.decode_s:
             log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
                         "figures are too low", late, result.stats.decode_s)
-        self._observer.settled(request.draft_session, result, self._clock())
+        self._observer.observe(SessionEnded(request.session, self._clock(), result))
         if not request.handle.done():
             request.handle.set_result(result)
 
@@ -522,7 +546,7 @@ class DraftCore:
     def _fail(self, request: ActiveRequest, error: BaseException) -> None:
         """The request gets its error when its Close, if any, is on its way."""
         if request.newest is not None:
-            self._observer.failed(request.newest, self._clock())
+            self._observer.observe(SessionEnded(request.session, self._clock(), None))
         self._end(request, RequestEvent.FAILS)
         self._failed.append((request.handle, error))
 

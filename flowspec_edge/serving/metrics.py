@@ -18,12 +18,19 @@ from prometheus_client.registry import Collector
 
 from flowspec_edge.d0.counters import HeartbeatCounters, increase
 from flowspec_edge.d0.energy import once_per_board
-from flowspec_edge.d0.jobs import Job
-from flowspec_edge.d0.observer import DropReason, Observer
+from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import Result
-from flowspec_edge.d0.session import DraftSession, Verify
-from flowspec_edge.drivers.observe.timeline import AcceptanceTracker
-from flowspec_edge.messages import Heartbeat
+from flowspec_edge.d0.run_events import (
+    DraftDeviceWork,
+    DrafterLoaded,
+    DropReason,
+    HeartbeatArrived,
+    MessagesDropped,
+    RunEvent,
+    SessionEnded,
+    StagesBack,
+    StagesLost,
+)
 from flowspec_edge.serving.access_log import GONE, AccessRecord
 from flowspec_edge.serving.admission import Readiness
 
@@ -46,7 +53,6 @@ class Metrics(Observer):
         """
         disable_created_metrics()  # an unused extra series per counter
         self._stages = StageMetrics(stages, system_stats)
-        self._acceptance = AcceptanceTracker()
         registry = self._registry = CollectorRegistry()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -111,42 +117,20 @@ class Metrics(Observer):
 
     # ---- from the thread that drives the cluster -------------------------------------------------------
 
-    def drafter_loaded(self, graph_sizes: int) -> None:
-        self._stages.draft_graph_sizes = graph_sizes
-
-    def opened(self, draft_session: DraftSession, at: float) -> None:
-        self._acceptance.begin(draft_session)
-
-    def worked(self, job: Job, start: float, end: float) -> None:
-        for draft_session, task in job.parts:
-            accepted = self._acceptance.verified(draft_session) if isinstance(task, Verify) else None
-            if accepted is not None:
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case DraftDeviceWork(accepted=int(accepted)):
                 self._depth.observe(accepted)
-
-    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
-        self._acceptance.end(draft_session.builder.session)
-        stats = result.stats
-        self._drafted.inc(stats.drafted)
-        self._verified.inc(stats.verified)
-        self._accepted.inc(stats.accepted)
-        self._reused.inc(stats.reused)
-
-    def failed(self, draft_session: DraftSession, at: float) -> None:
-        self._acceptance.end(draft_session.builder.session)
-
-    def heartbeat(self, beat: Heartbeat, at: float) -> None:
-        self._stages.add_heartbeat(beat.stage, beat.counters, at)
-
-    def dropped(self, reason: DropReason, count: int) -> None:
-        self._stages.add_dropped(reason, count)
-
-    def lost(self, reason: str, at: float) -> None:
-        self._losses.inc()
-        self._acceptance.clear()  # requests that continue are opened again
-        self._stages.lost()
-
-    def recovered(self, at: float) -> None:
-        self._recoveries.inc()
+            case SessionEnded(result=Result(stats=stats)):
+                self._drafted.inc(stats.drafted)
+                self._verified.inc(stats.verified)
+                self._accepted.inc(stats.accepted)
+                self._reused.inc(stats.reused)
+            case StagesLost():
+                self._losses.inc()
+            case StagesBack():
+                self._recoveries.inc()
+        self._stages.observe(event)
 
 
 class _StateGauges(Collector):
@@ -206,13 +190,13 @@ _DROPPED = ("flowspec_dropped_messages", "Messages that a device did not process
 _DROP_COUNTERS = ("dropped_stale", "dropped_session")  # of a stage; the first contains the second
 
 
-class StageMetrics(Collector):
+class StageMetrics(Observer, Collector):
     """Metrics of D0 and V1…VN; unlike heartbeat counters, these never reset. Missing figures are left out."""
 
     def __init__(self, stages: int, system_stats: Callable[[], HeartbeatCounters],
                  clock: Callable[[], float] = time.monotonic) -> None:
         """``system_stats``: D0's own; ``clock``: of heartbeats' arrivals, in seconds."""
-        self.draft_graph_sizes: int | None = None  # of D0's draft model, once it is loaded
+        self._draft_graph_sizes: int | None = None  # of D0's draft model, once it is loaded
         self._system_stats = system_stats
         self._clock = clock
         self._lock = threading.Lock()
@@ -224,26 +208,27 @@ class StageMetrics(Collector):
         self._dropped_frames = dict.fromkeys(self._grown, 0.0)  # by stage
         self._dropped_here: dict[DropReason, int] = {"session": 0, "stale": 0, "frame": 0}
 
-    def add_heartbeat(self, stage: int, counters: HeartbeatCounters, at: float) -> None:
+    def observe(self, event: RunEvent) -> None:
+        with self._lock:
+            match event:
+                case DrafterLoaded():
+                    self._draft_graph_sizes = event.graph_sizes
+                case HeartbeatArrived():
+                    self._add_heartbeat(event.beat.stage, event.beat.counters, event.at)
+                case MessagesDropped():
+                    self._dropped_here[event.reason] += event.number
+                case StagesLost():  # none counts as up until its next heartbeat
+                    self._heard_at.clear()
+
+    def _add_heartbeat(self, stage: int, counters: HeartbeatCounters, at: float) -> None:
         """Add a heartbeat's counters, which cover all sessions."""
-        with self._lock:
-            grown, before = self._grown[stage], self._newest.get(stage, {})
-            for key, added in increase(before, counters, grown).items():
-                grown[key] += added
-            frames = counters.get("dropped_frames", 0.0)  # of the process, over all sessions
-            known = before.get("dropped_frames", 0.0)
-            self._dropped_frames[stage] += frames - known if frames >= known else frames
-            self._newest[stage], self._heard_at[stage] = counters, at
-
-    def add_dropped(self, reason: DropReason, count: int) -> None:
-        """D0 dropped messages."""
-        with self._lock:
-            self._dropped_here[reason] += count
-
-    def lost(self) -> None:
-        """A stage was lost: none counts as up until its next heartbeat."""
-        with self._lock:
-            self._heard_at.clear()
+        grown, before = self._grown[stage], self._newest.get(stage, {})
+        for key, added in increase(before, counters, grown).items():
+            grown[key] += added
+        frames = counters.get("dropped_frames", 0.0)  # of the process, over all sessions
+        known = before.get("dropped_frames", 0.0)
+        self._dropped_frames[stage] += frames - known if frames >= known else frames
+        self._newest[stage], self._heard_at[stage] = counters, at
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
@@ -266,8 +251,8 @@ class StageMetrics(Collector):
         yield drops
         yield _family(GaugeMetricFamily, _UP, "stage", {f"V{stage}": float(stage in up) for stage in grown})
         own = self._system_stats()
-        if self.draft_graph_sizes is not None:
-            own = {**own, "graph_sizes": float(self.draft_graph_sizes)}
+        if self._draft_graph_sizes is not None:
+            own = {**own, "graph_sizes": float(self._draft_graph_sizes)}
         devices = once_per_board({"D0": own, **newest})
         for key, about in _SYSTEM_STATS.items():
             kind = CounterMetricFamily if key == _GROWS else GaugeMetricFamily

@@ -14,6 +14,7 @@ from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import Request, Result
+from flowspec_edge.d0.run_events import RunEvent, SegmentSent, SessionOpened, StageTimes
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.d0.slot_curve import SlotCurve
 from flowspec_edge.device_profile import Profile, load_profile
@@ -22,7 +23,7 @@ from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
+from flowspec_edge.messages import Computed
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.parameters import LONGEST_BLOCK
 from flowspec_edge.strategies.params import Params
@@ -47,9 +48,9 @@ class Sizes(Observer):
     def __init__(self) -> None:
         self.sent_rows: list[int] = []
 
-    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
-        if isinstance(message, Segment):
-            self.sent_rows.append(len(message.numbers))
+    def observe(self, event: RunEvent) -> None:
+        if isinstance(event, SegmentSent):
+            self.sent_rows.append(len(event.numbers))
 
 
 def speed_of(results: list[Result]) -> float:
@@ -167,12 +168,14 @@ class Watch(Observer):
     def wants_times(self) -> bool:
         return self.timed
 
-    def opened(self, draft_session: DraftSession, at: float) -> None:
-        self.draft_sessions.append(draft_session)
-
-    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
-        if isinstance(message, Computed):
-            self.times.append(message)
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case SessionOpened():
+                draft_session = event.draft_session()
+                assert draft_session is not None
+                self.draft_sessions.append(draft_session)
+            case StageTimes():
+                self.times.append(event.times)
 
     def curve(self) -> list[float]:
         """What the newest request's strategy is told of each length."""

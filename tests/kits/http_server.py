@@ -26,8 +26,7 @@ from flowspec_edge.d0.request import (
     Result,
 )
 from flowspec_edge.d0.request_queue import RequestQueue, SharedCluster
-from flowspec_edge.d0.session import DraftSession
-from flowspec_edge.messages import Cancel, Prune, Segment
+from flowspec_edge.d0.run_events import RunEvent, SegmentSent, SessionEnded
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.serving.access_log import AccessRecord, requests
@@ -162,15 +161,15 @@ class Watch(Observer):
         finally:
             self.may_send.set()
 
-    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
-        if isinstance(message, Segment):
-            self.segments[message.session] += 1
-            if not self.may_send.is_set():
-                self.holds.set()
-                assert self.may_send.wait(PATIENCE)
-
-    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
-        self.closed.add(draft_session.builder.session)
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case SegmentSent():
+                self.segments[event.session] += 1
+                if not self.may_send.is_set():
+                    self.holds.set()
+                    assert self.may_send.wait(PATIENCE)
+            case SessionEnded(result=Result()):
+                self.closed.add(event.session)
 
 
 class Records(logging.Handler):

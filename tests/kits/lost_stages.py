@@ -7,9 +7,17 @@ from collections.abc import Callable, Sequence
 
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import Request
-from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.run_events import (
+    MessagesDropped,
+    OutputArrived,
+    RunEvent,
+    SegmentSent,
+    SessionOpened,
+    StagesBack,
+    StagesLost,
+    StagesMissing,
+)
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.messages import Cancel, Computed, Credit, Output, Prune, Segment, Tap
 
 
 class Striker(Observer):
@@ -29,7 +37,7 @@ class Striker(Observer):
         self.times_back = 0
         self.drops: Counter[str] = Counter()
         self.on_lost: Callable[[], None] | None = None
-        self.on_opened: Callable[[DraftSession], None] = lambda draft_session: None
+        self.on_opened: Callable[[Request], None] = lambda request: None
         self._left = 0
         self._act: Callable[[], None] | None = None
 
@@ -40,31 +48,23 @@ class Striker(Observer):
     def armed(self) -> bool:
         return self._act is not None
 
-    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
-        if isinstance(message, Segment):
-            self._count()
-
-    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
-        if isinstance(message, Output):
-            self._count()
-
-    def dropped(self, reason: str, count: int) -> None:
-        self.drops[reason] += count
-
-    def lost(self, reason: str, at: float) -> None:
-        self.losses.append(reason)
-        if self.on_lost is not None:
-            act, self.on_lost = self.on_lost, None
-            act()
-
-    def opened(self, draft_session: DraftSession, at: float) -> None:
-        self.on_opened(draft_session)
-
-    def missing(self, stages: Sequence[int], at: float) -> None:
-        self.missed.append([*stages])
-
-    def recovered(self, at: float) -> None:
-        self.times_back += 1
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case SegmentSent() | OutputArrived():
+                self._count()
+            case MessagesDropped():
+                self.drops[event.reason] += event.number
+            case SessionOpened():
+                self.on_opened(event.request)
+            case StagesLost():
+                self.losses.append(event.reason)
+                if self.on_lost is not None:
+                    act, self.on_lost = self.on_lost, None
+                    act()
+            case StagesMissing():
+                self.missed.append([*event.stages])
+            case StagesBack():
+                self.times_back += 1
 
     def _count(self) -> None:
         self._left -= 1

@@ -14,13 +14,12 @@ import httpx2
 
 from flowspec_edge.d0.observer import Observer, Observers
 from flowspec_edge.d0.request import Result
-from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.run_events import RunEvent, SessionEnded, StageTimes
 from flowspec_edge.drivers.observe.power import PowerMeter
 from flowspec_edge.drivers.observe.system_stats import SystemStats
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
-from flowspec_edge.messages import Computed, Credit, Output, Tap
 from flowspec_edge.serving.admission import AdmissionQueue
 from flowspec_edge.serving.dashboard.feed import Feed
 from flowspec_edge.serving.dashboard.live import Description, Live
@@ -37,11 +36,12 @@ class Recorder(Observer):
         self.results: list[Result] = []
         self.timed = 0  # segments that a stage told the time of
 
-    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
-        self.timed += isinstance(message, Computed)
-
-    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
-        self.results.append(result)
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case StageTimes():
+                self.timed += 1
+            case SessionEnded(result=Result() as result):
+                self.results.append(result)
 
 
 @dataclass

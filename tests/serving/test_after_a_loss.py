@@ -15,7 +15,7 @@ from kits.process_clusters import PATIENCE, on_third
 
 from flowspec_edge.d0.observer import Observers
 from flowspec_edge.d0.request import Request
-from flowspec_edge.drivers.observe.timeline import SessionEnded, SessionOpened
+from flowspec_edge.d0.run_events import SessionEnded, SessionOpened
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import PeerLost
@@ -55,7 +55,7 @@ def test_a_cluster_that_is_lost_and_another_one(model: Path) -> None:
                 other.result(0)
         assert "V2 was killed" in (feed.loss_reason or "")
         assert feed.stats.event([], 0.0)["running"] == 0
-        assert feed._open == metrics._acceptance._rounds == {}
+        assert feed._open == {}
         assert count() == (1, 0)
         clusters.generate(Request(PROMPT, "flowspec", 2))
         assert (feed.loss_reason, *count()) == (None, 1, 1)
@@ -70,7 +70,7 @@ def test_after_a_fault_of_ours_nothing_of_those_that_ran_is_left(model: Path) ->
         with pytest.raises(StopIteration):
             clusters.serve(lambda: next(turns) < 0)
         assert all(ticket.done for ticket in tickets)
-        assert feed._open == metrics._acceptance._rounds == {}
+        assert feed._open == {}
         assert feed.stats.event([], 0.0)["running"] == 0
         assert feed.loss_reason is None
         flow = feed.take_flow()

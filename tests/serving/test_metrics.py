@@ -18,6 +18,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from flowspec_edge.d0.observer import Observers
+from flowspec_edge.d0.run_events import DrafterLoaded, HeartbeatArrived, MessagesDropped, StagesBack, StagesLost
 from flowspec_edge.drivers.observe.system_stats import SystemStats
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
@@ -197,7 +198,7 @@ def test_counters_that_begin_again_only_grow() -> None:
     assert (page()[rows], page()[up]) == (0, 0)
     for since, count in ((1, 5), (1, 9), (2, 9), (2, 20), (3, 1)):
         message = beat(1, since, rows=count, temperature_c=40.0)
-        stages.add_heartbeat(1, message.counters, now[0])
+        stages.observe(HeartbeatArrived(now[0], message))
     assert (page()[rows], page()[up]) == (9 + 20 + 1, 1)
     heat = ("flowspec_device_temperature_celsius", frozenset({("device", "V1")}))
     assert page()[heat] == 40.0
@@ -205,9 +206,9 @@ def test_counters_that_begin_again_only_grow() -> None:
     now[0] = 6.0  # silent for too long: what it said of its board is no news
     assert page()[up] == 0
     assert heat not in page()
-    stages.add_heartbeat(1, beat(1, 3, rows=1).counters, now[0])
+    stages.observe(HeartbeatArrived(now[0], beat(1, 3, rows=1)))
     assert page()[up] == 1
-    stages.lost()
+    stages.observe(StagesLost(now[0], "V1 is gone"))
     assert page()[up] == 0
 
 
@@ -216,10 +217,11 @@ def test_dropped_messages_are_counted_by_device_and_reason() -> None:
     told_by_v1 = ((1, 2, 3, 1), (1, 2, 4, 1), (2, 1, 1, 2), (2, 1, 1, 5),
                   (3, 0, 0, 1))  # of another process
     for since, session, stale, frames in told_by_v1:
-        metrics.heartbeat(beat(1, since, dropped_session=session, dropped_stale=stale, dropped_frames=frames),
-                          0.0)
-    for reason, count in (("session", 1), ("stale", 1), ("frame", 7), ("session", 1)):
-        metrics.dropped(reason, count)
+        metrics.observe(HeartbeatArrived(0.0, beat(1, since, dropped_session=session, dropped_stale=stale,
+                                                   dropped_frames=frames)))
+    for dropped in (MessagesDropped("session", 1), MessagesDropped("stale", 1), MessagesDropped("frame", 7),
+                    MessagesDropped("session", 1)):
+        metrics.observe(dropped)
     page, _ = metrics.page("", Readiness(True, "", 0, 0, None))
     told = Read(page.decode())
     assert {device: [told("dropped_messages_total", device=device, reason=reason)
@@ -229,8 +231,8 @@ def test_dropped_messages_are_counted_by_device_and_reason() -> None:
 
 def test_losses_and_endings_are_told_apart() -> None:
     metrics = Metrics(STAGES, dict, {})
-    metrics.lost("V2 is gone", 1.0)
-    metrics.recovered(2.0)
+    metrics.observe(StagesLost(1.0, "V2 is gone"))
+    metrics.observe(StagesBack(2.0))
     ends = ((200, "stop"), (200, "length"), (400, None), (429, None), (503, None), (500, None))
     for status, finish in ends:
         metrics.request_ended(AccessRecord("/v1/completions", status=status, finish=finish))
@@ -290,5 +292,5 @@ def test_d0_says_for_how_many_rows_its_draft_passes_are_graphs() -> None:
                 if name == "flowspec_device_graph_sizes"]
 
     assert sizes() == []
-    Observers([metrics]).drafter_loaded(2)
+    Observers([metrics]).observe(DrafterLoaded(2))
     assert sizes() == [2.0]

@@ -1,1 +1,1 @@
-"""What listens to a cluster: traces, counters, power.  ``d0.observer`` defines the events."""
+"""What listens to a cluster: traces, counters, power.  ``d0.run_events`` lists the events."""

@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flowspec_edge.drivers.observe.timeline import (
+from flowspec_edge.d0.run_events import (
     Cancelled,
     DraftDeviceWork,
     OutputArrived,
     Pruned,
-    RequestTimeline,
     SegmentSent,
     SessionOpened,
-    StageClocks,
     StagesLost,
     StageTimes,
 )
+from flowspec_edge.drivers.observe.timeline import RequestTimeline, StageClocks
 from flowspec_edge.messages import Computed
 from flowspec_edge.model.text import TextStream
 

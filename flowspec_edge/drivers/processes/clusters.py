@@ -9,6 +9,7 @@ import torch
 
 from flowspec_edge.d0.config import DraftConfig
 from flowspec_edge.d0.observer import Observer
+from flowspec_edge.d0.run_events import RunEvent, StagesBack, StagesLost
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import BoardStages, ClusterSpec, Connected, Here, OtherPlace, Processes
 from flowspec_edge.drivers.ring import Addresses
@@ -78,8 +79,9 @@ class OutageStatus(Observer):
     def __init__(self, notifier: Notifier) -> None:
         self._notifier = notifier
 
-    def lost(self, reason: str, at: float) -> None:
-        self._notifier.status(f"recovering: {reason}")
-
-    def recovered(self, at: float) -> None:
-        self._notifier.status("all stages are back")
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case StagesLost(reason=reason):
+                self._notifier.status(f"recovering: {reason}")
+            case StagesBack():
+                self._notifier.status("all stages are back")

@@ -20,6 +20,7 @@ from flowspec_edge.d0.events import (
     Worked,
 )
 from flowspec_edge.d0.observer import Observer
+from flowspec_edge.d0.run_events import MessagesDropped
 from flowspec_edge.drivers.observe.power import SessionEnergy
 from flowspec_edge.drivers.processes.emulator import Emulator
 from flowspec_edge.drivers.processes.stage_links import StageLinks
@@ -86,7 +87,7 @@ class EventLoop:
         worked = self.carry_out()
         received = self._links.collect(self.core.feed)
         if wrong := self._links.take_dropped():
-            self._observer.dropped("frame", wrong)
+            self._observer.observe(MessagesDropped("frame", wrong))
         for session in self.core.closing:
             if self._links.members.all_reported(session):
                 self._report(session)

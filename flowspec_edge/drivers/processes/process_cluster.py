@@ -23,6 +23,7 @@ from flowspec_edge.d0.request import (
     Stats,
 )
 from flowspec_edge.d0.request_queue import RequestQueue
+from flowspec_edge.d0.run_events import StagesBack, StagesLost
 from flowspec_edge.drivers.processes.run import ProcessRun
 from flowspec_edge.drivers.processes.spec import BoardStages, ClusterSpec, Here, Processes
 from flowspec_edge.errors import FlowspecError, PeerLost
@@ -195,7 +196,7 @@ class ProcessCluster:
             undo.pop_all()
         if self._lost:
             self._lost = False
-            self._observer.recovered(time.monotonic())
+            self._observer.observe(StagesBack(time.monotonic()))
 
     def _run_alone(self, request: Request) -> Stats:
         assert self.running is not None
@@ -255,7 +256,7 @@ class ProcessCluster:
         except FlowspecError as error:
             try:
                 if self.status.state is ClusterState.RUNNING:
-                    self._observer.lost(str(error), time.monotonic())
+                    self._observer.observe(StagesLost(time.monotonic(), str(error)))
             finally:
                 with self._life:
                     self._abandon(running, error)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import ClusterState, ClusterStatus
+from flowspec_edge.d0.run_events import StagesBack, StagesLost, StagesMissing
 from flowspec_edge.drivers.processes.membership import StageBroken, StageState
 from flowspec_edge.drivers.processes.stage_links import ADVICE, StageLinks
 from flowspec_edge.drivers.processes.subprocesses import WorkerProcesses
@@ -64,7 +65,7 @@ class Recovery:
         outage = str(error).removesuffix(ADVICE)
         self.status = ClusterStatus(ClusterState.RECOVERING, outage)
         log.warning("%s; waiting up to %.0f s for all stages to be back", outage, self._deadline - now)
-        self._observer.lost(outage, now)
+        self._observer.observe(StagesLost(now, outage))
         self._links.members.expect_all()
         if isinstance(error, StageBroken) and self._workers.pids:
             self._restart({error.stage: outage})
@@ -104,7 +105,7 @@ class Recovery:
         now = time.monotonic()
         self._missing = set()
         log.warning("all stages are back after %.1f s", now - self._lost_at)
-        self._observer.recovered(now)
+        self._observer.observe(StagesBack(now))
 
     def _note_missing(self, lost: Collection[int]) -> None:
         """Tell the observer which stages are missing, if this has changed: stages that were lost, until their
@@ -115,7 +116,7 @@ class Recovery:
         missing = (self._missing - back) | {*lost, *self._workers.ended()} | late
         if missing != self._missing:
             self._missing = missing
-            self._observer.missing(sorted(missing), now)
+            self._observer.observe(StagesMissing(now, sorted(missing)))
 
     def _restart(self, causes: Mapping[int, str]) -> None:
         """Restart these stages' processes, with exponential backoff."""

@@ -13,6 +13,7 @@ from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.observer import Observers
 from flowspec_edge.d0.request import RequestHandle
 from flowspec_edge.d0.request_queue import RequestQueue
+from flowspec_edge.d0.run_events import DrafterLoaded, HeartbeatArrived
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.drivers.observe.power import SessionEnergy, board_meter
 from flowspec_edge.drivers.processes.addresses import LocalPlan, Loopback
@@ -75,7 +76,8 @@ class ProcessRun:
                                          spec.cache_rows, queue, spec.scheduling_policy)
             self.links = StageLinks(self._transport, addresses, network, self.members,
                                     lambda within: self.workers.exited(within) or watch(),
-                                    observer.heartbeat, lambda session: core.find(session) is not None,
+                                    lambda beat, at: observer.observe(HeartbeatArrived(at, beat)),
+                                    lambda session: core.find(session) is not None,
                                     core.charge)
             own = undo.enter_context(board_meter(spec.meter is None and emulator is None))
             self.meter = spec.meter or own
@@ -100,7 +102,7 @@ class ProcessRun:
             with slow():
                 # In parallel with the stages' loading.
                 self.draft_models = DraftModels(model, spec.dtype, spec.device, slow, reserved,
-                                                loaded=observer.drafter_loaded)
+                                                loaded=lambda sizes: observer.observe(DrafterLoaded(sizes)))
                 core.pool.suit(self.draft_models.kinds, SESSIONS * spec.at_once)
             self.links.wait_for_hello(spec.start_within, place.waiting)
             self._undo = undo.pop_all()

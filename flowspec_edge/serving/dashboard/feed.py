@@ -1,4 +1,4 @@
-"""An observer that takes notes for the page in the cluster's thread; the event loop's thread reads them.
+"""A reader of the events that takes notes for the page in the cluster's thread; the event loop's thread takes them.
 
 Two snapshots of the draft tree and the text between their roots suffice to show what became of its nodes.
 Nodes of the earlier snapshot that spell the text were accepted; its other nodes that are missing from the
@@ -12,23 +12,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from flowspec_edge.d0.jobs import Job
-from flowspec_edge.d0.request import Result
-from flowspec_edge.d0.session import DraftSession, Verify
-from flowspec_edge.drivers.observe.timeline import (
+from flowspec_edge.d0.observer import Observer
+from flowspec_edge.d0.run_events import (
     Cancelled,
     DraftDeviceWork,
     OutputArrived,
     Pruned,
+    RunEvent,
     SegmentSent,
     SessionEnded,
-    StageClocks,
+    SessionEvent,
+    SessionOpened,
+    StagesBack,
     StagesLost,
     StageTimes,
-    Timeline,
-    TimelineEvent,
 )
-from flowspec_edge.messages import Cancel, Heartbeat, Prune, Segment
+from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.drivers.observe.timeline import StageClocks
 from flowspec_edge.serving.dashboard.stats import Boards, RequestStats, with_tree
 from flowspec_edge.tree.draft_tree import Node
 
@@ -152,13 +152,12 @@ _TREE_S = 0.2  # between two snapshots
 _DRIFT_S = 1e-5  # that a stage's clock may gain on D0's from one message to the next
 
 
-class Feed(Timeline):
+class Feed(Observer):
     """Notes for any number of viewers; the event loop's thread takes them. While ``watched``, set from
-    outside, is False only heartbeats, tokens, rounds and losses are noted."""
+    outside, is False only what the statistics and the boards' state need is noted."""
 
     def __init__(self) -> None:
-        self._flow: deque[TimelineEvent] = deque(maxlen=_MAX_FLOW)
-        super().__init__(self._flow)
+        self._flow: deque[SessionEvent | StagesLost] = deque(maxlen=_MAX_FLOW)
         self.watched = False
         self.boards = Boards()
         self.stats = RequestStats()
@@ -172,63 +171,29 @@ class Feed(Timeline):
     def wants_times(self) -> bool:
         return self.watched
 
-    def follows(self, session: int) -> bool:
-        return self.watched
-
-    def opened(self, draft_session: DraftSession, at: float) -> None:
-        super().opened(draft_session, at)
-        self._open[draft_session.builder.session] = draft_session
-        self.stats.opened(draft_session, at)
-
-    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
-        super().sent(message, at)
-        if isinstance(message, Segment):
-            self.stats.sent(message.session, len(message.numbers), at)
-        if self.watched:
-            if isinstance(message, Segment):
-                self.boards.sent(len(message.numbers))
-            self._snap_if_due(at)
-
-    def worked(self, job: Job, start: float, end: float) -> None:
-        super().worked(job, start, end)
-        for draft_session, task in job.parts:
-            if isinstance(task, Verify):
-                self.stats.verified(draft_session, end)
-        if self.watched:
-            self.boards.computed(end - start)
-            self._snap_if_due(end)
-
-    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
-        super().settled(draft_session, result, at)
-        self.stats.settled(draft_session, result)
-        self._leave_tree(draft_session, at)
-        self._open.pop(draft_session.builder.session, None)
-
-    def failed(self, draft_session: DraftSession, at: float) -> None:
-        super().failed(draft_session, at)
-        self.stats.failed(draft_session)
-        if self.watched:
-            self._flow.append(SessionEnded(draft_session.builder.session, at))
-        self._leave_tree(draft_session, at)
-        self._open.pop(draft_session.builder.session, None)
-
-    def heartbeat(self, beat: Heartbeat, at: float) -> None:
-        self.boards.add_heartbeat(beat.stage, beat.counters, at)
-
-    def lost(self, reason: str, at: float) -> None:
-        super().lost(reason, at)
-        self.loss_reason = reason
-        if (shown := self._shown()) is not None:
-            self._leave_tree(shown, at)
-        self._open.clear()  # requests that continue are opened again
-        self.stats.lost()
-
-    def missing(self, stages: Sequence[int], at: float) -> None:
-        self.boards.missing(stages, at)
-
-    def recovered(self, at: float) -> None:
-        self.loss_reason = None
-        self.boards.missing((), at)
+    def observe(self, event: RunEvent) -> None:
+        self.stats.observe(event)
+        if self.watched or not isinstance(event, SegmentSent | DraftDeviceWork):
+            self.boards.observe(event)
+        if self.watched and isinstance(event, SessionEvent | StagesLost):
+            self._flow.append(event)
+        match event:
+            case SessionOpened():
+                if (draft_session := event.draft_session()) is not None:
+                    self._open[event.session] = draft_session
+            case SegmentSent() | Pruned() | Cancelled() | DraftDeviceWork():
+                if self.watched:
+                    self._snap_if_due(event.at)
+            case SessionEnded():
+                self._leave_tree(event.session, event.at)
+                self._open.pop(event.session, None)
+            case StagesLost():
+                self.loss_reason = event.reason
+                if (shown := self._shown()) is not None:
+                    self._leave_tree(shown.builder.session, event.at)
+                self._open.clear()  # requests that continue are opened again
+            case StagesBack():
+                self.loss_reason = None
 
     def _shown(self) -> DraftSession | None:
         """Return the oldest request that has a tree to show: beside it others may guess without one."""
@@ -238,10 +203,11 @@ class Feed(Timeline):
         if at >= self._due and (shown := self._shown()) is not None:
             self._snap(shown, at)
 
-    def _leave_tree(self, draft_session: DraftSession, at: float) -> None:
-        """Nothing of this tree becomes text any more."""
-        if self.watched and draft_session is self._shown():
-            self._snap(draft_session, at, over=True)
+    def _leave_tree(self, session: int, at: float) -> None:
+        """Nothing of this session's tree becomes text any more."""
+        shown = self._shown()
+        if self.watched and shown is not None and shown.builder.session == session:
+            self._snap(shown, at, over=True)
 
     def _snap(self, draft_session: DraftSession, at: float, over: bool = False) -> None:
         session = draft_session.builder.session
@@ -254,7 +220,7 @@ class Feed(Timeline):
 
     # ---- in the event loop's thread ----------------------------------------------------------------
 
-    def take_flow(self) -> list[TimelineEvent]:
+    def take_flow(self) -> list[SessionEvent | StagesLost]:
         """Return the timeline's events since the last call."""
         return _drain(self._flow)
 
@@ -269,7 +235,7 @@ class FlowEvents:
     def __init__(self) -> None:
         self._clocks = StageClocks(_DRIFT_S)
 
-    def event(self, event: TimelineEvent) -> dict[str, Any] | None:
+    def event(self, event: SessionEvent | StagesLost) -> dict[str, Any] | None:
         """Return None for an event that the page does not show."""
         match event:
             case StagesLost(at=at):

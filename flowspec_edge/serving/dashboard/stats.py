@@ -16,9 +16,19 @@ import numpy as np
 
 from flowspec_edge.d0.counters import HeartbeatCounters, increase
 from flowspec_edge.d0.energy import once_per_board
-from flowspec_edge.d0.request import Result
+from flowspec_edge.d0.observer import Observer
+from flowspec_edge.d0.run_events import (
+    DraftDeviceWork,
+    HeartbeatArrived,
+    RunEvent,
+    SegmentSent,
+    SessionEnded,
+    SessionOpened,
+    StagesBack,
+    StagesLost,
+    StagesMissing,
+)
 from flowspec_edge.d0.session import DraftSession
-from flowspec_edge.drivers.observe.timeline import AcceptanceTracker
 from flowspec_edge.serving.admission import WaitingRequest
 from flowspec_edge.strategies.tree_strategy import TreeStrategy
 
@@ -82,14 +92,13 @@ def with_tree(draft_session: DraftSession) -> TreeStrategy | None:
     return strategy
 
 
-class RequestStats:
+class RequestStats(Observer):
     """Statistics of each running request, and more of the oldest one, or else of the last. Requests of one
     token, such as the server's own probes, are not counted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._running: dict[int, _Progress] = {}
-        self._acceptance = AcceptanceTracker()
         self._rounds: dict[str, deque[int]] = {}  # strategy -> draft tokens accepted in each round
         self._guessing: str | None = None  # the strategy whose rounds are shown
         self._slot_s = 0.0
@@ -100,68 +109,75 @@ class RequestStats:
         self._begun = 0  # requests
         self.changes = 0  # beginnings and ends of requests
 
-    def opened(self, draft_session: DraftSession, at: float) -> None:
-        """A request begins, or continues in another session."""
+    def observe(self, event: RunEvent) -> None:
         with self._lock:
-            tokens, request = len(draft_session.tokens), draft_session.request
-            number = 0  # of a probe
-            if request.max_new_tokens > 1:
-                self._begun += 1
-                self.changes += 1
-                number = self._begun
-            progress = _Progress(number, request.strategy, draft_session.drafter is not None,
-                                 with_tree(draft_session) is not None, request.priority, at, tokens, tokens)
-            self._running[draft_session.builder.session] = progress
-            self._acceptance.begin(draft_session)
+            match event:
+                case SessionOpened():
+                    self._opened(event)
+                case SegmentSent():
+                    self._sent.append((event.at, event.session, len(event.numbers)))
+                case DraftDeviceWork(kind="verify"):
+                    self._verified(event)
+                case SessionEnded():
+                    self._ended(event)
+                case StagesLost():  # and with it every open session
+                    self._running.clear()
 
-    def sent(self, session: int, rows: int, at: float) -> None:
-        with self._lock:
-            self._sent.append((at, session, rows))
-
-    def verified(self, draft_session: DraftSession, at: float) -> None:
-        with self._lock:
-            session, tokens = draft_session.builder.session, len(draft_session.tokens)
-            progress = self._running.get(session)
-            accepted = self._acceptance.verified(draft_session)
-            if progress is None or tokens == progress.tokens_before:
-                return
-            if tokens > progress.tokens:
-                progress.add_tokens(tokens, at)
-            if progress.first_at is None:
-                progress.first_at = at
-                if not progress.tokens_before and not draft_session.finished and self._is_shown(session):
-                    self._shown = {"ttft_s": at - progress.begun_at}
-            elif accepted is not None:
-                self._add_round(progress, accepted, self._is_shown(session))
-                progress.accepted += accepted
-            seconds = at - progress.first_at
-            generated = tokens - progress.tokens_before - 1
-            if generated > 0 and seconds > 0 and self._is_shown(session):
-                self._shown["tokens_per_second"] = generated / seconds
-                self._shown["alr"] = generated / (draft_session.strategy.counters.rounds + 1)
-                if self._slot_s:
-                    self._shown["alt"] = generated * self._slot_s / seconds
-
-    def settled(self, draft_session: DraftSession, result: Result) -> None:
-        with self._lock:
-            shown = self._is_shown(draft_session.builder.session)
-            progress = self._end(draft_session)
+    def _opened(self, event: SessionOpened) -> None:
+        request, draft_session = event.request, event.draft_session()
+        assert draft_session is not None  # it has just been opened
+        number = 0  # of a probe
+        if request.max_new_tokens > 1:
+            self._begun += 1
             self.changes += 1
-            stats = result.stats
-            self._slot_s = stats.slot_s
-            if len(result.tokens) < 2:
-                return
-            if progress is not None and not progress.tokens_before:
-                # The end of the text ends a round.
-                self._add_round(progress, stats.accepted - progress.accepted, shown)
-            if shown:
-                self._shown = {"tokens_per_second": stats.tokens_per_second, "alt": stats.alt,
-                               "alr": stats.alr, "ttft_s": stats.ttft_s}
-            self._joules = None if stats.energy_j is None else stats.energy_j / len(result.tokens)
-            self._total["requests"] += 1
-            self._total["tokens"] += len(result.tokens)
-            self._total["drafted"] += stats.drafted
-            self._total["accepted"] += stats.accepted
+            number = self._begun
+        self._running[event.session] = _Progress(
+            number, request.strategy, draft_session.drafter is not None, with_tree(draft_session) is not None,
+            request.priority, event.at, event.made, event.made)
+
+    def _verified(self, event: DraftDeviceWork) -> None:
+        session, tokens, at = event.session, event.made, event.at
+        progress = self._running.get(session)
+        if progress is None or tokens == progress.tokens_before:
+            return
+        if tokens > progress.tokens:
+            progress.add_tokens(tokens, at)
+        if progress.first_at is None:
+            progress.first_at = at
+            if not progress.tokens_before and not event.finished and self._is_shown(session):
+                self._shown = {"ttft_s": at - progress.begun_at}
+        elif event.accepted is not None:
+            self._add_round(progress, event.accepted, self._is_shown(session))
+            progress.accepted += event.accepted
+        seconds = at - progress.first_at
+        generated = tokens - progress.tokens_before - 1
+        if generated > 0 and seconds > 0 and self._is_shown(session):
+            self._shown["tokens_per_second"] = generated / seconds
+            self._shown["alr"] = generated / (event.rounds + 1)
+            if self._slot_s:
+                self._shown["alt"] = generated * self._slot_s / seconds
+
+    def _ended(self, event: SessionEnded) -> None:
+        shown, result = self._is_shown(event.session), event.result
+        progress = self._running.pop(event.session, None)
+        self.changes += 1
+        if result is None:
+            return
+        stats = result.stats
+        self._slot_s = stats.slot_s
+        if len(result.tokens) < 2:
+            return
+        if progress is not None and not progress.tokens_before:
+            # The end of the text ends a round.
+            self._add_round(progress, stats.accepted - progress.accepted, shown)
+        if shown:
+            self._shown = {"tokens_per_second": stats.tokens_per_second, "alt": stats.alt,
+                           "alr": stats.alr, "ttft_s": stats.ttft_s}
+        self._joules = None if stats.energy_j is None else stats.energy_j / len(result.tokens)
+        self._total["requests"] += 1
+        self._total["tokens"] += len(result.tokens)
+        self._total["drafted"] += stats.drafted
+        self._total["accepted"] += stats.accepted
 
     def _add_round(self, progress: _Progress, accepted: int, shown: bool) -> None:
         """A round ended: strategies differ in what is right, so each has rounds of its own. ``shown``: the
@@ -170,17 +186,6 @@ class RequestStats:
             self._rounds.setdefault(progress.strategy, deque(maxlen=_ROUNDS)).append(accepted)
             if shown:
                 self._guessing = progress.strategy
-
-    def failed(self, draft_session: DraftSession) -> None:
-        with self._lock:
-            self.changes += 1
-            self._end(draft_session)
-
-    def lost(self) -> None:
-        """A stage was lost, and with it every open session."""
-        with self._lock:
-            self._running.clear()
-            self._acceptance.clear()
 
     def fairness(self) -> float | None:
         """Return tokens/s of the slowest running request over those of the fastest; None unless two have
@@ -220,10 +225,6 @@ class RequestStats:
         return [progress.event(now, session, rows[session] / total if total else None)
                 for session, progress in self._running.items() if progress.number]
 
-    def _end(self, draft_session: DraftSession) -> _Progress | None:
-        self._acceptance.end(draft_session.builder.session)
-        return self._running.pop(draft_session.builder.session, None)
-
     def _is_shown(self, session: int) -> bool:
         """Return whether no older request runs."""
         return session == next(iter(self._running), session)
@@ -258,7 +259,7 @@ class Losses:
         return {"lost": self.since is not None, "losses": self.count, "away_s": self.away_s}
 
 
-class Boards:
+class Boards(Observer):
     """The newest heartbeats and the losses of each place; place 0 is D0, place i is Vi."""
 
     def __init__(self) -> None:
@@ -266,13 +267,27 @@ class Boards:
         self._beats: dict[int, deque[tuple[float, HeartbeatCounters]]] = {}
         self._lock = threading.Lock()
         self._computed_s, self._rows = 0.0, 0  # D0's own
+        self._computed_until = 0.0
 
-    def add_heartbeat(self, place: int, counters: HeartbeatCounters, at: float) -> None:
-        """``at``: seconds of time.monotonic()."""
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case HeartbeatArrived():
+                self._add_heartbeat(event.beat.stage, event.beat.counters, event.at)
+            case StagesMissing():
+                self._note_missing(event.stages, event.at)
+            case StagesBack():
+                self._note_missing((), event.at)
+            case SegmentSent():
+                self._rows += len(event.numbers)
+            case DraftDeviceWork():  # requests whose work is done together have the same time
+                self._computed_s += event.at - max(event.start, self._computed_until)
+                self._computed_until = event.at
+
+    def _add_heartbeat(self, place: int, counters: HeartbeatCounters, at: float) -> None:
         with self._lock:
             self._beats.setdefault(place, deque(maxlen=_NEWEST)).append((at, counters))
 
-    def missing(self, places: Collection[int], at: float) -> None:
+    def _note_missing(self, places: Collection[int], at: float) -> None:
         """Note that these places are lost now, and no others."""
         with self._lock:
             for place in places:
@@ -288,15 +303,9 @@ class Boards:
         with self._lock:
             return self._losses.get(place, Losses()).event()
 
-    def computed(self, seconds: float) -> None:
-        self._computed_s += seconds
-
-    def sent(self, rows: int) -> None:
-        self._rows += rows
-
     def sample(self, system_stats: HeartbeatCounters, at: float) -> None:
         """Record D0's own state, because D0 sends no heartbeats."""
-        self.add_heartbeat(0, {**system_stats, "compute_s": self._computed_s, "rows": self._rows}, at)
+        self._add_heartbeat(0, {**system_stats, "compute_s": self._computed_s, "rows": self._rows}, at)
 
     def event(self, now: float) -> dict[str, Any]:
         """Return each place's system stats, None where unknown, and its rates per second. D0's links are

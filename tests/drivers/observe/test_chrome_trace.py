@@ -9,7 +9,6 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kits.chrome_traces import check_format, check_trace, tracks
@@ -17,14 +16,14 @@ from kits.process_clusters import PATIENCE, PROMPT, on_third
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.d0.request import OnTokens, Request, Result
+from flowspec_edge.d0.run_events import RunEvent, SessionOpened, StageTimes
 from flowspec_edge.device_profile import Profile, load_profile
 from flowspec_edge.drivers.observe.chrome_trace import chrome_trace
-from flowspec_edge.drivers.observe.timeline import RequestTimeline, SessionOpened
+from flowspec_edge.drivers.observe.timeline import RequestTimeline
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.messages import Computed
 from flowspec_edge.sampling.rule import Sampling
 
 STAGES = 3
@@ -138,13 +137,13 @@ def test_clocks_elsewhere_are_mapped_by_the_quickest_message(tiny_model: Path) -
     request = Request(list(range(3, 40)), "flowspec", 16)
 
     class Elsewhere(RequestTimeline):
-        def arrived(self, message: Any, at: float) -> None:
-            if isinstance(message, Computed):
-                off, way = message.stage * 100_000_000, 0.001 + 0.001 * (message.run % 3)
-                message = replace(message, start=message.start - off, end=message.end - off,
-                                  sent=message.sent - off)
-                at += way
-            super().arrived(message, at)
+        def observe(self, event: RunEvent) -> None:
+            if isinstance(event, StageTimes):
+                times = event.times
+                off, way = times.stage * 100_000_000, 0.001 + 0.001 * (times.run % 3)
+                event = event._replace(at=event.at + way, times=replace(
+                    times, start=times.start - off, end=times.end - off, sent=times.sent - off))
+            super().observe(event)
 
     here, there = RequestTimeline(request), Elsewhere(request, one_clock=False)
     for trace in (here, there):

@@ -9,16 +9,23 @@ import pytest
 from kits.chrome_traces import check_trace
 from kits.process_clusters import PROMPT
 
-from flowspec_edge.d0.jobs import Job
 from flowspec_edge.d0.observer import Observer, Observers
-from flowspec_edge.d0.request import Request, Result
-from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.request import Request
+from flowspec_edge.d0.run_events import (
+    DraftDeviceWork,
+    HeartbeatArrived,
+    RunEvent,
+    SegmentSent,
+    SessionEnded,
+    SessionOpened,
+    StageTimes,
+)
 from flowspec_edge.drivers.observe.chrome_trace import chrome_trace
 from flowspec_edge.drivers.observe.timeline import RequestTimeline
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.messages import Cancel, Computed, Credit, Heartbeat, Output, Prune, Segment, Tap
+from flowspec_edge.messages import Computed, Heartbeat
 from flowspec_edge.sampling.rule import Sampling
 
 STAGES = 2
@@ -29,7 +36,7 @@ class Watch(Observer):
 
     def __init__(self) -> None:
         self.timed = False
-        self.segments: list[Segment] = []
+        self.segments: list[SegmentSent] = []
         self.times: list[tuple[Computed, float]] = []
         self.beats: list[Heartbeat] = []
         self.opened_at = 0.0
@@ -38,21 +45,18 @@ class Watch(Observer):
     def wants_times(self) -> bool:
         return self.timed
 
-    def opened(self, draft_session: DraftSession, at: float) -> None:
-        self.opened_at = at
-        self.segments.clear()
-        self.times.clear()
-
-    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
-        if isinstance(message, Segment):
-            self.segments.append(message)
-
-    def arrived(self, message: Output | Credit | Tap | Computed, at: float) -> None:
-        if isinstance(message, Computed):
-            self.times.append((message, at))
-
-    def heartbeat(self, beat: Heartbeat, at: float) -> None:
-        self.beats.append(beat)
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case SessionOpened():
+                self.opened_at = event.at
+                self.segments.clear()
+                self.times.clear()
+            case SegmentSent():
+                self.segments.append(event)
+            case StageTimes():
+                self.times.append((event.times, event.at))
+            case HeartbeatArrived():
+                self.beats.append(event.beat)
 
 
 def test_segments_times_add_up_to_the_stages_counters(model: Path) -> None:
@@ -82,29 +86,19 @@ def test_segments_times_add_up_to_the_stages_counters(model: Path) -> None:
 
 
 class Broken(Observer):
-    """Raises at one moment, once."""
+    """Raises at one kind of event, always."""
 
-    def __init__(self, moment: str) -> None:
+    def __init__(self, moment: type) -> None:
         self._moment = moment
 
-    def opened(self, draft_session: DraftSession, at: float) -> None:
-        self._fail_at("opened")
-
-    def worked(self, job: Job, start: float, end: float) -> None:
-        self._fail_at("worked")
-
-    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
-        self._fail_at("settled")
-
-    def _fail_at(self, moment: str) -> None:
-        if moment == self._moment:
-            self._moment = ""
-            raise ZeroDivisionError(moment)
+    def observe(self, event: RunEvent) -> None:
+        if isinstance(event, self._moment):
+            raise ZeroDivisionError(event)
 
 
-@pytest.mark.parametrize("moment", ["opened", "worked", "settled"])
+@pytest.mark.parametrize("moment", [SessionOpened, DraftDeviceWork, SessionEnded])
 def test_one_that_raises_ends_nothing_and_is_told_on(
-        model: Path, caplog: pytest.LogCaptureFixture, moment: str) -> None:
+        model: Path, caplog: pytest.LogCaptureFixture, moment: type) -> None:
     requests = [Request(PROMPT, "flowspec", max_new_tokens=n) for n in (4, 16)]
     answer = PlainDecoder(model).generate(PROMPT, 16, Sampling())[0]
     with ProcessCluster(ClusterSpec(model, STAGES, threads=1, observer=Broken(moment))).start() as cluster:

@@ -18,11 +18,10 @@ from kits.process_clusters import PATIENCE, on_third
 from flowspec_edge.d0.capacity import session_rows
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import Request
-from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.run_events import HeartbeatArrived, RunEvent, SessionOpened
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.messages import Heartbeat
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -41,11 +40,12 @@ class Watch(Observer):
         self.most_bytes = 0.0
         self.order: list[int] = []  # of the requests: the first token of the prompt
 
-    def heartbeat(self, beat: Heartbeat, at: float) -> None:
-        self.most_bytes = max(self.most_bytes, beat.counters.get("cache_bytes", 0.0))
-
-    def opened(self, draft_session: DraftSession, at: float) -> None:
-        self.order.append(draft_session.request.prompt[0])
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case HeartbeatArrived():
+                self.most_bytes = max(self.most_bytes, event.beat.counters.get("cache_bytes", 0.0))
+            case SessionOpened():
+                self.order.append(event.request.prompt[0])
 
 
 @contextmanager

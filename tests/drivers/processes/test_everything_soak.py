@@ -15,12 +15,12 @@ from kits.process_clusters import PATIENCE
 from flowspec_edge.d0.capacity import session_rows
 from flowspec_edge.d0.observer import Observer, Observers
 from flowspec_edge.d0.request import ClusterState, Request, RequestHandle, Result
+from flowspec_edge.d0.run_events import HeartbeatArrived, RunEvent, SessionEnded, SessionOpened, StagesLost
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.messages import Heartbeat
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.dashboard.feed import Feed
 from flowspec_edge.serving.metrics import Metrics
@@ -42,18 +42,19 @@ class Held(Observer):
         self.most_bytes = 0.0
         self.losses = 0
 
-    def opened(self, draft_session: DraftSession, at: float) -> None:
-        self.open[draft_session.builder.session] = draft_session
-
-    def settled(self, draft_session: DraftSession, result: Result, at: float) -> None:
-        del self.open[draft_session.builder.session]
-
-    def heartbeat(self, beat: Heartbeat, at: float) -> None:
-        self.most_bytes = max(self.most_bytes, beat.counters.get("cache_bytes", 0.0))
-
-    def lost(self, reason: str, at: float) -> None:
-        self.losses += 1
-        self.open = {n: draft_session for n, draft_session in self.open.items() if draft_session.finished}
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case SessionOpened():
+                draft_session = event.draft_session()
+                assert draft_session is not None
+                self.open[event.session] = draft_session
+            case SessionEnded(result=Result()):
+                del self.open[event.session]
+            case HeartbeatArrived():
+                self.most_bytes = max(self.most_bytes, event.beat.counters.get("cache_bytes", 0.0))
+            case StagesLost():
+                self.losses += 1
+                self.open = {n: one for n, one in self.open.items() if one.finished}
 
 
 @dataclass(eq=False)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import ClusterState, Request
-from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.run_events import RunEvent, SessionOpened, StagesLost, StagesMissing
 from flowspec_edge.drivers.processes import process_cluster
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Connected
@@ -148,13 +148,14 @@ class Mender(Observer):
         self.missed: list[list[int]] = []
         self._act = act
 
-    def lost(self, reason: str, at: float) -> None:
-        self.reasons.append(reason)
-        if len(self.reasons) == 1:
-            self._act()
-
-    def missing(self, stages: Sequence[int], at: float) -> None:
-        self.missed.append([*stages])
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case StagesLost():
+                self.reasons.append(event.reason)
+                if len(self.reasons) == 1:
+                    self._act()
+            case StagesMissing():
+                self.missed.append([*event.stages])
 
 
 @pytest.fixture(scope="module")
@@ -237,8 +238,9 @@ def test_a_draft_device_whose_clock_is_behind_after_a_reboot(boards: Boards, exp
     numbers: list[list[int]] = []
 
     class Opened(Mender):
-        def opened(self, draft_session: DraftSession, at: float) -> None:
-            numbers[-1].append(draft_session.builder.session)
+        def observe(self, event: RunEvent) -> None:
+            if isinstance(event, SessionOpened):
+                numbers[-1].append(event.session)
 
     for now in (2e9, 0.0):
         numbers.append([])

@@ -19,7 +19,6 @@ from kits.process_clusters import PATIENCE, alive
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.d0.request import ClusterState, Request
-from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import PeerLost
@@ -93,8 +92,8 @@ def test_a_request_that_costs_a_stage_every_time_ends_alone(
                                     observer=striker)).start() as cluster:
         bad = Request(LONG, "flowspec", 8)
 
-        def opened(draft_session: DraftSession) -> None:
-            if draft_session.request is bad:
+        def opened(request: Request) -> None:
+            if request is bad:
                 os.kill(cluster.pids[1], signal.SIGKILL)
 
         striker.on_opened = opened

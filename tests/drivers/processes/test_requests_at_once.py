@@ -12,11 +12,10 @@ from kits.requests import own_text, prompt, some, text
 
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import Request
-from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.run_events import RunEvent, SegmentSent, SessionOpened
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import UsageError
-from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.sampling.rule import Sampling
 
 
@@ -44,13 +43,13 @@ class FirstSent(Observer):
         self.priorities: dict[int, int] = {}  # by session
         self.first: int | None = None
 
-    def opened(self, draft_session: DraftSession, at: float) -> None:
-        self.priorities[draft_session.builder.session] = draft_session.request.priority
-        self.first = None
-
-    def sent(self, message: Segment | Prune | Cancel, at: float) -> None:
-        if self.first is None:
-            self.first = self.priorities[message.session]
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case SessionOpened():
+                self.priorities[event.session] = event.request.priority
+                self.first = None
+            case SegmentSent() if self.first is None:
+                self.first = self.priorities[event.session]
 
 
 def test_processes_in_order_of_arrival(tiny_model: Path) -> None:

@@ -12,10 +12,9 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from flowspec_edge.d0.jobs import Job
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import Request, Result
-from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.run_events import DraftDeviceWork, RunEvent, SessionOpened
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
@@ -38,14 +37,13 @@ class Notes(Observer):
         self.requests: dict[int, Request] = {}
         self.token_at: dict[int, list[float]] = defaultdict(list)
 
-    def opened(self, draft_session: DraftSession, at: float) -> None:
-        self.opened_at[draft_session.builder.session] = at
-        self.requests[draft_session.builder.session] = draft_session.request
-
-    def worked(self, job: Job, start: float, end: float) -> None:
-        for draft_session, _ in job.parts:
-            seen = self.token_at[draft_session.builder.session]
-            seen += [end] * (len(draft_session.tokens) - len(seen))
+    def observe(self, event: RunEvent) -> None:
+        match event:
+            case SessionOpened():
+                self.opened_at[event.session] = event.at
+                self.requests[event.session] = event.request
+            case DraftDeviceWork():
+                self.token_at[event.session] += [event.at] * len(event.tokens)
 
 
 def plain_text(decoder: PlainDecoder, request: Request) -> tuple[list[int], str]:

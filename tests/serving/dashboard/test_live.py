@@ -18,6 +18,7 @@ from kits.process_clusters import PATIENCE, until
 from kits.watched_server import STAGES, Watchable, Watched, Watcher, watchable, watched_cluster
 from openai import APIError
 
+from flowspec_edge.d0.run_events import StagesBack, StagesLost, StagesMissing
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
@@ -225,9 +226,9 @@ def test_without_a_viewer_nothing_is_timed_or_noted(watched: Watchable) -> None:
 
 def test_a_loss_is_told_with_its_reason_and_so_is_the_end_of_it(watched: Watchable) -> None:
     with Watcher(watched.server.url) as watcher:
-        watched.feed.lost("V2 was switched off", 0.0)
+        watched.feed.observe(StagesLost(0.0, "V2 was switched off"))
         assert watcher.wait("cluster", state="lost")["reason"] == "V2 was switched off"
-        watched.feed.recovered(1.0)
+        watched.feed.observe(StagesBack(1.0))
         until(lambda: watcher.named("cluster")[-1]["state"] == "up")
 
 
@@ -240,13 +241,13 @@ def test_missing_stages_are_told_until_they_are_back(watched: Watchable) -> None
 
     with Watcher(watched.server.url) as watcher:
         before = [losses for _, losses, _ in told()]
-        feed.missing([2], 10.0)
+        feed.observe(StagesMissing(10.0, [2]))
         until(lambda: [lost for lost, _, _ in told()] == [False, False, True])
-        feed.missing([1, 2], 11.0)
+        feed.observe(StagesMissing(11.0, [1, 2]))
         until(lambda: [lost for lost, _, _ in told()] == [False, True, True])
-        feed.missing([1], 12.5)
+        feed.observe(StagesMissing(12.5, [1]))
         until(lambda: told()[2] == (False, before[2] + 1, 2.5))
-        feed.recovered(13.0)  # whatever was missing
+        feed.observe(StagesBack(13.0))  # whatever was missing
         until(lambda: told()[1] == (False, before[1] + 1, 2.0))
 
 

@@ -1,0 +1,200 @@
+"""The list of a run's events: what happened to its sessions, its stages and D0, in the order D0 saw it.
+
+The core and the drivers emit them (``observer``). Traces, metrics, the page and statistics read them, and
+count nothing that an event says.
+
+Times (``at``) are seconds on D0's clock, time.monotonic() or virtual, except in ``StageTimes``: those are on
+the stage's own monotonic clock, whose origin differs on every board.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from flowspec_edge.d0.request import Request, Result
+from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.messages import Cancel, Computed, Heartbeat, Prune, Segment
+
+# no open session of that number; sent before, or out of its epoch; no message that the protocol allows
+DropReason = Literal["session", "stale", "frame"]
+
+# ---- of one session ----------------------------------------------------------------------------
+
+
+class SessionOpened(NamedTuple):
+    """A request begins, or continues in a new session.
+
+    text           tokens to prefill
+    made           those of them that the answer has already
+    draft_session  a weak reference, because events outlive sessions and their draft models
+    """
+
+    session: int
+    at: float
+    request: Request
+    text: int
+    made: int
+    draft_session: weakref.ref[DraftSession]
+
+
+class SegmentSent(NamedTuple):
+    """``numbers`` and ``positions`` are those of the segment's rows."""
+
+    session: int
+    at: float
+    run: int
+    numbers: tuple[int, ...]
+    positions: tuple[int, ...]
+
+
+class Pruned(NamedTuple):
+    """Of the numbers in [start, stop), the stages keep ``kept``."""
+
+    session: int
+    at: float
+    start: int
+    stop: int
+    kept: tuple[int, ...]
+
+
+class Cancelled(NamedTuple):
+    session: int
+    at: float
+    runs: tuple[int, ...]
+
+
+class StageTimes(NamedTuple):
+    session: int
+    at: float
+    times: Computed
+
+
+class OutputArrived(NamedTuple):
+    """It may be stale."""
+
+    session: int
+    at: float
+    run: int
+    rows: int
+
+
+class DraftDeviceWork(NamedTuple):
+    """D0 expanded ``rows`` nodes, or verified ``rows`` rows of ``run``, from ``start`` to ``at``.
+
+    tokens    that became text
+    made      tokens of the answer so far
+    rounds    of this session so far
+    accepted  draft tokens accepted in the round that this verification ended; None if it ended none, or the
+              whole text: that round has no miss
+    finished  whether the answer is complete
+    """
+
+    session: int
+    at: float
+    kind: Literal["draft", "verify"]
+    start: float
+    rows: int
+    run: int = -1
+    tokens: tuple[int, ...] = ()
+    made: int = 0
+    rounds: int = 0
+    accepted: int | None = None
+    finished: bool = False
+
+
+class SessionEnded(NamedTuple):
+    """A request is answered. ``result`` None: it ends with an error instead, or gives way to others and will
+    be opened again."""
+
+    session: int
+    at: float
+    result: Result | None
+
+
+# ---- of the cluster ----------------------------------------------------------------------------
+
+
+class DrafterLoaded(NamedTuple):
+    """D0 has loaded a draft model, whose passes of so many numbers of rows run as CUDA graphs."""
+
+    graph_sizes: int
+
+
+class MessagesDropped(NamedTuple):
+    """D0 drops so many messages."""
+
+    reason: DropReason
+    number: int
+
+
+class HeartbeatArrived(NamedTuple):
+    at: float
+    beat: Heartbeat
+
+
+class StagesLost(NamedTuple):
+    """A stage was lost, and with it every open session; the cluster waits for it, or ends."""
+
+    at: float
+    reason: str
+
+
+class StagesMissing(NamedTuple):
+    """During a recovery: the stages that are lost and not back yet, V1 is 1; at each change."""
+
+    at: float
+    stages: Sequence[int]
+
+
+class StagesBack(NamedTuple):
+    """All stages, or their replacements, are back."""
+
+    at: float
+
+
+SessionEvent = (SessionOpened | SegmentSent | Pruned | Cancelled | StageTimes | OutputArrived | DraftDeviceWork
+                | SessionEnded)
+RunEvent = (SessionEvent | DrafterLoaded | MessagesDropped | HeartbeatArrived | StagesLost | StagesMissing
+            | StagesBack)
+
+
+def sent(message: Segment | Prune | Cancel, at: float) -> SegmentSent | Pruned | Cancelled:
+    """Return the event of a message to the stages."""
+    match message:
+        case Segment():
+            return SegmentSent(message.session, at, message.run, tuple(message.numbers.tolist()),
+                               tuple(message.positions.tolist()))
+        case Prune():
+            return Pruned(message.session, at, message.start, message.stop, tuple(message.keep.tolist()))
+        case Cancel():
+            return Cancelled(message.session, at, message.runs)
+
+
+class SessionProgress:
+    """What the events of one session have told of its answer so far."""
+
+    def __init__(self, draft_session: DraftSession) -> None:
+        self._draft_session = draft_session
+        self._told = len(draft_session.tokens)
+        self._rounds = -1  # that have ended; -1 before the first token
+        self._at_round = self._told  # tokens at the newest round's end
+
+    def opened(self, at: float) -> SessionOpened:
+        mine = self._draft_session
+        return SessionOpened(mine.builder.session, at, mine.request, len(mine.request.prompt) + self._told,
+                             self._told, weakref.ref(mine))
+
+    def verified(self, start: float, at: float, rows: int, run: int) -> DraftDeviceWork:
+        mine = self._draft_session
+        tokens, self._told = tuple(mine.tokens[self._told:]), len(mine.tokens)
+        return DraftDeviceWork(mine.builder.session, at, "verify", start, rows, run, tokens, self._told,
+                               mine.strategy.counters.rounds, self._accepted(), mine.finished)
+
+    def _accepted(self) -> int | None:
+        mine, before, rounds = self._draft_session, self._at_round, self._rounds
+        if self._told == before or mine.strategy.counters.rounds <= rounds:
+            return None
+        self._rounds, self._at_round = mine.strategy.counters.rounds, self._told
+        return None if rounds < 0 or mine.finished else self._told - before - 1  # the last was the miss
