@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -84,34 +86,48 @@ def config_of(kind: type[_Config], fields: dict[str, Any], directory: Path) -> _
         raise FlowspecError(f"{directory / 'config.json'}: {last_line(error)}") from error
 
 
-def has_embedding(directory: Path) -> bool:
-    """Whether a head's files hold its embeddings.  FlowspecError for damaged ones."""
-    return locate(directory) is not None and _own_name_of_embedding(Checkpoint(directory)) is not None
+@dataclass(frozen=True)
+class HeadFiles:
+    """The files of a draft model, whose headers are read once; FlowspecError for damaged ones."""
 
+    directory: Path
 
-def own_embedding(directory: Path, config: PretrainedConfig, dtype: torch.dtype) -> EmbeddingTable | None:
-    """A head's own embeddings, in their file; None if it has none, or not in a safetensors file.
-    FlowspecError for another shape than ``config``'s."""
-    if locate(directory) is None:
-        return None
-    checkpoint = Checkpoint(directory)
-    name = _own_name_of_embedding(checkpoint)
-    return checkpoint.table(name, torch.Size((config.vocab_size, config.hidden_size)), dtype) if name else None
+    @cached_property
+    def checkpoint(self) -> Checkpoint | None:
+        """None if there are no weights."""
+        return None if locate(self.directory) is None else Checkpoint(self.directory)
 
+    @cached_property
+    def shapes(self) -> dict[str, torch.Size]:
+        """Of the tensors, by :func:`plain_name`; empty if there are no weights."""
+        found = self.checkpoint.stored(self.checkpoint.names) if self.checkpoint else {}
+        return {plain_name(name): info.shape for name, info in found.items()}
 
-def _own_name_of_embedding(checkpoint: Checkpoint) -> str | None:
-    return next((name for name in checkpoint.names if plain_name(name) == EMBEDDING), None)
+    @property
+    def has_embedding(self) -> bool:
+        return self._embedding is not None
 
+    def own_embedding(self, config: PretrainedConfig, dtype: torch.dtype) -> EmbeddingTable | None:
+        """A head's own embeddings, in their file; None if it has none, or not in a safetensors file.
+        FlowspecError for another shape than ``config``'s."""
+        if self.checkpoint is None or self._embedding is None:
+            return None
+        return self.checkpoint.table(self._embedding, torch.Size((config.vocab_size, config.hidden_size)), dtype)
 
-def stored_shapes(directory: Path) -> dict[str, torch.Size]:
-    """The shapes of a draft model's tensors by :func:`plain_name`; empty if there are no weights.
+    @property
+    def _embedding(self) -> str | None:
+        names = self.checkpoint.names if self.checkpoint else []
+        return next((name for name in names if plain_name(name) == EMBEDDING), None)
 
-    Only headers are read.
-    """
-    if locate(directory) is None:
-        return {}
-    checkpoint = Checkpoint(directory)
-    return {plain_name(name): info.shape for name, info in checkpoint.stored(checkpoint.names).items()}
+    def read(self, what: str, embedding: bool = True) -> dict[str, StoredTensor]:
+        """All tensors by their names in the files, without EMBEDDING unless ``embedding``.
+
+        UsageError if there are no weights."""
+        if self.checkpoint is None:
+            raise UsageError(f"no {_bare(what)} at {self.directory}: neither {SAFE} nor {PICKLED} is there")
+        warn_of_unread(self.directory)
+        return self.checkpoint.lazy(name for name in self.checkpoint.names
+                                    if embedding or plain_name(name) != EMBEDDING)
 
 
 def refuse_language_model(directory: Path, names: Collection[str], what: str) -> None:
@@ -121,15 +137,9 @@ def refuse_language_model(directory: Path, names: Collection[str], what: str) ->
                          "draft-lm/, or give it to flowspec models shard --draft")
 
 
-def read_weights(directory: Path, what: str, embedding: bool = True) -> dict[str, StoredTensor]:
-    """All tensors by their names in the files, without EMBEDDING unless ``embedding``.
-
-    UsageError if there are no weights, FlowspecError if they are unreadable."""
-    if locate(directory) is None:
-        raise UsageError(f"no {_bare(what)} at {directory}: neither {SAFE} nor {PICKLED} is there")
-    warn_of_unread(directory)
-    checkpoint = Checkpoint(directory)
-    return checkpoint.lazy(name for name in checkpoint.names if embedding or plain_name(name) != EMBEDDING)
+def read_weights(directory: Path, what: str) -> dict[str, StoredTensor]:
+    """As ``HeadFiles.read``."""
+    return HeadFiles(directory).read(what)
 
 
 def plain_names(weights: dict[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.drafting.checkpoint import EMBEDDING, has_embedding
+from flowspec_edge.drafting.checkpoint import EMBEDDING, HeadFiles
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.draft_kind import DraftKind, Shapes
 from flowspec_edge.model.output_head import OutputHead
@@ -101,7 +101,7 @@ class DraftFormat(ABC):
 
     def needs_embedding(self, directory: Path) -> bool:
         """Whether :meth:`load` needs the target's embeddings."""
-        return not has_embedding(directory)
+        return not HeadFiles(directory).has_embedding
 
     @abstractmethod
     def load(self, directory: Path, beside: Surroundings) -> Loaded:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from flowspec_edge.boards.planning.layer_split import problem_for
 from flowspec_edge.boards.planning.model_size import assumed_head, model_bytes
 from flowspec_edge.d0.models import DraftModels
+from flowspec_edge.drafting.checkpoint import HeadFiles
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config, save_head
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
 from flowspec_edge.drafting.eagle.eagle3_formats import save_head3
@@ -197,7 +198,7 @@ def _tensor_bytes() -> int:
 
 def _full_draft_cache(head: Path, dtype: str, rows: int) -> TreeCache:
     """With ``rows`` of text, as the drafter of the head in ``head`` would have."""
-    config = head_config(head)
+    config = head_config(HeadFiles(head))
     shape = CacheShape(1, config.num_key_value_heads, config.head_dim, parse_dtype(dtype),
                        torch.device("cpu"))
     cache = TreeCache(shape)

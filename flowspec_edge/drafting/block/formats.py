@@ -53,9 +53,9 @@ def load_block_head(directory: Path, embedding: Tensor | Embedding | None, dtype
     """As ``eagle2.load_head``; ``layers``: the target's, of which none is captured that it lacks."""
     config = block_config(directory)
     check_layers(directory, config, layers)
-    own = checkpoint.own_embedding(directory, config, dtype) if in_file else None
-    stored = _own_names(checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT, own is None),
-                                               directory))
+    files = checkpoint.HeadFiles(directory)
+    own = files.own_embedding(config, dtype) if in_file else None
+    stored = _own_names(checkpoint.plain_names(files.read(_WHAT, own is None), directory))
     config.own_lm_head = "lm_head.weight" in stored
     if config.draft_vocab_size != config.vocab_size and not config.own_lm_head:
         raise FlowspecError(f"{directory}: tensor lm_head.weight is missing from the block drafter, which "

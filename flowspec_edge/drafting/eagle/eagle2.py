@@ -142,9 +142,16 @@ def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torc
     UsageError for a missing file, FlowspecError that names a missing, unexpected, misshapen or unreadable
     tensor.
     """
-    config = head_config(directory)
-    own = checkpoint.own_embedding(directory, config, dtype) if in_file else None
-    stored = checkpoint.plain_names(checkpoint.read_weights(directory, _WHAT, own is None), directory)
+    files = checkpoint.HeadFiles(directory)
+    return read_head(files, head_config(files), embedding, dtype, in_file, quantise, lm_head)
+
+
+def read_head(files: checkpoint.HeadFiles, config: LlamaConfig, embedding: Tensor | Embedding | None,
+              dtype: torch.dtype, in_file: bool, quantise: Callable[[nn.Module], None], lm_head: OutputHead | None
+              ) -> EagleHead:
+    """As :func:`load_head`, of files whose :func:`head_config` is known."""
+    directory, own = files.directory, files.own_embedding(config, dtype) if in_file else None
+    stored = checkpoint.plain_names(files.read(_WHAT, own is None), directory)
     matrix, token_map = stored.pop(checkpoint.LM_HEAD, None), stored.pop(_TOKEN_MAP, None)
     shared: Embedding | None = None
     if embedding is not None:
@@ -226,18 +233,19 @@ def write_head(head: nn.Module, directory: Path, dtype: torch.dtype, with_embedd
     checkpoint.write(directory, config, stored, dtype)
 
 
-def head_config(directory: Path) -> LlamaConfig:
+def head_config(files: checkpoint.HeadFiles) -> LlamaConfig:
     """The head's layer: as config.json has it, but with the biases that its files hold.
 
     UsageError or FlowspecError if config.json is missing or unusable.
     """
+    directory = files.directory
     path = directory / "config.json"
     raw = checkpoint.read_config(directory, _WHAT)
     for key in ("transformer_layer_config", "model"):  # speculators' and vLLM's conversions
         if isinstance(inner := raw.get(key), dict):
             check_config(inner, path)
             raw = {"vocab_size": raw["vocab_size"], **inner} if "vocab_size" in raw else dict(inner)
-    names = checkpoint.stored_shapes(directory)
+    names = files.shapes
     checkpoint.refuse_language_model(directory, names, _WHAT)
     if names:
         attention = "layers.0.self_attn."
@@ -259,16 +267,17 @@ class Eagle2Format(HeadFormat):
     """Reads EAGLE-1 and 2 heads."""
 
     def load(self, directory: Path, beside: Surroundings) -> Loaded:
-        config = head_config(directory)
+        files = checkpoint.HeadFiles(directory)
+        config = head_config(files)
         require_fit(directory, "width", config.hidden_size, beside.lm_head.hidden_size)
         require_vocabulary(directory, config.vocab_size, beside.lm_head)
-        head = beside.placed(load_head(directory, beside.embedding, beside.dtype, True, beside.quantise,
+        head = beside.placed(read_head(files, config, beside.embedding, beside.dtype, True, beside.quantise,
                                        beside.lm_head))
         ranks, drafted = head.ranking(beside.lm_head)
         return Loaded(partial(EagleDrafter, head, ranks, draft_vocabulary=drafted), config.vocab_size)
 
     def config(self, directory: Path) -> Any:
-        return head_config(directory)
+        return head_config(checkpoint.HeadFiles(directory))
 
     def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> list[int]:
         fc = shapes.get("fc.weight")
@@ -278,7 +287,7 @@ class Eagle2Format(HeadFormat):
         return frozenset({checkpoint.LM_HEAD})  # a head ranks by the target's; converters store a copy
 
     def on_meta(self, directory: Path) -> nn.Module:
-        return checkpoint.on_meta(EagleHead, head_config(directory))
+        return checkpoint.on_meta(EagleHead, self.config(directory))
 
     def usual(self, target: Any, kind: DraftKind) -> nn.Module:
         return checkpoint.on_meta(EagleHead, usual_layer(target))

@@ -50,10 +50,11 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
                in_file: bool = False, quantise: Callable[[nn.Module], None] = lambda module: None
                ) -> Eagle3Head:
     """As ``load_head``; also FlowspecError, with both numbers, if the head does not fit the target."""
-    config = head3_config(directory)
-    own = checkpoint.own_embedding(directory, config, dtype) if in_file else None
+    files = checkpoint.HeadFiles(directory)
+    config = head3_config(files)
+    own = files.own_embedding(config, dtype) if in_file else None
     output_is_embedding = not config.own_lm_head and config.tie_word_embeddings
-    read = checkpoint.read_weights(directory, _WHAT, own is None or output_is_embedding)
+    read = files.read(_WHAT, own is None or output_is_embedding)
     stored = _own_names(checkpoint.plain_names(read, directory))
     _complete_vocabulary(directory, stored, config)
     if output_is_embedding and EMBEDDING in stored:
@@ -92,7 +93,7 @@ def save_head3(head: Eagle3Head, directory: Path, dtype: torch.dtype) -> None:
                architectures=["LlamaForCausalLMEagle3"])
 
 
-def head3_config(directory: Path) -> LlamaConfig:
+def head3_config(files: checkpoint.HeadFiles) -> LlamaConfig:
     """The head's layer, with all that ``Eagle3Head`` reads, and ``captured``: :func:`head3_layers`.
 
     Where its weights are, they decide what config.json may get wrong: whether there is an lm_head, norms of
@@ -100,9 +101,9 @@ def head3_config(directory: Path) -> LlamaConfig:
 
     UsageError or FlowspecError if config.json is missing or unusable.
     """
+    directory = files.directory
     path = directory / "config.json"
-    raw = checkpoint.read_config(directory, _WHAT)
-    shapes = checkpoint.stored_shapes(directory)
+    raw, shapes = checkpoint.read_config(directory, _WHAT), files.shapes
     if not any(name.endswith("hidden_norm.weight") for name in shapes):
         checkpoint.refuse_language_model(directory, shapes, _WHAT)
     inner = raw.get("transformer_layer_config")
@@ -301,7 +302,7 @@ class Eagle3Format(HeadFormat):
                               lm_head=placed.shared_lm_head(beside.lm_head)), head.config.vocab_size)
 
     def config(self, directory: Path) -> Any:
-        return head3_config(directory)
+        return head3_config(checkpoint.HeadFiles(directory))
 
     def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> list[int]:
         fc = shapes.get("fc.weight")
@@ -310,7 +311,7 @@ class Eagle3Format(HeadFormat):
         return [config.target_hidden_size, *([fc[1] // states_of(config)] if fc else []), *own]
 
     def on_meta(self, directory: Path) -> nn.Module:
-        return checkpoint.on_meta(Eagle3Head, head3_config(directory))
+        return checkpoint.on_meta(Eagle3Head, self.config(directory))
 
     def usual(self, target: Any, kind: DraftKind) -> nn.Module:
         config = usual_layer(target)

@@ -8,6 +8,7 @@ import torch
 from kits.draft_heads import VARIANTS, KeptRows, published_eagle3
 from transformers import Qwen3Config
 
+from flowspec_edge.drafting.checkpoint import HeadFiles
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers, load_head3, save_head3
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.errors import FlowspecError, UsageError
@@ -165,10 +166,10 @@ def test_captured_layers_are_those_that_the_config_names(tmp_path, ids, layers, 
     named = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
     published_eagle3(tmp_path, 0, T, V, **({"eagle_config": named} if nested else named))
     if isinstance(expected, tuple):
-        assert head3_layers(tmp_path, head3_config(tmp_path), layers) == expected
+        assert head3_layers(tmp_path, head3_config(HeadFiles(tmp_path)), layers) == expected
         return
     with pytest.raises(FlowspecError, match=expected):
-        head3_layers(tmp_path, head3_config(tmp_path), layers)
+        head3_layers(tmp_path, head3_config(HeadFiles(tmp_path)), layers)
 
 
 @pytest.mark.parametrize(("form", "ids", "expected"), [
@@ -180,7 +181,7 @@ def test_captured_layers_are_those_that_the_config_names(tmp_path, ids, layers, 
 def test_every_publisher_counts_layers_in_a_way(tmp_path, form, ids, expected):
     name = "target_layer_ids" if form == "deepspec" else "eagle_aux_hidden_state_layer_ids"
     published_eagle3(tmp_path, 0, T, V, form=form, states=len(ids or [0] * 3), **{name: ids})
-    assert head3_layers(tmp_path, head3_config(tmp_path), 36) == expected
+    assert head3_layers(tmp_path, head3_config(HeadFiles(tmp_path)), 36) == expected
 
 
 def test_what_a_layer_leaves_out_is_its_familys_default(tmp_path):
@@ -190,7 +191,7 @@ def test_what_a_layer_leaves_out_is_its_familys_default(tmp_path):
     raw = {"speculators_model_type": "eagle3", "transformer_layer_config": {"model_type": "qwen3", **given},
            "norm_before_residual": True, "draft_vocab_size": V, "eagle_aux_hidden_state_layer_ids": None}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    config = head3_config(tmp_path)
+    config = head3_config(HeadFiles(tmp_path))
     for field in ("head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "rms_norm_eps",
                   "num_key_value_heads", "rope_parameters"):
         assert getattr(config, field) == getattr(layer, field), field
@@ -200,7 +201,7 @@ def test_what_a_layer_leaves_out_is_its_familys_default(tmp_path):
 def test_a_layer_that_slides_limits_the_window(tmp_path):
     published_eagle3(tmp_path, 0, T, V, form="speculators", qk_norm=True, sliding_window=32,
                      layer_types=["sliding_attention"], use_sliding_window=True)
-    assert head3_config(tmp_path).max_position_embeddings == 32
+    assert head3_config(HeadFiles(tmp_path)).max_position_embeddings == 32
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

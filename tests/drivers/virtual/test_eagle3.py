@@ -24,6 +24,7 @@ from flowspec_edge.d0.request import Request, Stats
 from flowspec_edge.d0.scheduler import Scheduler
 from flowspec_edge.d0.session import DraftPass, DraftSession, Task, Verify
 from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drafting.checkpoint import HeadFiles
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers
 from flowspec_edge.drivers.processes.clusters import open_cluster
@@ -112,7 +113,7 @@ def test_every_published_variant_drafts_losslessly(model: Path, tmp_path: Path, 
                                                    variant: str) -> None:
     shutil.copytree(model / "target", tmp_path / "target")
     published_eagle3(tmp_path / "eagle3", 3, 32, 97, **{**VARIANTS[variant], "max_position_embeddings": 256})
-    head = head3_config(tmp_path / "eagle3")
+    head = head3_config(HeadFiles(tmp_path / "eagle3"))
     at = list(VARIANTS).index(variant)
     odd, name = at % 2, ("flowspec", "flowspec_plus")[at // 2 % 2]
     request = Request(PROMPT, name, 10, SAMPLED if odd else GREEDY,
