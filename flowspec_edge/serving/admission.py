@@ -1,7 +1,7 @@
 """Admission: what clients may have queued, and what they are told: refusals, places, losses, the end.
 
 The cluster's queue (``d0.request_queue``) says who begins when. One thread owns the cluster and runs
-:meth:`AdmissionQueue.run`; all other methods are thread-safe.
+:meth:`Admission.run`; all other methods are thread-safe.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WaitingRequest:
     priority: int
 
 
-class AdmissionQueue:
+class Admission:
     def __init__(self, probe: Request, capacity: int = 16, recent_s: float = 60.0, patience_s: float = 60.0,
                  at_once: int = 1, clock: Callable[[], float] = time.monotonic) -> None:
         """No request is accepted before :meth:`run` has seen a token.

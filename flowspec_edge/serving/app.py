@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from flowspec_edge.serving.access_control import AccessMiddleware, caller_of
 from flowspec_edge.serving.access_log import GONE, AccessRecord
-from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.admission import Admission
 from flowspec_edge.serving.dashboard.live import Live
 from flowspec_edge.serving.dashboard.pages import page_routes
 from flowspec_edge.serving.intake import Intake, Work
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 _EXPOSED = ("x-request-id", "x-flowspec-position", "x-flowspec-ignored", "retry-after")
 
 
-def make_app(admission: AdmissionQueue, served: ServedModel, api_key: str | None = None,
+def make_app(admission: Admission, served: ServedModel, api_key: str | None = None,
              keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
              live: Live | None = None, cors_origins: Sequence[str] = ()) -> Starlette:
     """Without ``api_key`` no key is needed; without ``live`` there is no page. ``keep_alive_s``: seconds
@@ -104,7 +104,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 class CompletionEndpoint:
     """One of OpenAI's endpoints, as an ASGI application."""
 
-    def __init__(self, admission: AdmissionQueue, intake: Intake, served: ServedModel, keep_alive_s: float,
+    def __init__(self, admission: Admission, intake: Intake, served: ServedModel, keep_alive_s: float,
                  metrics: Metrics | None, kind: type[B], prepare: Callable[[B], PreparedRequest],
                  answer: Callable[[B, PreparedRequest], Answer] = Answer) -> None:
         """``kind``: the type of its bodies; ``metrics`` gets the tokens as they come, and every finished

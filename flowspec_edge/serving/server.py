@@ -32,7 +32,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from flowspec_edge.d0.request_queue import SharedCluster
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.serving.access_log import LimitedHandler, LogFormatter
-from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.admission import Admission
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.util.urls import http_url
 
@@ -202,7 +202,7 @@ def log_to_stderr(as_json: bool) -> None:
     logging.getLogger("flowspec_edge.serving").setLevel(logging.INFO)
 
 
-def serve_app(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
+def serve_app(listener: socket.socket, app: ASGIApp, admission: Admission,
               opened: AbstractContextManager[SharedCluster], ready: Callable[[], None],
               trusted_proxies: str = "") -> None:
     """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` is called after the first token.
@@ -226,9 +226,9 @@ def serve_app(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
 
 
 class _EndSignals:
-    """SIGINT and SIGTERM end :meth:`AdmissionQueue.run`; further ones are ignored."""
+    """SIGINT and SIGTERM end :meth:`Admission.run`; further ones are ignored."""
 
-    def __init__(self, admission: AdmissionQueue) -> None:
+    def __init__(self, admission: Admission) -> None:
         self.received = False
         self._admission = admission
         self._interrupts = False
@@ -265,7 +265,7 @@ class _EndSignals:
 
 
 @contextmanager
-def listening(listener: socket.socket, app: ASGIApp, admission: AdmissionQueue,
+def listening(listener: socket.socket, app: ASGIApp, admission: Admission,
               limits: ConnectionLimits | None = None, trusted_proxies: str = "") -> Iterator[None]:
     """Serve HTTP in a thread; at the end open requests get an error, then the socket closes. If HTTP ends
     by itself, the admission queue is closed.

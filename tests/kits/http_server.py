@@ -30,7 +30,7 @@ from flowspec_edge.d0.run_events import RunEvent, SegmentSent, SessionEnded
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.serving.access_log import AccessRecord, requests
-from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.admission import Admission
 from flowspec_edge.serving.app import make_app
 from flowspec_edge.serving.dashboard.live import Live
 from flowspec_edge.serving.metrics import Metrics
@@ -193,7 +193,7 @@ class Running:
     """A server on this machine; ``client`` does not try again."""
 
     url: str
-    admission: AdmissionQueue
+    admission: Admission
     client: OpenAI
     http: httpx2.Client
     records: Records
@@ -214,10 +214,10 @@ def served(model: Path, template: str | None = "vicuna", strategy: str = "flowsp
 def running(what: ServedModel, cluster: SharedCluster, capacity: int = 16, api_key: str | None = None,
             recent_s: float = 60.0, patience_s: float = 60.0, at_once: int = 1,
             keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
-            page: Callable[[AdmissionQueue], Live] | None = None, port: int = 0,
+            page: Callable[[Admission], Live] | None = None, port: int = 0,
             cors_origins: Sequence[str] = ()) -> Iterator[Running]:
     """The server, ready; as ``flowspec serve`` runs it, but for the main thread."""
-    admission = AdmissionQueue(what.probe(), capacity, recent_s, patience_s, at_once)
+    admission = Admission(what.probe(), capacity, recent_s, patience_s, at_once)
     listener = listen("127.0.0.1", port, api_key)
     url = url_of(listener)
     ready, records = threading.Event(), Records()

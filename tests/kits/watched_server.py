@@ -20,7 +20,7 @@ from flowspec_edge.drivers.observe.system_stats import SystemStats
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
-from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.admission import Admission
 from flowspec_edge.serving.dashboard.feed import Feed
 from flowspec_edge.serving.dashboard.live import Description, Live
 from kits.http_server import NAME, Running, running, served
@@ -81,7 +81,7 @@ def watchable(cluster: Watched, api_key: str | None = None, at_once: int = 1, te
     described = Description(NAME, what.strategy, "fp32", [(0, 1), (1, 2)], None, api_key is not None,
                             what.tokenizer.chats, True, what.strategies, what.context_tokens)
 
-    def page(admission: AdmissionQueue) -> Live:
+    def page(admission: Admission) -> Live:
         return Live(cluster.feed, admission, described, what.tokenizer.decode,
                     SystemStats(meter=cluster.meter).read)
 

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flowspec_edge.serving.access_control import AccessMiddleware, caller_of, is_loopback
-from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.admission import Admission
 from flowspec_edge.serving.app import make_app
 from flowspec_edge.serving.server import listen, listening, url_of
 
@@ -52,7 +52,7 @@ async def answered(app: ASGIApp, path: str, headers: list[tuple[bytes, bytes]]) 
 @pytest.mark.parametrize("host", ODD_HOSTS)
 def test_no_host_makes_up_for_the_key(model: Path, host: bytes) -> None:
     what = served(model)
-    app = make_app(AdmissionQueue(what.probe()), what, KEY)
+    app = make_app(Admission(what.probe()), what, KEY)
     status, body = asyncio.run(answered(app, "/v1/models", [(b"host", host)]))
     assert (status, body["error"]["code"]) == (401, "invalid_api_key")
 
@@ -63,7 +63,7 @@ def test_no_host_makes_up_for_the_key(model: Path, host: bytes) -> None:
 def test_without_a_key_only_loopback_hosts_are_served(
         model: Path, hosts: tuple[bytes, ...], path: str) -> None:
     what = served(model)
-    app = make_app(AdmissionQueue(what.probe()), what)
+    app = make_app(Admission(what.probe()), what)
     status, body = asyncio.run(answered(app, path, [(b"host", host) for host in hosts]))
     assert status == 403
     assert "names another host" in body["error"]["message"]
@@ -128,7 +128,7 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
                                                   ("10.0.0.0/8", "127.0.0.1")])
 def test_an_address_is_taken_from_a_trusted_proxy_only(model: Path, trusted: str, address: str) -> None:
     listener = listen("127.0.0.1", 0, None)
-    admission = AdmissionQueue(served(model).probe())
+    admission = Admission(served(model).probe())
     with listening(listener, AccessMiddleware(echo, None), admission, trusted_proxies=trusted):
         answer = httpx2.get(url_of(listener), headers={"X-Forwarded-For": "198.51.100.1, 203.0.113.5"},
                             timeout=PATIENCE)

@@ -16,7 +16,7 @@ from kits.http_server import Held, served
 from kits.process_clusters import PATIENCE, until
 from starlette.types import Receive, Scope, Send
 
-from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.admission import Admission
 from flowspec_edge.serving.app import make_app
 from flowspec_edge.serving.server import ConnectionLimits, listen, listening, url_of
 
@@ -29,7 +29,7 @@ NEVER = 1e6  # seconds
 def limited(model: Path, **limits: float) -> Iterator[str]:
     """A server whose cluster has not started; limits that are not given are never reached."""
     what = served(model)
-    admission, listener = AdmissionQueue(what.probe()), listen("127.0.0.1", 0, None)
+    admission, listener = Admission(what.probe()), listen("127.0.0.1", 0, None)
     chosen = ConnectionLimits(**{"connections": 4, "head_s": NEVER, "body_s": NEVER, "read_s": NEVER,
                                  **limits})  # type: ignore[arg-type]
     with listening(listener, make_app(admission, what), admission, chosen):
@@ -76,7 +76,7 @@ def test_a_new_client_replaces_the_longest_idle_one(model: Path) -> None:
 
 def test_above_the_limit_a_client_is_refused(held: Held, model: Path) -> None:
     what = served(model)
-    admission, listener = AdmissionQueue(what.probe()), listen("127.0.0.1", 0, None)
+    admission, listener = Admission(what.probe()), listen("127.0.0.1", 0, None)
     inside = 0
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +95,7 @@ def test_above_the_limit_a_client_is_refused(held: Held, model: Path) -> None:
 
 def test_a_client_that_does_not_read_is_disconnected(held: Held, model: Path) -> None:
     what, ended = served(model), []
-    admission, listener = AdmissionQueue(what.probe()), listen("127.0.0.1", 0, None)
+    admission, listener = Admission(what.probe()), listen("127.0.0.1", 0, None)
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})

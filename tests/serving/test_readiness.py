@@ -23,7 +23,7 @@ from flowspec_edge.errors import PeerLost, RequestFailed
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.serving.admission import AdmissionQueue, ClusterUnavailable
+from flowspec_edge.serving.admission import Admission, ClusterUnavailable
 
 PROMPT = "def f(x): return"
 
@@ -134,7 +134,7 @@ def test_a_fault_of_ours_is_not_shown_to_clients(held: Held, model: Path,
 
 
 def test_nothing_is_taken_before_the_first_token(held: Held, model: Path) -> None:
-    admission, ready = AdmissionQueue(served(model).probe()), threading.Event()
+    admission, ready = Admission(served(model).probe()), threading.Event()
     held.may_start.clear()
     owner = threading.Thread(target=admission.run, args=(held, ready.set))
     owner.start()
@@ -153,7 +153,7 @@ def test_nothing_is_taken_before_the_first_token(held: Held, model: Path) -> Non
 
 def test_a_token_of_long_ago_shows_nothing(held: Held, model: Path) -> None:
     now = [100.0]
-    admission = AdmissionQueue(served(model).probe(), recent_s=60, clock=lambda: now[0])
+    admission = Admission(served(model).probe(), recent_s=60, clock=lambda: now[0])
     ready = threading.Event()
     owner = threading.Thread(target=admission.run, args=(held, ready.set))
     owner.start()
@@ -169,7 +169,7 @@ def test_a_token_of_long_ago_shows_nothing(held: Held, model: Path) -> None:
 def test_a_cluster_that_never_starts_is_the_starters_error(model: Path) -> None:
     clusters = open_cluster(ClusterSpec(model, 5))  # more stages than layers
     with pytest.raises(Exception, match="5 stages are more than"):
-        AdmissionQueue(served(model).probe()).run(clusters)
+        Admission(served(model).probe()).run(clusters)
     clusters.close()
 
 

@@ -14,7 +14,7 @@ from kits.http_server import NAME, Held, running, served
 
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.errors import FlowspecError, PeerLost
-from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.admission import Admission
 from flowspec_edge.serving.app import make_app
 from flowspec_edge.serving.server import listen, serve_app
 
@@ -26,7 +26,7 @@ def kill_me() -> None:
 @pytest.mark.parametrize("moment", ["starting", "first token", "idle"])
 def test_a_signal_ends_it_without_an_error_whatever_it_does(held: Held, model: Path, moment: str) -> None:
     before, what = signal.getsignal(signal.SIGTERM), served(model)
-    admission, listener = AdmissionQueue(what.probe()), listen("127.0.0.1", 0, None)
+    admission, listener = Admission(what.probe()), listen("127.0.0.1", 0, None)
     opened: AbstractContextManager[Held] = nullcontext(held)
     pieces: list[None] = []
     if moment == "starting":
@@ -51,7 +51,7 @@ class _Ending(Held):
 
 
 def test_stages_that_end_by_the_same_signal_are_no_error(processes: ProcessCluster, model: Path) -> None:
-    admission, listener = AdmissionQueue(served(model).probe()), listen("127.0.0.1", 0, None)
+    admission, listener = Admission(served(model).probe()), listen("127.0.0.1", 0, None)
     held = _Ending(processes)
     serve_app(listener, make_app(admission, served(model)), admission, nullcontext(held), lambda: None)
     assert admission.closed
@@ -64,7 +64,7 @@ def _killing(held: Held) -> Iterator[Held]:
 
 
 def test_it_does_not_stay_up_without_its_http(held: Held, model: Path) -> None:
-    admission, listener = AdmissionQueue(served(model).probe()), listen("127.0.0.1", 0, None)
+    admission, listener = Admission(served(model).probe()), listen("127.0.0.1", 0, None)
     listener.close()
     with pytest.raises(FlowspecError, match="the HTTP server has ended by itself"):
         serve_app(listener, make_app(admission, served(model)), admission, nullcontext(held), lambda: None)

@@ -66,7 +66,7 @@ class Service:
         from flowspec_edge.drivers.observe.system_stats import SystemStats
         from flowspec_edge.drivers.processes.clusters import open_cluster
         from flowspec_edge.model.text import Tokenizer
-        from flowspec_edge.serving.admission import AdmissionQueue
+        from flowspec_edge.serving.admission import Admission
         from flowspec_edge.serving.app import make_app
         from flowspec_edge.serving.dashboard.feed import Feed
         from flowspec_edge.serving.dashboard.live import Description, Live
@@ -82,7 +82,7 @@ class Service:
                             self.api_key is not None, served.tokenizer.chats,
                             issubclass(strategy_class(self.strategy), TreeStrategy), served.strategies,
                             served.context_tokens)
-        admission = AdmissionQueue(served.probe(), self.queue, self.ready_within, at_once=self.at_once)
+        admission = Admission(served.probe(), self.queue, self.ready_within, at_once=self.at_once)
         log_to_stderr(log_json)
         says = self._first_line(url_of(listener))
         with board_meter(wanted=self.profile is None) as meter:

@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from flowspec_edge.d0.counters import HeartbeatCounters
 from flowspec_edge.serving import sse
-from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.admission import Admission
 from flowspec_edge.serving.dashboard.feed import Feed, FlowEvents, TreeEvents
 from flowspec_edge.strategies.registry import title_of
 
@@ -95,7 +95,7 @@ class Viewer:
 class Live:
     """The endpoint, an ASGI application."""
 
-    def __init__(self, feed: Feed, admission: AdmissionQueue, description: Description,
+    def __init__(self, feed: Feed, admission: Admission, description: Description,
                  decode: Callable[[Sequence[int]], str],
                  system_stats: Callable[[], HeartbeatCounters]) -> None:
         """``decode``: the text of token ids; ``system_stats``: D0's own (``SystemStats.read``)."""

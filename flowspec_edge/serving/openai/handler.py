@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from flowspec_edge.d0.fair_queue import Caller
 from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.serving import sse
-from flowspec_edge.serving.admission import AdmissionQueue, Event, PendingRequest
+from flowspec_edge.serving.admission import Admission, Event, PendingRequest
 from flowspec_edge.serving.openai.detokenize import CallPiece, ToolCallParser
 from flowspec_edge.serving.openai.errors import ApiError, api_error
 from flowspec_edge.serving.openai.fields import told
@@ -94,7 +94,7 @@ class StreamError(Exception):
 class ResponseHandler:
     """``choices``: empty if the request was not admitted."""
 
-    def __init__(self, admission: AdmissionQueue, prepared: PreparedRequest, answer: Answer, caller: Caller,
+    def __init__(self, admission: Admission, prepared: PreparedRequest, answer: Answer, caller: Caller,
                  keep_alive_s: float, on_tokens: Callable[[int], None]) -> None:
         """keep_alive_s  seconds without a token after which a stream sends a status line
         on_tokens     called when tokens come, with the number of those that belong to the answer

@@ -10,7 +10,7 @@ import pytest
 from kits.process_clusters import PATIENCE
 
 from flowspec_edge.d0.request import Request
-from flowspec_edge.serving.admission import AdmissionQueue
+from flowspec_edge.serving.admission import Admission
 from flowspec_edge.serving.dashboard.feed import Feed, Snapshot
 from flowspec_edge.serving.dashboard.live import Description, Live, Viewer, encoded
 
@@ -56,7 +56,7 @@ def no_statistics() -> dict[str, float]:
 def test_a_source_that_fails_is_logged_once_and_the_others_go_on(
         caplog: pytest.LogCaptureFixture, stats: Callable[[], dict[str, float]], fault: str) -> None:
     feed = FailingFeed() if fault == "no trees" else Feed()
-    live = Live(feed, AdmissionQueue(Request([0])), Description("m", "flowspec", "fp32", [None]), str, stats)
+    live = Live(feed, Admission(Request([0])), Description("m", "flowspec", "fp32", [None]), str, stats)
 
     async def watch() -> None:
         figures, enough = 0, asyncio.Event()
