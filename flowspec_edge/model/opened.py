@@ -24,7 +24,7 @@ from flowspec_edge.model.config import check_config, check_stop_ids, load_config
 from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import draft_kind_named, stored_kinds
 from flowspec_edge.model.families import FAMILIES, Family, family_of, text_config, with_defaults
-from flowspec_edge.model.gguf.home import SUFFIX, gguf_in, home_of
+from flowspec_edge.model.gguf.files import SUFFIX, gguf_in
 from flowspec_edge.model.recognise import refuse_part, refuse_unless_runnable
 from flowspec_edge.model.weights.located import GGUF_TABLE, MANIFEST, WEIGHTS, locate, stored_names, warn_of_unread
 from flowspec_edge.sampling.settings import Sampling
@@ -275,6 +275,8 @@ def model_path(name_or_path: str) -> Path | None:
     if name_or_path in shipped_models():
         return resource_dir("models") / name_or_path
     if (file := gguf_in(Path(name_or_path))) is not None:
+        from flowspec_edge.model.gguf.home import home_of  # numpy takes a while
+
         return home_of(file)
     if Path(name_or_path).is_dir():
         return Path(name_or_path)

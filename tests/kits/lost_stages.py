@@ -37,7 +37,7 @@ class Striker(Observer):
         self.times_back = 0
         self.drops: Counter[str] = Counter()
         self.on_lost: Callable[[], None] | None = None
-        self.on_opened: Callable[[Request], None] = lambda request: None
+        self.on_opened: Callable[[SessionOpened], None] = lambda event: None
         self._left = 0
         self._act: Callable[[], None] | None = None
 
@@ -55,7 +55,7 @@ class Striker(Observer):
             case MessagesDropped():
                 self.drops[event.reason] += event.number
             case SessionOpened():
-                self.on_opened(event.request)
+                self.on_opened(event)
             case StagesLost():
                 self.losses.append(event.reason)
                 if self.on_lost is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Sequence
@@ -18,34 +17,17 @@ from typing import Any
 
 import numpy as np
 
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.draft_kinds import stored_kinds
 from flowspec_edge.model.gguf.config import ROPE_FACTORS, Fields, config_of
+from flowspec_edge.model.gguf.files import model_name, parts_of
 from flowspec_edge.model.gguf.header import GgufHeader, GgufTensor, read_header
 from flowspec_edge.model.gguf.names import places
 from flowspec_edge.model.weights.located import GGUF_TABLE
 
-SUFFIX = ".gguf"
 _VERSION = 1  # of what is written; another one is written anew
-_SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _OWN_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # beside the file: taken instead
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
-
-
-def gguf_in(path: Path) -> Path | None:
-    """Return the GGUF file that a user's ``path`` means: itself, or the one model in a directory without a checkpoint.
-
-    UsageError if the directory has several.
-    """
-    if path.is_file() and path.suffix == SUFFIX:
-        return path
-    if not path.is_dir() or (path / "config.json").is_file() or (path / "target").is_dir():
-        return None
-    found = {_first(file) for file in path.glob(f"*{SUFFIX}")}
-    if len(found) > 1:
-        raise UsageError(f"{path} has several GGUF files: give one of them: "
-                         f"{', '.join(sorted(file.name for file in found)[:3])}")
-    return found.pop() if found else None
 
 
 def home_of(file: Path) -> Path:
@@ -55,10 +37,10 @@ def home_of(file: Path) -> Path:
     which are taken instead of the file's own.  UsageError for what stages cannot run; FlowspecError for a damaged file,
     a missing part of a split one, and a cache that cannot be written.
     """
-    parts = _parts(_first(file.resolve()))
+    parts = parts_of(file.resolve())
     beside = _beside(parts[0])
     facts = [_VERSION, [_state(part) for part in parts], [[str(path), path.stat().st_mtime_ns] for path in beside]]
-    name = _SPLIT.sub(r"\1.gguf", parts[0].name).removesuffix(SUFFIX)
+    name = model_name(parts[0])
     home = _cache() / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16] / name
     if (home / GGUF_TABLE).is_file():
         return home
@@ -128,23 +110,6 @@ def _rope_factors(headers: Sequence[GgufHeader]) -> Any:
                     file.seek(tensor.at)
                     return np.frombuffer(file.read(tensor.nbytes), "<f4")
     return None
-
-
-def _first(file: Path) -> Path:
-    """Return the first part of a split file, which has the metadata."""
-    split = _SPLIT.fullmatch(file.name)
-    return file.with_name(f"{split[1]}-00001-of-{split[3]}.gguf") if split else file
-
-
-def _parts(first: Path) -> list[Path]:
-    split = _SPLIT.fullmatch(first.name)
-    count = int(split[3]) if split else 1
-    parts = [first.with_name(f"{split[1]}-{number + 1:05d}-of-{count:05d}.gguf") for number in range(count)
-             ] if split else [first]
-    for part in parts:
-        if not part.is_file():
-            raise FlowspecError(f"{part} is missing: the model is split into {count} files, which must be together")
-    return parts
 
 
 def _beside(file: Path) -> list[Path]:

@@ -28,7 +28,7 @@ from kits.worker_thread import segment
 
 from flowspec_edge import messages as m
 from flowspec_edge.d0.request import Request, RequestHandle
-from flowspec_edge.d0.session import DraftSession
+from flowspec_edge.d0.run_events import SessionOpened
 from flowspec_edge.drivers.processes import process_cluster
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Connected
@@ -195,8 +195,8 @@ class Site:
         self._thread = threading.Thread(target=self.cluster.serve, args=[self._over.is_set], daemon=True)
         self._thread.start()
 
-    def _opened(self, draft_session: DraftSession) -> None:
-        self.session = draft_session.builder.session
+    def _opened(self, event: SessionOpened) -> None:
+        self.session = event.session
 
     def begin(self) -> RequestHandle:
         """A request whose first tokens have come."""

@@ -98,11 +98,11 @@ def test_a_second_loss_and_a_cancelled_request(
     def lost() -> None:
         goes.cancel()
         os.kill(before[2], signal.SIGKILL)
-        striker.on_opened = lambda draft_session: resumed.append(len(draft_session.request.prompt))
+        striker.on_opened = lambda event: resumed.append(len(event.request.prompt))
 
     striker.on_lost = lost
     cluster.serve(lambda: stays.done() and goes.done())
-    striker.on_opened = lambda draft_session: None
+    striker.on_opened = lambda event: None
     assert stays.result().tokens == own_texts(plain, TWO[:1])[0]
     assert set(resumed) == {len(TWO[0].prompt)}
     left = goes.result()

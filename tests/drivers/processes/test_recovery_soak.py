@@ -19,6 +19,7 @@ from kits.process_clusters import PATIENCE, alive
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.d0.request import ClusterState, Request
+from flowspec_edge.d0.run_events import SessionOpened
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import PeerLost
@@ -92,8 +93,8 @@ def test_a_request_that_costs_a_stage_every_time_ends_alone(
                                     observer=striker)).start() as cluster:
         bad = Request(LONG, "flowspec", 8)
 
-        def opened(request: Request) -> None:
-            if request is bad:
+        def opened(event: SessionOpened) -> None:
+            if event.request is bad:
                 os.kill(cluster.pids[1], signal.SIGKILL)
 
         striker.on_opened = opened
