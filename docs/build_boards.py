@@ -18,7 +18,6 @@ from flowspec_edge.boards.planning.model_size import PlanDtype, model_bytes
 from flowspec_edge.cli.boards.plan import prediction_requests
 from flowspec_edge.lab.predictions import predict
 from flowspec_edge.model.opened import DEMO, resolve_model
-from flowspec_edge.strategies.parameters import Draft
 
 DOCUMENT = Path(__file__).with_name("five-boards.md")
 TABLE = re.compile(r"(?<=<!-- boards, made by build_boards.py -->\n).*?(?=<!-- end of boards -->)", re.DOTALL)
@@ -61,7 +60,7 @@ def cells_of(name: str, count: int, model: str, dtype: PlanDtype, predicted: boo
 def speeds(plan: planner.PipelinePlan) -> Sequence[str]:
     source = resolve_model(DEMO)
 
-    def tokens_per_second(strategy: str, draft: Draft) -> str:
+    def tokens_per_second(strategy: str, draft: str) -> str:
         [found] = predict(plan, [strategy], source.path, prediction_requests(source, draft))
         return f"{found.tokens_per_second:.1f}"
 
