@@ -192,8 +192,10 @@ class OpenModel:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        """Bytes of all files, a GGUF file's among them."""
+        beside = read_json_object(table)["files"] if (table := self.target / GGUF_TABLE).is_file() else ()
+        own = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        return own + sum(int(file["size"]) for file in beside)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ def all_in(kind: Kind) -> Callable[[str], Kind]:
 def test_a_file_is_the_checkpoint_that_it_was_made_of(tmp_path: Path, family: str) -> None:
     made, file = tiny_gguf(family, tmp_path, all_in(Kind.F32), vocab=112)
     found, meant = resolve_model(file), OpenModel(made)
+    assert file.stat().st_size < found.size < file.stat().st_size + 100_000
     ours, theirs = found.parsed_config.to_dict(), meant.parsed_config.to_dict()
     assert {name: ours.get(name) for name in FIELDS} == {name: theirs.get(name) for name in FIELDS}
     tensors, checkpoint = meant.checkpoint(), found.checkpoint()
