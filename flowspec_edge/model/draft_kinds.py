@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kind import DraftKind, Shapes
-from flowspec_edge.util.entry_points import load_object, offered
+from flowspec_edge.util.entry_points import OwnAndOffered, load_object, offered
 
 ENTRY_POINTS = "flowspec.draft_kinds"  # the group under which a package offers its kinds
 OWN_TIME = "_pass_ms"  # the end of the name of the time that a kind brings along
@@ -76,22 +76,6 @@ _OWN = {kind.name: kind for kind in (
 )}
 
 
-class _Kinds(Mapping[str, DraftKind]):
-    """This package's kinds by name, then those of entry points, whose records are imported when looked at."""
-
-    def __getitem__(self, name: str) -> DraftKind:
-        return _OWN.get(name) or _from_outside(name)
-
-    def __contains__(self, name: object) -> bool:
-        return name in _OWN or name in offered(ENTRY_POINTS)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**_OWN, **offered(ENTRY_POINTS)})
-
-    def __len__(self) -> int:
-        return len({**_OWN, **offered(ENTRY_POINTS)})
-
-
 @cache
 def _from_outside(name: str) -> DraftKind:
     """Import the record of another package; UsageError if it cannot be used beside those here."""
@@ -114,7 +98,8 @@ def _from_outside(name: str) -> DraftKind:
     return found
 
 
-DRAFT_KINDS: Mapping[str, DraftKind] = _Kinds()
+DRAFT_KINDS: Mapping[str, DraftKind] = OwnAndOffered(
+    _OWN, ENTRY_POINTS, lambda name: _OWN.get(name) or _from_outside(name))
 OWN = "own"  # in the place of a kind: the one that a strategy or a model has by itself
 # Those that are layers of a target's own checkpoint: families name them, so other packages have none.
 OWN_LAYERS = tuple(kind for kind in _OWN.values() if kind.in_target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import wraps
 from importlib import import_module
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
 from flowspec_edge.strategies.parameters import COMMON, DRAFTED, Parameter, Parameters, parameters
-from flowspec_edge.util.entry_points import load_object, offered
+from flowspec_edge.util.entry_points import OwnAndOffered, load_object, offered
 from flowspec_edge.util.terminal import did_you_mean
 
 if TYPE_CHECKING:
@@ -38,23 +38,6 @@ _OWN = {
 }
 
 
-class _Strategies(Mapping[str, "type[Strategy]"]):
-    """This package's strategies by name, then those of entry points, imported when first asked for: names need no
-    numpy."""
-
-    def __getitem__(self, name: str) -> type[Strategy]:
-        return _own(name) or _loaded.get(name) or _load(offered(ENTRY_POINTS)[name].value)
-
-    def __contains__(self, name: object) -> bool:
-        return name in _OWN or name in offered(ENTRY_POINTS)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**_OWN, **offered(ENTRY_POINTS)})
-
-    def __len__(self) -> int:
-        return len({**_OWN, **offered(ENTRY_POINTS)})
-
-
 def _own(name: str) -> type[Strategy] | None:
     """Import a strategy of this package."""
     if name not in _OWN:
@@ -64,7 +47,9 @@ def _own(name: str) -> type[Strategy] | None:
     return found
 
 
-STRATEGIES: Mapping[str, type[Strategy]] = _Strategies()
+# Names need no numpy: a strategy is imported when it is looked up.
+STRATEGIES: Mapping[str, type[Strategy]] = OwnAndOffered(
+    _OWN, ENTRY_POINTS, lambda name: _own(name) or _loaded.get(name) or _load(offered(ENTRY_POINTS)[name].value))
 _loaded: dict[str, type[Strategy]] = {}  # from elsewhere, once named
 
 

@@ -5,15 +5,37 @@ Names come from the packages' metadata; what is behind a name is imported when i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowspec_edge.errors import UsageError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
+
+
+class OwnAndOffered(Mapping[str, T]):
+    """What this package has, by name, then what entry points offer; each is loaded when it is looked up."""
+
+    def __init__(self, own: Collection[str], group: str, load: Callable[[str], T]) -> None:
+        """``own``: names of this package's; ``load``: called at every look-up; KeyError for an unknown name."""
+        self._own, self._group, self._load = own, group, load
+
+    def __getitem__(self, name: str) -> T:
+        return self._load(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._own or name in offered(self._group)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys([*self._own, *offered(self._group)]))
+
+    def __len__(self) -> int:
+        return len({*self._own, *offered(self._group)})
 
 
 @cache

@@ -66,7 +66,7 @@ class Subject:
     address     the board's IPv4 address, as seen from this machine; ``interface``: the cluster file's
     wrong       why other boards cannot use the address (``addresses.address_problem``)
     absent      a directory that was named as storage, and is none
-    shaping     why links cannot be shaped: "" if they can, None if nobody asked
+    shaping     why the board cannot shape its link; "" if it can; None if the doctor did not try it there
     """
 
     facts: BoardFacts

@@ -54,7 +54,7 @@ class ComputeDevice:
     memory        of the system, bytes by the names of /proc/meminfo
     available     bytes that the device can give at most; None for a CPU
     environment   of this process
-    libraries     None if nobody asked
+    libraries     what the release has installed; None in `doctor --gpu`, which does not look at it
     results       by name, of the computations that the chosen checks ask for
     """
 

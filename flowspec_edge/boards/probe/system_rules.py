@@ -258,7 +258,7 @@ def link(rate: LinkRate) -> Finding:
 def shaping(why: str | None) -> Iterator[Finding]:
     """Whether `flowspec sweep bandwidth --cluster` can throttle the board's link; ok in any case.
 
-    why  it cannot; "" if it can, None if nobody asked
+    why  the board cannot shape its link; "" if it can; None if the doctor did not try it there: no finding
     """
     if why:
         yield Finding("link shaping", "ok",

@@ -214,4 +214,4 @@ def _cost(name: str, kind: str, steps: int | None) -> TrainingCost:
 
 
 def _short(name: str) -> str:
-    return name.rstrip("/").rpartition("/")[2]
+    return name.rstrip("/").rpartition("/")[2].removesuffix(".gguf")

@@ -42,11 +42,8 @@ from flowspec_edge.lab.training.target import (
 from flowspec_edge.lab.training.text_files import (
     bind,
     check_place,
-    claim_part,
-    claim_work,
-    is_finished,
+    claim,
     make_part,
-    work_beside,
 )
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.shard import split_layers
@@ -212,12 +209,9 @@ def train_spd(model: OpenModel, out: Path | None = None, work: Path | None = Non
         check_place(model.path)
     out = out or model.path / KIND.directory
     eos = check_target(model)
-    if is_finished(out):
-        console.print(f"{out} is there already; delete it to have it made again", markup=False)
+    work = claim(console, out, work)
+    if work is None:
         return
-    claim_part(out)
-    work = work or work_beside(out)
-    claim_work(work)
     bind(work / "spd.json", {"recipe": asdict(recipe), "target": fingerprint(model)},
          "another model or recipe")
     corpus = prepare_for(work, load_fast_tokenizer(model), eos, _SEED, QUICK_CHARACTERS if quick else None)

@@ -250,6 +250,21 @@ def is_finished(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
+def claim(console: Console, out: Path, work: Path | None) -> Path | None:
+    """Claim the directories of a result and of its checkpoints; return the latter, by default beside the result.
+
+    None, after a line that says so, if the result is there already.  Errors as for :func:`claim_part` and
+    :func:`claim_work`.
+    """
+    if is_finished(out):
+        console.print(f"{out} is there already; delete it to have it made again", markup=False)
+        return None
+    claim_part(out)
+    work = work or work_beside(out)
+    claim_work(work)
+    return work
+
+
 def claim_part(path: Path) -> None:
     """UsageError, before hours of work, if ``make_part`` cannot write ``path``."""
     check_outside(path, "--out")

@@ -29,14 +29,11 @@ from flowspec_edge.lab.training.text_files import (
     TrainingText,
     bind,
     check_place,
-    claim_part,
-    claim_work,
+    claim,
     data_files,
     digest,
-    is_finished,
     make_part,
     prepare_files,
-    work_beside,
 )
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, trained_kinds
 from flowspec_edge.model.opened import OpenModel
@@ -79,12 +76,9 @@ def train_head_part(model: OpenModel, kind: str, options: HeadOptions, date: str
     recipe = recipe_for(kind, options)
     start = _start(model, kind, options.start, out)
     files = data_files(options.data)
-    if is_finished(out):
-        console.print(f"{out} is there already; delete it to have it made again", markup=False)
+    work = claim(console, out, work)
+    if work is None:
         return
-    claim_part(out)
-    work = work or work_beside(out)
-    claim_work(work)
     bound, others = work / f"{kind}.json", "another model, recipe or data"
     wanted = {"recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
               "data": digest(files) if files else "python"}

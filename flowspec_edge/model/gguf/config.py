@@ -83,6 +83,10 @@ def config_of(fields: Fields, names: Collection[str], vocabulary: int, rope_fact
     head = fields.number("attention.key_length", rotated)
     if rotated != head or fields.number("attention.value_length", head) != head:
         raise UsageError(f"{fields.path}: heads of {head} values of which {rotated} are rotated cannot be computed")
+    positions, window = fields.number("context_length"), fields.number("attention.sliding_window", 0)
+    if 0 < window < positions:
+        raise UsageError(f"{fields.path}: layers that see a window of {window} rows cannot be read from a GGUF file: "
+                         "take the checkpoint of which it was made")
     config: dict[str, Any] = {
         "model_type": family.name, "hidden_size": width, "head_dim": head, "num_attention_heads": heads,
         "num_key_value_heads": fields.number("attention.head_count_kv", heads),
@@ -90,7 +94,7 @@ def config_of(fields: Fields, names: Collection[str], vocabulary: int, rope_fact
         "intermediate_size": fields.number("feed_forward_length"),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
         "rope_theta": float(fields.number("rope.freq_base", 10_000.0)),
-        "max_position_embeddings": fields.number("context_length"),
+        "max_position_embeddings": positions,
         "vocab_size": vocabulary, "tie_word_embeddings": "output.weight" not in names, "hidden_act": "silu",
     }
     if "blk.0.attn_q.bias" in names:

@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.draft_kinds import stored_kinds
 from flowspec_edge.model.gguf.config import ROPE_FACTORS, Fields, config_of
 from flowspec_edge.model.gguf.files import model_name, parts_of
 from flowspec_edge.model.gguf.header import GgufHeader, GgufTensor, read_header
 from flowspec_edge.model.gguf.names import places
+from flowspec_edge.model.weights.gguf_types import can_be_read
 from flowspec_edge.model.weights.located import GGUF_TABLE
 
 _VERSION = 1  # of what is written; another one is written anew
@@ -100,12 +101,17 @@ def _check(path: Path, tensor: GgufTensor) -> None:
     if len(tensor.shape) == 1 and tensor.type.values > 1:
         raise FlowspecError(f"{path}: tensor {tensor.name}, a vector, is stored in blocks ({tensor.type.name}), which "
                             "no converter does: copy the file again")
+    if not can_be_read(tensor.type):
+        raise UsageError(f"{path}: tensor {tensor.name} is stored as {tensor.type.name}, which the package gguf cannot "
+                         "dequantise: take a file of another type, such as Q4_K_M or Q8_0")
 
 
 def _rope_factors(headers: Sequence[GgufHeader]) -> Any:
     for header in headers:
         for tensor in header.tensors:
-            if tensor.name == ROPE_FACTORS and tensor.type.name == "F32":
+            if tensor.name == ROPE_FACTORS:
+                if tensor.type.name != "F32":
+                    raise UsageError(f"{header.path}: tensor {tensor.name} is stored as {tensor.type.name}, not F32")
                 with header.path.open("rb") as file:
                     file.seek(tensor.at)
                     return np.frombuffer(file.read(tensor.nbytes), "<f4")

@@ -1,7 +1,7 @@
 """Tensors of GGUF files: read by rows, dequantised, or as the blocks that they are stored in.
 
-A table names them as checkpoints do, and says where each is; ``model.gguf.home`` writes it.  Reading needs the package
-gguf for types of blocks that are neither floats nor repacked.
+A table names them as checkpoints do, and says where each is; ``model.gguf.home`` writes it, for files whose types can
+all be read.  Reading needs the package gguf for types that are neither floats nor repacked.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flowspec_edge.errors import FlowspecError, first_line
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.weights.gguf_types import BlockType, library
 from flowspec_edge.util.bounded_read import UncachedFile, read_json_object
 from flowspec_edge.util.weight_file import TensorInfo, WeightFile
 
-_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class GgufFile(WeightFile):
@@ -57,11 +57,7 @@ class GgufFile(WeightFile):
         if kind in _FLOATS:
             return blocks.view(_FLOATS[kind]).view(shape)
         gguf = library()
-        try:
-            values = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
-        except (NotImplementedError, KeyError) as error:
-            raise FlowspecError(f"{self._files[0].path}: tensor {name} is stored as {kind}, which the package gguf "
-                                f"cannot dequantise ({first_line(error)})") from error
+        values = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
 
     def blocks(self, name: str, lo: int, hi: int) -> Tensor:

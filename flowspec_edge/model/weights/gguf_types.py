@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from flowspec_edge.errors import UsageError
 
 
@@ -25,3 +27,13 @@ def library() -> Any:
     except ImportError as error:
         raise UsageError("a GGUF file needs the package gguf, which cannot be imported here: in flowspec's clone, "
                          "pip install '.[gguf]'") from error
+
+
+def can_be_read(kind: BlockType) -> bool:
+    """Return whether values of this type can be had: the package knows types of blocks that it does not dequantise."""
+    gguf = library()
+    try:  # the package has no other way to ask
+        gguf.quants.dequantize(np.zeros((1, kind.size), np.uint8), gguf.GGMLQuantizationType[kind.name])
+    except NotImplementedError:
+        return False
+    return True

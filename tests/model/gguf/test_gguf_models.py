@@ -187,6 +187,7 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("fields", "says"), [
     ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 4.0}, "positions scaled by 'longrope'"),
+    ({"llama.attention.sliding_window": 64}, "layers that see a window of 64 rows"),
     ({"llama.attention.key_length": 32}, "heads of 32 values of which 16 are rotated"),
     ({"tokenizer.ggml.eot_token_id": -1}, None),
     ({"llama.expert_count": 4}, r"does not state llama\.expert_used_count"),
@@ -228,6 +229,9 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no embeddings": (lambda data: data.replace(b"token_embd", b"token_embx"), "has no tensor token_embd.weight"),
     "another tensor": (lambda data: data.replace(b"blk.1.ffn_up.", b"blk.1.ffn_ux."),
                        r"has no tensor model\.layers\.1\.mlp\.up_proj\.weight"),
+    "a type without values": (lambda data: data.replace(  # the norm as integers
+        b"output_norm.weight\x01\0\0\0\x40\0\0\0\0\0\0\0\0\0\0\0",
+        b"output_norm.weight\x01\0\0\0\x40\0\0\0\0\0\0\0\x18\0\0\0"), "stored as I8, which the package gguf cannot"),
     "another family": (lambda data: data.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0bloom"), "'bloom'"),
 }
 
