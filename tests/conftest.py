@@ -16,6 +16,8 @@ from kits.processor_seconds import OPTION, ProcessorSeconds
 # The models are tiny: a second thread costs more than it computes, on a loaded machine a hundred times more.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+# A model that a developer has fetched would change the default of some commands.
+os.environ["FLOWSPEC_MODELS"] = str(Path(tempfile.gettempdir()) / "flowspec-tests-without-models")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 

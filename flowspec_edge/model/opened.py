@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from flowspec_edge.model.weights.files import WeightFiles
 
 DEMO = "demo"
+ANSWERING = "smollm2-135m"  # of the catalogue: small enough for one machine, and it answers questions
 _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
 
@@ -276,16 +277,19 @@ def model_path(name_or_path: str) -> Path | None:
     """
     if name_or_path in shipped_models():
         return resource_dir("models") / name_or_path
-    if (file := gguf_in(Path(name_or_path))) is not None:
+    path, name = Path(name_or_path), None
+    if not path.exists():
+        from flowspec_edge.model.catalogue import fetched_dir, find_known, is_fetched  # pydantic takes a while
+
+        known = find_known(name_or_path)
+        if known is None or not is_fetched(known[0]):
+            return None
+        name, path = known[0], fetched_dir(known[0])
+    if (file := gguf_in(path)) is not None:
         from flowspec_edge.model.gguf.home import home_of  # numpy takes a while
 
-        return home_of(file)
-    if Path(name_or_path).is_dir():
-        return Path(name_or_path)
-    from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known  # pydantic takes a while
-
-    known = find_known(name_or_path)
-    return fetched_dir(known[0]) if known and (fetched_dir(known[0]) / FETCHED).is_file() else None
+        return home_of(file, name)
+    return path if path.is_dir() else None
 
 
 def require_name(name_or_path: str) -> None:
@@ -302,6 +306,11 @@ def require_name(name_or_path: str) -> None:
 
 def is_here(name_or_path: str) -> bool:
     return model_path(name_or_path) is not None
+
+
+def answering_model() -> str:
+    """Return the name of the model to talk to by default: the one that was made for it, if it is on this machine."""
+    return ANSWERING if is_here(ANSWERING) else DEMO
 
 
 def _absence(name: str) -> str:

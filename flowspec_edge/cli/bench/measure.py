@@ -19,6 +19,7 @@ from flowspec_edge.cli.common.clusters import ClockSettings, choose_clock
 from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of, weights_of
 from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.cli.common.workload import (
+    chat_questions,
     demo_prompts,
     near_tie_judge,
     plain_decoding,
@@ -32,6 +33,7 @@ from flowspec_edge.lab.bench.axes import Axis, Value
 from flowspec_edge.lab.bench.results import BenchReport, Links, Results, Sweep, load_report, load_sweep
 from flowspec_edge.lab.bench.runner import BenchPlan, Plans, Workload, measure_points, steps
 from flowspec_edge.lab.bench.tasks import Task, load_tasks
+from flowspec_edge.model.chat import require_template
 from flowspec_edge.model.opened import DEMO, OpenModel, resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.settings import Sampling
@@ -200,20 +202,23 @@ def _resume(options: BenchOptions, load: Callable[[Path], _Results], new: _Resul
 def tasks_of(options: BenchOptions) -> list[Task]:
     if options.prompts:
         return load_tasks(options.prompts, options.by_category, options.limit)
-    tasks = load_tasks([demo_prompts()], options.by_category, options.limit)
-    return tasks if options.by_category else [Task(DEMO, tasks[0].prompts)]
+    tasks = load_tasks([chat_questions() if options.chat else demo_prompts()], options.by_category, options.limit)
+    return tasks if options.by_category else [Task("questions" if options.chat else DEMO, tasks[0].prompts)]
 
 
 def workloads_for(options: BenchOptions, tasks: Sequence[Task], model: OpenModel, sampling: Sampling,
                   params: Params) -> list[Workload]:
     """UsageError for a prompt that does not fit."""
     tokenizer = Tokenizer(model)
+    if options.chat:
+        require_template(model, None)
     found = []
     for task in tasks:
         try:
             found.append(Workload(task.name, requests_for(
                 tokenizer, model, task.prompts, options.max_new_tokens, sampling, params, options.truncate,
-                "lower --max-new-tokens, or take the end of long prompts with --truncate N")))
+                "lower --max-new-tokens, or take the end of long prompts with --truncate N",
+                chat=options.chat)))
         except UsageError as error:
             raise UsageError(f"task {task.name}: {error}") from error
     return found
@@ -224,7 +229,7 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], model: OpenModel,
     """Everything that a row depends on, except the machine."""
     from flowspec_edge.lab.bench.host_info import commit, versions
 
-    shared = {"clients": options.clients, "arrival_rate": options.arrival_rate}
+    shared = {"clients": options.clients, "arrival_rate": options.arrival_rate, "chat": options.chat or None}
     drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
     return {
         "model": model.name,

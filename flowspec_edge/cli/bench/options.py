@@ -75,6 +75,9 @@ class BenchOptions:
         "--by-category", help="Each category of the files is a task; MT-bench's eight are one, as in "
                               "Spec-Bench.",
         hidden=True, rich_help_panel=PROMPTS)] = False
+    chat: Annotated[bool, typer.Option(
+        "--chat", help="The prompts are questions: apply the model's chat template.  Default of --prompts: 24 "
+                       "questions of six kinds that come with smollm2-135m.", rich_help_panel=PROMPTS)] = False
     limit: Annotated[int | None, typer.Option(
         "--limit", min=1, max=MOST_REPEATS, help="Only a task's first N prompts.", metavar="N",
         rich_help_panel=PROMPTS)] = None
@@ -150,6 +153,8 @@ class BenchOptions:
                              "take the cores from one another")
 
     def __post_init__(self) -> None:
+        if self.chat and self.truncate is not None:
+            raise UsageError("give --chat or --truncate, not both: the template's beginning would be cut off")
         if self.resume and self.out is None:
             raise UsageError("--resume needs --json OUT: the file to resume")
         if self.clients is not None and self.arrival_rate is not None:

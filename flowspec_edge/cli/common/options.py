@@ -64,6 +64,9 @@ ModelOption = Annotated[str, typer.Option(
     "--model", metavar="NAME|DIR", rich_help_panel=MODEL,
     help="A name of flowspec models list, a GGUF file, or a directory: a Hugging Face checkpoint, one with target/ "
          "and eagle2/, or a sharded model.")]
+AnsweringModelOption = Annotated[str | None, typer.Option(
+    "--model", metavar="NAME|DIR", rich_help_panel=MODEL, show_default=False,
+    help="As for flowspec generate.  [default: smollm2-135m if it is on this machine, else demo]")]
 StagesOption = Annotated[int, typer.Option(
     "--stages", help="Verification devices V1…VN.  [default: 4, or those of a sharded model or of a testbed]",
     show_default=False, callback=_at_least_one, metavar="N",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flowspec_edge.cli.common.options import Clock, DtypeChoice, dtype_of
 from flowspec_edge.cli.common.progress import progress as progress
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.opened import DEMO, OpenModel
+from flowspec_edge.model.opened import ANSWERING, DEMO, OpenModel
 from flowspec_edge.util.resources import resource_dir
 
 if TYPE_CHECKING:
@@ -30,20 +30,29 @@ def demo_prompts() -> Path:
     return resource_dir("models") / DEMO / "prompts.jsonl"
 
 
+def chat_questions() -> Path:
+    """Questions of six kinds, in turn, for a model that answers."""
+    return resource_dir("models") / ANSWERING / "prompts.jsonl"
+
+
 def requests_for(tokenizer: Tokenizer, model: OpenModel, prompts: Sequence[Prompt], max_new_tokens: int,
                  sampling: Sampling, params: Params, truncate: int | None = None,
-                 advice: str = "lower --max-new-tokens") -> list[Request]:
-    """One request per prompt, of its last ``truncate`` tokens; UsageError for a prompt that does not fit."""
-    from flowspec_edge.d0.request import Request
+                 advice: str = "lower --max-new-tokens", chat: bool = False) -> list[Request]:
+    """One request per prompt, of its last ``truncate`` tokens; UsageError for a prompt that does not fit.
 
-    requests = []
+    ``chat``: prompts are questions, and go through the model's chat template.
+    """
+    from flowspec_edge.d0.request import Request
+    from flowspec_edge.model.chat import Message
+
+    requests, stops = [], model.stop_ids | (tokenizer.chat_stop_ids if chat else frozenset())
     for prompt in prompts:
-        ids = tokenizer.encode(prompt.text)
+        ids = tokenizer.chat([Message("user", prompt.text)]) if chat else tokenizer.encode(prompt.text)
         ids = ids[-truncate:] if truncate else ids
         name = f"prompt {prompt.id}" if prompt.id else "the prompt"
         require_fitting(len(ids), model, max_new_tokens, name, advice)
         requests.append(Request(ids, max_new_tokens=max_new_tokens, sampling=sampling, params=params,
-                                stop_ids=model.stop_ids))
+                                stop_ids=stops))
     return requests
 
 

@@ -18,13 +18,13 @@ from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
     OUTPUT,
     PROMPTS,
+    AnsweringModelOption,
     ChatTemplateOption,
     DeviceOption,
     DtypeOption,
     EmulateOption,
     FormerTokensOption,
     MaxNewTokensOption,
-    ModelOption,
     StagesOption,
     StrategyOption,
     TemplateKwargsOption,
@@ -38,7 +38,7 @@ from flowspec_edge.cli.generate.command import explicit_options
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import Rendering, require_template
-from flowspec_edge.model.opened import DEMO, choose_sampling, resolve_model
+from flowspec_edge.model.opened import DEMO, answering_model, choose_sampling, resolve_model
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
@@ -66,7 +66,7 @@ Text between lines of \"\"\" is one message; Ctrl-C stops an answer, Ctrl-D ends
 @with_dataclasses(sampling=Sampling, params=Params, strategies=of_strategy)
 def chat(
     context: typer.Context,
-    model: ModelOption = DEMO,
+    model: AnsweringModelOption = None,
     system: Annotated[str | None, typer.Option(
         "--system", help="The system's message.", metavar="TEXT", show_default=False,
         rich_help_panel=PROMPTS)] = None,
@@ -98,6 +98,7 @@ def chat(
       echo "What is a pipeline?" | flowspec chat --model vicuna-7b-v1.5
     """
     require_strategy(strategy)
+    model = model or answering_model()
     found = resolve_model(model)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
     stages = stages_of(found, stages, clock_settings.profile)

