@@ -33,7 +33,6 @@ from flowspec_edge.lab.bench.axes import Axis, Value
 from flowspec_edge.lab.bench.results import BenchReport, Links, Results, Sweep, load_report, load_sweep
 from flowspec_edge.lab.bench.runner import BenchPlan, Plans, Workload, measure_points, steps
 from flowspec_edge.lab.bench.tasks import Task, load_tasks
-from flowspec_edge.model.chat import require_template
 from flowspec_edge.model.opened import DEMO, OpenModel, resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.settings import Sampling
@@ -210,8 +209,8 @@ def workloads_for(options: BenchOptions, tasks: Sequence[Task], model: OpenModel
                   params: Params) -> list[Workload]:
     """UsageError for a prompt that does not fit."""
     tokenizer = Tokenizer(model)
-    if options.chat:
-        require_template(model, None)
+    if options.chat and not tokenizer.chats:
+        raise UsageError(f"{model.path} has no chat template: leave --chat out, or take a model that has one")
     found = []
     for task in tasks:
         try:

@@ -13,10 +13,13 @@ from typing import Any
 
 import pytest
 from kits.rail_files import board, once_measured
+from kits.tiny_model_dir import tiny_model_dir
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.cli.bench.options import parse_strategies
 from flowspec_edge.cli.main import main
 from flowspec_edge.device_profile import load_profile
+from flowspec_edge.lab.bench.samples import answer_digest
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PROMPTS = [
@@ -276,3 +279,26 @@ def test_an_interrupted_run_keeps_what_it_has(model: Path, prompts: Path, tmp_pa
     assert report["rows"][0]["strategy"] == "autoregressive"
     assert len(report["rows"]) < 4
     assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
+
+
+def test_questions_go_through_the_chat_template(tmp_path: Path, prompts: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    model = tiny_model_dir(tmp_path / "model", layers=2, hidden=32)
+    chosen = ("--strategies", "flowspec_plus", "--chat")
+    assert main(["bench", "run", "--model", str(model), *chosen]) == 2
+    assert "has no chat template: leave --chat out" in capsys.readouterr().err
+    (model / "target" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>")
+    report = bench(model, prompts, tmp_path / "a.json", *chosen)
+    assert report["settings"]["chat"] is True
+    tokenizer = AutoTokenizer.from_pretrained(model / "target")
+    target = AutoModelForCausalLM.from_pretrained(model / "target")
+    answers = []
+    for asked in ("import os\n", "def f(x):"):
+        ids = tokenizer.apply_chat_template([{"role": "user", "content": asked}], add_generation_prompt=True,
+                                            return_tensors="pt", return_dict=True)
+        new = target.generate(**ids, max_new_tokens=10, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
+        answers.append(answer_digest(new, "length"))
+    assert [sample["answer"] for sample in report["samples"]] == answers
+    assert main(["bench", "run", "--model", str(model), *chosen, "--truncate", "9"]) == 2
+    assert "give --chat or --truncate, not both" in capsys.readouterr().err
