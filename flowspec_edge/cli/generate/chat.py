@@ -33,6 +33,7 @@ from flowspec_edge.cli.common.options import (
     stages_of,
     template_values,
 )
+from flowspec_edge.cli.common.plain_speed import PLAIN, shared_processors, sharing_note
 from flowspec_edge.cli.common.workload import require_runnable, with_a_draft
 from flowspec_edge.cli.generate.command import explicit_options
 from flowspec_edge.drivers.processes.spec import ClusterSpec
@@ -42,6 +43,7 @@ from flowspec_edge.model.opened import DEMO, answering_model, choose_sampling, r
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
+from flowspec_edge.util.threads import share_of_cores
 
 if TYPE_CHECKING:
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
@@ -94,26 +96,28 @@ def chat(
       flowspec chat
       flowspec chat --model vicuna-7b-v1.5
       flowspec chat --model ./llama-shards --temperature 0.7 --system "Answer in one sentence."
-      flowspec chat --chat-template vicuna --live
+      flowspec chat --emulate paper-7b --live
       echo "What is a pipeline?" | flowspec chat --model vicuna-7b-v1.5
     """
     require_strategy(strategy)
     model = model or answering_model()
     found = resolve_model(model)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
-    stages = stages_of(found, stages, clock_settings.profile)
+    alone = not (clock_settings.emulated or found.sharded or stages)  # one stage has the whole model
+    stages = stages_of(found, 1 if alone else stages, clock_settings.profile)
     if demonstration := chat_template is None and model == DEMO:
         chat_template = _DEMO_TEMPLATE
     require_template(found, chat_template)
     rendering = Rendering(template_values(chat_template_kwargs))
+    device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages))
+    if plainly := alone and device == "cpu" and not explicit_options(context, ["strategy", "draft"]):
+        strategy = PLAIN
     chosen = strategy_class(strategy)
     params = with_a_draft(chosen.name, found, params)
     require_runnable([chosen.name], found, params, "wall", stages)
-    device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages))
     explicit = explicit_options(context, asdict(sampling))
     sampling, _ = choose_sampling(sampling, explicit, found)
 
-    from flowspec_edge.cli.common.plain_speed import shared_processors, sharing_note
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
     from flowspec_edge.d0.capacity import cache_rows
     from flowspec_edge.drivers.processes.clusters import open_cluster
@@ -122,7 +126,9 @@ def chat(
 
     tokenizer = Tokenizer(found, chat_template)
     conversation = Conversation(tokenizer, found, answer_tokens or max_new_tokens, system, rendering)
-    spec = ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, at_once=1,
+    # D0 waits while the only stage computes, and the other way round: both may use all processors.
+    threads = share_of_cores(1, found.size) if plainly else None
+    spec = ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, at_once=1, threads=threads,
                        cache_rows=cache_rows(found.max_positions, 1, params, stages), rejoin_within=_REJOIN_S)
     with (ChatScreen() as screen,
           open_cluster(spec, local_processes(stages, device, clock_settings.profile)) as cluster,
@@ -134,6 +140,9 @@ def chat(
         if demonstration:
             screen.note('this model continues Python, such as "def fibonacci(n):", and was not trained to '
                         "chat; give one that was as --model (flowspec models list)")
+        if plainly:
+            screen.note("plain decoding, since D0 and the stage share the processors, where every drafted row takes "
+                        f"time: --strategy {DEFAULT_STRATEGY} drafts")
         if shared := shared_processors(clock_settings, chosen.name, stages, device):
             screen.note(sharing_note(shared))
         chatting.start()

@@ -47,7 +47,8 @@ def list_models(
     shown: list[tuple[str, ...]] = [("name", "here", "target", "draft models")]
     shown += [(name, "yes", _describe(model), _drafts(model)) for name, model in shipped.items()]
     shown += [(name, "yes" if is_here(name) else "-", model.target,
-               ", ".join(f"{kind}: {head}" for kind, head in model.heads.items()))
+               ", ".join([*(f"{kind}: comes with flowspec" for kind in _shipped(name)),
+                          *(f"{kind}: {head}" for kind, head in model.heads.items())]))
               for name, model in known.items()]
     print_columns(shown)
 

@@ -97,6 +97,19 @@ def test_an_exchange_is_taken_back_and_a_chat_begun_anew(
     assert "there is no /nonsense" in err
 
 
+@pytest.mark.parametrize(("chosen", "strategy"), [((), "autoregressive"), (("--strategy", "pipedec"), "pipedec")])
+def test_on_one_machine_one_stage_decodes_plainly_unless_told(
+        model: Path, told: Told, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+        chosen: tuple[str, ...], strategy: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+    assert main(["chat", "--model", str(model), "--chat-template", "vicuna", "--device", "cpu", "--answer-tokens",
+                 str(ANSWER), *chosen]) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{told.answer('one')}\n"
+    assert f"{strategy}, 1 stages" in err
+    assert ("plain decoding, since" in err) == (strategy == "autoregressive")
+
+
 def test_without_a_seed_each_answer_has_its_own(model: Path, monkeypatch: pytest.MonkeyPatch,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     assert chat(model, monkeypatch, "one\n/retry\n/retry\n", "--temperature", "1") == 0
