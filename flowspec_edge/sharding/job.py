@@ -124,7 +124,7 @@ def _quantise(source: SourceModel, name: str, how: Scheme | None, prefix: str, t
 
 
 def _convert(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
-    """A matrix of the source that is in 4 bits already."""
+    """A matrix of the source that is in 4 bits already, or a GGUF file's in other blocks."""
     source = plan.source
     assert source.imported is not None
     try:
@@ -163,7 +163,8 @@ def _manifest(plan: ShardingPlan, done: dict[str, PartFile]) -> Manifest:
     source, recipe = plan.source, plan.recipe
     quantisation, head = None, None
     if recipe.kind is not None:
-        quantisation = Quantisation(kind=recipe.kind, group=recipe.group, kept=plan.kept)
+        quantisation = Quantisation(kind=recipe.kind, group=recipe.group, kept=plan.kept,
+                                    int8=plan.int8)
     if recipe.lm_head is not None:
         head = HeadQuantisation(kind=cast(Any, recipe.lm_head.kind), group=DEFAULT_GROUP)
     return Manifest(

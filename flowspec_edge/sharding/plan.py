@@ -50,7 +50,8 @@ class Recipe:
 
     compute  dtype of computation on the devices
     plain    dtype of everything that is not quantised
-    scheme   of the decoder layers' matrices; None if they stay plain
+    scheme   of the decoder layers' matrices, but for those that a GGUF file has in other than 4 bits; None if they
+             stay plain
     lm_head  of lm_head, and of draft heads when they are loaded; None if they stay plain
     """
 
@@ -106,13 +107,16 @@ class PlannedPart:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """``kept``: matrices that no 4-bit group divides."""
+    """kept  matrices in 16 bits beside those in 4
+    int8  those in 8 bits, without ``.weight``
+    """
 
     source: SourceModel
     recipe: Recipe
     ranges: tuple[tuple[int, int], ...]
     parts: tuple[PlannedPart, ...]
     kept: tuple[str, ...]
+    int8: tuple[str, ...]
 
     def layout(self, file: TensorsFile) -> Layout:
         return _layout(self.source, self.recipe, file)
@@ -133,6 +137,7 @@ class ShardingPlan:
             [(path.name, path.stat().st_size) for path in source.extra_files],
             [(d.kind.name, d.fingerprint, [(path.name, path.stat().st_size) for path in d.files])
              for d in source.drafts],
+            *([self.int8] if self.int8 else []),
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -209,7 +214,9 @@ def make_plan(source: SourceModel, recipe: Recipe, ranges: Sequence[tuple[int, i
     stages = [_stage(source, recipe, i, ranges) for i in range(len(ranges))]
     kept = tuple(f"{linear.prefix}.weight" for layer in source.linears for linear in layer
                  if recipe.scheme is not None and not _is_packed(source, recipe, linear))
-    return ShardingPlan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), kept)
+    int8 = tuple(linear.prefix for layer in source.linears for linear in layer
+                 if (how := _scheme_of(source, recipe, linear)) is not None and how.kind == "int8")
+    return ShardingPlan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), kept, int8)
 
 
 def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tuple[int, int]]) -> PlannedPart:
@@ -245,7 +252,7 @@ def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tup
         home.name, (*files, *texts),
         parameters=plain_values + sum(linear.rows * linear.columns for linear in packed_all),
         weight_bytes=(plain_values - embedded) * width + sum(
-            _packed_bytes(recipe, linear) for linear in packed_all),
+            _packed_bytes(source, recipe, linear) for linear in packed_all),
         row_bytes=sum(kind.row_bytes(width) for kind in kinds), windows=windows,
         states=sum(kind.request_bytes(width) for kind in kinds if isinstance(kind, GatedDelta)))
 
@@ -283,9 +290,10 @@ def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
 def _layout(source: SourceModel, recipe: Recipe, file: TensorsFile) -> Layout:
     layout = {name: (tuple(source.tensors[name].shape), recipe.plain) for name in file.plain}
     for linear in file.packed:
-        assert recipe.scheme is not None
+        how = _scheme_of(source, recipe, linear)
+        assert how is not None
         layout.update({f"{linear.prefix}.{suffix}": stored
-                       for suffix, stored in recipe.scheme.stored(linear.rows, linear.columns).items()})
+                       for suffix, stored in how.stored(linear.rows, linear.columns).items()})
     if file.head:
         assert recipe.lm_head is not None
         stored_head = recipe.lm_head.stored(*source.tensors[file.head].shape)
@@ -294,13 +302,20 @@ def _layout(source: SourceModel, recipe: Recipe, file: TensorsFile) -> Layout:
 
 
 def _is_packed(source: SourceModel, recipe: Recipe, linear: Linear) -> bool:
-    if recipe.scheme is None:
-        return False
+    return _scheme_of(source, recipe, linear) is not None
+
+
+def _scheme_of(source: SourceModel, recipe: Recipe, linear: Linear) -> Scheme | None:
+    """How a matrix is stored; None if it stays in 16 or 32 bits."""
+    how = recipe.scheme
+    if how is None:
+        return None
     if is_imported(source, recipe):
-        return linear.prefix in source.packed
+        assert source.imported is not None
+        return source.imported.scheme_of(linear.prefix) if linear.prefix in source.packed else None
     if linear.prefix.endswith(IN_16_BITS):
-        return False
-    return recipe.scheme.fits(linear.rows, linear.columns) is not None
+        return None
+    return how if how.fits(linear.rows, linear.columns) is not None else None
 
 
 def is_imported(source: SourceModel, recipe: Recipe) -> bool:
@@ -308,6 +323,7 @@ def is_imported(source: SourceModel, recipe: Recipe) -> bool:
     return source.imported is not None and recipe.kind == "int4"
 
 
-def _packed_bytes(recipe: Recipe, linear: Linear) -> int:
-    assert recipe.scheme is not None
-    return recipe.scheme.nbytes(linear.rows, linear.columns)
+def _packed_bytes(source: SourceModel, recipe: Recipe, linear: Linear) -> int:
+    how = _scheme_of(source, recipe, linear)
+    assert how is not None
+    return how.nbytes(linear.rows, linear.columns)

@@ -23,7 +23,7 @@ from flowspec_edge.model.weights.gguf_file import GgufFile
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
-from flowspec_edge.stage.quant.gguf_blocks import GgufImporter
+from flowspec_edge.stage.quant.gguf_blocks import GgufImporter, gguf_importer
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.util.bounded_read import read_bytes
 from flowspec_edge.util.weight_file import TensorInfo
@@ -76,7 +76,8 @@ class SourceModel:
     """raw          config.json as it was read
     tensors      of all tensors stored in plain form, those of the MTP layer among them
     linears      the decoder layers' matrices, by layer
-    imported     repacks matrices that are stored in 4 bits (AWQ, GPTQ, GGUF); None if none is
+    imported     repacks matrices that are stored in 4 bits (AWQ, GPTQ, GGUF), and others of a GGUF file; None if none
+                 is in 4 bits
     packed       prefixes of these matrices
     extra_files  tokenizer files and the like
     """
@@ -142,7 +143,7 @@ def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], na
     """Check ``weights`` against ``model``'s configuration; errors as for ``open_source``."""
     config = model.parsed_config
     core = skeleton(config)
-    reads = importer(config) or (GgufImporter(weights.gguf) if weights.gguf else None)
+    reads = importer(config) or gguf_importer(weights.gguf)
     linears = [[Linear(f"model.layers.{i}.{path}", *module.weight.shape)
                 for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
                for i, layer in enumerate(core.layers)]

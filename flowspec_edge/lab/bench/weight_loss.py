@@ -62,7 +62,7 @@ def weight_losses(sharded: OpenModel, checkpoint: OpenModel, texts: Sequence[Seq
     true = _hidden(checkpoint, checkpoint.layers, dtype, texts, device, advance)
     found = _hidden(sharded, manifest.stages, dtype, texts, device, advance)
     head = load_output_head(checkpoint, dtype, device)
-    layers = manifest.quantisation.kind if manifest.quantisation else manifest.dtype
+    layers = manifest.quantisation.stored if manifest.quantisation else manifest.dtype
     losses = [_compared(f"layers {layers}", texts, (true, head), (found, head))]
     if (scheme := head_scheme_of(sharded)) is not None:
         own = load_output_head(sharded, dtype, device)
