@@ -20,6 +20,7 @@ from flowspec_edge.model.families import text_config
 from flowspec_edge.model.opened import OpenModel, is_here, resolve_model
 from flowspec_edge.model.weights.checkpoint import check_shape, missing_tensor
 from flowspec_edge.model.weights.gguf_file import GgufFile
+from flowspec_edge.model.weights.located import shown
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
@@ -159,7 +160,7 @@ def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], na
     if gone:
         prefix = gone[0].removesuffix(".weight")
         if f"{prefix}.qweight" in weights:
-            raise FlowspecError(f"{weights.directory}: {prefix} is in 4 bits: take a checkpoint that has all "
+            raise FlowspecError(f"{shown(weights.directory)}: {prefix} is in 4 bits: take a checkpoint that has all "
                                 "but the linears of decoder layers in 16 bits, routers included")
         raise missing_tensor(weights.directory, gone[0])
     spare = set(weights.names) - wanted - packed
@@ -200,7 +201,7 @@ def _check(directory: Path, tensors: dict[str, TensorInfo], core: Any) -> None:
     for name, stored in tensors.items():
         check_shape(directory, name, stored.shape, shapes[name])
         if stored.dtype not in _FLOATS:
-            raise FlowspecError(f"{directory}: tensor {name} is stored as {stored.dtype}, which cannot be "
+            raise FlowspecError(f"{shown(directory)}: tensor {name} is stored as {stored.dtype}, which cannot be "
                                 "converted: take the checkpoint in 16 bits")
 
 

@@ -64,7 +64,7 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
         for name in checkpoint.in_file_order(dict.fromkeys([*wanted, *packed])):  # with experts, thousands
             if name in packed:
                 tensor = checkpoint.tensors([name])[name]
-                check_finite(tensor, tensor.dtype, f"{checkpoint.directory}: tensor {name}")
+                check_finite(tensor, tensor.dtype, f"{checkpoint.shown}: tensor {name}")
                 packed[name].add(name, tensor)
             else:
                 value = load_tensor(checkpoint, name, wanted[name], dtype, device, name in transposed, buffer,
@@ -87,7 +87,7 @@ def load_tensor(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: tor
     check_shape(checkpoint.directory, name, checkpoint.stored([name])[name].shape, shape)
     value = _empty(shape, dtype, device, transposed) if into is None else into
     for lo, piece in checkpoint.pieces(name, buffer=buffer):
-        check_finite(piece, dtype, f"{checkpoint.directory}: tensor {name}")
+        check_finite(piece, dtype, f"{checkpoint.shown}: tensor {name}")
         (value[lo : lo + len(piece)] if shape else value).copy_(piece)
     return value
 
@@ -140,7 +140,7 @@ def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: Lay
         name = f"{prefix}.{path}"
         names = {suffix: f"{name}.{suffix}" for suffix in packed.scheme.stored(rows, packed.in_features)}
         bias = f"{name}.bias" if packed.bias is not None else None
-        matrix = _PackedMatrix(f"{checkpoint.directory}: {name}", packed, names, bias, first, rows)
+        matrix = _PackedMatrix(f"{checkpoint.shown}: {name}", packed, names, bias, first, rows)
         found.update(dict.fromkeys([*names.values(), *([bias] if bias else [])], matrix))
 
     def is_packed(path: str, linear: object) -> bool:
