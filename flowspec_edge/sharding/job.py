@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -35,6 +36,7 @@ from flowspec_edge.stage.output_head import PREFIX as HEAD_PREFIX
 from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme, slices
 from flowspec_edge.util.bounded_read import Progress, sha256_of
 from flowspec_edge.util.files import PARTIAL, sync_directory, write_atomically
+from flowspec_edge.util.threads import one_thread
 
 JOURNAL = "sharding.journal"
 
@@ -57,7 +59,9 @@ def run(plan: ShardingPlan, out: Path, progress: Progress | None = None) -> Mani
     ``progress`` gets the bytes written, including those of an earlier run.  UsageError for an unusable
     directory, FlowspecError for a full disk and for weights that cannot be read or converted.
     """
-    with Journal(out, plan.request) as journal:
+    # To repack moves bytes: a second thread costs more than it gives, beside other work seven times as much.
+    threads = one_thread() if is_imported(plan.source, plan.recipe) else nullcontext()
+    with Journal(out, plan.request) as journal, threads:
         _require_room(plan, out, journal)
         for part in plan.parts:
             for file in part.files:
