@@ -154,8 +154,7 @@ def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int 
     lm_head  None: ``default_head_bits``
     """
     recipe = _layers_recipe(source, dtype, group, compute)
-    repacked = is_imported(source, recipe) and source.weights.gguf is not None
-    bits = lm_head or default_head_bits(recipe.dtype, repacked)
+    bits = lm_head or default_head_bits(recipe.dtype)
     how = head_scheme(bits)
     rows, columns = source.tensors[tensor_names.EMBEDDING].shape
     if how is not None and how.fits(rows, columns) is None:

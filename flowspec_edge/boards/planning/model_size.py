@@ -179,7 +179,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
     repack = gguf_importer(Checkpoint(target).gguf) if target and from_weights and dtype == "int4" else None
     packed = scheme("int4", repack.group if repack else DEFAULT_GROUP) if dtype == "int4" else None
-    bits = lm_head or default_head_bits(dtype, repack is not None)
+    bits = lm_head or default_head_bits(dtype)
     quantised = head_scheme(bits)
     matrix = _matrix((vocabulary, int(config.hidden_size)), width, quantised)
     held, rows_read, draft_row = 0, 0, 0

@@ -31,7 +31,7 @@ from flowspec_edge.model.gguf.config import llama3_factors
 from flowspec_edge.model.gguf.header import read_header
 from flowspec_edge.model.opened import OpenModel, resolve_model
 from flowspec_edge.stage.quant.gguf_blocks import repacked
-from flowspec_edge.stage.quant.schemes import default_head_bits, scheme
+from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.strategies.draft_choice import require_draft, with_a_draft
 from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.strategies.tree_strategy import TreeParameters
@@ -193,10 +193,11 @@ def as_stored(made: Path, shards: Path, out: Path) -> Path:
 
 
 def test_a_file_without_4_bits_is_one_in_16(tmp_path: Path) -> None:
-    _, file = tiny_gguf("llama", tmp_path, lambda name: Kind.Q4_1 if name == "token_embd.weight" else Kind.Q8_0,
+    made, file = tiny_gguf("llama", tmp_path, lambda name: Kind.Q4_1 if name == "token_embd.weight" else Kind.Q8_0,
                         vocab=112)
     assert cut(file, tmp_path / "shards").quantisation is None
-    assert model_bytes(str(file), "int4").head_bits == default_head_bits("int4")
+    packed, anew = (model_bytes(path, "int4").layer for path in (str(file), str(made)))
+    assert packed == anew  # of a checkpoint
 
 
 def test_a_file_can_be_dequantised_or_quantised_anew(tmp_path: Path) -> None:
