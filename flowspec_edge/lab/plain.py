@@ -29,7 +29,7 @@ from flowspec_edge.stage.weights.load import (
     fast_layout,
     head_scheme_of,
     load_modules,
-    scheme_of,
+    schemes_of,
 )
 from flowspec_edge.util.tensors import no_loading_bars, parse_dtype
 from flowspec_edge.util.threads import threads_worth
@@ -107,7 +107,7 @@ def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: 
             parts["model.norm"] = core.norm
         with found.part(stage_part(index)) as part:
             checkpoint = part.checkpoint
-            read = load_modules(parts, checkpoint, torch_dtype, torch_device, scheme_of(found))
+            read = load_modules(parts, checkpoint, torch_dtype, torch_device, schemes_of(found))
         tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, read if manifest else whole)
     core.rotary_emb = type(core.rotary_emb)(config=config).to(torch_device)
     if head_scheme_of(found) is not None:

@@ -275,7 +275,7 @@ def require_template(model: OpenModel, chosen: str | None) -> None:
 
 
 def no_template(model: OpenModel) -> UsageError:
-    return UsageError(f"{model.path} has no chat template, and its name matches no built-in one; give "
+    return UsageError(f"{model.shown} has no chat template, and its name matches no built-in one; give "
                       f"--chat-template {', '.join(BUILT_IN)} or a file with a Jinja template")
 
 

@@ -23,6 +23,7 @@ ShardDtype = Literal["fp32", "bf16", "fp16", "int4", "nf4", "fp4"]
 HeadBits = Literal["16bit", "int8", "int4"]  # of lm_head and draft heads; 16bit: unchanged
 CacheBits = Literal["16bit", "int8"]  # of the stages' keys and values; 16bit: the compute dtype
 Bytes = Annotated[int, Field(ge=0)]
+Name = Annotated[str, AfterValidator(no_control_characters)]
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 # A layer with a window keeps so many rows besides it, so that a text can be cut that much shorter, and up to as
@@ -88,11 +89,18 @@ class ModelOrigin(StrictModel):
 
 
 class Quantisation(StrictModel):
-    """``kept``: matrices of decoder layers that stay in 16 bits, since no group divides them."""
+    """kept  matrices of decoder layers that stay in 16 bits: no group divides them, or a GGUF file has them so
+    int8  those in 8 bits, in the groups of an int8 lm_head; without ``.weight``
+    """
 
     kind: QuantKind
     group: Count
-    kept: tuple[Annotated[str, AfterValidator(no_control_characters)], ...] = ()
+    kept: tuple[Name, ...] = ()
+    int8: tuple[Name, ...] = ()
+
+    @property
+    def stored(self) -> str:
+        return f"{self.kind} and int8" if self.int8 else self.kind
 
 
 class HeadQuantisation(StrictModel):
@@ -174,7 +182,7 @@ class Manifest(StrictModel):
     def stored(self) -> str:
         """What is stored in which type, such as "int4, lm_head int8, KV cache int8"; what is not named is in
         the compute dtype."""
-        return ", ".join([self.quantisation.kind if self.quantisation else self.compute_dtype,
+        return ", ".join([self.quantisation.stored if self.quantisation else self.compute_dtype,
                           *([f"lm_head {self.lm_head.kind}"] if self.lm_head else []),
                           *([f"KV cache {self.kv_cache}"] if self.kv_cache != "16bit" else [])])
 

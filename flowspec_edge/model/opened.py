@@ -26,7 +26,15 @@ from flowspec_edge.model.draft_kinds import draft_kind_named, stored_kinds
 from flowspec_edge.model.families import FAMILIES, Family, family_of, text_config, with_defaults
 from flowspec_edge.model.gguf.files import SUFFIX, gguf_in
 from flowspec_edge.model.recognise import refuse_part, refuse_unless_runnable
-from flowspec_edge.model.weights.located import GGUF_TABLE, MANIFEST, WEIGHTS, locate, stored_names, warn_of_unread
+from flowspec_edge.model.weights.located import (
+    GGUF_TABLE,
+    MANIFEST,
+    WEIGHTS,
+    locate,
+    shown,
+    stored_names,
+    warn_of_unread,
+)
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.resources import resource_dir
@@ -52,6 +60,11 @@ class OpenModel:
     @property
     def name(self) -> str:
         return self.path.resolve().name
+
+    @property
+    def shown(self) -> Path:
+        """What messages call it: of a GGUF file that file, not the directory that was made of it."""
+        return shown(self.path)
 
     @property
     def sharded(self) -> bool:
@@ -232,7 +245,7 @@ def missing_own_layer(kind: DraftKind, model: OpenModel | None, family: str = ""
         having = [name for name, other in FAMILIES.items() if kind in other.draft_layers]
         return (f"draft {kind.name}: {family!r} models have no {layer} that can be run, only those of the "
                 f"types {', '.join(having)}")
-    return (f"draft {kind.name}: {model.path} has no {layer}, since its weights hold no tensors "
+    return (f"draft {kind.name}: {model.shown} has no {layer}, since its weights hold no tensors "
             f"{kind.in_target}*: take the checkpoint as it was published, and shard that again")
 
 

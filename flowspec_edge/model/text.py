@@ -27,6 +27,7 @@ from flowspec_edge.model.chat import (
 from flowspec_edge.model.grammar import GrammarCompiler
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
+from flowspec_edge.model.weights.located import shown
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 _HERE = "END_OF_THE_LAST_MESSAGE "  # replaced by nothing
@@ -48,7 +49,7 @@ class Tokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model.target, local_files_only=True,
                                                                  trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare Exceptions for a file it cannot read
-            raise UsageError(f"the tokenizer in {model.target} cannot be loaded: {first_line(error)}"
+            raise UsageError(f"the tokenizer in {shown(model.target)} cannot be loaded: {first_line(error)}"
                              ) from error
         self._model = model
         self._templates = TemplateRenderer()
@@ -189,10 +190,10 @@ class Tokenizer:
             text = _up_to_here(text, messages[-1].content) if how.continues else text
             ids = self._ids(text, how.special)
         except (UsageError, TypeError, ValueError) as error:  # surrogates are no text
-            raise UsageError(f"the chat template of {self._model.path} cannot be used for this chat: "
+            raise UsageError(f"the chat template of {self._model.shown} cannot be used for this chat: "
                              f"{first_line(error)}") from error
         if not ids:
-            raise UsageError(f"the chat template of {self._model.path} gives no tokens for this chat")
+            raise UsageError(f"the chat template of {self._model.shown} gives no tokens for this chat")
         return ids
 
 

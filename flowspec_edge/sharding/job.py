@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -27,7 +28,7 @@ from flowspec_edge.model.manifest import (
     ShardPart,
 )
 from flowspec_edge.model.opened import OpenModel
-from flowspec_edge.model.weights.located import MANIFEST
+from flowspec_edge.model.weights.located import MANIFEST, shown
 from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, TextFile, is_imported
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import TensorFile, copy_file, partial_of, writing
@@ -35,6 +36,7 @@ from flowspec_edge.stage.output_head import PREFIX as HEAD_PREFIX
 from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme, slices
 from flowspec_edge.util.bounded_read import Progress, sha256_of
 from flowspec_edge.util.files import PARTIAL, sync_directory, write_atomically
+from flowspec_edge.util.threads import one_thread
 
 JOURNAL = "sharding.journal"
 
@@ -57,7 +59,9 @@ def run(plan: ShardingPlan, out: Path, progress: Progress | None = None) -> Mani
     ``progress`` gets the bytes written, including those of an earlier run.  UsageError for an unusable
     directory, FlowspecError for a full disk and for weights that cannot be read or converted.
     """
-    with Journal(out, plan.request) as journal:
+    # To repack moves bytes: a second thread costs more than it gives, beside other work seven times as much.
+    threads = one_thread() if is_imported(plan.source, plan.recipe) else nullcontext()
+    with Journal(out, plan.request) as journal, threads:
         _require_room(plan, out, journal)
         for part in plan.parts:
             for file in part.files:
@@ -118,13 +122,13 @@ def _quantise(source: SourceModel, name: str, how: Scheme | None, prefix: str, t
         try:
             stored = how.quantise(_computable(piece))
         except FlowspecError as error:
-            raise FlowspecError(f"{source.weights.directory}: tensor {name}: {error}") from error
+            raise FlowspecError(f"{shown(source.weights.directory)}: tensor {name}: {error}") from error
         for suffix, tensor in stored.items():
             target.write(f"{prefix}.{suffix}", tensor)
 
 
 def _convert(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
-    """A matrix of the source that is in 4 bits already."""
+    """A matrix of the source that is in 4 bits already, or a GGUF file's in other blocks."""
     source = plan.source
     assert source.imported is not None
     try:
@@ -132,7 +136,7 @@ def _convert(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
             for suffix, tensor in stored.items():
                 target.write(f"{linear.prefix}.{suffix}", tensor)
     except FlowspecError as error:
-        raise type(error)(f"{source.weights.directory}: {linear.prefix}: {error}") from error
+        raise type(error)(f"{shown(source.weights.directory)}: {linear.prefix}: {error}") from error
 
 
 def _computable(piece: Tensor) -> Tensor:
@@ -163,7 +167,8 @@ def _manifest(plan: ShardingPlan, done: dict[str, PartFile]) -> Manifest:
     source, recipe = plan.source, plan.recipe
     quantisation, head = None, None
     if recipe.kind is not None:
-        quantisation = Quantisation(kind=recipe.kind, group=recipe.group, kept=plan.kept)
+        quantisation = Quantisation(kind=recipe.kind, group=recipe.group, kept=plan.kept,
+                                    int8=plan.int8)
     if recipe.lm_head is not None:
         head = HeadQuantisation(kind=cast(Any, recipe.lm_head.kind), group=DEFAULT_GROUP)
     return Manifest(

@@ -24,7 +24,7 @@ from flowspec_edge.model.manifest import (
     ShardDtype,
     stage_part,
 )
-from flowspec_edge.model.weights.located import INDEX, SAFE
+from flowspec_edge.model.weights.located import INDEX, SAFE, shown
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import Layout, file_size
 from flowspec_edge.stage.layers.kinds import layer_kinds
@@ -50,7 +50,8 @@ class Recipe:
 
     compute  dtype of computation on the devices
     plain    dtype of everything that is not quantised
-    scheme   of the decoder layers' matrices; None if they stay plain
+    scheme   of the decoder layers' matrices, but for those that a GGUF file has in other than 4 bits; None if they
+             stay plain
     lm_head  of lm_head, and of draft heads when they are loaded; None if they stay plain
     """
 
@@ -106,13 +107,16 @@ class PlannedPart:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """``kept``: matrices that no 4-bit group divides."""
+    """kept  matrices in 16 bits beside those in 4
+    int8  those in 8 bits, without ``.weight``
+    """
 
     source: SourceModel
     recipe: Recipe
     ranges: tuple[tuple[int, int], ...]
     parts: tuple[PlannedPart, ...]
     kept: tuple[str, ...]
+    int8: tuple[str, ...]
 
     def layout(self, file: TensorsFile) -> Layout:
         return _layout(self.source, self.recipe, file)
@@ -133,6 +137,7 @@ class ShardingPlan:
             [(path.name, path.stat().st_size) for path in source.extra_files],
             [(d.kind.name, d.fingerprint, [(path.name, path.stat().st_size) for path in d.files])
              for d in source.drafts],
+            *([self.int8] if self.int8 else []),
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -149,8 +154,7 @@ def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int 
     lm_head  None: ``default_head_bits``
     """
     recipe = _layers_recipe(source, dtype, group, compute)
-    repacked = is_imported(source, recipe) and source.weights.gguf is not None
-    bits = lm_head or default_head_bits(recipe.dtype, repacked)
+    bits = lm_head or default_head_bits(recipe.dtype)
     how = head_scheme(bits)
     rows, columns = source.tensors[tensor_names.EMBEDDING].shape
     if how is not None and how.fits(rows, columns) is None:
@@ -167,7 +171,7 @@ def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | N
     read = source.imported
     if read is not None and (read.only_int4 or dtype in (None, "int4")):
         if dtype not in (None, "int4") or group not in (None, read.group):
-            raise UsageError(f"{source.weights.directory} is quantised already, in groups of {read.group}: "
+            raise UsageError(f"{shown(source.weights.directory)} is quantised already, in groups of {read.group}: "
                              "it can only become int4 with these; for another kind take it in 16 bits")
         dtype, group = "int4", read.group
     if dtype is None:
@@ -209,7 +213,9 @@ def make_plan(source: SourceModel, recipe: Recipe, ranges: Sequence[tuple[int, i
     stages = [_stage(source, recipe, i, ranges) for i in range(len(ranges))]
     kept = tuple(f"{linear.prefix}.weight" for layer in source.linears for linear in layer
                  if recipe.scheme is not None and not _is_packed(source, recipe, linear))
-    return ShardingPlan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), kept)
+    int8 = tuple(linear.prefix for layer in source.linears for linear in layer
+                 if (how := _scheme_of(source, recipe, linear)) is not None and how.kind == "int8")
+    return ShardingPlan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), kept, int8)
 
 
 def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tuple[int, int]]) -> PlannedPart:
@@ -245,7 +251,7 @@ def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tup
         home.name, (*files, *texts),
         parameters=plain_values + sum(linear.rows * linear.columns for linear in packed_all),
         weight_bytes=(plain_values - embedded) * width + sum(
-            _packed_bytes(recipe, linear) for linear in packed_all),
+            _packed_bytes(source, recipe, linear) for linear in packed_all),
         row_bytes=sum(kind.row_bytes(width) for kind in kinds), windows=windows,
         states=sum(kind.request_bytes(width) for kind in kinds if isinstance(kind, GatedDelta)))
 
@@ -283,9 +289,10 @@ def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
 def _layout(source: SourceModel, recipe: Recipe, file: TensorsFile) -> Layout:
     layout = {name: (tuple(source.tensors[name].shape), recipe.plain) for name in file.plain}
     for linear in file.packed:
-        assert recipe.scheme is not None
+        how = _scheme_of(source, recipe, linear)
+        assert how is not None
         layout.update({f"{linear.prefix}.{suffix}": stored
-                       for suffix, stored in recipe.scheme.stored(linear.rows, linear.columns).items()})
+                       for suffix, stored in how.stored(linear.rows, linear.columns).items()})
     if file.head:
         assert recipe.lm_head is not None
         stored_head = recipe.lm_head.stored(*source.tensors[file.head].shape)
@@ -294,13 +301,20 @@ def _layout(source: SourceModel, recipe: Recipe, file: TensorsFile) -> Layout:
 
 
 def _is_packed(source: SourceModel, recipe: Recipe, linear: Linear) -> bool:
-    if recipe.scheme is None:
-        return False
+    return _scheme_of(source, recipe, linear) is not None
+
+
+def _scheme_of(source: SourceModel, recipe: Recipe, linear: Linear) -> Scheme | None:
+    """How a matrix is stored; None if it stays in 16 or 32 bits."""
+    how = recipe.scheme
+    if how is None:
+        return None
     if is_imported(source, recipe):
-        return linear.prefix in source.packed
+        assert source.imported is not None
+        return source.imported.scheme_of(linear.prefix) if linear.prefix in source.packed else None
     if linear.prefix.endswith(IN_16_BITS):
-        return False
-    return recipe.scheme.fits(linear.rows, linear.columns) is not None
+        return None
+    return how if how.fits(linear.rows, linear.columns) is not None else None
 
 
 def is_imported(source: SourceModel, recipe: Recipe) -> bool:
@@ -308,6 +322,7 @@ def is_imported(source: SourceModel, recipe: Recipe) -> bool:
     return source.imported is not None and recipe.kind == "int4"
 
 
-def _packed_bytes(recipe: Recipe, linear: Linear) -> int:
-    assert recipe.scheme is not None
-    return recipe.scheme.nbytes(linear.rows, linear.columns)
+def _packed_bytes(source: SourceModel, recipe: Recipe, linear: Linear) -> int:
+    how = _scheme_of(source, recipe, linear)
+    assert how is not None
+    return how.nbytes(linear.rows, linear.columns)

@@ -20,10 +20,11 @@ from flowspec_edge.model.families import text_config
 from flowspec_edge.model.opened import OpenModel, is_here, resolve_model
 from flowspec_edge.model.weights.checkpoint import check_shape, missing_tensor
 from flowspec_edge.model.weights.gguf_file import GgufFile
+from flowspec_edge.model.weights.located import shown
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families import skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
-from flowspec_edge.stage.quant.gguf_blocks import GgufImporter
+from flowspec_edge.stage.quant.gguf_blocks import GgufImporter, gguf_importer
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.util.bounded_read import read_bytes
 from flowspec_edge.util.weight_file import TensorInfo
@@ -76,7 +77,8 @@ class SourceModel:
     """raw          config.json as it was read
     tensors      of all tensors stored in plain form, those of the MTP layer among them
     linears      the decoder layers' matrices, by layer
-    imported     repacks matrices that are stored in 4 bits (AWQ, GPTQ, GGUF); None if none is
+    imported     repacks matrices that are stored in 4 bits (AWQ, GPTQ, GGUF), and others of a GGUF file; None if none
+                 is in 4 bits
     packed       prefixes of these matrices
     extra_files  tokenizer files and the like
     """
@@ -142,7 +144,7 @@ def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], na
     """Check ``weights`` against ``model``'s configuration; errors as for ``open_source``."""
     config = model.parsed_config
     core = skeleton(config)
-    reads = importer(config) or (GgufImporter(weights.gguf) if weights.gguf else None)
+    reads = importer(config) or gguf_importer(weights.gguf)
     linears = [[Linear(f"model.layers.{i}.{path}", *module.weight.shape)
                 for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
                for i, layer in enumerate(core.layers)]
@@ -158,7 +160,7 @@ def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], na
     if gone:
         prefix = gone[0].removesuffix(".weight")
         if f"{prefix}.qweight" in weights:
-            raise FlowspecError(f"{weights.directory}: {prefix} is in 4 bits: take a checkpoint that has all "
+            raise FlowspecError(f"{shown(weights.directory)}: {prefix} is in 4 bits: take a checkpoint that has all "
                                 "but the linears of decoder layers in 16 bits, routers included")
         raise missing_tensor(weights.directory, gone[0])
     spare = set(weights.names) - wanted - packed
@@ -199,7 +201,7 @@ def _check(directory: Path, tensors: dict[str, TensorInfo], core: Any) -> None:
     for name, stored in tensors.items():
         check_shape(directory, name, stored.shape, shapes[name])
         if stored.dtype not in _FLOATS:
-            raise FlowspecError(f"{directory}: tensor {name} is stored as {stored.dtype}, which cannot be "
+            raise FlowspecError(f"{shown(directory)}: tensor {name} is stored as {stored.dtype}, which cannot be "
                                 "converted: take the checkpoint in 16 bits")
 
 

@@ -64,10 +64,10 @@ def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, sch
     first, *others = names.items()
     beside = checkpoint.tensors([name for _, name in others])  # scales: a thirtieth of the matrix
     for name, tensor in beside.items():
-        check_finite(tensor, tensor.dtype, f"{checkpoint.directory}: tensor {name}")
+        check_finite(tensor, tensor.dtype, f"{checkpoint.shown}: tensor {name}")
     for lo, piece in checkpoint.pieces(first[1], _SLICE):
         check_finite(piece, torch_dtype if scheme is None else piece.dtype,
-                     f"{checkpoint.directory}: tensor {first[1]}")
+                     f"{checkpoint.shown}: tensor {first[1]}")
         block = bisect_right(edges, lo) - 1
         stored_rows = {suffix: beside[name][lo:lo + len(piece)] for suffix, name in others}
         target = blocks[block]
@@ -90,5 +90,5 @@ def _check(checkpoint: Checkpoint, stored: dict[str, tuple[torch.Size, torch.dty
     for name, (shape, dtype) in stored.items():
         check_shape(checkpoint.directory, name, found[name].shape, shape)
         if dtype not in (None, found[name].dtype):
-            raise FlowspecError(f"{checkpoint.directory}: tensor {name} is stored as {found[name].dtype}, "
+            raise FlowspecError(f"{checkpoint.shown}: tensor {name} is stored as {found[name].dtype}, "
                                 f"not {dtype}: copy the model again")

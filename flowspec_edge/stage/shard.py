@@ -22,7 +22,7 @@ from flowspec_edge.stage.families import few_launches, skeleton
 from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
 from flowspec_edge.stage.layers.stage_cache import CacheKind
 from flowspec_edge.stage.weights import tensor_names
-from flowspec_edge.stage.weights.load import load_modules, load_tensor, scheme_of
+from flowspec_edge.stage.weights.load import load_modules, load_tensor, schemes_of
 from flowspec_edge.util.tensors import parse_dtype
 from flowspec_edge.util.torchdevice import allocation, release
 from flowspec_edge.util.weight_file import Embedding, as_embedding
@@ -164,9 +164,9 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
         wanted = tensor_names.whole_model(core)
         embed = None
         read = [tensor_names.EMBEDDING] if index == 0 else []
-        quantised = scheme_of(found)
+        quantised = schemes_of(found)
         if quantised and torch_device.type == "cuda":
-            caveat = quantised.caveat(torch_dtype, torch.cuda.get_device_capability(torch_device))
+            caveat = quantised.usual.caveat(torch_dtype, torch.cuda.get_device_capability(torch_device))
             if caveat:
                 log.warning("V%d: %s", index + 1, caveat)
         with allocation(f"the weights of layers [{lo}, {hi})", 0, _FEWER_LAYERS):

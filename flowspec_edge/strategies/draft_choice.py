@@ -80,15 +80,15 @@ def missing_draft(chosen: type[Strategy], kind: str, model: OpenModel, write: Wr
     if model.sharded:
         add = "shard it again with --draft DIR"
     elif found.is_head:
-        add = f"add one, as flowspec models head {model.path} says"
+        add = f"add one, as flowspec models head {model.shown} says"
     elif found.made_by:
-        add = f"make it with: {found.made_by} --model {model.path}"
+        add = f"make it with: {found.made_by} --model {model.shown}"
     else:
         add = f"put one into {found.directory}/"
     others = [] if found.bound else [kind for kind in model.drafts if kind.name in write.kinds]
     own = f", draft with its {others[0].title}: {write('draft', others[0].name)}" if others else ""
     looked_up = f", look up in the text: {write('draft', NGRAM.name)}" if not found.bound else ""
-    return (f"{chosen.name} drafts with {found.directory}/, which {model.path} does not have{besides}: {add}"
+    return (f"{chosen.name} drafts with {found.directory}/, which {model.shown} does not have{besides}: {add}"
             f"{own}{looked_up}, or {plain}")
 
 
@@ -103,6 +103,6 @@ def with_a_draft(chosen: type[Strategy], params: _P, model: OpenModel, write: Wr
     if params.draft != OWN or drafter is NGRAM or drafter.bound or len(model.drafts) > len(own):
         return params, ""
     lacks, other = (("head", f"its {own[0].title}: {write('draft', own[0].name)}") if own else
-                    ("draft model", f"a head: flowspec models head {model.path}"))
+                    ("draft model", f"a head: flowspec models head {model.shown}"))
     return (replace(params, draft=NGRAM.name),
-            f"{model.path} has no {lacks}, so {chosen.name} looks up in the text; for {other}")
+            f"{model.shown} has no {lacks}, so {chosen.name} looks up in the text; for {other}")

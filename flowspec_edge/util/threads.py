@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 _SMALL = 10**8  # bytes of a model whose matrices are not worth a second thread
 
@@ -34,10 +34,17 @@ def share_of_cores(processes: int, model_bytes: int | None = None) -> int | None
 @contextmanager
 def threads_worth(model_bytes: int) -> Iterator[None]:
     """Within, this thread's products take one thread if the model is small, else as many as before."""
+    with one_thread() if model_bytes < _SMALL else nullcontext():
+        yield
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, this thread's operations take one thread, unless the user has chosen."""
     import torch  # imported here: a command's errors need the number of cores, and no torch
 
     before = torch.get_num_threads()
-    if model_bytes >= _SMALL or share_of_cores(1) is None or before == 1:
+    if share_of_cores(1) is None or before == 1:
         yield
         return
     torch.set_num_threads(1)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -35,7 +36,7 @@ from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.quant.awq_gptq import importer
 from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
-from flowspec_edge.stage.quant.gguf_blocks import GgufImporter
+from flowspec_edge.stage.quant.gguf_blocks import GgufImporter, gguf_importer
 from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
 from flowspec_edge.strategies.tree_strategy import TreeParameters
 
@@ -176,9 +177,9 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     head = None if planned.by_ngrams or files else (
         head_format_of(planned.kind).on_meta(draft_dir) if draft_dir else assumed_head(config, planned.kind))
     width, vocabulary = _WIDTH[dtype], int(config.vocab_size)
-    repack = _repacked(target, core) if target and from_weights and dtype == "int4" else None
+    repack = gguf_importer(Checkpoint(target).gguf) if target and from_weights and dtype == "int4" else None
     packed = scheme("int4", repack.group if repack else DEFAULT_GROUP) if dtype == "int4" else None
-    bits = lm_head or default_head_bits(dtype, repack is not None)
+    bits = lm_head or default_head_bits(dtype)
     quantised = head_scheme(bits)
     matrix = _matrix((vocabulary, int(config.hidden_size)), width, quantised)
     held, rows_read, draft_row = 0, 0, 0
@@ -193,12 +194,14 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     mixtures = [layer.mlp.experts for layer in core.layers if hasattr(layer.mlp, "experts")]
     sparse = mixtures[0] if mixtures else []
     recurrent = [kind for kind in kinds if isinstance(kind, GatedDelta)]
-    kept = [_kept(repack, i, layer) for i, layer in enumerate(core.layers)]
+    own = [_own_schemes(repack, i, layer) for i, layer in enumerate(core.layers)]
+    layers = [module_bytes(layer, width, packed, these) for layer, these in zip(core.layers, own, strict=True)]
+    largest = layers.index(max(layers))
     return ModelBytes(
         name=name, dtype=dtype, layers=int(config.num_hidden_layers),
         hidden_width=int(config.hidden_size), vocabulary=vocabulary,
         max_positions=position_limit(config.to_dict()),
-        layer=max(module_bytes(layer, width, packed, names) for layer, names in zip(core.layers, kept, strict=True)),
+        layer=layers[largest],
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
         draft=held,
@@ -210,7 +213,8 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         kv_cache=kv_cache,
         from_weights=from_weights, planned=planned,
         layer_launches=family_of(config).launches,
-        experts=len(sparse), expert=module_bytes(sparse[0], width, packed) if sparse else 0,
+        experts=len(sparse),
+        expert=module_bytes(sparse[0], width, packed, _below(own[largest], "mlp.experts.0.")) if sparse else 0,
         chosen=int(config.num_experts_per_tok) if sparse else 0,
         state=sum(kind.request_bytes(width) for kind in recurrent) // len(kinds),
         state_read=sum(kind.read_bytes() for kind in recurrent) // len(kinds),
@@ -275,32 +279,26 @@ def head_bytes(head: nn.Module, width: int, how: Scheme | None) -> int:
     return module_bytes(head, width, how) - int(embeddings.weight.numel()) * width
 
 
-def _repacked(target: Path, core: Any) -> GgufImporter | None:
-    """What repacks matrices of a GGUF file; None if none of them is in 4 bits."""
-    file = Checkpoint(target).gguf
-    repack = GgufImporter(file) if file else None
-    layers = enumerate(core.layers)
-    return repack if any(len(_kept(repack, i, layer)) < len(_linears(layer)) for i, layer in layers) else None
-
-
-def _kept(repack: GgufImporter | None, index: int, layer: nn.Module) -> list[str]:
-    """Linears of a layer that a GGUF file has in other than 4 bits: they are stored in 16."""
+def _own_schemes(repack: GgufImporter | None, index: int, layer: nn.Module) -> dict[str, Scheme | None]:
+    """How a GGUF file's linears of a layer are stored."""
     if repack is None:
-        return []
-    return [name for name in _linears(layer) if not repack.names(f"model.layers.{index}.{name}", ())]
+        return {}
+    return {name: repack.scheme_of(f"model.layers.{index}.{name}") for name, part in layer.named_modules()
+            if isinstance(part, nn.Linear)}
 
 
-def _linears(module: nn.Module) -> list[str]:
-    return [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+def _below(schemes: Mapping[str, Scheme | None], path: str) -> dict[str, Scheme | None]:
+    return {name.removeprefix(path): how for name, how in schemes.items() if name.startswith(path)}
 
 
-def module_bytes(module: nn.Module, width: int, how: Scheme | None, kept_linears: Sequence[str] = ()) -> int:
-    """Bytes in memory with its linears stored by ``how``, but for ``kept_linears``; all else in ``width`` bytes a
+def module_bytes(module: nn.Module, width: int, how: Scheme | None,
+                 own: Mapping[str, Scheme | None] = MappingProxyType({})) -> int:
+    """Bytes in memory with its linears stored by ``how``, or by their ``own`` scheme; all else in ``width`` bytes a
     value."""
-    shapes = [m.weight.shape for name, m in module.named_modules()
-              if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS) and name not in kept_linears]
-    kept = _numel(module.parameters()) - sum(map(prod, shapes))
-    return kept * width + sum(_matrix(shape, width, how) for shape in shapes)
+    linears = {name: m.weight.shape for name, m in module.named_modules()
+               if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS)}
+    kept = _numel(module.parameters()) - sum(map(prod, linears.values()))
+    return kept * width + sum(_matrix(shape, width, own.get(name, how)) for name, shape in linears.items())
 
 
 def unread_experts(head: nn.Module, width: int, how: Scheme | None) -> float:

@@ -26,7 +26,7 @@ Basis = Literal["profile", "kernel", "bandwidth"]
 _TOLERANCE = 0.01  # layers whose bytes differ by no more count as equal
 _SPARSE_ROWS = {1, 2, 4, 8, 16, 32}  # corners of the curve of a model with experts, which is steepest there
 _INT4_ROWS = 16  # for which PyTorch's int4 kernel reads the weights once
-_INT4_BYTES = 0.5 + 4 / 128  # a weight of lm_head, with its share of scale and zero
+_INT4_BYTES = 0.5 + 4 / 128  # a weight of the measured products, with its share of a scale and a zero
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequenc
     by_bytes = {n: size.layer_read(n, correlation) / 1e6 / measured.layer_mb for n in corners}
     if basis == "kernel":
         assert kernel
-        full = size.layer_values / size.layer * measured.bytes_per_value  # of 16-bit weights for a byte here
+        full = measured.bytes_per_value / _INT4_BYTES  # bytes in 16 bits that are measured beside one of int4
         return [curve.milliseconds(n) * by_bytes[n] * full * kernel.ratio(n) for n in corners]
     if basis == "bandwidth" and size.dtype == "int4" and size.experts:
         return [curve.milliseconds(n) * _read_in_all(size, n, correlation) / 1e6 / measured.layer_mb

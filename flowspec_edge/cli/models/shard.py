@@ -50,8 +50,8 @@ def shard(
         "--compute-dtype",
         help="Element type of computing.  Default: bf16 with 4 bits, else as stored.")] = None,
     lm_head: Annotated[HeadBits | None, typer.Option(
-        "--lm-head", help="Bits of lm_head and of an EAGLE head on the draft device.  Default: int4 with "
-        "4 bits (int8 for a GGUF file), else 16bit.  What it costs: flowspec models loss.")] = None,
+        "--lm-head", help="Bits of lm_head and of an EAGLE head on the draft device.  Default: int8 with "
+        "4 bits, else 16bit.  What it costs: flowspec models loss.")] = None,
     kv_cache: Annotated[CacheBits, typer.Option(
         "--kv-cache", help="How stages keep keys and values: 16bit, as computed, or int8, in half of that.",
         )] = "16bit",
@@ -217,8 +217,10 @@ def _summary(plan: ShardingPlan) -> str:
         how += f", lm_head in {recipe.lm_head.kind}"
     if recipe.kv_cache != "16bit":
         how += f", KV caches in {recipe.kv_cache}"
+    if plan.int8:
+        how += f", {len(plan.int8)} matrices in int8"
     if plan.kept:
-        how += f" ({len(plan.kept)} matrices in 16 bit: no group divides them)"
+        how += f", {len(plan.kept)} in 16 bits"
     drafts = ", ".join(draft.kind.name for draft in plan.source.drafts) or "no draft model"
     return f"{len(plan.ranges)} stages, {how}, {drafts}"
 
@@ -261,8 +263,10 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
         table.add_row(plain(row["part"]) + ("" if row["here"] else " (not here)"), layers,
                       f"{row['parameters'] / 1e6:,.1f} M", *sizes)
     Console().print(table)
+    if how and how.int8:
+        print(f"{len(how.int8)} matrices are in int8: the GGUF file has them in other blocks than those of 4 bits")
     if how and how.kept:
-        print(f"{len(how.kept)} matrices stay in 16 bit, since no group divides them")
+        print(f"{len(how.kept)} matrices stay in 16 bits: no group divides them, or the GGUF file has them so")
 
 
 @contextmanager

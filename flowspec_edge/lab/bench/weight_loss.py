@@ -56,13 +56,13 @@ def weight_losses(sharded: OpenModel, checkpoint: OpenModel, texts: Sequence[Seq
     manifest = sharded.require_manifest()
     shape = checkpoint.layers, int(checkpoint.config["vocab_size"])
     if (manifest.layers, manifest.vocabulary) != shape:
-        raise UsageError(f"{sharded.path} was not made from {checkpoint.path}: it has {manifest.layers} "
+        raise UsageError(f"{sharded.path} was not made from {checkpoint.shown}: it has {manifest.layers} "
                          f"layers and {manifest.vocabulary} tokens, the checkpoint {shape[0]} and {shape[1]}")
     dtype = manifest.compute_dtype
     true = _hidden(checkpoint, checkpoint.layers, dtype, texts, device, advance)
     found = _hidden(sharded, manifest.stages, dtype, texts, device, advance)
     head = load_output_head(checkpoint, dtype, device)
-    layers = manifest.quantisation.kind if manifest.quantisation else manifest.dtype
+    layers = manifest.quantisation.stored if manifest.quantisation else manifest.dtype
     losses = [_compared(f"layers {layers}", texts, (true, head), (found, head))]
     if (scheme := head_scheme_of(sharded)) is not None:
         own = load_output_head(sharded, dtype, device)

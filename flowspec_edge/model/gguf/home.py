@@ -40,7 +40,7 @@ def home_of(file: Path, name: str | None = None) -> Path:
     which are taken instead of the file's own.  UsageError for what stages cannot run; FlowspecError for a damaged file,
     a missing part of a split one, and a cache that cannot be written.
     """
-    parts = parts_of(file.absolute())  # a link's own name and place count, as in the hub's cache
+    parts = parts_of(Path(os.path.abspath(file)))  # links stay: the hub's cache has files named by their hashes
     beside = _beside(parts[0])
     facts = [_VERSION, [_state(part) for part in parts], [[str(path), path.stat().st_mtime_ns] for path in beside]]
     name = name or model_name(parts[0])

@@ -50,6 +50,10 @@ class GgufFile(WeightFile):
         """Return how a tensor is stored: "F16", "Q4_K" and so on."""
         return str(self._places[name]["type"])
 
+    def is_plain(self, name: str) -> bool:
+        """Whether each value is stored as a float of its own, not in a block."""
+        return self.type_of(name) in _FLOATS
+
     def read(self, name: str, lo: int = 0, hi: int | None = None, buffer: Tensor | None = None) -> Tensor:
         info, kind = self.info(name), self.type_of(name)
         blocks = self.blocks(name, lo, info.rows if hi is None else hi)

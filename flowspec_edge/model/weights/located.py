@@ -60,6 +60,14 @@ def locate(directory: Path) -> LocatedWeights | None:
     return None
 
 
+def shown(directory: Path) -> Path:
+    """Return what users know a model's directory by: the GGUF file of which it was made, else itself."""
+    try:
+        return Path(read_json(directory / GGUF_TABLE)["files"][0]["path"])
+    except (FlowspecError, KeyError, TypeError, LookupError):
+        return directory
+
+
 def _by_index(index: Path) -> LocatedWeights:
     try:
         names = {str(tensor): str(file) for tensor, file in read_json(index)["weight_map"].items()}

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.stage.quant.base import DEFAULT_GROUP, StoredTensors, slices
+from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme, StoredTensors, slices
 from flowspec_edge.stage.quant.grouped import GROUPS, GroupedScheme, pack
 
 _BITS = 4
@@ -86,6 +86,10 @@ class Importer(ABC):
                 raise FlowspecError(f"the checkpoint has {prefix}.qweight but no {name}: it is incomplete")
         return wanted + [name for suffix in self.optional
                          if (name := f"{prefix}.{suffix}") in checkpoint]
+
+    def scheme_of(self, prefix: str) -> Scheme:
+        """Return how a linear is stored: all of them in the one group."""
+        return GroupedScheme(self.group)
 
     def pieces(self, prefix: str, checkpoint: StoredTensors, rows: int, columns: int) -> Iterator[dict[str, Tensor]]:
         """Yield :meth:`convert` of a linear in one piece, since these formats are stored by columns."""

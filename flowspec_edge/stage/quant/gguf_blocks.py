@@ -1,11 +1,12 @@
-"""GGUF's blocks of 4 bits, repacked as grouped int4 with groups of 32; no weight is rounded to 4 bits again.
+"""GGUF's blocks: those of 4 bits repacked as grouped int4 with groups of 32, all others brought to int8.
 
     Q4_0  w = (q - 8) d              fp16 d; 16 bytes of q
     Q4_1  w = q d + m                fp16 d and m; 16 bytes of q
     Q4_K  w = q (d s) - (e n)        256 weights: fp16 d and e; s and n, 6 bits each, of every 32; 128 bytes of q
 
-all of which are (q - 8) scale + zero.  Scale and zero are rounded to bfloat16, which moves a weight by .002 of the
-weights' root mean square; quantising anew in groups of 128 moves it by .095 (docs/experiments/models.md).
+all of which are (q - 8) scale + zero.  No weight is rounded to 4 bits again: scale and zero are rounded to bfloat16,
+which moves a weight by .002 of the weights' root mean square; quantising anew in groups of 128 moves it by .095
+(docs/experiments/models.md).  Blocks of other types, with 2 to 8 bits a weight, are dequantised and rounded to int8.
 
 Source of the layouts: ggml-common.h and ggml-quants.c in ggml's repository.
 """
@@ -18,16 +19,25 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.model.weights.gguf_file import GgufFile
-from flowspec_edge.stage.quant.base import StoredTensors, slices
+from flowspec_edge.stage.quant.base import Scheme, StoredTensors, slices
 from flowspec_edge.stage.quant.grouped import GroupedScheme, pack
+from flowspec_edge.stage.quant.schemes import Int8Scheme
 
 GROUP = 32
 _SUPER = 256  # weights of a block of Q4_K
 _MIDDLE = 8
 
 
+def gguf_importer(file: GgufFile | None) -> GgufImporter | None:
+    """What repacks the file; None unless decoder layers have matrices in 4 bits."""
+    if file is None or not any(name.startswith("model.layers.") and file.type_of(name) in _REPACK
+                               for name in file.tensors):
+        return None
+    return GgufImporter(file)
+
+
 class GgufImporter:
-    """Repacks the matrices of one file that are in 4 bits; the others stay in 16 bits.
+    """Repacks the matrices of one file that are in blocks: 4 bits as int4, others as int8; floats stay in 16 bits.
 
     only_int4  a GGUF file can be dequantised as well
     """
@@ -37,18 +47,29 @@ class GgufImporter:
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
+        self._int4, self._int8 = GroupedScheme(GROUP), Int8Scheme()
 
     def names(self, prefix: str, checkpoint: Container[str]) -> list[str]:
-        """Return the weight tensor of a linear; none if it is not in 4 bits."""
+        """Return the weight tensor of a linear; none if it stays in 16 bits."""
+        return [f"{prefix}.weight"] if self.scheme_of(prefix) else []
+
+    def scheme_of(self, prefix: str) -> Scheme | None:
+        """Return how a linear is stored; None if it stays in 16 bits: floats, and what no group of int8 divides."""
         name = f"{prefix}.weight"
-        return [name] if name in self._file.tensors and self._file.type_of(name) in _REPACK else []
+        if name not in self._file.tensors or self._file.is_plain(name):
+            return None
+        if self._file.type_of(name) in _REPACK:
+            return self._int4
+        return self._int8 if self._int8.fits(*self._file.info(name).shape) else None
 
     def pieces(self, prefix: str, checkpoint: StoredTensors, rows: int, columns: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the linear [rows, columns] in the layout of ``scheme("int4", group)``, some MB of rows at a time."""
-        GroupedScheme(GROUP).group_of(rows, columns)
-        name = f"{prefix}.weight"
+        """Yield the linear [rows, columns] in the layout of its scheme, some MB of rows at a time."""
+        name, how = f"{prefix}.weight", self.scheme_of(prefix)
+        assert how is not None
+        how.group_of(rows, columns)
         for lo, hi in slices(rows, columns):
-            yield repacked(self._file.type_of(name), self._file.blocks(name, lo, hi))
+            yield (repacked(self._file.type_of(name), self._file.blocks(name, lo, hi)) if how is self._int4
+                   else how.quantise(self._file.read(name, lo, hi)))
 
 
 def repacked(kind: str, blocks: Tensor) -> dict[str, Tensor]:

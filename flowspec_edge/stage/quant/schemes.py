@@ -1,6 +1,6 @@
 """The schemes of quantised weights by name, and the replacement of a module's linears.
 
-int8, for lm_head and draft models, is two int4 planes, so that int4's kernels compute it, too:
+int8, for lm_head, draft models and matrices of GGUF files, is two int4 planes, so that int4's kernels compute it, too:
 
     w = q * scale,    q = 16 * high + low,    high, low in -8..7
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, cast
 
@@ -193,7 +194,7 @@ def scheme(kind: Kind, group: int = DEFAULT_GROUP) -> Scheme:
 
     int4      PyTorch's grouped int4; ``group``: 32, 64, 128 or 256 weights share a scale and a zero
     nf4, fp4  bitsandbytes, always in blocks of 64
-    int8      two planes of int4, for lm_head and draft models; ``group`` as for int4
+    int8      two planes of int4; ``group`` as for int4
     """
     if kind == "int4":
         return GroupedScheme(group)
@@ -204,19 +205,28 @@ def scheme(kind: Kind, group: int = DEFAULT_GROUP) -> Scheme:
     raise UsageError(f"no kind of quantised weights {kind!r}: use one of {', '.join(KINDS)}")
 
 
+@dataclass(frozen=True)
+class LayerSchemes:
+    """How a model's decoder layers are stored: by ``usual``, but for the matrices ``eight`` (names without
+    ``.weight``), which are in int8."""
+
+    usual: Scheme
+    eight: frozenset[str] = frozenset()
+    int8: Scheme = field(default_factory=Int8Scheme)  # one for all: matrices of one scheme can be joined
+
+    def of(self, prefix: str) -> Scheme:
+        return self.int8 if prefix in self.eight else self.usual
+
+
 def head_scheme(bits: HeadBits) -> Scheme | None:
     """Of lm_head and draft heads; None for "16bit"."""
     return None if bits == "16bit" else scheme(bits)
 
 
-def default_head_bits(dtype: ShardDtype, repacked: bool = False) -> HeadBits:
-    """For a model whose decoder layers are stored in ``dtype``.
-
-    ``repacked``: from the 4 bits of a GGUF file, which has lm_head in 6 or 8 bits.
-    """
-    if repacked:
-        return "int8"
-    return "int4" if dtype in KINDS else "16bit"
+def default_head_bits(dtype: ShardDtype) -> HeadBits:
+    """For a model whose decoder layers are stored in ``dtype``: 8 bits lose nothing that can be measured, 4 add half
+    of what the layers' own lose (docs/models.md)."""
+    return "int8" if dtype in KINDS else "16bit"
 
 
 @torch.no_grad()

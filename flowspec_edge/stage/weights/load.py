@@ -14,7 +14,7 @@ from flowspec_edge.model.manifest import Manifest, stage_part
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.stage.quant.base import QuantLinear, Scheme
-from flowspec_edge.stage.quant.schemes import scheme
+from flowspec_edge.stage.quant.schemes import LayerSchemes, scheme
 from flowspec_edge.stage.weights.tensor_names import is_ignorable
 from flowspec_edge.util.bounded_read import PIECE
 from flowspec_edge.util.tensors import check_finite
@@ -22,10 +22,10 @@ from flowspec_edge.util.tensors import check_finite
 _JOINED = ".joined.weight"  # of matrices that are side by side (``_join``)
 
 
-def scheme_of(model: OpenModel) -> Scheme | None:
-    """The scheme of a model whose matrices are stored in 4 bits, else None."""
+def schemes_of(model: OpenModel) -> LayerSchemes | None:
+    """Of a model whose layers' matrices are stored in 4 bits, or some in 8, else None."""
     how = model.manifest.quantisation if model.manifest else None
-    return scheme(how.kind, how.group) if how else None
+    return LayerSchemes(scheme(how.kind, how.group), frozenset(how.int8)) if how else None
 
 
 def head_scheme_of(model: OpenModel) -> Scheme | None:
@@ -42,17 +42,17 @@ def shard_digest(manifest: Manifest, index: int) -> str:
 
 
 def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: torch.dtype,
-                 device: torch.device, scheme: Scheme | None = None) -> list[str]:
+                 device: torch.device, schemes: LayerSchemes | None = None) -> list[str]:
     """Load every meta parameter of ``parts``, keyed by prefix; returns the names of the tensors read.
 
-    A QuantLinear of ``scheme`` replaces every linear whose weight is not stored in plain form.  Needs some
-    tens of MB beyond the modules, and with a scheme one packed matrix.  FlowspecError that names a missing,
+    A QuantLinear of ``schemes`` replaces every linear whose weight is not stored in plain form.  Needs some
+    tens of MB beyond the modules, and with schemes one packed matrix.  FlowspecError that names a missing,
     misshapen or damaged tensor.
     """
     read: list[str] = []
     buffer = torch.empty(PIECE, dtype=torch.uint8, device="cpu")
     for prefix, module in parts.items():
-        packed = _packed(prefix, module, checkpoint, scheme, dtype, device) if scheme else {}
+        packed = _packed(prefix, module, checkpoint, schemes, dtype, device) if schemes else {}
         places = _joined(prefix, module, dtype, device)
         state = module.state_dict()
         values = {key: value for key, value in state.items() if key.endswith(_JOINED)}
@@ -64,7 +64,7 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
         for name in checkpoint.in_file_order(dict.fromkeys([*wanted, *packed])):  # with experts, thousands
             if name in packed:
                 tensor = checkpoint.tensors([name])[name]
-                check_finite(tensor, tensor.dtype, f"{checkpoint.directory}: tensor {name}")
+                check_finite(tensor, tensor.dtype, f"{checkpoint.shown}: tensor {name}")
                 packed[name].add(name, tensor)
             else:
                 value = load_tensor(checkpoint, name, wanted[name], dtype, device, name in transposed, buffer,
@@ -87,7 +87,7 @@ def load_tensor(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: tor
     check_shape(checkpoint.directory, name, checkpoint.stored([name])[name].shape, shape)
     value = _empty(shape, dtype, device, transposed) if into is None else into
     for lo, piece in checkpoint.pieces(name, buffer=buffer):
-        check_finite(piece, dtype, f"{checkpoint.directory}: tensor {name}")
+        check_finite(piece, dtype, f"{checkpoint.shown}: tensor {name}")
         (value[lo : lo + len(piece)] if shape else value).copy_(piece)
     return value
 
@@ -131,32 +131,33 @@ class _PackedMatrix:
         self._found.clear()
 
 
-def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, scheme: Scheme, dtype: torch.dtype,
+def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: LayerSchemes, dtype: torch.dtype,
             device: torch.device) -> dict[str, _PackedMatrix]:
     """Puts QuantLinears in the place of linears that are not stored in plain form; by name of each tensor."""
     found: dict[str, _PackedMatrix] = {}
 
     def fill(path: str, packed: QuantLinear, first: int, rows: int) -> None:
         name = f"{prefix}.{path}"
-        names = {suffix: f"{name}.{suffix}" for suffix in scheme.stored(rows, packed.in_features)}
+        names = {suffix: f"{name}.{suffix}" for suffix in packed.scheme.stored(rows, packed.in_features)}
         bias = f"{name}.bias" if packed.bias is not None else None
-        matrix = _PackedMatrix(f"{checkpoint.directory}: {name}", packed, names, bias, first, rows)
+        matrix = _PackedMatrix(f"{checkpoint.shown}: {name}", packed, names, bias, first, rows)
         found.update(dict.fromkeys([*names.values(), *([bias] if bias else [])], matrix))
 
     def is_packed(path: str, linear: object) -> bool:
         return isinstance(linear, nn.Linear) and f"{prefix}.{path}.weight" not in checkpoint
 
     for parent, paths, rows, columns in _side_by_side(module):
+        how, *others = [schemes.of(f"{prefix}.{path}") for path in paths]
         if (all(is_packed(path, module.get_submodule(path)) for path in paths)
-                and scheme.joins(rows, columns)):
-            packed = scheme.linear(sum(rows), columns, False, dtype, device)
+                and all(other is how for other in others) and how.joins(rows, columns)):
+            packed = how.linear(sum(rows), columns, False, dtype, device)
             for path, first, count in zip(paths, accumulate([0, *rows]), rows, strict=False):
                 fill(path, packed, first, count)
             _join(parent, packed)
     for path, linear in list(module.named_modules()):
         if path and is_packed(path, linear):
             rows, columns = linear.weight.shape
-            packed = scheme.linear(rows, columns, linear.bias is not None, dtype, device)
+            packed = schemes.of(f"{prefix}.{path}").linear(rows, columns, linear.bias is not None, dtype, device)
             fill(path, packed, 0, rows)
             owner, _, child = path.rpartition(".")
             setattr(module.get_submodule(owner), child, packed)

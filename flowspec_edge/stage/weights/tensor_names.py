@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.weights.located import shown
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -41,5 +42,5 @@ def check_no_unexpected(directory: Path, stored: Iterable[str], wanted: Iterable
     """FlowspecError that names a stored tensor which is neither wanted nor ignorable."""
     for name in sorted(set(stored) - set(wanted)):
         if not is_ignorable(name):
-            raise FlowspecError(f"{directory}: no module of the model has a place for tensor {name}: "
+            raise FlowspecError(f"{shown(directory)}: no module of the model has a place for tensor {name}: "
                                 "the weights are not those of its config.json")

@@ -124,15 +124,18 @@ def test_int4_without_kernel_times_is_bandwidth_alone() -> None:
 
 
 def test_int4_takes_the_kernels_times_where_the_profile_has_them(tmp_path: Path) -> None:
-    """At 16 rows the int4 product takes half the time of the 16-bit one, at 64 twice its time."""
+    """At 16 rows the int4 product takes half the time of the 16-bit one, at 64 twice its time.  Weights with more bits
+    than the measured ones take as much longer as they are larger."""
     cost = Int4Cost(rows=[16, 64], ms=[0.5, 2.0], full_ms=[1.0, 1.0])
     board = profile(layer_ms=8.0).model_copy(update={"int4": cost})
-    packed = replace(size(), dtype="int4", layer=100 * MB)
+    packed = replace(size(), dtype="int4", layer=200 * MB * 17 // 32)  # in groups of 128
     fitted, how = scaled(board, packed)
     assert how.basis == "kernel"
     assert [fitted.stage_seconds(rows, 1) * 1e3 for rows in (1, 16, 40, 64)] == pytest.approx([4, 4, 10, 16])
-    half = replace(packed, layer_values=size().layer_values // 2)  # a model with layers half as large
+    half = replace(packed, layer=packed.layer // 2)  # a model with layers half as large
     assert scaled(board, half)[0].stage_seconds(16, 1) == pytest.approx(2e-3)
+    finer = replace(packed, layer=200 * MB * 20 // 32)  # in groups of 32
+    assert scaled(board, finer)[0].stage_seconds(16, 1) == pytest.approx(4e-3 * 20 / 17)
     (tmp_path / "board.toml").write_text(render(board))
     assert load_profile(str(tmp_path / "board.toml")).int4 == cost
 

@@ -183,7 +183,7 @@ def test_tables_for_people(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main(["plan", "--model", str(home / "model"), "--devices", f"{home}/nano.toml:3", "--devices",
                  f"{home}/full.toml", "--dtype", "int4", "--strategies", "chunk_pp"]) == 0
     out = capsys.readouterr().out
-    for text in ("model, int4 (lm_head int4), 2048 tokens", "D0", "V1", "V2", "headroom MB",
+    for text in ("model, int4 (lm_head int8), 2048 tokens", "D0", "V1", "V2", "headroom MB",
                  "The slowest stage takes", "left out: full: too little memory for one layer: ",
                  "VIRTUAL TIME, 2048 tokens of context, acceptance of model itself", "chunk_pp", "1.00×",
                  "nano-1 alone makes", "estimated: profile nano is scaled from layers of"):

@@ -141,10 +141,10 @@ def test_the_loss_is_that_of_transformers_logits(base: Path, bits: HeadBits) -> 
         assert found == pytest.approx(float(torch.tensor(expected / tokens).exp()), rel=1e-4)
 
 
-def test_four_bit_layers_have_a_four_bit_lm_head_unless_told(base: Path) -> None:
+def test_four_bit_layers_have_an_eight_bit_lm_head_unless_told(base: Path) -> None:
     source = open_source(str(base / "model"))
     heads = [recipe_for(source, dtype).lm_head for dtype in ("fp16", "int4", "nf4")]  # type: ignore[arg-type]
-    assert [head and head.kind for head in heads] == [None, "int4", "int4"]
+    assert [head and head.kind for head in heads] == [None, "int8", "int8"]
     assert recipe_for(source, "int4", lm_head="16bit").lm_head is None
 
 
