@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from kits.tiny_model_dir import tiny_model_dir
 from kits.tiny_models import tiny_llama
 from transformers import AutoConfig
 
-from flowspec_edge.boards.planning.model_size import model_bytes
+from flowspec_edge.boards.planning.model_size import ModelBytes, model_bytes
 from flowspec_edge.cli.main import main
 from flowspec_edge.model.catalogue import find_known, known_models
 from flowspec_edge.model.chat import BUILT_IN, recognise
@@ -85,10 +86,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "models"
 
 
+@cache
+def size_of(name: str) -> ModelBytes:
+    return model_bytes(name, "fp16")
+
+
 @pytest.mark.parametrize("name", list(known_models()))
 def test_an_entry_is_a_model_that_stages_run(name: str) -> None:
     known = known_models()[name]
-    size = model_bytes(name, "fp16")
+    size = size_of(name)
     assert (size.name, size.layers) == (name, known.config["num_hidden_layers"])
     assert find_known(known.target) == find_known(known.target.upper()) == (name, known)
     assert known.chat_template in (None, *BUILT_IN)
@@ -106,7 +112,7 @@ def test_an_entry_is_a_model_that_stages_run(name: str) -> None:
     ("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672),
 ])
 def test_shapes_give_the_published_numbers_of_parameters(name: str, parameters: int) -> None:
-    size = model_bytes(name, "fp16")
+    size = size_of(name)
     tied = known_models()[name].config.get("tie_word_embeddings", False)
     embeddings = size.lm_head  # which stay in their file
     assert (size.target_weights + embeddings + size.lm_head * (not tied)) // 2 == parameters

@@ -35,7 +35,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling import rule
 from flowspec_edge.sampling.restrictions import AnswerRestrictions
-from flowspec_edge.sampling.sampler import choose
+from flowspec_edge.sampling.sampler import AnswerPenalties, choose
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
@@ -108,6 +108,18 @@ def test_plain_decoding_is_the_same(small_vocabulary_model: Path) -> None:
         sampling = SAMPLINGS[case % len(SAMPLINGS)]
         assert plain.generate(list(PROMPT), LIMIT, sampling, ends, penalties, restrictions) == \
                reference(small_vocabulary_model, sampling, case)
+
+
+@pytest.mark.parametrize("factor", [0.7, 1.3])
+def test_a_repetition_penalty_is_transformers_whatever_the_sign(factor: float) -> None:
+    """For tokens of the prompt, the answer and a row's path."""
+    logits, paths = torch.linspace(-3, 3, 9)[None].repeat(2, 1), ([], [6, 1])
+    state = AnswerPenalties(Penalties(repetition=factor), [0, 8])
+    state.extend([2])
+    found = state.applied(logits, paths)
+    for row, path in enumerate(paths):
+        expected = RepetitionPenaltyLogitsProcessor(factor)(torch.tensor([[0, 8, 2, *path]]), logits[row : row + 1])
+        torch.testing.assert_close(found[row], expected[0])
 
 
 @given(data=st.data())
