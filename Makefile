@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-slow test-strict test-fleet test-fleet-slow test-aarch64 test-cuda check bench soak soak-fleet timelines clean
+.PHONY: setup demo test test-slow test-strict test-fleet test-fleet-slow test-aarch64 test-cuda check bench faults soak soak-fleet timelines clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -76,6 +76,10 @@ CHAOS_REPORT ?= build/chaos.json
 soak: $(READY)
 	FLOWSPEC_CHAOS_REPORT=$(CHAOS_REPORT) FLOWSPEC_ALL_EXAMPLES=1 $(BIN)/python -m pytest \
 		-m '(soak or hypothesis) and not fleet and not aarch64'
+
+# Each planted fault of tests/faults/faults.toml must fail one of the tests that it names: half an hour.
+faults: $(READY)
+	$(BIN)/python -m tests.faults
 
 # Containers with a systemd each; needs root.  Their images are built once: a few minutes, 3.5 GB.  The long ones
 # (power cuts, misfortunes, each step by itself, the document of the first hour) are in the second command alone.

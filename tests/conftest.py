@@ -26,8 +26,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 gc.disable()
 
 # An example that takes longer on a loaded machine is no failure.
-hypothesis.settings.register_profile("flowspec", examples(100, quick=40))
+hypothesis.settings.register_profile("flowspec", examples(100, quick=25))
 hypothesis.settings.load_profile("flowspec")
+# Of a planted fault (tests/faults), the first example that fails will do.
+hypothesis.settings.register_profile("unshrunk", hypothesis.settings.get_profile("flowspec"),
+                                     phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate])
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

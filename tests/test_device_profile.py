@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 
 from flowspec_edge.device_profile import (
     Conditions,
@@ -187,7 +188,7 @@ def test_every_shipped_profile_comes_back(name: str, tmp_path: Path) -> None:
     assert max(map(len, text.splitlines()[:-1])) <= 200
 
 
-@settings(max_examples=50)
+@examples(50, quick=20)
 @given(source=TEXT | WORDS, machine=TEXT, clocks=st.dictionaries(TEXT, st.floats(0, 1e6), max_size=3))
 def test_any_text_comes_back(source: str, machine: str, clocks: dict[str, float]) -> None:
     conditions = Conditions(machine=machine, clocks_mhz=clocks, temperature_c=41.5, threads=2)

@@ -162,7 +162,7 @@ VALUES = st.sampled_from(["1", "-1", "true", "[]", "[1, 2]", "{a = 1}", "''", "1
 EDITS = st.tuples(st.integers(0, TEXT.count("\n")), LINES, VALUES, st.sampled_from("dixv"))
 
 
-@examples(100, quick=30)
+@examples(100, quick=18)
 @given(st.lists(EDITS, max_size=4))
 def test_every_error_is_one_line(edits: list[tuple[int, str, str, str]]) -> None:
     """Lines of the example deleted, inserted, replaced, or with other values."""

@@ -3,30 +3,29 @@ behind, and nothing computed before."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from kits.permissions import without_overrides
+
+from flowspec_edge.cli.main import main
 
 _LONG = "x" * 300  # a name has at most 255 bytes
-_PR_CAPBSET_DROP, _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 24, 1, 2
-_PRCTL = ctypes.CDLL(None).prctl
+Flowspec = Callable[..., tuple[int, str]]
 
 
-def without_overrides() -> None:
-    """Let permissions bind the program that runs next, if it is root's, too."""
-    for capability in (_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH):
-        _PRCTL(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+@pytest.fixture
+def flowspec(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Flowspec:
+    """Runs a command in ``place``: its exit code, and what it says on stderr."""
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.chdir(place)
+        capsys.readouterr()
+        with without_overrides():
+            code = main([*arguments])
+        return code, capsys.readouterr().err
 
-
-def flowspec(directory: Path, *arguments: str, **environment: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-m", "flowspec_edge", *arguments], cwd=directory,
-                          capture_output=True, text=True, check=False, preexec_fn=without_overrides,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
-    return done.returncode, done.stderr
+    return run
 
 
 @pytest.fixture
@@ -60,16 +59,18 @@ TOO_LONG = "File name too long: choose a shorter name"
      f"cannot use {{}}: {TOO_LONG}"),
     (("deploy", "up", "--cluster"), "closed/cluster.toml", 1, f"cannot use {{}}: {DENIED}"),
     (("device", "profile", "--out"), "locked/mine.toml", 2, "cannot write {}: Permission denied")])
-def test_a_path_that_the_system_refuses_is_one_line(place: Path, command: tuple[str, ...], path: str,
-                                                    code: int, says: str) -> None:
+def test_a_path_that_the_system_refuses_is_one_line(place: Path, flowspec: Flowspec, command: tuple[str, ...],
+                                                    path: str, code: int, says: str) -> None:
     given = str(place / path)
     before = sorted(place.iterdir())
     expected = says.format(given, parent=Path(given).parent)
-    assert flowspec(place, *command, given) == (code, f"flowspec: error: {expected}\n")
+    assert flowspec(*command, given) == (code, f"flowspec: error: {expected}\n")
     assert sorted(place.iterdir()) == before
 
 
-def test_models_are_not_fetched_into_a_place_that_refuses_them(place: Path) -> None:
+def test_models_are_not_fetched_into_a_place_that_refuses_them(place: Path, flowspec: Flowspec,
+                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     models = place / "locked" / "models"
-    assert flowspec(place, "models", "fetch", "qwen3-8b", FLOWSPEC_MODELS=str(models)) == (
+    monkeypatch.setenv("FLOWSPEC_MODELS", str(models))
+    assert flowspec("models", "fetch", "qwen3-8b") == (
         2, f"flowspec: error: cannot make the directory {models}: Permission denied; give another one\n")

@@ -46,7 +46,7 @@ def best(left: list[tuple[int, list[int]]], prompt: list[int], odd: bool) -> tup
     return (max(found)[2], max(found)[0]) if found else None
 
 
-@examples(100, quick=30)
+@examples(100, quick=18)
 @given(data=st.data())
 def test_any_coming_and_going(data: st.DataObject) -> None:
     pool = PrefixCache(LIMIT)

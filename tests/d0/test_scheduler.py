@@ -7,8 +7,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kits.cases import strategies
 from kits.hypothesis_examples import examples
 from kits.requests import SAMPLINGS, SMALL, own_text, prompt, some, text
 
@@ -47,7 +48,7 @@ def test_different_requests_beside_one_another(tiny_model: Path, count: int, sta
         assert result.finish_reason == "length"
 
 
-@pytest.mark.parametrize("name", PIPELINED)
+@pytest.mark.parametrize("name", strategies(*PIPELINED))
 def test_the_same_request_three_times(tiny_model: Path, name: str) -> None:
     """The same prompt with other noise, at other times: caches and draft models are each one's own."""
     requests = [Request(prompt(1), name, 10, sampling, SMALL) for sampling in SAMPLINGS]
@@ -230,7 +231,7 @@ def sent(scheduler: Scheduler) -> list[tuple[int, int, int]]:
             if isinstance(message, Segment | Batch) for part in parts_of(message)]
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30, quick=12)
 @given(removed=st.integers(1, 3), order=st.permutations([1, 2, 3]))
 def test_one_batch_at_v1_with_rows_of_all(tiny_model: Path, removed: int, order: list[int]) -> None:
     sessions = scheduled(tiny_model, 3)

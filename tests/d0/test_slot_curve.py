@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -156,8 +157,7 @@ def rates(seconds: np.ndarray, gains: np.ndarray) -> np.ndarray:
     return gains / (seconds[0] + STAGES * (seconds - seconds[0]))
 
 
-@pytest.mark.parametrize("jitter", [0.0, 0.03])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "jitter"), [*zip(SHAPES, cycle((0.03, 0.0)), strict=False)])
 def test_to_learn_costs_little_whatever_the_curve(shape: str, jitter: float) -> None:
     """From nothing; each choice against the best one, while reports are as late as the last stage's.
 

@@ -192,7 +192,7 @@ def test_one_line_names_the_strategy_and_what_it_did_last(
 
 @given(st.sampled_from([case for case in CASES if case[0] != "row_probabilities"]), st.integers(0, 1),
        st.integers(0, 2), st.lists(st.integers(0, 60), max_size=200))
-@examples(60, 4)
+@examples(60, quick=4)
 def test_no_script_reaches_the_other_requests(tiny_model: Path, case: tuple[str, int], after: int,
                                               others: int, order: list[int]) -> None:
     with pytest.MonkeyPatch.context() as patch:

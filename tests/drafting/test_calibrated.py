@@ -8,8 +8,9 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
@@ -25,7 +26,7 @@ from flowspec_edge.tree.draft_api import ABSENT, DraftNode, DraftRequest
 CHILDREN = 3
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60, quick=24)
 @given(text=st.lists(st.integers(0, 4), min_size=12, max_size=40), read=st.integers(4, 11),
        share=st.sampled_from([0.0, 0.3, 0.7, 1.0]), seed=st.integers(0, 3),
        draw=st.randoms(use_true_random=False))
@@ -63,7 +64,7 @@ def test_a_walk_along_the_text(text: list[int], read: int, share: float, seed: i
     assert share not in (0.0, 1.0) or set(missing.values()) <= {share == 0.0}
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, quick=16)
 @given(text=st.lists(st.integers(0, 4), min_size=12, max_size=40), read=st.integers(4, 11),
        share=st.sampled_from([1.0, 1.3, 1.7, 2.0]), seed=st.integers(0, 3))
 def test_right_tokens_come_first(text: list[int], read: int, share: float, seed: int) -> None:

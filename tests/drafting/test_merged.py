@@ -32,7 +32,7 @@ def expansion(found: list[Row], columns: int) -> DraftOutput:
 
 
 @given(found=st.lists(st.tuples(rows, rows), min_size=1, max_size=4), children=st.integers(1, 8))
-@examples(100, quick=30)
+@examples(100, quick=18)
 def test_the_best_of_both_stay(found: list[tuple[Row, Row]], children: int) -> None:
     merged = merge(expansion([a for a, _ in found], 5), expansion([b for _, b in found], 5), children)
     assert merged.tokens.shape == merged.scores.shape == (len(found), children)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kits.cases import DISTINCT
 from kits.graph_recorder import Recording, record
 from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 from kits.torch_devices import needs_cuda
@@ -114,8 +115,9 @@ def clusters() -> list[VirtualCluster]:
     return [plain, recorded]
 
 
-@pytest.mark.parametrize(("strategy", "sampling"), [*zip(
-    STRATEGIES, cycle([Sampling(), Sampling(1.0, top_p=0.9, seed=1)]), strict=False)])
+@pytest.mark.parametrize(("strategy", "sampling"), [
+    pytest.param(name, sampling, marks=() if name in DISTINCT else pytest.mark.soak) for name, sampling in zip(
+        STRATEGIES, cycle([Sampling(), Sampling(1.0, top_p=0.9, seed=1)]), strict=False)])
 def test_tokens_of_every_strategy(clusters: list[VirtualCluster], strategy: str, sampling: Sampling,
                                   monkeypatch: pytest.MonkeyPatch) -> None:
     runs, run = count(), RecordedPasses.run

@@ -37,7 +37,7 @@ events = st.lists(st.tuples(st.sampled_from(["start", "cancel", "give way", "los
 
 @given(choices, st.lists(st.sampled_from(STRATEGIES), min_size=4, max_size=4), events,
        st.sampled_from([0.0, 1.0]))
-@examples(400, 25)
+@examples(400, quick=12)
 def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int], strategies: list[str],
                                               script: list[tuple[str, int, int]], temperature: float) -> None:
     pipeline = Pipeline(tiny_model, Draw(order), places=2)

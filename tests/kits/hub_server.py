@@ -11,7 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import urlsplit
 
-COMMIT = "c0ffee" + "0" * 34
+
+def commit_of(name: str) -> str:
+    """The id of a repository's only commit: the client may remember what it read of one."""
+    return hashlib.sha1(name.encode()).hexdigest()
 
 
 @contextmanager
@@ -26,17 +29,18 @@ def hub(repositories: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
             path = urlsplit(self.path).path
             asked.append(path)
             for name, home in repositories.items():
+                commit = commit_of(name)
                 files = sorted(p.relative_to(home).as_posix() for p in home.rglob("*") if p.is_file())
                 if path in (f"/api/models/{name}", f"/api/models/{name}/revision/main",
-                            f"/api/models/{name}/revision/{COMMIT}"):
-                    return self.json({"id": name, "sha": COMMIT,
+                            f"/api/models/{name}/revision/{commit}"):
+                    return self.json({"id": name, "sha": commit,
                                       "siblings": [{"rfilename": f} for f in files]})
-                if path in (f"/api/models/{name}/tree/{COMMIT}", f"/api/models/{name}/tree/main"):
+                if path in (f"/api/models/{name}/tree/{commit}", f"/api/models/{name}/tree/main"):
                     return self.json([{"type": "file", "path": f, "oid": self.etag(home / f),
                                        "size": (home / f).stat().st_size} for f in files])
-                for prefix in (f"/{name}/resolve/{COMMIT}/", f"/{name}/resolve/main/"):
+                for prefix in (f"/{name}/resolve/{commit}/", f"/{name}/resolve/main/"):
                     if path.startswith(prefix) and path.removeprefix(prefix) in files:
-                        return self.file(home / path.removeprefix(prefix))
+                        return self.file(home / path.removeprefix(prefix), commit)
             return self.say(b'{"error": "Repository not found"}', {"X-Error-Code": "RepoNotFound"}, 404)
 
         do_HEAD = do_GET
@@ -44,8 +48,8 @@ def hub(repositories: dict[str, Path]) -> Iterator[tuple[str, list[str]]]:
         def json(self, content: object) -> None:
             self.say(json.dumps(content).encode(), {"Content-Type": "application/json"})
 
-        def file(self, path: Path) -> None:
-            self.say(path.read_bytes(), {"X-Repo-Commit": COMMIT, "ETag": f'"{self.etag(path)}"'})
+        def file(self, path: Path, commit: str) -> None:
+            self.say(path.read_bytes(), {"X-Repo-Commit": commit, "ETag": f'"{self.etag(path)}"'})
 
         def etag(self, path: Path) -> str:
             return hashlib.sha1(path.read_bytes()).hexdigest()

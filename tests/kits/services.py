@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import cycle, islice
 from pathlib import Path
 
 from flowspec_edge.d0.config import DraftConfig
@@ -26,9 +27,17 @@ def own_address() -> str:
     return f"127.{1 + (pid >> 16) % 250}.{pid >> 8 & 255}.{pid & 255}"
 
 
+# Below those that the kernel gives to connections and servers that name none, which might take one meanwhile; each
+# process begins elsewhere, and none comes twice.
+_PORTS = islice(cycle(range(10_000, 30_000)), os.getpid() * 97 % 20_000, None)
+
+
 def free_port(host: str = "127.0.0.1") -> int:
-    with socket.create_server((host, 0)) as server:
-        return int(server.getsockname()[1])
+    """A port at which a server can listen that is started soon."""
+    for port in _PORTS:
+        with suppress(OSError), socket.create_server((host, port)):
+            return port
+    raise AssertionError("the ports have no end")
 
 
 class Ear:

@@ -75,7 +75,7 @@ PIECES = [
 ]
 
 
-@examples(2000, 150)
+@examples(2000, quick=90)
 @given(st.lists(st.sampled_from(PIECES), min_size=1, max_size=9))
 def test_texts_are_those_of_transformers(renderer: TemplateRenderer, pieces: list[str]) -> None:
     template, tokenizer = "".join(pieces), sentencepiece_style()

@@ -10,8 +10,9 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 from kits.torch_devices import DEVICES
 
 from flowspec_edge.sampling import sampler
@@ -62,7 +63,7 @@ def test_outputs_are_those_that_others_have_published(seed: int, published: list
 @pytest.mark.parametrize("device", DEVICES)
 @given(st.integers(0, 2**63 - 1), st.lists(st.integers(0, 2**62), min_size=1, max_size=3),
        st.integers(1, 300))
-@settings(max_examples=40, deadline=None)
+@examples(40, quick=16)
 def test_the_words_are_the_same_on_every_machine(
     device: str, seed: int, positions: list[int], vocabulary: int
 ) -> None:
@@ -77,7 +78,7 @@ def test_the_words_are_the_same_on_every_machine(
 @pytest.mark.parametrize("device", DEVICES)
 @given(st.one_of(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**20), 2**20),
                  st.sampled_from([0, -1, 2**63 - 1, -(2**63)])))
-@settings(max_examples=200, deadline=None)
+@examples(200, quick=80)
 def test_the_noise_of_a_word_is_exact_to_the_last_digits(device: str, word: int) -> None:
     """In float32, too, where u is nearly 0 or nearly 1."""
     with localcontext(prec=60):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from flowspec_edge.errors import UsageError
@@ -26,7 +27,7 @@ def warped(logits: np.ndarray, s: Sampling) -> np.ndarray:
 
 @given(st.integers(0, 10_000), st.sampled_from([0.3, 0.7, 1.0, 2.0]), st.sampled_from([0, 1, 3, 50]),
        st.sampled_from([0.1, 0.5, 0.9, 1.0]))
-@settings(max_examples=60, deadline=None)
+@examples(60, quick=24)
 def test_probabilities_are_those_of_transformers(
     seed: int, temperature: float, top_k: int, top_p: float
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
 from kits.torch_devices import DEVICES
@@ -32,7 +32,7 @@ def logits_of(seed: int, n: int, vocabulary: int, spread: float, coarse: bool) -
 @given(st.integers(0, 10_000), VOCABULARIES, st.sampled_from([0.0, 0.1, 1.0, 3.0, 30.0]), st.booleans(),
        st.one_of(SAMPLINGS, st.just(Sampling())), st.lists(st.integers(0, 2**40), min_size=1, max_size=4))
 @example(seed=0, vocabulary=4099, spread=0.0, coarse=False, sampling=Sampling(), positions=[0])
-@examples(120, quick=40)
+@examples(120, quick=24)
 def test_the_tokens_are_those_of_the_definition(
     device: str, seed: int, vocabulary: int, spread: float, coarse: bool, sampling: Sampling,
     positions: list[int],
@@ -85,7 +85,7 @@ def test_top_p_is_exact_at_every_tokens_edge(device: str, vocabulary: int, tempe
 @pytest.mark.parametrize("device", DEVICES)
 @given(st.integers(0, 10_000), st.sampled_from([2, 5, 40, 300]), st.integers(1, 6), st.integers(2, 40),
        st.integers(2, 80), st.sampled_from([0.5, 1.0, 3.0]))
-@examples(200, quick=70)
+@examples(200, quick=42)
 def test_equal_logits_are_kept_in_the_order_of_their_ids(
     device: str, seed: int, vocabulary: int, levels: int, k: int, halves: int, temperature: float
 ) -> None:
@@ -193,7 +193,7 @@ def ranked(logits: np.ndarray, positions: np.ndarray, k: int, sampling: Sampling
 @pytest.mark.parametrize("rank", ["draft", "noise"])
 @given(st.integers(0, 10_000), VOCABULARIES, st.sampled_from([0.5, 3.0, 20.0]), st.integers(1, 12),
        st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([0.3, 0.6, 1.0]))
-@settings(max_examples=40, deadline=None)
+@examples(40, quick=16)
 def test_children_are_the_best_of_all(
     device: str, rank: Rank, seed: int, vocabulary: int, spread: float, k: int, temperature: float, tau: float
 ) -> None:
@@ -214,7 +214,7 @@ def test_children_are_the_best_of_all(
 
 
 @given(st.integers(0, 1000), st.floats(0.2, 2.0), st.floats(0.3, 1.0))
-@settings(max_examples=40, deadline=None)
+@examples(40, quick=16)
 def test_noise_ranks_the_drawn_token_of_a_perfect_draft_first(
     seed: int, temperature: float, tau: float
 ) -> None:

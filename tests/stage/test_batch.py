@@ -104,7 +104,7 @@ def started(model: Path, sessions: int) -> tuple[StageEngine, list[Book]]:
 ENDINGS = ("none", "close", "cancel", "reopen", "replace")
 
 
-@examples(400, quick=60)
+@examples(400, quick=36)
 @given(fused=st.booleans(), data=st.data())
 def test_sessions_end_between_layers(model: Path, oracle: Oracle, fused: bool, data: st.DataObject) -> None:
     """Any of three parts may have no rows left, and any session may end before any layer: its rows come out

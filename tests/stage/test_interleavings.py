@@ -84,7 +84,7 @@ def run_stage(engine: StageEngine, segments: list[Segment], prunes: list[Prune],
     return results
 
 
-@examples(150, quick=40)
+@examples(150, quick=24)
 @given(data=st.data())
 def test_any_interleaving_gives_the_same_cache(shards: list[Shard], oracle: Oracle, data: st.DataObject
                                                ) -> None:
@@ -107,7 +107,7 @@ def test_any_interleaving_gives_the_same_cache(shards: list[Shard], oracle: Orac
     assert set(story.survivors) <= set(returned)
 
 
-@examples(30, quick=20)
+@examples(30, quick=12)
 @given(data=st.data())
 def test_prunes_may_never_arrive(shards: list[Shard], oracle: Oracle, data: st.DataObject) -> None:
     """Without prunes the cache holds more rows, but every commit removes the rows it decides."""

@@ -88,6 +88,14 @@ def test_a_miss_empties_the_pipeline() -> None:
     assert d0.layer() == [OTHER]
 
 
+@pytest.mark.parametrize("name", ["flowspec", "flowspec_no_sbd"])
+def test_an_unsent_root_is_one_of_its_segments_rows(name: str) -> None:
+    d0 = Device0(name, segment=3, width=4, tree_size=8, depth=2)
+    d0.draft({ROOT: [(A, 0.5), (B, 0.3), (C, 0.1), (D, 0.05)]})
+    assert d0.layer() == [ROOT, A, B]
+    assert d0.layer()[:2] == [C, D]
+
+
 @pytest.mark.parametrize(("width", "children"), [(1, 1), (2, 4), (4, 4)])
 def test_spd_keeps_the_best_of_four_children(width: int, children: int) -> None:
     d0 = Device0("spd", Pipeline(2, (4, 8)), spd_width=width)

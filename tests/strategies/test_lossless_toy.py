@@ -223,7 +223,7 @@ def drive(name: str, stages: int, prompt: list[int], limit: int, params: Params,
        limit=st.integers(1, 24), segment=st.sampled_from([1, 2, 5, 16]), depth=st.integers(1, 4),
        width=st.integers(1, 4), size=st.integers(4, 30), absent=st.sampled_from([0.0, 0.0, 0.3, 0.7, 1.0]),
        eager=st.sampled_from([False, False, False, True]), choice=st.data())
-@examples(40, quick=12)
+@examples(40, quick=8)
 def test_the_tokens_of_plain_decoding(name: str, stages: int, prompt: list[int], limit: int, segment: int,
                                       depth: int, width: int, size: int, absent: float, eager: bool,
                                       choice: st.DataObject) -> None:

@@ -156,7 +156,7 @@ def test_a_batch_has_segments_or_outputs_alone(parts: tuple[m.Message, ...]) -> 
         decode([msgpack.packb(["Batch", "", [1] * len(parts), b""]), *inner])
 
 
-@examples(150, quick=50)
+@examples(150, quick=30)
 @given(messages, st.data())
 def test_damaged_frames_are_messages_or_protocol_errors(message: m.Message, data: st.DataObject) -> None:
     frames = frames_of(message)
@@ -182,7 +182,7 @@ values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(texts, inner, max_size=3), max_leaves=6)
 
 
-@examples(150, quick=50)
+@examples(150, quick=30)
 @given(single, values, st.data())
 def test_any_header_is_a_message_or_a_protocol_error(message: m.Message, value: Any,
                                                                 data: st.DataObject) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 
 from flowspec_edge.tree.acceptance import _GREEDY, _SAMPLED, AcceptanceEstimator, Evidence
 
@@ -26,7 +27,7 @@ def log_odds(log_p: float) -> torch.Tensor:
 @pytest.mark.parametrize("case", CASES)
 @given(drafted=log_p, looked_up=log_p, greedy=st.booleans(), outcomes=st.lists(st.booleans(), min_size=1,
                                                                               max_size=5))
-@settings(max_examples=60, deadline=None)
+@examples(60, quick=24)
 def test_a_step_is_one_of_gradient_descent_on_the_log_loss(
     case: str, drafted: float, looked_up: float, greedy: bool, outcomes: list[bool]
 ) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import NoReturn
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 
 from flowspec_edge.tree.acceptance import accepted_path
 from flowspec_edge.tree.draft_tree import DraftTree, Node
@@ -108,7 +109,7 @@ def test_acceptance_and_rerooting_agree_with_sets_of_paths(
 
 
 @given(some_paths, some_steps, st.data())
-@settings(max_examples=60)
+@examples(60, quick=24)
 def test_rescoring_unsent_nodes_keeps_parents_first(
     paths: list[Path], steps: list[float], data: st.DataObject
 ) -> None:

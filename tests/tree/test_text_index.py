@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
 from kits.text_lookup import brute_force
@@ -15,7 +15,7 @@ lengths = st.tuples(st.integers(1, 6), st.integers(1, 6)).map(sorted)
 
 
 @given(text=texts, below=st.lists(st.integers(0, 3), max_size=5), lengths=lengths)
-@examples(150, quick=50)
+@examples(150, quick=30)
 def test_candidates_are_those_of_brute_force(text: list[int], below: list[int], lengths: list[int]) -> None:
     shortest, longest = lengths
     index = TextIndex(longest, shortest)
@@ -52,7 +52,7 @@ def test_a_context_with_many_followers_offers_the_newest() -> None:
 
 
 @given(text=texts, kept=st.integers(0, 40), lengths=lengths)
-@settings(max_examples=60, deadline=None)
+@examples(60, quick=24)
 def test_a_rewound_index_is_one_that_has_seen_no_more(text: list[int], kept: int, lengths: list[int]) -> None:
     shortest, longest = lengths
     rewound, fresh = (TextIndex(longest, shortest) for _ in range(2))

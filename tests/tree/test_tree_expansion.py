@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 
 from flowspec_edge.tree.draft_api import DraftOutput
 from flowspec_edge.tree.draft_tree import DraftTree, Node, TreeExpansion
@@ -64,7 +65,7 @@ def grow(tree: DraftTree, expansion: TreeExpansion, width: int, seed: int) -> No
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 40), st.integers(0, 10_000))
-@settings(max_examples=80, deadline=None)
+@examples(80, quick=32)
 def test_growth_is_eagle2s_tree(levels: int, width: int, keep: int, seed: int) -> None:
     # Fewer kept than a level is wide would cut the frontier short; the papers keep more.
     keep = max(keep, width)

@@ -29,7 +29,7 @@ def rows(count: int, width: int, dtype: torch.dtype, seed: int, size: float) -> 
 
 
 @pytest.mark.parametrize("fused", [True, False])
-@examples(60, quick=30)
+@examples(60, quick=18)
 @given(dtype=dtypes, seed=seeds, width=st.sampled_from([32, 64, 320, 4096]),
        size=st.sampled_from([1e-3, 0.02, 1.0, 30.0]), eps=st.sampled_from([1e-6, 1e-5]))
 def test_a_norm_is_rounded_once(fused: bool, dtype: torch.dtype, seed: int, width: int, size: float,
@@ -44,7 +44,7 @@ def test_a_norm_is_rounded_once(fused: bool, dtype: torch.dtype, seed: int, widt
     assert (off <= allowed).all()
 
 
-@examples(40, quick=20)
+@examples(40, quick=12)
 @given(dtype=dtypes, seed=seeds, heads=st.integers(1, 6), width=st.sampled_from([8, 64, 128]))
 def test_heads_have_their_own_weights(dtype: torch.dtype, seed: int, heads: int, width: int) -> None:
     """In a view of a larger tensor, whose other heads stay."""
@@ -58,7 +58,7 @@ def test_heads_have_their_own_weights(dtype: torch.dtype, seed: int, heads: int,
     assert torch.equal(whole[:, heads:], before[:, heads:])
 
 
-@examples(40, quick=20)
+@examples(40, quick=12)
 @given(seed=seeds, count=st.integers(1, 5), heads=st.integers(1, 4), width=st.sampled_from([4, 16, 128]))
 def test_a_rotation_turns_pairs_of_halves(seed: int, count: int, heads: int, width: int) -> None:
     """As complex numbers a + ib, times e^{i angle}."""

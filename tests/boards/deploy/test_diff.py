@@ -11,8 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 
 from flowspec_edge.boards.deploy.actions import Environment
 from flowspec_edge.boards.deploy.diff import Diff, make_diff
@@ -169,7 +170,7 @@ def test_each_fact_that_is_not_as_it_should_be(case: tuple[Callable[[BoardFacts]
     assert changed(found, "draft") == []
 
 
-@settings(max_examples=60)
+@examples(60, quick=24)
 @given(st.sets(st.sampled_from(sorted(CASES))))
 def test_steps_of_several_facts_are_those_of_each(names: set[str]) -> None:
     facts, steps = STAGE, set[str]()

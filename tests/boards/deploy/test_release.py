@@ -14,6 +14,7 @@ import pytest
 import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 
 from flowspec_edge.boards import paths
 from flowspec_edge.boards.deploy import release as rendering
@@ -96,7 +97,7 @@ def inputs(draw: st.DrawFn) -> Given:
         request=draw(sha256), dtype=draw(st.sampled_from(["fp16", "bf16"])), environment=draw(sha256))
 
 
-@settings(max_examples=30)
+@examples(30, quick=12)
 @given(inputs())
 def test_the_files_load_and_make_a_ring(given: Given) -> None:
     release, files = given.render()
@@ -193,7 +194,7 @@ CHANGES: dict[str, Callable[[Given], Given]] = {
 }
 
 
-@settings(max_examples=40)
+@examples(40, quick=16)
 @given(inputs(), st.sampled_from(sorted(CHANGES)))
 def test_the_same_has_the_same_id_and_any_change_another(given: Given, change: str) -> None:
     release, files = given.render()

@@ -14,8 +14,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 
 from flowspec_edge.boards.doctor.discover import (
     DiscoveredBoard,
@@ -206,7 +207,7 @@ def boards(draw: st.DrawFn) -> list[DiscoveredBoard]:
         for i in range(count)]
 
 
-@settings(max_examples=40)
+@examples(40, quick=16)
 @given(boards(), st.sampled_from(["", '/x "y"/config']))
 def test_the_file_round_trips(found: list[DiscoveredBoard], ssh_config: str) -> None:
     found = with_host_names(found)

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 from kits.int4_matrices import DEVICES
 from kits.tiny_model_dir import tiny_model_dir
 
@@ -162,7 +163,7 @@ def test_a_check_computes_on_its_device(model: Path) -> None:
     assert not compared("fp32 autoregressive greedy", model, "cuda:99", [[5]], 2).ok
 
 
-@settings(max_examples=60)
+@examples(60, quick=24)
 @given(st.integers(0, 2**32 - 1), st.floats(0, 1), st.sampled_from(
     [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_k=4, seed=4)]))
 def test_near_ties(seed: int, near: float, sampling: Sampling) -> None:

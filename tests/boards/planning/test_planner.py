@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise, permutations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
 from kits.planned_boards import MB, board, problem, size
@@ -103,7 +103,7 @@ def instances(draw: st.DrawFn) -> tuple[list[CandidateBoard], SplitProblem]:
     return boards, problem(of, context=1000, tentative=1000)
 
 
-@examples(120, quick=40)
+@examples(120, quick=24)
 @given(instances())
 def test_never_worse_than_every_split_there_is(instance: tuple[list[CandidateBoard], SplitProblem]) -> None:
     boards, p = instance
@@ -129,7 +129,7 @@ def profiles(split: PipelinePlan) -> list[str]:
     return [repr(split.d0.profile), *sorted(repr(stage.board.profile) for stage in split.stages)]
 
 
-@examples(120, quick=40)
+@examples(120, quick=24)
 @given(instances(), st.booleans(), st.integers(1, 3))
 def test_no_subset_of_the_boards_has_a_higher_rate(instance: tuple[list[CandidateBoard], SplitProblem],
                                                    by_ngrams: bool, at_once: int) -> None:
@@ -166,7 +166,7 @@ def test_a_slow_board_more_may_cost_tokens() -> None:
     assert len(many.stages) == len(plan(boards, p).stages) == 4
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50, quick=20)
 @given(instances())
 def test_the_same_split_as_listed_is_as_good(instance: tuple[list[CandidateBoard], SplitProblem]) -> None:
     boards, p = instance
@@ -183,7 +183,7 @@ def test_the_same_split_as_listed_is_as_good(instance: tuple[list[CandidateBoard
     assert again.slowest == pytest.approx(made.slowest, abs=10 * NS)
 
 
-@settings(max_examples=50, deadline=None)
+@examples(50, quick=20)
 @given(instances())
 def test_most_layers_is_what_memory_alone_allows(
         instance: tuple[list[CandidateBoard], SplitProblem]) -> None:

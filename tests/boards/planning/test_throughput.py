@@ -16,7 +16,7 @@ from flowspec_edge.boards.planning.throughput import Throughput, tokens
 times = st.floats(1e-4, 10.0)
 
 
-@examples(200, quick=60)
+@examples(200, quick=36)
 @given(st.sampled_from([size(), size().without_head()]), st.integers(1, 8), times, times,
        st.floats(1.0, 50.0))
 def test_a_slower_split_has_no_higher_rate(of: ModelBytes, at_once: int, slowest: float, more: float,

@@ -223,6 +223,15 @@ def test_resuming_measures_what_is_missing_and_no_more(model: Path, prompts: Pat
     assert path.read_bytes() == before
 
 
+@pytest.fixture(scope="module")
+def measured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a run of plain decoding."""
+    path = tmp_path_factory.mktemp("measured")
+    (path / "p.jsonl").write_text("\n".join(json.dumps(line) for line in PROMPTS) + "\n")
+    bench(model, path / "p.jsonl", path / "o.json", "--strategies", "autoregressive")
+    return (path / "o.json").read_bytes()
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--seed", "3"], "was measured with other settings: seed differs (0 there, 3 here); use the same"),
     (["--limit", "1"], "was measured with other settings: tasks differs;"),
@@ -231,19 +240,18 @@ def test_resuming_measures_what_is_missing_and_no_more(model: Path, prompts: Pat
     (["--acceptance", "0.5"], "was measured with other settings: acceptance differs (1.0 there, 0.5 here)"),
     (["--depth", "4"], "was measured with other settings: depth differs (5 there, 4 here)"),
 ])
-def test_resuming_something_else_is_refused(model: Path, prompts: Path, tmp_path: Path, arguments: list[str],
-                                            says: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_something_else_is_refused(model: Path, prompts: Path, measured: bytes, tmp_path: Path,
+                                            arguments: list[str], says: str,
+                                            capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "part.json"
-    bench(model, prompts, path, "--strategies", "autoregressive")
-    before = path.read_bytes()
-    capsys.readouterr()
+    path.write_bytes(measured)
     assert main(["bench", "run", "--model", str(model), "--prompts", str(prompts), "--limit", "2", "--stages",
                  "2", "--max-new-tokens", "10", "--json", str(path), "--resume", "--strategies", "chunk_pp",
                  *arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert says in err
-    assert path.read_bytes() == before
+    assert path.read_bytes() == measured
 
 
 def test_resuming_from_a_foreign_file_leaves_it_alone(model: Path, prompts: Path, tmp_path: Path,

@@ -102,9 +102,7 @@ def test_the_other_axes_make_a_difference(given: list[str], tmp_path: Path, axis
     assert data["published"] is None
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--profile", "orin-nano-8gb"], ["--temperature", "1"], ["--stages", "2"], ["--no-published"],
-])
+@pytest.mark.parametrize("arguments", [["--profile", "orin-nano-8gb"], ["--temperature", "1"], ["--no-published"]])
 def test_published_figures_are_shown_only_where_they_belong(given: list[str], tmp_path: Path,
                                                             arguments: list[str],
                                                             capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,25 +178,32 @@ def test_without_matplotlib_nothing_runs(given: list[str], tmp_path: Path, monke
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.fixture(scope="module")
+def measured(model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The file of a sweep."""
+    path = tmp_path_factory.mktemp("measured") / "o.json"
+    sweep("bandwidth=125", path, "--model", str(model), "--prompts", str(prompts), "--max-new-tokens", "6",
+          "--strategies", "chunk_pp", "--limit", "1")
+    return path.read_bytes()
+
+
 @pytest.mark.parametrize(("arguments", "says"), [
     (["bandwidth", "--seed", "3"], "was measured with other settings: seed differs (0 there, 3 here)"),
     (["bandwidth", "--temperature", "1"], "other settings: temperature differs (0.0 there, 1.0 here)"),
     (["bandwidth", "--profile", "orin-nano-8gb"], "was measured with other settings: profile differs;"),
     (["latency"], "was measured with other settings: axis differs (bandwidth there, latency here)"),
 ])
-def test_resuming_something_else_is_refused(given: list[str], tmp_path: Path, arguments: list[str], says: str,
-                                            capsys: pytest.CaptureFixture[str]) -> None:
+def test_resuming_something_else_is_refused(given: list[str], measured: bytes, tmp_path: Path, arguments: list[str],
+                                            says: str, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "o.json"
-    sweep("bandwidth=125", path, *given, "--strategies", "chunk_pp", "--limit", "1")
-    before = path.read_bytes()
-    capsys.readouterr()
+    path.write_bytes(measured)
     axis, *others = arguments
     assert main(["sweep", axis, *given, "--limit", "1", "--strategies", "chunk_pp", "--json", str(path),
                  "--resume", *others]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert says in err
-    assert path.read_bytes() == before
+    assert path.read_bytes() == measured
 
 
 def test_resuming_from_a_foreign_file_leaves_it_alone(given: list[str], tmp_path: Path,
@@ -234,9 +239,9 @@ def test_a_parameter_is_swept_over_the_strategies_that_have_it(given: list[str],
 
 
 @pytest.mark.parametrize(("old", "new"), [
-    (["bandwidth", "--mbps", "1000,125"], ["bandwidth=1000,125"]),
+    (["bandwidth", "--mbps", "1000"], ["bandwidth=1000"]),
     (["depth", "--depths=2", "--expand-depths", "1"], ["depth=2", "expand_depth=1"]),
-    (["stages", "--stages", "1,2"], ["stages=1,2"]),
+    (["stages", "--stages", "1"], ["stages=1"]),
 ])
 def test_options_of_the_release_before_still_name_the_values(given: list[str], tmp_path: Path, old: list[str],
                                                              new: list[str]) -> None:
@@ -257,7 +262,7 @@ def test_the_first_example_of_each_axis_in_the_help_runs(given: list[str], tmp_p
     firsts = {re.split(r"[= ]", line)[0]: line for line in reversed(examples)}
     assert firsts.keys() > {*AXES}
     for line in firsts.values():
-        short = [*given, "--limit", "1", "--max-new-tokens", "2", "--strategies", "flowspec,flowspec_plus"]
+        short = [*given, "--limit", "1", "--max-new-tokens", "2", "--strategies", "flowspec"]
         assert main(["sweep", *shlex.split(line), *short]) == 0, line
 
 

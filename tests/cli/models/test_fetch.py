@@ -7,6 +7,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,29 +21,80 @@ from kits.tiny_model_dir import tiny_model_dir
 from kits.tiny_models import tiny_llama
 from transformers import AutoConfig
 
-from flowspec_edge.boards.planning.model_size import model_bytes
+from flowspec_edge.boards.planning.model_size import ModelBytes, model_bytes
 from flowspec_edge.cli.main import main
 from flowspec_edge.model.catalogue import find_known, known_models
 from flowspec_edge.model.chat import BUILT_IN, recognise
 from flowspec_edge.model.opened import OpenModel, resolve_model
 
+# Runs the commands that it is told, and tells what came of each.
+COMMANDS = """
+import io, json, os, sys
+from contextlib import redirect_stderr, redirect_stdout
+from flowspec_edge.cli.main import main
+for line in sys.stdin:
+    models, arguments = json.loads(line)
+    os.environ["FLOWSPEC_MODELS"] = models
+    with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        code = main(arguments)
+    print(json.dumps([code, out.getvalue(), err.getvalue()]), flush=True)
+"""
 
-def flowspec(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "flowspec_edge", *arguments], text=True, capture_output=True,
-                          check=False, timeout=300, env={**os.environ, **environment})
+
+class Hub:
+    """A hub, and commands that see it, in one other process: its client reads its environment once."""
+
+    def __init__(self, cache: Path) -> None:
+        self.repositories: dict[str, Path] = {}
+        with ExitStack() as opened:
+            address, self.asked = opened.enter_context(hub(self.repositories))
+            self._commands = opened.enter_context(subprocess.Popen(
+                [sys.executable, "-c", COMMANDS], text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                env={**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(cache)}))
+            self._opened = opened.pop_all()
+
+    def flowspec(self, *arguments: str) -> tuple[int, str, str]:
+        """Exit code, output and errors."""
+        given, taken = self._commands.stdin, self._commands.stdout
+        assert given is not None
+        assert taken is not None
+        print(json.dumps([os.environ["FLOWSPEC_MODELS"], arguments]), file=given, flush=True)
+        code, out, err = json.loads(taken.readline())
+        return code, out, err
+
+    def close(self) -> None:
+        self._opened.close()
+
+
+@pytest.fixture(scope="module")
+def one_hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
+    with closing(Hub(tmp_path_factory.mktemp("cache"))) as made:
+        yield made
+
+
+@pytest.fixture
+def online(one_hub: Hub, place: Path) -> Hub:
+    """The hub without repositories."""
+    one_hub.repositories.clear()
+    one_hub.asked.clear()
+    return one_hub
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FLOWSPEC_MODELS", str(tmp_path / "models"))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     return tmp_path / "models"
+
+
+@cache
+def size_of(name: str) -> ModelBytes:
+    return model_bytes(name, "fp16")
 
 
 @pytest.mark.parametrize("name", list(known_models()))
 def test_an_entry_is_a_model_that_stages_run(name: str) -> None:
     known = known_models()[name]
-    size = model_bytes(name, "fp16")
+    size = size_of(name)
     assert (size.name, size.layers) == (name, known.config["num_hidden_layers"])
     assert find_known(known.target) == find_known(known.target.upper()) == (name, known)
     assert known.chat_template in (None, *BUILT_IN)
@@ -58,7 +112,7 @@ def test_an_entry_is_a_model_that_stages_run(name: str) -> None:
     ("gpt-oss-20b", 20_914_757_184), ("gpt-oss-120b", 116_829_156_672),
 ])
 def test_shapes_give_the_published_numbers_of_parameters(name: str, parameters: int) -> None:
-    size = model_bytes(name, "fp16")
+    size = size_of(name)
     tied = known_models()[name].config.get("tie_word_embeddings", False)
     embeddings = size.lm_head  # which stay in their file
     assert (size.target_weights + embeddings + size.lm_head * (not tied)) // 2 == parameters
@@ -75,53 +129,40 @@ def test_plan_knows_the_names_of_the_catalogue(capsys: pytest.CaptureFixture[str
     assert "flowspec models fetch qwen3-8b" in capsys.readouterr().err
 
 
-# Prints the commands' exit codes.  A process of its own, since the hub's client reads its environment once.
-PLANS = """
-import sys
-from flowspec_edge.cli.main import main
-arguments = ["--devices", "orin-nano-8gb:3", "--no-predict"]
-print([main(["plan", "--model", name, *arguments]) for name in sys.argv[1:]])
-"""
+def test_plan_fetches_config_json_alone(tmp_path: Path, online: Hub) -> None:
+    online.repositories["someone/tiny"] = tiny_llama(tmp_path / "tiny", layers=4)
+    given = ("--devices", "orin-nano-8gb:3", "--no-predict")
+    code, out, _ = online.flowspec("plan", "--model", "someone/tiny", *given)
+    assert (code, "orin-nano-8gb-3" in out) == (0, True)
+    assert {path.rpartition("/")[2] for path in online.asked if "/someone/tiny/resolve/" in path} == {"config.json"}
+    code, _, errors = online.flowspec("plan", "--model", "someone/else", *given)
+    assert (code, len(errors.splitlines())) == (2, 1)
+    assert "the hub does not provide it" in errors
 
 
-@pytest.mark.slow
-def test_plan_fetches_config_json_alone(tmp_path: Path, place: Path) -> None:
-    with hub({"someone/tiny": tiny_llama(tmp_path / "tiny", layers=4)}) as (address, asked):
-        done = subprocess.run([sys.executable, "-c", PLANS, "someone/tiny", "someone/else"], text=True,
-                              capture_output=True, check=False, timeout=300,
-                              env={**os.environ, "HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"})
-    assert done.stdout.splitlines()[-1] == "[0, 2]", done.stderr
-    assert "orin-nano-8gb-3" in done.stdout
-    assert {path.rpartition("/")[2] for path in asked if "/someone/tiny/resolve/" in path} == {"config.json"}
-    assert len(done.stderr.splitlines()) == 1
-    assert "the hub does not provide it" in done.stderr
-
-
-def test_a_fetched_model_has_a_name_everywhere(tmp_path: Path, place: Path,
+def test_a_fetched_model_has_a_name_everywhere(tmp_path: Path, place: Path, online: Hub,
                                               capsys: pytest.CaptureFixture[str]) -> None:
     source = tiny_model_dir(tmp_path / "source")
     found = find_known("llama-2-7b")
     assert found is not None
     known = found[1]
     head = known.heads["eagle2"]
-    repositories = {known.target: source / "target", head: source / "eagle2"}
-    with hub(repositories) as (address, asked):
-        here = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
-        done = flowspec("models", "fetch", known.target.upper(), **here)  # by the hub's name, in any case
-        assert done.returncode == 0, done.stderr
-        assert resolve_model("llama-2-7b").draft("eagle2") == place / "llama-2-7b" / "eagle2"
-        before = len(asked)
-        assert flowspec("models", "fetch", "llama-2-7b", **here).returncode == 0
-        assert len(asked) == before  # nothing is asked for twice
-        shutil.rmtree(place / "llama-2-7b")
-        del repositories[head]
-        done = flowspec("models", "fetch", "llama-2-7b", **here)
-        assert done.returncode == 2
-        assert head in done.stderr.splitlines()[-1]
-        assert main(["generate", "x", "--model", "llama-2-7b"]) == 2  # incomplete
-        assert "flowspec models fetch llama-2-7b" in capsys.readouterr().err
-        repositories[head] = source / "eagle2"
-        assert flowspec("models", "fetch", "llama-2-7b", **here).returncode == 0
+    online.repositories.update({known.target: source / "target", head: source / "eagle2"})
+    code, _, errors = online.flowspec("models", "fetch", known.target.upper())  # by the hub's name, in any case
+    assert code == 0, errors
+    assert resolve_model("llama-2-7b").draft("eagle2") == place / "llama-2-7b" / "eagle2"
+    before = len(online.asked)
+    assert online.flowspec("models", "fetch", "llama-2-7b")[0] == 0
+    assert len(online.asked) == before  # nothing is asked for twice
+    shutil.rmtree(place / "llama-2-7b")
+    del online.repositories[head]
+    code, _, errors = online.flowspec("models", "fetch", "llama-2-7b")
+    assert code == 2
+    assert head in errors.splitlines()[-1]
+    assert main(["generate", "x", "--model", "llama-2-7b"]) == 2  # incomplete
+    assert "flowspec models fetch llama-2-7b" in capsys.readouterr().err
+    online.repositories[head] = source / "eagle2"
+    assert online.flowspec("models", "fetch", "llama-2-7b")[0] == 0
     assert recognise(OpenModel(place / "llama-2-7b")) == "llama-2"
     assert main(["models", "list", "--json"]) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
@@ -134,7 +175,7 @@ def test_a_fetched_model_has_a_name_everywhere(tmp_path: Path, place: Path,
                  "--max-new-tokens", "4"]) == 0
 
 
-def test_another_head_of_a_kind_takes_its_place(tmp_path: Path, place: Path) -> None:
+def test_another_head_of_a_kind_takes_its_place(tmp_path: Path, place: Path, online: Hub) -> None:
     """The first one's files go, and stay away when the model is fetched again."""
     heads = {"AngelSlim/Qwen3-8B_eagle3": tmp_path / "first",
              "RedHatAI/Qwen3-8B-speculator.eagle3": tmp_path / "second"}
@@ -142,27 +183,26 @@ def test_another_head_of_a_kind_takes_its_place(tmp_path: Path, place: Path) -> 
         published_eagle3(path, 0, 24, 61, form=form)
         (path / f"{path.name}.json").write_text("{}")
     record = place / "qwen3-8b" / "fetched.json"
-    with hub({"Qwen/Qwen3-8B": tiny_llama(tmp_path / "tiny"), **heads}) as (address, _):
-        here = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
-        assert flowspec("models", "fetch", "qwen3-8b", **here).returncode == 0
-        assert (place / "qwen3-8b" / "eagle3" / "first.json").is_file()
-        second = list(heads)[1]
-        for words in (["--head", second], []):
-            done = flowspec("models", "fetch", "qwen3-8b", *words, **here)
-            assert done.returncode == 0, done.stderr
-            assert json.loads(record.read_text())["eagle3"] == second
-            kept = {path.name for path in (place / "qwen3-8b" / "eagle3").glob("*.json")}
-            assert kept == {"config.json", "second.json"}
+    online.repositories.update({"Qwen/Qwen3-8B": tiny_llama(tmp_path / "tiny"), **heads})
+    assert online.flowspec("models", "fetch", "qwen3-8b")[0] == 0
+    assert (place / "qwen3-8b" / "eagle3" / "first.json").is_file()
+    second = list(heads)[1]
+    for words in (["--head", second], []):
+        code, _, errors = online.flowspec("models", "fetch", "qwen3-8b", *words)
+        assert code == 0, errors
+        assert json.loads(record.read_text())["eagle3"] == second
+        kept = {path.name for path in (place / "qwen3-8b" / "eagle3").glob("*.json")}
+        assert kept == {"config.json", "second.json"}
     assert "transformer_layer_config" in (place / "qwen3-8b" / "eagle3" / "config.json").read_text()
 
 
-def test_an_mtp_layer_comes_with_its_model(tmp_path: Path, place: Path,
+def test_an_mtp_layer_comes_with_its_model(tmp_path: Path, place: Path, online: Hub,
                                            capsys: pytest.CaptureFixture[str]) -> None:
     name, target = "qwen3.6-27b", "Qwen/Qwen3.6-27B"
     source = with_mtp(family_dir("qwen3.5", tmp_path / "source") / "target")
-    with hub({target: source}) as (address, _):
-        done = flowspec("models", "fetch", name, HF_ENDPOINT=address, HF_HUB_OFFLINE="0")
-        assert done.returncode == 0, done.stderr
+    online.repositories[target] = source
+    code, _, errors = online.flowspec("models", "fetch", name)
+    assert code == 0, errors
     assert json.loads((place / name / "fetched.json").read_text()) == {"target": target}
     assert resolve_model(name).draft("mtp") == place / name / "target"
     assert main(["models", "head", name, "--no-measure"]) == 0

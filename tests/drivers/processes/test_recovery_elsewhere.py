@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from kits.process_clusters import PATIENCE, PROMPT, on_third
+from kits.services import free_port
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.d0.observer import Observer
@@ -100,17 +101,12 @@ class Relay:
         thread.start()
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 class Boards:
     """Two stages, as an init system would run them."""
 
     def __init__(self, model: Path, directory: Path) -> None:
         self.model = model
-        ports = [_free_port() for _ in range(4)]
+        ports = [free_port() for _ in range(4)]
         control, output, first, second = (f"tcp://127.0.0.1:{port}" for port in ports)
         self.relay = Relay(ports[3])
         self.addresses = Addresses(control, output, first, ["board-1", "board-2"])

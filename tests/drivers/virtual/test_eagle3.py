@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kits.cases import DISTINCT
 from kits.draft_heads import VARIANTS, published_eagle3
 from kits.stages import through
 from kits.tiny_model_dir import tiny_eagle3
@@ -125,7 +126,7 @@ def test_every_published_variant_drafts_losslessly(model: Path, tmp_path: Path, 
 
 @pytest.mark.parametrize(("name", "stages"), [
     (name, stages) for i, name in enumerate(DRAFTING) for stages in range(1, 6)
-    if name.startswith("flowspec") or (i + stages) % 2])
+    if stages == i % 5 + 1 or (name in DISTINCT and stages == (i + 2) % 5 + 1)])
 def test_tokens_of_plain_decoding_and_states_of_the_target(model: Path, known: list[torch.Tensor], name: str,
                                                            stages: int) -> None:
     params = Params(draft="eagle3", segment=(1, 3, 16)[stages % 3], width=4, tree_size=12, depth=3,
@@ -133,8 +134,7 @@ def test_tokens_of_plain_decoding_and_states_of_the_target(model: Path, known: l
                     stpp_branching="1,3,1")
     sampling = (GREEDY, SAMPLED)[(stages // 2 + DRAFTING.index(name)) % 2]  # `make soak` runs both everywhere
     stats = same_tokens_and_states(model, stages, Request(PROMPT, name, 8, sampling, params), known)
-    if name in ("flowspec", "chunk_pp", "pruned_pp") and sampling is SAMPLED:
-        assert stats.accepted > 0
+    assert stats.accepted > 0 or sampling is GREEDY or name not in ("flowspec", "chunk_pp", "pruned_pp")
 
 
 @pytest.mark.soak

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kits.cases import DISTINCT
 from kits.transformers_generate import reference_text, target_of
 from transformers import AutoTokenizer, LogitsProcessor
 
@@ -34,7 +35,7 @@ SCHEMA: dict[str, Any] = {
 }
 WHITESPACE = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
 SAMPLINGS = (Sampling(), Sampling(1.0, seed=11), Sampling(0.8, 40, 0.9, seed=12))
-LIMIT = 40
+LIMIT = 24
 
 
 class Masked(LogitsProcessor):
@@ -87,7 +88,8 @@ def check(model: Path, stages: int, prompt: tuple[int, ...], name: str, sampling
     return result.stats.accepted
 
 
-@pytest.mark.parametrize(("name", "stages"), [*((name, 3) for name in STRATEGIES), ("flowspec_plus", 1)])
+@pytest.mark.parametrize(("name", "stages"), [*((name, 1 + i % 3) for i, name in enumerate(DISTINCT)), *(
+    pytest.param(name, 3, marks=pytest.mark.soak) for name in STRATEGIES if name not in DISTINCT)])
 def test_every_strategy_gives_the_same_json(tiny_model: Path, name: str, stages: int) -> None:
     sampling = SAMPLINGS[[*STRATEGIES].index(name) % len(SAMPLINGS)]
     check(tiny_model, stages, tuple(range(20, 40)), name, sampling)

@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from kits.draft_heads import Layer, log_softmax
+from kits.hypothesis_examples import examples
 from transformers import LlamaConfig
 
 from flowspec_edge.errors import FlowspecError, ProtocolError, UsageError
@@ -189,7 +190,7 @@ class Session:
        moves=st.lists(st.sampled_from(["layer", "layer", "taps", "taps", "hit", "miss", "again"]),
                       min_size=4, max_size=14))
 @example(seed=1, prompt=1, width=1, moves=["miss", "layer", "layer", "hit", "taps", "layer"])
-@settings(max_examples=25, deadline=None)
+@examples(25, quick=10)
 def test_whatever_has_arrived_is_used_and_nothing_else(seed, prompt, width, moves):
     s = Session(seed)
     s.begin(prompt)

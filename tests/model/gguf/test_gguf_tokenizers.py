@@ -52,7 +52,7 @@ def test_byte_level_tokenizers_are_transformers(byte_level: dict[str, Any], pre:
     pieces = [TEXT[at : at + 60] for at in range(0, len(TEXT), 60)]
 
     @given((st.text() | st.sampled_from(pieces)).filter(lambda text: "<|" not in text))
-    @examples(300, 60)
+    @examples(300, quick=36)
     def same(text: str) -> None:
         found = ours.encode(f"{text}<|endoftext|>{text}").ids
         assert found == other(f"{text}<|endoftext|>{text}").input_ids
@@ -89,7 +89,7 @@ def test_sentencepiece_is_sentencepiece(sentences: sentencepiece.SentencePiecePr
 
     @given(st.text(st.characters(exclude_characters="\0▁", exclude_categories=["Cs"])).filter(
         lambda text: not any(name in text for name in ("<s>", "</s>", "<unk>"))))
-    @examples(300, 60)
+    @examples(300, quick=36)
     def same(text: str) -> None:
         assert ours.encode(text).ids == [1, *sentences.encode(text)]
         assert ours.decode(sentences.encode(text)) == sentences.decode(sentences.encode(text))

@@ -121,7 +121,7 @@ class _Tree:
         torch.testing.assert_close(self.state, self.states[self.folded], atol=1e-12, rtol=0)
 
 
-@examples(300, quick=25)
+@examples(300, quick=15)
 @given(data=st.data())
 def test_trees_segments_commits_and_prunes(data: st.DataObject) -> None:
     """Commits are folded late, at once, in parts or several together."""

@@ -42,12 +42,12 @@ SHAPES: list[tuple[str, dict[str, object]]] = [
 @pytest.mark.parametrize(("family", "extra"), SHAPES)
 def test_texts_and_trees_equal_transformers(tmp_path: Path, family: str, extra: dict[str, object],
                                             device: str) -> None:
-    """With 1 to 40 rows, so that every length of padding occurs; keys and values too."""
+    """With and without padding; keys and values too."""
     path = tiny_model(family, tmp_path, layers=3, hidden=32, vocab=VOCAB, **extra)
     shake(path / "model.safetensors")  # or all norms are alike
     book, oracle, chain = Book(), Oracle(path), engines(path, 2, device=device, fused=True)
     rng = np.random.default_rng(0)
-    for rows in (40, 1, 16, 17):
+    for rows in (24, 1, 16):
         text = random_tokens(rows, VOCAB, seed=rows)
         assert_rows(through(chain, book.text(text))[1], book, oracle)
         nodes = book.committed[-1:]

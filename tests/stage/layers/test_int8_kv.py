@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kits.cases import strategies
+from kits.hypothesis_examples import examples
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.d0.request import Request
@@ -28,6 +30,7 @@ from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.strategies.registry import STRATEGIES
 
 CPU, HEADS, WIDTH, PROMPT, NEW = torch.device("cpu"), 2, 16, [5, 17, 42, 3, 3, 58, 11], 10
+SAMPLINGS = (Sampling(), Sampling(1.0, seed=4))
 PIPELINED = [name for name, strategy in STRATEGIES.items() if strategy.parallelism == "pipeline"]
 
 
@@ -46,7 +49,7 @@ def test_a_value_is_within_half_a_step(seed: int, size: float, dtype: torch.dtyp
     assert not found[2].any()
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40, quick=16)
 @given(st.data())
 @torch.inference_mode()  # as the engine computes
 def test_every_operation_against_a_list_of_rows(data: st.DataObject) -> None:
@@ -93,18 +96,25 @@ def sharded(base: Path, kv_cache: Any) -> Path:
     return out
 
 
-@pytest.mark.parametrize("name", PIPELINED)
-def test_tokens_are_those_of_generate(base: Path, name: str) -> None:
-    """Of transformers' whole model, which rounds keys and values in its attention."""
+@cache
+def cluster(base: Path) -> VirtualCluster:
+    return VirtualCluster(sharded(base, "int8"), 2, load_profile("paper-7b"))
+
+
+@cache
+def expected(base: Path) -> list[list[int]]:
+    """By transformers' whole model, which rounds keys and values in its attention: greedy, and drawn from it."""
     model, ids = load_reference_model(sharded(base, "int8"), "fp32"), torch.tensor([PROMPT])
     model.generation_config.eos_token_id = None
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
-                              max_new_tokens=NEW)[0, len(PROMPT):].tolist()
-    cluster = VirtualCluster(sharded(base, "int8"), 2, load_profile("paper-7b"))
-    assert cluster.generate(Request(PROMPT, name, NEW)).tokens == expected
-    sampling = Sampling(1.0, seed=4)
-    assert (cluster.generate(Request(PROMPT, name, NEW, sampling)).tokens
-            == PlainDecoder(sharded(base, "int8")).generate(PROMPT, NEW, sampling)[0])
+    greedy = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW)
+    return [greedy[0, len(PROMPT):].tolist(),
+            PlainDecoder(sharded(base, "int8")).generate(PROMPT, NEW, SAMPLINGS[1])[0]]
+
+
+@pytest.mark.parametrize("name", strategies(*PIPELINED))
+def test_tokens_are_those_of_generate(base: Path, name: str) -> None:
+    for sampling, tokens in zip(SAMPLINGS, expected(base), strict=True):
+        assert cluster(base).generate(Request(PROMPT, name, NEW, sampling)).tokens == tokens
 
 
 def test_the_loss_is_that_of_the_rounding(base: Path) -> None:

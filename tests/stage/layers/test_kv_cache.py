@@ -43,7 +43,7 @@ def write(cache: StageCache, rows: torch.Tensor, numbers: np.ndarray) -> None:
 
 
 @given(masks=st.lists(st.integers(0, 2**20 - 1), min_size=1, max_size=4), rows=st.integers(0, 20))
-@examples(100, quick=30)
+@examples(100, quick=18)
 def test_keep_is_boolean_indexing(masks: list[int], rows: int) -> None:
     cache, truth = filled(rows)
     numbers = cache.numbers.copy()

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from kits.hypothesis_examples import examples
 from kits.int4_matrices import DEVICES, grouped_weights, random_matrix
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,7 +46,7 @@ def test_two_codes_a_byte_the_even_column_low(rows: int, pairs: int, seed: int) 
     assert unpack(packed).tolist() == codes.tolist()
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30, quick=12)
 @given(kind=st.sampled_from(KINDS), blocks=st.integers(1, 8), columns=st.sampled_from([64, 192, 256, 320]),
        group=st.sampled_from([32, 64, 128, 256]), cuts=st.sets(st.integers(1, 127), max_size=3),
        seed=st.integers(0, 99), dtype=st.sampled_from(FLOATS))
@@ -97,7 +98,7 @@ def test_int4_stands_for_its_formula(group: int) -> None:
     assert found.dtype == torch.float32
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30, quick=12)
 @given(group=st.sampled_from([32, 64, 128, 256]), seed=st.integers(0, 999), outlier=st.floats(0.1, 1e4))
 def test_int8_is_within_half_a_step_of_the_largest_weight(group: int, seed: int, outlier: float) -> None:
     weight = torch.from_numpy(np.random.default_rng(seed).normal(size=(16, 256))).float()
@@ -108,7 +109,7 @@ def test_int8_is_within_half_a_step_of_the_largest_weight(group: int, seed: int,
     assert (lost <= weight.view(16, -1, group).abs().amax(-1) / 119 * (0.5 + 2**-7)).all()
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25, quick=10)
 @given(group=st.sampled_from([32, 64, 128]), seed=st.integers(0, 999), shift=st.floats(-3, 3))
 def test_weights_on_a_grid_of_sixteen_are_kept(group: int, seed: int, shift: float) -> None:
     """Nothing is lost if scale and zero are bfloat16 values and both extreme codes occur."""
