@@ -74,7 +74,7 @@ class ClusterSettings(StrictModel):
     draft: str = ""  # a draft head's checkpoint, if the model's directory has none; or "ngram", "mtp"
     dtype: Literal["auto", ShardDtype] = "auto"  # of the weights; auto: unchanged
     kv_cache: CacheBits = "16bit"  # of the stages' keys and values
-    lm_head: Literal["auto", HeadBits] = "auto"  # of lm_head and EAGLE heads; auto: int8 with 4-bit weights
+    lm_head: Literal["auto", HeadBits] = "auto"  # of lm_head; auto: int8 with 4-bit weights
     context: Annotated[int, Field(ge=1)] = 4096  # KV cache tokens, over all concurrent requests
     at_once: Annotated[int, Field(ge=0)] = 0  # concurrent requests; 0: one per stage, at least 2
     scheduling_policy: SchedulingPolicy = "fair"  # how concurrent requests share the stages

@@ -28,7 +28,7 @@ from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.quant.schemes import quantise_linears
 from flowspec_edge.stage.shard import find_embedding, stage_ranges
-from flowspec_edge.stage.weights.load import head_scheme_of
+from flowspec_edge.stage.weights.load import draft_scheme_of
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.draft_choice import draft_kind, draft_label
 from flowspec_edge.strategies.params import Params
@@ -64,7 +64,7 @@ class DraftModels:
         make_current(device)
         self._model = opened(model)
         self._dtype = dtype
-        self._scheme = head_scheme_of(self._model)
+        self._scheme = draft_scheme_of(self._model)
         # Compares every file of a sharded model: those of draft models, which are loaded later, too.
         with allocation("lm_head on the draft device", 0, _MEMORY_ADVICE):
             self._lm_head = LmHead(load_output_head(self._model, dtype, device))
@@ -162,11 +162,11 @@ class DraftModels:
                 head = self._lm_head.head
                 embedding = (find_embedding(self._model, self._dtype, head.device)
                              if needs_embedding(kind, self._model) else None)
-                same_bits = (partial(quantise_linears, how=self._scheme, device=head.device)
+                in_4_bits = (partial(quantise_linears, how=self._scheme, device=head.device)
                              if self._scheme else lambda module: None)
                 memory = self._shared_memory()
                 self._drafters[kind] = load_drafters(kind, self._model, head, embedding, self._dtype,
-                                                     self._model.layers, same_bits, memory)
+                                                     self._model.layers, in_4_bits, memory)
             if memory and memory.choice:
                 log.info("D0, %s: %s", kind, memory.choice)
                 self.graph_sizes[kind] = len(memory.choice.ms)

@@ -20,7 +20,7 @@ DRAFT_TARGET = Path(DRAFT, "target")  # the config, the tokenizer and lm_head
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
 QuantKind = Literal["int4", "nf4", "fp4"]
 ShardDtype = Literal["fp32", "bf16", "fp16", "int4", "nf4", "fp4"]
-HeadBits = Literal["16bit", "int8", "int4"]  # of lm_head and draft heads; 16bit: unchanged
+HeadBits = Literal["16bit", "int8", "int4"]  # of lm_head; 16bit: unchanged, and draft heads too
 CacheBits = Literal["16bit", "int8"]  # of the stages' keys and values; 16bit: the compute dtype
 Bytes = Annotated[int, Field(ge=0)]
 Name = Annotated[str, AfterValidator(no_control_characters)]
@@ -104,7 +104,7 @@ class Quantisation(StrictModel):
 
 
 class HeadQuantisation(StrictModel):
-    """Of lm_head; draft heads are brought to the same bits when they are loaded.  ``group``: the most weights
+    """Of lm_head; beside it draft heads are brought to 4 bits when they are loaded.  ``group``: the most weights
     that share a scale."""
 
     kind: Literal["int8", "int4"]

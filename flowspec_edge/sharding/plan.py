@@ -31,7 +31,7 @@ from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.output_head import PREFIX as HEAD_PREFIX
 from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
-from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
+from flowspec_edge.stage.quant.schemes import default_head_bits, draft_scheme, head_scheme, scheme
 from flowspec_edge.stage.shard import split_layers
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.util.tensors import DTYPES
@@ -52,7 +52,7 @@ class Recipe:
     plain    dtype of everything that is not quantised
     scheme   of the decoder layers' matrices, but for those that a GGUF file has in other than 4 bits; None if they
              stay plain
-    lm_head  of lm_head, and of draft heads when they are loaded; None if they stay plain
+    lm_head  of lm_head; None if it stays plain
     """
 
     dtype: ShardDtype
@@ -278,11 +278,12 @@ def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
     shape = source.tensors[head].shape
     matrix = prod(shape)
     head_bytes = recipe.lm_head.nbytes(*shape) if recipe.lm_head else matrix * width
+    loaded = draft_scheme(cast(HeadBits, recipe.lm_head.kind)) if recipe.lm_head else None
     return PlannedPart(
         DRAFT, tuple(files),
         parameters=matrix * (len(names) + (packed is not None))
         + sum(draft.parameters for draft in source.drafts),
-        weight_bytes=head_bytes + sum(draft.weight_bytes(width, recipe.lm_head) for draft in source.drafts),
+        weight_bytes=head_bytes + sum(draft.weight_bytes(width, loaded) for draft in source.drafts),
         row_bytes=sum(draft.kv_row for draft in source.drafts) * width)
 
 

@@ -20,7 +20,7 @@ from flowspec_edge.device_profile import Profile
 from flowspec_edge.model.draft_kinds import head_kinds
 from flowspec_edge.model.families import family_of
 from flowspec_edge.model.manifest import HeadBits
-from flowspec_edge.stage.quant.schemes import head_scheme
+from flowspec_edge.stage.quant.schemes import draft_scheme, head_scheme
 
 _WIDTH = 2  # bytes of an unpacked value
 
@@ -52,12 +52,12 @@ def head_costs(config: Any, profile: Profile) -> list[HeadCost]:
     for kind in kinds:
         head = assumed_head(config, kind)
         for bits in get_args(HeadBits):
-            scheme, rate = head_scheme(bits), weight_read_ms(profile, bits) / 1e6
+            scheme, rate = draft_scheme(bits), weight_read_ms(profile, bits) / 1e6
             looked_up = [part for part in head.modules() if isinstance(part, nn.Embedding)]
             own = module_bytes(head, _WIDTH, scheme)
             read = (own - sum(part.weight.numel() * _WIDTH for part in looked_up)
                     - unread_experts(head, _WIDTH, scheme))
-            matrix = module_bytes(lm_head, _WIDTH, scheme)
+            matrix = module_bytes(lm_head, _WIDTH, head_scheme(bits))
             memory = (head_bytes(head, _WIDTH, scheme) + matrix) / 1e6
             passed = (read + (0 if getattr(head, "lm_head", None) is not None else matrix)) * rate
             found.append(HeadCost(kind.name, bits, memory, memory <= room, passed,

@@ -37,7 +37,7 @@ from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.quant.awq_gptq import importer
 from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
 from flowspec_edge.stage.quant.gguf_blocks import GgufImporter, gguf_importer
-from flowspec_edge.stage.quant.schemes import default_head_bits, head_scheme, scheme
+from flowspec_edge.stage.quant.schemes import default_head_bits, draft_scheme, head_scheme, scheme
 from flowspec_edge.strategies.tree_strategy import TreeParameters
 
 PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
@@ -52,7 +52,7 @@ class ModelBytes:
     layer            weights of one decoder layer (the largest)
     layer_values     its parameters, a number
     lm_head          the embeddings themselves if the model ties the two
-    head_bits        of lm_head and the draft head's matrices
+    head_bits        of lm_head
     draft            the draft head's fc and layers, and if it has one (EAGLE-3) its own lm_head, or its copy
                      of the target's rows of a smaller draft vocabulary; its size is that of a usual one for
                      the target's shape unless ``planned`` is here
@@ -151,10 +151,10 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     """Of a model by name or directory, a checkpoint or its config.json, or OWNER/NAME on the hub, of which
     only config.json is fetched.
 
-    "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else, but for lm_head and the EAGLE
-    head's matrices, which are in ``lm_head``; None: the sharder's default for ``dtype``.  ``kv_cache``: of
-    the stages; the draft head's is in 16 bits.  ``draft``: see ``planned_draft.choose``; ``using``: this one
-    instead, of any kind.
+    "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else, but for lm_head, which is
+    in ``lm_head``, and a draft head's matrices (``draft_scheme``); None: the sharder's default for ``dtype``.
+    ``kv_cache``: of the stages; the draft head's is in 16 bits.  ``draft``: see ``planned_draft.choose``; ``using``:
+    this one instead, of any kind.
     UsageError if there is no model that stages can run, or no MTP layer where one is wanted; FlowspecError
     for damaged or incomplete weights.
     """
@@ -180,12 +180,12 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     repack = gguf_importer(Checkpoint(target).gguf) if target and from_weights and dtype == "int4" else None
     packed = scheme("int4", repack.group if repack else DEFAULT_GROUP) if dtype == "int4" else None
     bits = lm_head or default_head_bits(dtype)
-    quantised = head_scheme(bits)
+    quantised, drafting = head_scheme(bits), draft_scheme(bits)
     matrix = _matrix((vocabulary, int(config.hidden_size)), width, quantised)
     held, rows_read, draft_row = 0, 0, 0
     if head:
         of_the_targets, rows_read = _ranking(head, matrix, width, quantised)
-        held = head_bytes(head, width, quantised) + of_the_targets
+        held = head_bytes(head, width, drafting) + of_the_targets
         draft_row = _kv_row(head.config, width) * head_format_of(planned.kind).cached_layers(head)
     elif files:  # a model of its own, which is not packed
         held, draft_row = files.weight_bytes(width), files.kv_row * width
@@ -205,7 +205,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         layer_values=max(_numel(layer.parameters()) for layer in core.layers),
         norm=_numel(core.norm.parameters()) * width, lm_head=matrix,
         draft=held,
-        draft_unread=round(unread_experts(head, width, quantised)) if head else 0,
+        draft_unread=round(unread_experts(head, width, drafting)) if head else 0,
         draft_lm_head=rows_read, head_bits=bits,
         kv_row=-(-sum(kind.row_bytes(width) for kind in kinds) // len(kinds)),
         window=min(windows, default=None), windowed=len(windows) / len(kinds),

@@ -45,7 +45,7 @@ def plan(
         "--dtype", help="Element type of the weights; auto: fp16 if it fits and int4 would be less than 5 % "
                         "faster, else int4.")] = "auto",
     lm_head: Annotated[Literal["auto", "16bit", "int8", "int4"], typer.Option(
-        "--lm-head", help="Bits of lm_head and of an EAGLE head on D0; auto: int8 with int4, else "
+        "--lm-head", help="Bits of lm_head; beside int8 and int4 a draft head has 4; auto: int8 with int4, else "
                           "16bit.")] = "auto",
     kv_cache: Annotated[Literal["auto", "16bit", "int8"], typer.Option(
         "--kv-cache", help="How stages keep keys and values; auto: 16bit, or int8 where only that "

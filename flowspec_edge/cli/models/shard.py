@@ -50,8 +50,8 @@ def shard(
         "--compute-dtype",
         help="Element type of computing.  Default: bf16 with 4 bits, else as stored.")] = None,
     lm_head: Annotated[HeadBits | None, typer.Option(
-        "--lm-head", help="Bits of lm_head and of an EAGLE head on the draft device.  Default: int8 with "
-        "4 bits, else 16bit.  What it costs: flowspec models loss.")] = None,
+        "--lm-head", help="Bits of lm_head.  Beside int8 and int4 a draft head is in 4 bits.  Default: int8 "
+        "with 4 bits, else 16bit.  What it costs: flowspec models loss.")] = None,
     kv_cache: Annotated[CacheBits, typer.Option(
         "--kv-cache", help="How stages keep keys and values: 16bit, as computed, or int8, in half of that.",
         )] = "16bit",

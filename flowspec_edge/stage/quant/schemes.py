@@ -219,8 +219,16 @@ class LayerSchemes:
 
 
 def head_scheme(bits: HeadBits) -> Scheme | None:
-    """Of lm_head and draft heads; None for "16bit"."""
+    """Of lm_head; None for "16bit"."""
     return None if bits == "16bit" else scheme(bits)
+
+
+def draft_scheme(lm_head: HeadBits) -> Scheme | None:
+    """Of draft heads beside such an lm_head: 4 bits, unless that is in 16.
+
+    What drafts changes no token of the text, and every pass reads it.
+    """
+    return None if lm_head == "16bit" else scheme("int4")
 
 
 def default_head_bits(dtype: ShardDtype) -> HeadBits:

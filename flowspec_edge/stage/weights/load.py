@@ -14,7 +14,7 @@ from flowspec_edge.model.manifest import Manifest, stage_part
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.stage.quant.base import QuantLinear, Scheme
-from flowspec_edge.stage.quant.schemes import LayerSchemes, scheme
+from flowspec_edge.stage.quant.schemes import LayerSchemes, draft_scheme, scheme
 from flowspec_edge.stage.weights.tensor_names import is_ignorable
 from flowspec_edge.util.bounded_read import PIECE
 from flowspec_edge.util.tensors import check_finite
@@ -32,6 +32,12 @@ def head_scheme_of(model: OpenModel) -> Scheme | None:
     """The scheme of a model whose lm_head is stored in 8 or 4 bits, else None."""
     how = model.manifest.lm_head if model.manifest else None
     return scheme(how.kind, how.group) if how else None
+
+
+def draft_scheme_of(model: OpenModel) -> Scheme | None:
+    """In which a model's draft heads are brought when they are loaded; None: they stay."""
+    how = model.manifest.lm_head if model.manifest else None
+    return draft_scheme(how.kind) if how else None
 
 
 def shard_digest(manifest: Manifest, index: int) -> str:
