@@ -43,7 +43,6 @@ from flowspec_edge.model.opened import DEMO, answering_model, choose_sampling, r
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
-from flowspec_edge.util.threads import share_of_cores
 
 if TYPE_CHECKING:
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
@@ -126,9 +125,7 @@ def chat(
 
     tokenizer = Tokenizer(found, chat_template)
     conversation = Conversation(tokenizer, found, answer_tokens or max_new_tokens, system, rendering)
-    # D0 waits while the only stage computes, and the other way round: both may use all processors.
-    threads = share_of_cores(1, found.size) if plainly else None
-    spec = ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, at_once=1, threads=threads,
+    spec = ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, at_once=1,
                        cache_rows=cache_rows(found.max_positions, 1, params, stages), rejoin_within=_REJOIN_S)
     with (ChatScreen() as screen,
           open_cluster(spec, local_processes(stages, device, clock_settings.profile)) as cluster,
