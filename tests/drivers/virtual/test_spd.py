@@ -98,8 +98,8 @@ def test_the_tokens_of_plain_decoding(eight_layers: Path, stages: int, width: in
 def test_more_stages_than_layers_by_far(small_vocabulary_model: Path, width: int) -> None:
     cluster = VirtualCluster(small_vocabulary_model, 5, load_profile("paper-7b"))
     for sampling in (GREEDY, SAMPLED):
-        result = cluster.generate(Request([3, 1, 4], "spd", 20, sampling, Params(spd_width=width)))
-        assert result.tokens == plain(small_vocabulary_model).generate([3, 1, 4], 20, sampling)[0]
+        result = cluster.generate(Request([3, 1, 4], "spd", 12, sampling, Params(spd_width=width)))
+        assert result.tokens == plain(small_vocabulary_model).generate([3, 1, 4], 12, sampling)[0]
         assert result.stats.accepted > 0
 
 

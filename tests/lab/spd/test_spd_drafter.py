@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from flowspec_edge.errors import FlowspecError, ProtocolError, UsageError
 from flowspec_edge.lab.spd.drafter import SpdDrafter
-from flowspec_edge.lab.spd.module import SpdModule, load_module, save_module
+from flowspec_edge.lab.spd.module import RowStore, SpdModule, load_module, save_module
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
@@ -368,3 +368,15 @@ def test_a_damaged_module_is_named(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(UsageError, match=r"neither model\.safetensors nor"):
         load_module(tmp_path, torch.float32)
+
+
+def test_a_row_that_is_sent_again_is_computed_again() -> None:
+    store = RowStore(4, torch.float32, torch.device("cpu"))
+    store.begin(7)
+    row = store.child(store.text[0], 3)
+    store.number(row, 1)
+    row.known = 2
+    store.number(row, 1)
+    assert row.known == 2
+    store.number(row, 9)  # its states are those of another place now
+    assert (row.number, row.known) == (9, -1)

@@ -220,3 +220,10 @@ def test_full() -> None:
     cache.reserve(2)
     with pytest.raises(FlowspecError, match="KV cache is full: 6 rows held, 3 more to come, capacity 8"):
         cache.reserve(3)
+
+
+def test_the_rows_behind_a_dropped_one_keep_their_numbers_and_positions() -> None:
+    cache = StageCache(8, [])
+    cache.append(np.arange(5, dtype=np.int32), np.array([0, 1, 2, 2, 3], np.int32))
+    assert cache.keep(np.array([True, True, False, True, True])) == 1
+    assert (cache.numbers.tolist(), cache.positions.tolist()) == ([0, 1, 3, 4], [0, 1, 2, 3])
