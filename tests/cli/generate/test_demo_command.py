@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from flowspec_edge.cli.common.workload import demo_prompts
 from flowspec_edge.cli.generate.side_by_side import SideBySide
 from flowspec_edge.cli.main import main
+from flowspec_edge.d0 import core
 from flowspec_edge.lab.bench.tasks import load_prompts
 
 FEW = ("--stages", "2", "--max-new-tokens", "8")
@@ -68,6 +69,15 @@ def test_a_model_with_a_chat_template_is_asked_through_it(tmp_path: Path, capsys
     out = capsys.readouterr().out
     assert "\nWhat?\n" in out
     assert f"FlowSpec\n{transformers_answer(model, '<user>What?<assistant>')}\n" in out
+
+
+def test_a_late_emulation_is_said_with_the_speeds(model: Path, capsys: pytest.CaptureFixture[str],
+                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "_LATE_SHARE", -1.0)  # any answer counts as late
+    assert main(["demo", "--model", str(model), *FEW, "--seconds", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert "too slow or too busy to keep the boards' time, so these speeds are too low" in " ".join(out.split())
+    assert "emulation:" not in err
 
 
 def test_without_the_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
