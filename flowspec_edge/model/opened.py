@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -203,6 +204,16 @@ class OpenModel:
         ids = self.generation_config.get("eos_token_id")
         ids = self.config.get("eos_token_id", []) if ids is None else ids
         return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])
+
+    @property
+    def weight_values(self) -> int:
+        """The number of values in the target's weights: of a checkpoint by the sizes of its files."""
+        if (table := self.target / GGUF_TABLE).is_file():
+            return sum(prod(place["shape"]) for place in read_json_object(table)["tensors"].values())
+        named = str(self.config.get("dtype") or self.config.get("torch_dtype"))
+        stored = 4 if named == "float32" else 1 if named.startswith("float8") else 2
+        files = [file for end in ("safetensors", "bin") for file in self.target.glob(f"*.{end}")]
+        return sum(file.stat().st_size for file in files) // stored
 
     @property
     def size(self) -> int:

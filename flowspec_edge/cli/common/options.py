@@ -199,10 +199,7 @@ def require_room(context: int, at_once: int, rows: int, model: OpenModel, dtype:
         weights = wider * sum(part.weight_bytes for part in manifest.parts.values())
         row = wider * sum(part.row_bytes for part in manifest.parts.values())
     else:
-        named = str(model.config.get("dtype") or model.config.get("torch_dtype"))
-        stored = 4 if named == "float32" else 1 if named.startswith("float8") else 2
-        files = [file for end in ("safetensors", "bin") for file in model.target.glob(f"*.{end}")]
-        weights = sum(file.stat().st_size for file in files) * _BYTES[dtype] / stored
+        weights = model.weight_values * _BYTES[dtype]
         row = cache_values(model.config) * _BYTES[dtype]
     if local and available is not None and weights + rows * row > available:
         fitting = (int((available - weights) / row) - (rows - context)) // 1000 * 1000

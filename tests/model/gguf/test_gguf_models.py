@@ -60,6 +60,8 @@ def test_a_file_is_the_checkpoint_that_it_was_made_of(tmp_path: Path, family: st
     assert {name: ours.get(name) for name in FIELDS} == {name: theirs.get(name) for name in FIELDS}
     tensors, checkpoint = meant.checkpoint(), found.checkpoint()
     assert set(checkpoint.names) == set(tensors.names)
+    values = sum(tensor.numel() for tensor in tensors.tensors(tensors.names).values())
+    assert found.weight_values == values  # serve's need of memory is counted from it
     for name in tensors.names:
         whole, file_tensors = tensors.tensors([name])[name], checkpoint.file_of(name)
         assert torch.equal(file_tensors.read(name), whole), name
