@@ -151,7 +151,7 @@ def test_a_profile_of_4_bit_weights_says_so() -> None:
     assert how.basis == "profile"
     assert smaller.stage_seconds(16, 8) == pytest.approx(0.4 * 8 / 10 * 202.4 / 317.3, rel=0.01)
     assert smaller.lm_head.ms == pytest.approx(262.1 / 68, rel=0.01)
-    quantised = scaled(own, model_bytes("llama-2-7b", "int4"))[0].lm_head.ms  # at the stages' rate
+    quantised = scaled(own, model_bytes("llama-2-7b", "int4", "int4"))[0].lm_head.ms  # at the stages' rate
     assert quantised == pytest.approx(0.4e3 / 10 / 317.3 * 32_000 * 4096 / 1e6, rel=0.01)
     assert scaled(own, model_bytes("llama-2-7b", "fp16"))[1].basis == "bandwidth"
 
