@@ -100,7 +100,7 @@ class BenchOptions:
         help="Requests run in groups of K that arrive together, and each alone to compare.")] = None
     arrival_rate: Annotated[float | None, typer.Option(
         "--arrival-rate", min=0.001, max=1000, callback=not_nan, metavar="R", show_default=False,
-        rich_help_panel=PROMPTS,
+        hidden=True, rich_help_panel=PROMPTS,
         help="Requests arrive at random, R a second on average (Poisson, from --seed), however slow the "
              "answers.")] = None
     idle_seconds: Annotated[float, typer.Option(

