@@ -29,7 +29,7 @@ class Commands(LazyGroup):
     lazy: ClassVar = {
         "demo": LazyCommand(
             "generate.demo:demo",
-            "Ask a question twice over five processes, plainly and with FlowSpec: the same words at two speeds.", _RUN),
+            "Ask a question twice, plainly and with FlowSpec: the same words at two speeds.", _RUN),
         "generate": LazyCommand(
             "generate.command:generate",
             "Continue a text over a pipeline of stages, streaming it as it is accepted.", _RUN),

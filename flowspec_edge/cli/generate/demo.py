@@ -6,7 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,10 +22,14 @@ from flowspec_edge.cli.common.options import (
     not_nan,
 )
 from flowspec_edge.drivers.processes.spec import ClusterSpec
+from flowspec_edge.drivers.virtual.place import Virtual
 from flowspec_edge.model.opened import ANSWERING, DEMO, answering_model, resolve_model
+from flowspec_edge.util.threads import cores
 
 if TYPE_CHECKING:
-    from flowspec_edge.d0.request import OnTokens, Request, Result
+    from flowspec_edge.cli.generate.side_by_side import CountTokens, SideBySide
+    from flowspec_edge.d0.request import ClusterBackend, OnTokens, Request, Result
+    from flowspec_edge.model.text import TextStream, Tokenizer
 
 PLAIN, FLOWSPEC = "autoregressive", "flowspec_plus"
 _OTHERS = ("chunk_pp", "flowspec")  # for the table, while there is time
@@ -41,15 +45,16 @@ def demo(
     stages: StagesOption = 0,
     device: DeviceOption = "auto",
     max_new_tokens: Annotated[int, typer.Option(
-        "--max-new-tokens", min=2, max=MOST_TOKENS, help="Maximum tokens of the answer.", metavar="N")] = 48,
+        "--max-new-tokens", min=2, max=MOST_TOKENS, help="Maximum tokens of the answer.", metavar="N")] = 40,
     seconds: Annotated[float, typer.Option(
         "--seconds", min=1, max=MOST_SECONDS, callback=not_nan, metavar="S",
         help="Begin no further measurement after this time, and say what is left out.")] = 45.0,
 ) -> None:
-    """Ask a question twice over five processes, plainly and with FlowSpec: the same words at two speeds.
+    """Ask a question twice, plainly and with FlowSpec: the same words at two speeds.
 
-    The processes compute on this machine, then wait until the time of the paper's boards is over (EMULATED):
-    five Orin Nanos with a 7B model.  Every token is compared with plain decoding by transformers.
+    Five processes compute on this machine, then wait until the time of the paper's boards is over (EMULATED):
+    five Orin Nanos with a 7B model.  A machine with fewer processors computes the answers in virtual time first,
+    then plays them back.  Every token is compared with plain decoding by transformers.
 
     Examples:
 
@@ -96,34 +101,45 @@ def demo(
         question = _default_question(tokenizer.chats)
     [request] = requests_for(tokenizer, found, [Prompt("", "", question)], max_new_tokens, Sampling(), params,
                              chat=tokenizer.chats)
-    console.print(f"[bold]{found.name}[/bold] on {stages + 1} processes, which take the time of the paper's boards: "
-                  f"{title('wall', profile.name, stages, 0)}")
+    # More processes than processors would not keep the boards' time.
+    emulates = device != "cpu" or stages + 1 <= cores()
+    place = local_processes(stages, device, profile) if emulates else Virtual(profile)
+    clock = "wall" if emulates else "virtual"
+    label = title(clock, profile.name, stages, 0)
+    console.print(f"[bold]{found.name}[/bold] on the paper's {stages + 1} boards: {label}" + (
+        "" if emulates else f"; played back, since this machine has {cores()} processors for {stages + 1} processes"))
     console.print(f"\n{question}\n", style="cyan", markup=False)
+
+    def working(what: str) -> AbstractContextManager[object]:
+        return console.status(what) if console.is_terminal else nullcontext()
+
     results: dict[str, Result] = {}
     columns = SideBySide(console, ["plain pipelining", "FlowSpec"])
     spec = ClusterSpec(found.path, stages, dtype, device=device, at_once=1)
-    with _late_emulation() as late, open_cluster(spec, local_processes(stages, device, profile)) as cluster:
-        with columns.shown():
-            for number, strategy in enumerate((PLAIN, FLOWSPEC)):
-                with columns.answer(number) as (write, count):
-                    stream = TextStream(tokenizer.decode, write)
-
-                    def on_tokens(tokens: list[int], stream: TextStream = stream, count: OnTokens = count) -> None:
-                        count(tokens)
-                        stream.push(tokens)
-
-                    results[strategy] = cluster.generate(replace(request, strategy=strategy), on_tokens)
-                    stream.close()
+    with _late_emulation() as late, open_cluster(spec, place) as cluster:
+        asked = {strategy: replace(request, strategy=strategy) for strategy in (PLAIN, FLOWSPEC, *_OTHERS)}
+        if emulates:
+            with columns.shown():
+                for number, strategy in enumerate((PLAIN, FLOWSPEC)):
+                    with columns.answer(number) as (write, count):
+                        stream = TextStream(tokenizer.decode, write)
+                        results[strategy] = _streamed(cluster, asked[strategy], stream, count)
+        else:
+            for strategy in (PLAIN, FLOWSPEC):
+                with working(f"computing the answer of {strategy}"):
+                    results[strategy] = cluster.generate_many([asked[strategy]])[0]
+            with columns.shown():
+                _play([results[PLAIN], results[FLOWSPEC]], columns, tokenizer, console.is_terminal)
         for strategy in _OTHERS:
             if time.monotonic() < end:
-                with console.status(f"measuring {strategy}") if console.is_terminal else nullcontext():
-                    results[strategy] = cluster.generate(replace(request, strategy=strategy))
+                with working(f"measuring {strategy}"):
+                    results[strategy] = cluster.generate(asked[strategy])
 
-    with console.status("plain decoding by transformers") if console.is_terminal else nullcontext():
+    with working("plain decoding by transformers"):
         decode, explains = plain_decoding(found, "auto", reference)
         types = {"dtype": dtype, "weights": weights_of(found, dtype)}
-        report = BenchReport(None, "wall", types)
-        measure(_Finished(results), decode, BenchPlan(list(results), [Workload("", [request])], [0.0]), report,
+        report = BenchReport(None, clock, types)
+        measure(_Finished(results, clock), decode, BenchPlan(list(results), [Workload("", [request])], [0.0]), report,
                 explains=explains)
     console.print(f"\n{_verdict(results[PLAIN], results[FLOWSPEC])}")
     if late:
@@ -131,12 +147,53 @@ def demo(
         console.print("This machine is too slow or too busy to keep the boards' time, so these speeds are too low.  "
                       f"Virtual time needs no fast machine: flowspec bench run {how} --limit 4")
     console.print()
-    show(console, table(report.rows, f"{title('wall', profile.name, stages, 0)}, one answer, {types_of(types)}"))
+    show(console, table(report.rows, f"{label}, one answer, {types_of(types)}"))
     if missing := [name for name in _OTHERS if name not in results]:
         console.print(f"Left out, since {seconds:g} s were over (--seconds): {', '.join(missing)}.")
     fail_if_different(report.differences)
     console.print(exactness_text(report.samples, types))
     console.print("One answer says little: flowspec bench run measures many, in virtual time.")
+
+
+def _streamed(cluster: ClusterBackend, request: Request, stream: TextStream, count: CountTokens) -> Result:
+    def on_tokens(tokens: list[int]) -> None:
+        count(tokens)
+        stream.push(tokens)
+
+    result = cluster.generate(request, on_tokens)
+    stream.close()
+    return result
+
+
+def _play(results: Sequence[Result], columns: SideBySide, tokenizer: Tokenizer, at_pace: bool) -> None:
+    """Show answers that are complete, at the pace of their own clock if ``at_pace``: all at once, else in turn."""
+    from flowspec_edge.model.text import TextStream
+
+    with ExitStack() as stack:
+        events = []
+        for number, result in enumerate(results):
+            if not at_pace:
+                stack.close()  # the answer before is complete
+            write, count = stack.enter_context(columns.answer(number))
+            stream = TextStream(tokenizer.decode, write)
+            timed = zip(result.token_at, result.tokens, strict=False)
+            shown = [(at, number, token, stream, count) for at, token in timed]
+            events += shown
+            if not at_pace:
+                _show(shown)
+                stream.close()
+        if at_pace:
+            _show(sorted(events, key=lambda event: event[:2]), time.monotonic())
+            for stream in {event[1]: event[3] for event in events}.values():
+                stream.close()
+
+
+def _show(events: Sequence[tuple[float, int, int, TextStream, CountTokens]], began: float | None = None) -> None:
+    for at, _, token, stream, count in events:
+        if began is not None:
+            time.sleep(max(0.0, began + at - time.monotonic()))
+        count([token], at)
+        stream.push([token])
 
 
 @contextmanager
@@ -178,10 +235,8 @@ def _verdict(plain: Result, fast: Result) -> str:
 class _Finished:
     """A cluster that has answered: one request, by each of some strategies."""
 
-    clock = "wall"
-
-    def __init__(self, results: Mapping[str, Result]) -> None:
-        self._results = results
+    def __init__(self, results: Mapping[str, Result], clock: str) -> None:
+        self._results, self.clock = results, clock
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
         return self._results[request.strategy]

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -24,9 +25,9 @@ class _Answer:
     first: float | None = None  # when the first tokens came
     last: float = 0.0
 
-    def add(self, tokens: Sequence[int]) -> None:
-        self.last = time.monotonic()
-        self.first = self.first or self.last
+    def add(self, tokens: Sequence[int], at: float | None = None) -> None:
+        self.last = time.monotonic() if at is None else at
+        self.first = self.last if self.first is None else self.first
         self.tokens += len(tokens)
 
     @property
@@ -37,10 +38,15 @@ class _Answer:
         return f"{self.tokens} tokens in {seconds:.1f} s: {(self.tokens - 1) / seconds:.1f} tokens/s"
 
 
+class CountTokens(Protocol):
+    def __call__(self, tokens: Sequence[int], at: float | None = None) -> None:
+        """Count new tokens; ``at``: their time in seconds, by default now."""
+
+
 class SideBySide:
     """On a terminal, a column for each answer, below it how many tokens came how fast.
 
-    Without a terminal each answer is a paragraph, which streams, too.
+    Without a terminal each answer is a paragraph, which streams, too: one answer after the other.
     """
 
     def __init__(self, console: Console, titles: Sequence[str]) -> None:
@@ -59,7 +65,7 @@ class SideBySide:
             yield
 
     @contextmanager
-    def answer(self, number: int) -> Iterator[tuple[Callable[[str], None], Callable[[Sequence[int]], None]]]:
+    def answer(self, number: int) -> Iterator[tuple[Callable[[str], None], CountTokens]]:
         """Yield what to call with the answer's text, and with its tokens, as they come."""
         shown = self._answers[number]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,24 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.cli.common.workload import demo_prompts
+from flowspec_edge.cli.generate import demo
 from flowspec_edge.cli.generate.side_by_side import SideBySide
 from flowspec_edge.cli.main import main
 from flowspec_edge.d0 import core
+from flowspec_edge.d0.request import Result, Stats
 from flowspec_edge.lab.bench.tasks import load_prompts
+from flowspec_edge.model.opened import OpenModel
+from flowspec_edge.model.text import Tokenizer
 
 FEW = ("--stages", "2", "--max-new-tokens", "8")
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(autouse=True, params=[64, 2], ids=["emulated", "played back"])
+def processors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of a machine that has enough for the processes, and of one that has not."""
+    monkeypatch.setattr(demo, "cores", lambda: request.param)
+    return int(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +46,7 @@ def transformers_answer(model: Path, text: str) -> str:
     return str(tokenizer.decode(new))
 
 
-def test_the_same_words_twice_then_a_table(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_words_twice_then_a_table(model: Path, capsys: pytest.CaptureFixture[str], processors: int) -> None:
     capsys.readouterr()
     assert main(["demo", "--model", str(model), *FEW, "--seconds", "1000"]) == 0
     out = capsys.readouterr().out
@@ -44,9 +56,10 @@ def test_the_same_words_twice_then_a_table(model: Path, capsys: pytest.CaptureFi
     assert f"plain pipelining\n{answer}\n" in out
     assert f"FlowSpec\n{answer}\n" in out
     said = " ".join(out.split())
-    assert "on 3 processes" in said
+    assert "on the paper's 3 boards" in said
     assert re.search(r"The same 8 tokens: [\d.]+ tokens/s with FlowSpec, [\d.]+ without", said)
-    table = out.split("EMULATED paper-7b, wall clock, 2 stages, T = 0, one answer")[1]
+    clock = "EMULATED paper-7b, wall clock" if processors > 2 else "VIRTUAL TIME under paper-7b"
+    table = out.split(f"{clock}, 2 stages, T = 0, one answer")[1]
     for strategy in ("autoregressive", "flowspec_plus", "chunk_pp", "flowspec"):
         assert re.search(rf"^{strategy} .* 0/1 +0/8 *$", table, re.MULTILINE)
     assert ("0 of 4 answers and 0 of 32 tokens differ from plain decoding's (weights and arithmetic in fp32)."
@@ -71,6 +84,7 @@ def test_a_model_with_a_chat_template_is_asked_through_it(tmp_path: Path, capsys
     assert f"FlowSpec\n{transformers_answer(model, '<user>What?<assistant>')}\n" in out
 
 
+@pytest.mark.parametrize("processors", [64], indirect=True)
 def test_a_late_emulation_is_said_with_the_speeds(model: Path, capsys: pytest.CaptureFixture[str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core, "_LATE_SHARE", -1.0)  # any answer counts as late
@@ -78,6 +92,21 @@ def test_a_late_emulation_is_said_with_the_speeds(model: Path, capsys: pytest.Ca
     out, err = capsys.readouterr()
     assert "too slow or too busy to keep the boards' time, so these speeds are too low" in " ".join(out.split())
     assert "emulation:" not in err
+
+
+@pytest.mark.parametrize("processors", [2], indirect=True)
+def test_a_terminal_plays_both_at_the_boards_pace(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sleeping is left to the clock of this test, which jumps."""
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    screen = io.StringIO()
+    columns = SideBySide(Console(file=screen, width=100), ["plain", "fast"])  # a paragraph each
+    slow, fast = (Result([65, 66, 67], "length", Stats(), token_at=at) for at in ((1.0, 2.0, 3.0), (1.0, 1.5, 1.5)))
+    demo._play([slow, fast], columns, Tokenizer(OpenModel(model)), at_pace=True)
+    assert now[0] == 3.0
+    assert "3 tokens in 2.0 s: 1.0 tokens/s" in screen.getvalue()
+    assert "3 tokens in 0.5 s: 4.0 tokens/s" in screen.getvalue()
 
 
 def test_without_the_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
