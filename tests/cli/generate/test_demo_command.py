@@ -66,6 +66,7 @@ def test_the_same_words_twice_then_a_table(model: Path, capsys: pytest.CaptureFi
             in said)
 
 
+@pytest.mark.parametrize("processors", [64], indirect=True)  # the emulated time of two answers is over a second
 def test_little_time_leaves_methods_out_and_says_which(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     assert main(["demo", "--model", str(model), *FEW, "--seconds", "1"]) == 0
