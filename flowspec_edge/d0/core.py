@@ -72,6 +72,8 @@ log = logging.getLogger(__name__)
 _LAST_REPORT_S = 2.0  # timeout of the stages' session reports
 _MAX_LOSSES = 5  # in a row without a new token: the request may be what kills the stages
 _LATE_SHARE = 0.02  # of the decode time: how late an emulation may be without a warning
+LATE_EMULATION = ("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
+                  "figures are too low")
 
 # (handle, session number, the request's draft session before a loss or None) -> draft session
 MakeDraftSession = Callable[[RequestHandle, int, DraftSession | None], DraftSession]
@@ -524,8 +526,7 @@ class DraftCore:
         self._end(request, RequestEvent.IS_ANSWERED)
         late = request.overrun_s + sum(counters.get("late_s", 0.0) for counters in stages)
         if len(result.tokens) > 1 and late > _LATE_SHARE * result.stats.decode_s:
-            log.warning("emulation: this machine was too slow or too busy by %.2f s in %.2f s of decoding; "
-                        "figures are too low", late, result.stats.decode_s)
+            log.warning(LATE_EMULATION, late, result.stats.decode_s)
         self._observer.observe(SessionEnded(request.session, self._clock(), result))
         if not request.handle.done():
             request.handle.set_result(result)

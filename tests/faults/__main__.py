@@ -24,6 +24,7 @@ else:
 
 ROOT = Path(__file__).resolve().parents[2]
 _CAUGHT = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+_PASSED, _FAILED = 0, 1  # exit codes of pytest; every other one says that it ran no test to its end
 _IN_ORDINARY_RUNS = "not slow and not soak and not fleet and not aarch64 and not strict"
 
 
@@ -59,7 +60,7 @@ def copied(to: Path) -> None:
 
 
 def caught_by(fault: Fault, copy: Path) -> str | None:
-    """The first test of ``copy`` that fails with the fault."""
+    """Return the first test of ``copy`` that fails with the fault; SystemExit if pytest could not run them."""
     path = copy / fault.path
     source = path.read_text()
     path.write_text(fault.planted(source))
@@ -70,10 +71,12 @@ def caught_by(fault: Fault, copy: Path) -> str | None:
             env={**os.environ, "PYTHONPATH": str(copy)}, capture_output=True, text=True, check=False)
     finally:
         path.write_text(source)
-    if done.returncode == 0:
+    if done.returncode == _PASSED:
         return None
     found = _CAUGHT.search(done.stdout)
-    return found[1] if found else f"pytest, which exits with {done.returncode}:\n{done.stdout}{done.stderr}"
+    if done.returncode != _FAILED or found is None:
+        raise SystemExit(f"{fault.name}: pytest exits with {done.returncode}:\n{done.stdout}{done.stderr}")
+    return found[1]
 
 
 def main(words: list[str]) -> int:

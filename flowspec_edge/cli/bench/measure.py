@@ -210,7 +210,7 @@ def workloads_for(options: BenchOptions, tasks: Sequence[Task], model: OpenModel
     """UsageError for a prompt that does not fit."""
     tokenizer = Tokenizer(model)
     if options.chat and not tokenizer.chats:
-        raise UsageError(f"{model.path} has no chat template: leave --chat out, or take a model that has one")
+        raise UsageError(f"{model.shown} has no chat template: leave --chat out, or take a model that has one")
     found = []
     for task in tasks:
         try:

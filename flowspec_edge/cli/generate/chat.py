@@ -109,7 +109,8 @@ def chat(
     require_template(found, chat_template)
     rendering = Rendering(template_values(chat_template_kwargs))
     device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages))
-    if plainly := alone and device == "cpu" and not explicit_options(context, ["strategy", "draft"]):
+    asks = params != Params() or explicit_options(context, ["strategy"])  # for drafting, or for a strategy
+    if plainly := alone and device == "cpu" and not asks:
         strategy = PLAIN
     chosen = strategy_class(strategy)
     params = with_a_draft(chosen.name, found, params)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -21,17 +21,19 @@ from flowspec_edge.cli.common.options import (
     StagesOption,
     not_nan,
 )
+from flowspec_edge.cli.common.plain_speed import PLAIN
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.place import Virtual
 from flowspec_edge.model.opened import ANSWERING, DEMO, answering_model, resolve_model
+from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.util.threads import cores
 
 if TYPE_CHECKING:
     from flowspec_edge.cli.generate.side_by_side import CountTokens, SideBySide
     from flowspec_edge.d0.request import ClusterBackend, OnTokens, Request, Result
-    from flowspec_edge.model.text import TextStream, Tokenizer
+    from flowspec_edge.model.text import TextStream
 
-PLAIN, FLOWSPEC = "autoregressive", "flowspec_plus"
+FLOWSPEC = DEFAULT_STRATEGY
 _OTHERS = ("chunk_pp", "flowspec")  # for the table, while there is time
 _PROFILE = "paper-7b"
 _PICKED = "13"  # a held-out prompt of the small model whose answer does not go round in circles
@@ -83,10 +85,11 @@ def demo(
     from flowspec_edge.strategies.params import Params
 
     console = Console(highlight=False)
-    if model is None and answering_model() == DEMO:
+    name = model or answering_model()
+    if model is None and name == DEMO:
         print(f"flowspec: note: {ANSWERING}, which answers questions, is not on this machine (flowspec models fetch "
               f"{ANSWERING}: 98 MB); the small model of the tests continues a program instead", file=sys.stderr)
-    found, profile = resolve_model(model or answering_model()), load_profile(_PROFILE)
+    found, profile = resolve_model(name), load_profile(_PROFILE)
     stages = stages_of(found, stages)
     dtype = dtype_of(found, "auto")
     device = device_of(device, found, dtype, processes=stages + 1)
@@ -129,7 +132,7 @@ def demo(
                 with working(f"computing the answer of {strategy}"):
                     results[strategy] = cluster.generate_many([asked[strategy]])[0]
             with columns.shown():
-                _play([results[PLAIN], results[FLOWSPEC]], columns, tokenizer, console.is_terminal)
+                _play([results[PLAIN], results[FLOWSPEC]], columns, tokenizer.decode, console.is_terminal)
         for strategy in _OTHERS:
             if time.monotonic() < end:
                 with working(f"measuring {strategy}"):
@@ -165,53 +168,52 @@ def _streamed(cluster: ClusterBackend, request: Request, stream: TextStream, cou
     return result
 
 
-def _play(results: Sequence[Result], columns: SideBySide, tokenizer: Tokenizer, at_pace: bool) -> None:
-    """Show answers that are complete, at the pace of their own clock if ``at_pace``: all at once, else in turn."""
+def _play(results: Sequence[Result], columns: SideBySide, decode: Callable[[Sequence[int]], str], at_pace: bool
+          ) -> None:
+    """Show complete answers: all at once at the pace of their own clock, or one after the other without waiting."""
     from flowspec_edge.model.text import TextStream
 
-    with ExitStack() as stack:
-        events = []
+    if not at_pace:
         for number, result in enumerate(results):
-            if not at_pace:
-                stack.close()  # the answer before is complete
-            write, count = stack.enter_context(columns.answer(number))
-            stream = TextStream(tokenizer.decode, write)
-            timed = zip(result.token_at, result.tokens, strict=False)
-            shown = [(at, number, token, stream, count) for at, token in timed]
-            events += shown
-            if not at_pace:
-                _show(shown)
+            with columns.answer(number) as (write, count):
+                stream = TextStream(decode, write)
+                for at, token in zip(result.token_at, result.tokens, strict=True):
+                    count([token], at)
+                    stream.push([token])
                 stream.close()
-        if at_pace:
-            _show(sorted(events, key=lambda event: event[:2]), time.monotonic())
-            for stream in {event[1]: event[3] for event in events}.values():
-                stream.close()
-
-
-def _show(events: Sequence[tuple[float, int, int, TextStream, CountTokens]], began: float | None = None) -> None:
-    for at, _, token, stream, count in events:
-        if began is not None:
-            time.sleep(max(0.0, began + at - time.monotonic()))
-        count([token], at)
-        stream.push([token])
+        return
+    with ExitStack() as stack:
+        answers = [stack.enter_context(columns.answer(number)) for number in range(len(results))]
+        streams = [TextStream(decode, write) for write, _ in answers]
+        began = time.monotonic()
+        times = sorted((at, number, place) for number, result in enumerate(results)
+                       for place, at in enumerate(result.token_at))
+        for at, number, place in times:
+            time.sleep(max(0.0, began + at - time.monotonic()))  # the viewer sees the boards' own pace
+            token = results[number].tokens[place]
+            answers[number][1]([token], at)
+            streams[number].push([token])
+        for stream in streams:
+            stream.close()
 
 
 @contextmanager
 def _late_emulation() -> Iterator[list[str]]:
-    """Yield what D0 warns of while processes take longer than the profile says; it is not printed."""
+    """Yield D0's warnings of an emulation that is late.  They are not printed into the answers."""
+    from flowspec_edge.d0 import core
+
     warned: list[str] = []
 
-    def keep(record: logging.LogRecord) -> bool:
-        if is_late := record.getMessage().startswith("emulation: "):
+    def print_others(record: logging.LogRecord) -> bool:
+        if is_late := record.msg == core.LATE_EMULATION:
             warned.append(record.getMessage())
         return not is_late
 
-    log = logging.getLogger("flowspec_edge.d0.core")
-    log.addFilter(keep)
+    core.log.addFilter(print_others)
     try:
         yield warned
     finally:
-        log.removeFilter(keep)
+        core.log.removeFilter(print_others)
 
 
 def _default_question(chats: bool) -> str:

@@ -32,8 +32,8 @@ def library() -> Any:
 def can_be_read(kind: BlockType) -> bool:
     """Return whether values of this type can be had: the package knows types of blocks that it does not dequantise."""
     gguf = library()
-    try:  # the package has no other way to ask
+    try:
         gguf.quants.dequantize(np.zeros((1, kind.size), np.uint8), gguf.GGMLQuantizationType[kind.name])
-    except NotImplementedError:
+    except NotImplementedError:  # the package has no other way to ask
         return False
     return True

@@ -64,7 +64,7 @@ def shown(directory: Path) -> Path:
     """Return what users know a model's directory by: the GGUF file of which it was made, else itself."""
     try:
         return Path(read_json(directory / GGUF_TABLE)["files"][0]["path"])
-    except (FlowspecError, KeyError, TypeError, LookupError):
+    except (FlowspecError, TypeError, LookupError):  # there is no table, or a damaged one, which others refuse
         return directory
 
 

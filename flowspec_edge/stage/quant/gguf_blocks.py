@@ -29,7 +29,7 @@ _MIDDLE = 8
 
 
 def gguf_importer(file: GgufFile | None) -> GgufImporter | None:
-    """What repacks the file; None unless decoder layers have matrices in 4 bits."""
+    """Return what repacks the file; None unless decoder layers have matrices in 4 bits."""
     if file is None or not any(name.startswith("model.layers.") and file.type_of(name) in _REPACK
                                for name in file.tensors):
         return None

@@ -35,7 +35,7 @@ def head_scheme_of(model: OpenModel) -> Scheme | None:
 
 
 def draft_scheme_of(model: OpenModel) -> Scheme | None:
-    """In which a model's draft heads are brought when they are loaded; None: they stay."""
+    """The scheme to which a model's draft heads are brought when they are loaded; None if they stay as stored."""
     how = model.manifest.lm_head if model.manifest else None
     return draft_scheme(how.kind) if how else None
 

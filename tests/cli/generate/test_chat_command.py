@@ -97,7 +97,8 @@ def test_an_exchange_is_taken_back_and_a_chat_begun_anew(
     assert "there is no /nonsense" in err
 
 
-@pytest.mark.parametrize(("chosen", "strategy"), [((), "autoregressive"), (("--strategy", "pipedec"), "pipedec")])
+@pytest.mark.parametrize(("chosen", "strategy"), [
+    ((), "autoregressive"), (("--strategy", "pipedec"), "pipedec"), (("--draft", "ngram"), "flowspec_plus")])
 def test_on_one_machine_one_stage_decodes_plainly_unless_told(
         model: Path, told: Told, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         chosen: tuple[str, ...], strategy: str) -> None:

@@ -104,7 +104,7 @@ def test_a_terminal_plays_both_at_the_boards_pace(model: Path, monkeypatch: pyte
     screen = io.StringIO()
     columns = SideBySide(Console(file=screen, width=100), ["plain", "fast"])  # a paragraph each
     slow, fast = (Result([65, 66, 67], "length", Stats(), token_at=at) for at in ((1.0, 2.0, 3.0), (1.0, 1.5, 1.5)))
-    demo._play([slow, fast], columns, Tokenizer(OpenModel(model)), at_pace=True)
+    demo._play([slow, fast], columns, Tokenizer(OpenModel(model)).decode, at_pace=True)
     assert now[0] == 3.0
     assert "3 tokens in 2.0 s: 1.0 tokens/s" in screen.getvalue()
     assert "3 tokens in 0.5 s: 4.0 tokens/s" in screen.getvalue()

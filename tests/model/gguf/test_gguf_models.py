@@ -130,7 +130,7 @@ def quantised(values: np.ndarray[Any, np.dtype[np.float32]], kind: Kind) -> np.n
     """In blocks; of the types that the package does not write, random ones with the spread of ``values``."""
     try:
         return gguf.quants.quantize(values, kind)
-    except NotImplementedError:
+    except NotImplementedError:  # the package reads this type, and does not write it
         blocks = np.random.default_rng(2).integers(0, 256, (len(values), values.shape[1] // 256,
                                                             gguf.GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
         half = np.frombuffer(np.float16(.01).tobytes(), np.uint8)
