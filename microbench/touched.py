@@ -26,6 +26,7 @@ from flowspec_edge.model.experts import computed, independent
 from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.engine import Poll, SegmentResult, StageEngine
+from flowspec_edge.stage.preparation import shard_of
 from flowspec_edge.strategies.params import Params
 from microbench._common import Row, demo_prompts, options, print_rows
 
@@ -63,7 +64,7 @@ class Counting(StageEngine):
     def compute(self, segments: Sequence[Segment], poll: Poll | None = None) -> list[SegmentResult]:
         results = super().compute(segments, poll)
         numbers = sum(len(segment.numbers) for segment in segments)
-        layers = [(experts, chosen) for experts, chosen in computed(self.shard.modules)
+        layers = [(experts, chosen) for experts, chosen in computed(shard_of(self).modules)
                   if len(chosen) == numbers]  # else rows died meanwhile
         for experts, chosen in layers:
             self._count(segments, experts, chosen)
@@ -122,7 +123,7 @@ class CountingCluster(VirtualCluster):
 
     def _engines_of(self, stages: int) -> list[StageEngine]:
         if stages not in self._engines:
-            engines = [Counting(shard) for shard in self._weights.shards(stages)]
+            engines = [Counting(engine.model) for engine in self._model.engines(stages)]
             for engine in engines:
                 engine.counts = self._counts
             self._engines[stages] = list(engines)

@@ -45,14 +45,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The sub-packages and modules of a package, lowest first: each may import those before it.  Every child of a
 # package that is listed here must be listed; the others are checked for circles alone.
 ORDER: dict[str, list[str]] = {
-    "stage": ["quant", "weights", "layers", "rows", "families", "output_head", "shard", "forward",
+    "stage": ["quant", "weights", "layers", "rows", "families", "output_head", "forward", "shard",
               "engine", "preparation", "counters", "core"],
     "drivers": ["observe", "stage", "ring", "processes", "virtual"],
     "serving": ["sse", "access_log", "admission", "metrics", "openai", "conversation",
                 "dashboard", "access_control", "intake", "app", "server"],
     "boards": ["paths", "inventory", "commands", "links", "ssh_stages", "transfer", "gpu_check",
                "probe", "planning", "measurement", "services", "deploy", "doctor"],
-    "lab": ["plain", "emulation", "links", "predictions", "token_check", "training", "spd", "bench", "reproduce"],
+    "lab": ["plain", "emulation", "links", "predictions", "record", "token_check", "training", "spd", "bench",
+            "reproduce"],
     "lab.bench": ["samples", "exactness", "estimates", "rows", "paper_results", "axes", "results", "host_info",
                   "tasks", "runner", "near_ties", "parallel", "weight_loss", "styles", "tables", "compare",
                   "paper_tables", "timeline", "plots"],

@@ -55,6 +55,9 @@ class Commands(LazyGroup):
         "sweep": LazyCommand(
             "bench.sweep:sweep",
             "Measure tokens/s over the links, the stages, the drafts, or any parameter of a strategy.", _MEASURE),
+        "record": LazyCommand(
+            "bench.record:record",
+            "Record a model's answers and drafts: then any cluster is measured in seconds, without weights.", _MEASURE),
         "plan": LazyCommand(
             "boards.plan:plan", "Split a model over boards: roles, layers, memory and expected speed.",
             _BOARDS),

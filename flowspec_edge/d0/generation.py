@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from flowspec_edge.d0.request import FinishReason, Likelihood, Request, Result, Stats
 from flowspec_edge.sampling.restrictions import AnswerRestrictions
-from flowspec_edge.sampling.sampler import AnswerPenalties
 from flowspec_edge.strategies.base import TokenCounters
 from flowspec_edge.tree.draft_api import Commit
+
+if TYPE_CHECKING:
+    from flowspec_edge.sampling.sampler import AnswerPenalties
 
 
 class Generation:
@@ -23,7 +26,11 @@ class Generation:
         self.finish_reason: FinishReason | None = None
         self._stop_id: int | None = None
         self.grammar = request.grammar.begin() if request.grammar else None
-        self.penalties = AnswerPenalties(request.penalties, request.prompt) if request.penalties else None
+        self.penalties: AnswerPenalties | None = None
+        if request.penalties:
+            from flowspec_edge.sampling.sampler import AnswerPenalties  # imports torch
+
+            self.penalties = AnswerPenalties(request.penalties, request.prompt)
         self.restrictions = AnswerRestrictions(request.restrictions, request.prompt, request.stop_ids
                                                ) if request.restrictions else None
         self._request = request

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-
-import torch
-from torch import Tensor
+from itertools import accumulate
 
 from flowspec_edge.d0.session import DraftPass, DraftSession, Task, Verify
-from flowspec_edge.drafting.tree_drafter import TreeDrafter
+from flowspec_edge.d0.target import Logits, States
+from flowspec_edge.drafting.base import Drafter
 
 Failure = tuple[DraftSession, Exception]
 
@@ -51,7 +50,7 @@ class Job:
 
     def _verify(self) -> list[Failure]:
         failures: list[Failure] = []
-        begun: list[tuple[DraftSession, Tensor, Callable[[Tensor], None]]] = []
+        begun: list[tuple[DraftSession, States, Callable[[Logits], None]]] = []
         for draft_session, task in self.parts:
             try:
                 assert isinstance(task, Verify)
@@ -59,24 +58,26 @@ class Job:
             except Exception as error:
                 failures.append((draft_session, error))
         if begun:
-            states = [rows for _, rows, _ in begun]
-            logits = begun[0][0].head.logits(torch.cat(states)).split([len(rows) for rows in states])
-            failures += _each((draft_session, partial(verified, rows))
-                              for (draft_session, _, verified), rows in zip(begun, logits, strict=True))
+            head = begun[0][0].head
+            logits = head.logits(head.joined([states for _, states, _ in begun]))
+            ends = list(accumulate(len(states) for _, states, _ in begun))
+            failures += _each((draft_session, partial(verified, logits[end - len(states) : end]))
+                              for (draft_session, states, verified), end in zip(begun, ends, strict=True))
         return failures
 
     def _draft(self) -> list[Failure]:
         asked = [(draft_session, draft_session.drafter, task.request) for draft_session, task in self.parts
-                 if isinstance(task, DraftPass) and isinstance(draft_session.drafter, TreeDrafter)]
+                 if isinstance(task, DraftPass) and draft_session.drafter is not None]
         assert len(asked) == len(self.parts)
-        outputs = TreeDrafter.expand_together([(drafter, request) for _, drafter, request in asked])
+        first: Drafter = asked[0][1]
+        outputs = first.expand_together([(drafter, request) for _, drafter, request in asked])
         return _each((draft_session, partial(draft_session.drafted, request, output))
                      for (draft_session, _, request), output in zip(asked, outputs, strict=True))
 
 
 def can_share(first: DraftSession, other: DraftSession) -> bool:
     """Whether one pass can serve both drafters."""
-    return (isinstance(first.drafter, TreeDrafter) and other.drafter is not None
+    return (first.drafter is not None and other.drafter is not None
             and first.drafter.shares_passes_with(other.drafter))
 
 

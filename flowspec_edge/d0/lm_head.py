@@ -14,12 +14,14 @@ from flowspec_edge.messages import Payload
 from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sampling.sampler import choose, log_probs, rank_children
-from flowspec_edge.util.tensors import to_device, to_torch
+from flowspec_edge.util.tensors import first_row_not_finite, to_device, to_torch
 
 _WARM_ROWS, _WARM_CHILDREN = 16, 10
 
 
 class LmHead:
+    """A ``target.Target``."""
+
     def __init__(self, head: Tensor | OutputHead) -> None:
         """``head``: the target's output matrix [V, H], or a module of it."""
         self.head = as_output_head(head)
@@ -32,9 +34,18 @@ class LmHead:
     def hidden_size(self) -> int:
         return self.head.hidden_size
 
+    def first_row_not_finite(self, hidden: Payload) -> int | None:
+        return first_row_not_finite(hidden)
+
     def states(self, hidden: Payload) -> Tensor:
         """Copy received post-norm hidden states, [n, H], to the device, in the head's dtype."""
         return to_device(to_torch(hidden), self.head.device).to(self.head.dtype)
+
+    def stacked(self, rows: Sequence[tuple[Tensor, int]]) -> Tensor:
+        return torch.stack([states[row] for states, row in rows])
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts))
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:
@@ -45,8 +56,6 @@ class LmHead:
     @torch.inference_mode()
     def choose(self, logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
                allowed: NDArray[np.uint8] | None = None) -> NDArray[np.int32]:
-        """Choose the token after each row, int32 [n], by its ``logits`` [n, V]; ``positions`` [n] are the
-        rows', ``allowed`` the tokens to choose from, as ``sampler.choose`` takes them."""
         return choose(logits, positions, sampling, allowed)
 
     @torch.inference_mode()
@@ -65,7 +74,6 @@ class LmHead:
 
     @torch.inference_mode()
     def likelihoods(self, states: Tensor, tokens: Sequence[int], most: int) -> list[Likelihood]:
-        """Log-probabilities of the rows' successors ``tokens`` [n], and of the ``most`` likeliest tokens."""
         own, top, values = log_probs(self.logits(states), np.asarray(tokens), most)
         return [Likelihood(token, float(own[row]),
                            tuple(zip(top[row].tolist(), values[row].tolist(), strict=True)))

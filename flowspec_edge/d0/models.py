@@ -12,16 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from flowspec_edge.d0.draft_sessions import DraftSessions
 from flowspec_edge.d0.lm_head import LmHead
-from flowspec_edge.d0.prefix_cache import PrefixHit
-from flowspec_edge.d0.request import Request
-from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import SharedMemory, load_drafters, needs_embedding
-from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter
-from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Tap
-from flowspec_edge.model.draft_kinds import NGRAM
 from flowspec_edge.model.opened import OpenModel, opened
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.layers.kinds import layer_kinds
@@ -29,10 +24,6 @@ from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.quant.schemes import quantise_linears
 from flowspec_edge.stage.shard import find_embedding, stage_ranges
 from flowspec_edge.stage.weights.load import draft_scheme_of
-from flowspec_edge.strategies.base import Pipeline
-from flowspec_edge.strategies.draft_choice import draft_kind, draft_label
-from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import strategy_class
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.graphs import CudaRecorder, Recorder
 from flowspec_edge.util.tensors import from_torch
@@ -44,7 +35,7 @@ _TIMED_PASSES = 6
 _MEMORY_ADVICE = "end other programs, take a smaller draft model, or let D0 compute on the CPU (torch_device)"
 
 
-class DraftModels:
+class DraftModels(DraftSessions):
     def __init__(self, model: OpenModel | Path, dtype: str = "fp32", device: torch.device | str = "cpu",
                  slow: Callable[[], AbstractContextManager[None]] = nullcontext, cache_rows: int = 0,
                  record: Recorder | None = None, loaded: Callable[[int], None] = lambda sizes: None) -> None:
@@ -70,72 +61,17 @@ class DraftModels:
             self._lm_head = LmHead(load_output_head(self._model, dtype, device))
         # Refuses a model that stages cannot run.
         self.kinds = layer_kinds(self._model.parsed_config)
-        self._limit = self._model.max_positions
+        super().__init__(self._lm_head, self._model, self._model.max_positions)
         self._drafters: dict[str, Callable[[], Drafter]] = {}
         if self._lm_head.head.device.type == "cuda":
             self._lm_head.warm_up()
 
-    def can_share_drafter(self, one: Request, other: Request) -> bool:
-        """Return whether one request's drafter can serve the other; UsageError if either cannot run."""
-        return self._drafter_key(one) == self._drafter_key(other)
-
-    def _drafter_key(self, request: Request) -> tuple[object, ...]:
-        params = request.params
-        chosen = strategy_class(request.strategy)
-        kind = draft_kind(chosen, params, self._model)
-        looks_up = kind == NGRAM.name or (kind is not None and chosen.merges_look_up(params))
-        return (kind, looks_up, *((params.ngram_max, params.ngram_min) if looks_up else ()))
-
-    def draft_session(self, request: Request, stages: int, clock: Callable[[], float], session: int,
-                      passes: Callable[[str], float], slot: Callable[[int], float] | None = None,
-                      predecessor: DraftSession | None = None, prefix: PrefixHit | None = None,
-                      around: Callable[[Drafter], Drafter] | None = None, sparse: bool = False
-                      ) -> DraftSession:
-        """Create D0's side of one request; UsageError if it cannot run on this model.
-
-        passes       kind of draft model -> passes per full segment's latency through the pipeline
-        slot         rows -> time of a segment in the slowest stage and on a link, if known
-        predecessor  the request's draft session in an earlier session
-        prefix       retained rows of a request that :meth:`can_share_drafter` with this one
-        around       wraps a new drafter
-        sparse       rows choose experts, or those of the emulated model do
-        """
-        chosen = strategy_class(request.strategy)
-        length = len(request.prompt) + request.max_new_tokens
-        if length > self._limit:
-            raise UsageError(
-                f"the prompt has {len(request.prompt)} tokens and {request.max_new_tokens} more are "
-                f"asked for, but the model stops at {self._limit}; shorten the prompt or lower "
-                "--max-new-tokens"
-            )
-        vocabulary = self._lm_head.vocabulary
-        if not all(0 <= token < vocabulary for token in request.prompt):
-            raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
-        named = {"logit_bias": request.penalties.logit_bias if request.penalties else (),
-                 "restrictions": request.restrictions.tokens if request.restrictions else ()}
-        for name, tokens in named.items():
-            if not all(0 <= token < vocabulary for token in tokens):
-                raise UsageError(f"{name}: a token id is outside the vocabulary of {vocabulary}")
-        kind = draft_kind(chosen, request.params, self._model)
-        drafter = prefix.prefix.drafter if prefix else None
-        ranking = request.sampling, request.params.rank, request.params.tau
-        if prefix and drafter and not drafter.rewind(prefix.rows + 1, *ranking):
-            prefix = drafter = None
-        if kind and drafter is None:
-            drafter = self._drafter(kind, request.params, chosen.merges_look_up(request.params))
-            drafter = around(drafter) if around else drafter
-        cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
-        depths = tuple(hi for _, hi in stage_ranges(self._model, stages, allow_empty=True))
-        pipeline = Pipeline(stages, depths, passes(kind) if kind else 1.0, slot,
-                            sparse)
-        return DraftSession(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
-                            self._lm_head, clock, session, predecessor=predecessor,
-                            cached_rows=cached_rows, parent_session=parent,
-                            draft=draft_label(chosen, request.params, kind))
+    def depths(self, stages: int) -> tuple[int, ...]:
+        return tuple(hi for _, hi in stage_ranges(self._model, stages, allow_empty=True))
 
     def pass_seconds(self, kind: str) -> float:
         """Measure a pass over one row on this machine: the fastest of a few."""
-        drafter = self._drafter(kind, Params())
+        drafter = self.drafter(kind)
         with self._slow():
             drafter.reset(Sampling(), "draft", 1.0)
             head = self._lm_head.head
@@ -153,10 +89,7 @@ class DraftModels:
                 request = DraftRequest(0, (DraftNode(child, child - 1, 0, child + 1),), 1)
             return min(seconds[1:])  # the first one reads the text
 
-    def _drafter(self, kind: str, params: Params, merged: bool = False) -> Drafter:
-        looked_up = NgramDrafter(params.ngram_max, params.ngram_min)
-        if kind == NGRAM.name:
-            return looked_up
+    def drafter(self, kind: str) -> Drafter:
         if kind not in self._drafters:
             with self._slow(), allocation(f"the draft model {kind}", 0, _MEMORY_ADVICE):
                 head = self._lm_head.head
@@ -171,8 +104,7 @@ class DraftModels:
                 log.info("D0, %s: %s", kind, memory.choice)
                 self.graph_sizes[kind] = len(memory.choice.ms)
             self._loaded(self.graph_sizes.get(kind, 0))
-        drafter = self._drafters[kind]()
-        return MergedDrafter(drafter, looked_up) if merged else drafter
+        return self._drafters[kind]()
 
     def _shared_memory(self) -> SharedMemory | None:
         device = self._lm_head.head.device

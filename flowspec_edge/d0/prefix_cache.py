@@ -21,8 +21,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.messages import Int32
-from flowspec_edge.stage.layers.kinds import reusable
-from flowspec_edge.stage.layers.stage_cache import CacheKind
+from flowspec_edge.stage.layers.stage_cache import CacheKind, reusable
 
 # Fewer rows save no time: a segment of this many takes as long as a single row (Params.segment).
 MIN_ROWS = 16

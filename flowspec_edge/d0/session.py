@@ -12,15 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from flowspec_edge.d0.capacity import session_rows, tentative_rows
 from flowspec_edge.d0.generation import Generation
-from flowspec_edge.d0.lm_head import LmHead
 from flowspec_edge.d0.request import FinishReason, Likelihood, Request, Result
 from flowspec_edge.d0.strategy_contract import StrategyContract
+from flowspec_edge.d0.target import Logits, States, Target
 from flowspec_edge.d0.token_rules import TokenRules
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.errors import ProtocolError, RequestFailed, UsageError
@@ -29,7 +27,6 @@ from flowspec_edge.strategies.base import Strategy
 from flowspec_edge.strategies.parameters import MOST
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder
-from flowspec_edge.util.tensors import first_row_not_finite
 
 
 @dataclass(frozen=True)
@@ -54,7 +51,7 @@ _BEFORE_ANSWER = 16
 
 class DraftSession:
     def __init__(self, request: Request, make: Callable[[SegmentBuilder], Strategy], drafter: Drafter | None,
-                 head: LmHead, clock: Callable[[], float], session: int = 1,
+                 head: Target, clock: Callable[[], float], session: int = 1,
                  predecessor: DraftSession | None = None, cached_rows: int = 0, parent_session: int = -1,
                  draft: str = "") -> None:
         """predecessor  the request's draft session in an earlier session: its prompt and answer become this
@@ -95,7 +92,7 @@ class DraftSession:
         self._newest_run = -1  # of the outputs
         self._taps: list[Tap] = []  # not passed to the drafter yet
         self._tapped: dict[int, set[int]] = {}  # run -> needed layers whose states have come
-        self._hidden: dict[int, tuple[Tensor, int]] = {}  # number -> states [n, H] and its row in them
+        self._hidden: dict[int, tuple[States, int]] = {}  # number -> states [n, H] and its row in them
         self._rounds = 0
         if drafter and not cached_rows:
             drafter.reset(request.sampling, request.params.rank, request.params.tau)
@@ -242,14 +239,14 @@ class DraftSession:
         elif self.drafter is not None:
             self.drafted(task.request, self.drafter.expand(task.request))
 
-    def begin(self, task: Verify) -> tuple[Tensor, Callable[[Tensor], None]]:
+    def begin(self, task: Verify) -> tuple[States, Callable[[Logits], None]]:
         """Take the output in. Returns the states [m, H] that lm_head has to see, and the rest of the task,
         to be called with their logits [m, V]: choose tokens, walk the tree, commit."""
         output = task.output
         numbers, positions = self.builder.pop_returned(output.run)
         self._contract.returned(output.run, len(output.numbers))
         positions = positions[np.searchsorted(numbers, output.numbers)]
-        if (row := first_row_not_finite(output.hidden)) is not None:
+        if (row := self.head.first_row_not_finite(output.hidden)) is not None:
             raise RequestFailed(f"the last stage's output is not finite from position {positions[row]} "
                                 f"on: activations overflow {output.hidden.dtype}, or the weights are "
                                 "damaged; choose a --dtype with a wider range (bf16, fp32), or check the "
@@ -263,10 +260,10 @@ class DraftSession:
         self._take_prompt(output, positions, states)
         if self._prompt_left:
             return states[:0], lambda logits: None
-        last = states[-1:].clone()  # frees the chunk's other rows
+        last = self.head.stacked([(states, -1)])  # frees the chunk's other rows
         return last, partial(self._end_prompt, int(output.numbers[-1]), positions[-1:], last)
 
-    def _take_prompt(self, output: Output, positions: NDArray[np.int32], states: Tensor) -> None:
+    def _take_prompt(self, output: Output, positions: NDArray[np.int32], states: States) -> None:
         """Pass the features of prompt rows to the drafter."""
         self._prompt_left -= len(output.numbers)
         self._chain += output.numbers.tolist()
@@ -279,7 +276,7 @@ class DraftSession:
                 self.drafter.commit(following, states[: len(following)],
                                     output.numbers[: len(following)].tolist())
 
-    def _end_prompt(self, number: int, position: NDArray[np.int32], state: Tensor, logits: Tensor) -> None:
+    def _end_prompt(self, number: int, position: NDArray[np.int32], state: States, logits: Logits) -> None:
         """The prompt's last row gives the first token."""
         logits, allowed = self._rules.newest(logits) if self._rules else (logits, None)
         token = int(self.head.choose(logits, position, self.request.sampling, allowed)[0])
@@ -291,7 +288,7 @@ class DraftSession:
         self._contract.started()
         self._commit([Commit(token, number)])
 
-    def _verify(self, output: Output, positions: NDArray[np.int32], states: Tensor, logits: Tensor) -> None:
+    def _verify(self, output: Output, positions: NDArray[np.int32], states: States, logits: Logits) -> None:
         logits, allowed = (self._rules.returned(output, len(self._read), logits) if self._rules
                            else (logits, None))
         successors = self.head.choose(logits, positions, self.request.sampling, allowed)
@@ -313,7 +310,7 @@ class DraftSession:
             return
         if self._rules:
             self._rules.check(commit.source for commit in commits)
-        features = torch.stack([states[row] for states, row in (self._hidden[c.source] for c in commits)])
+        features = self.head.stacked([self._hidden[c.source] for c in commits])
         if self.drafter:
             self.drafter.commit([c.token for c in commits], features, [c.source for c in commits])
         likelihoods = self._likelihoods(commits, features)
@@ -323,7 +320,7 @@ class DraftSession:
         self._hidden = {n: v for n, v in self._hidden.items() if n >= newest}
         self._generation.extend(commits, likelihoods)
 
-    def _likelihoods(self, commits: list[Commit], features: Tensor) -> list[Likelihood]:
+    def _likelihoods(self, commits: list[Commit], features: States) -> list[Likelihood]:
         """Run lm_head again, for these rows only, if the request asks for likelihoods."""
         count = self.request.logprobs
         return [] if count is None else self.head.likelihoods(features, [c.token for c in commits], count)

@@ -6,19 +6,22 @@ All depend on the text before a row alone, so each row of the draft tree is judg
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
+from flowspec_edge.d0.target import Logits
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Output, Segment, unpack_bits
 from flowspec_edge.model.grammar import GrammarState
 from flowspec_edge.sampling.restrictions import AnswerRestrictions
-from flowspec_edge.sampling.sampler import AnswerPenalties
+
+if TYPE_CHECKING:
+    from flowspec_edge.sampling.sampler import AnswerPenalties  # imports torch
 
 # Logits [n, V]; the tokens to choose from, as ``sampler.choose`` takes them, None: all.
-Choices = tuple[Tensor, "NDArray[np.uint8] | None"]
+Choices = tuple[Logits, "NDArray[np.uint8] | None"]
 
 _STUCK = ("no token may come next: this request's allowed tokens, bad words, least number of tokens and "
           "grammar exclude all")
@@ -48,14 +51,14 @@ class TokenRules:
             rows[number] = int(segment.positions[i]), self._paths[number]
         self._sent[segment.run] = rows
 
-    def newest(self, logits: Tensor) -> Choices:
+    def newest(self, logits: Logits) -> Choices:
         """Apply them to the ``logits`` [1, V] of the newest token of the text."""
         choices, stuck = self._applied(logits, [()])
         if stuck:
             raise UsageError(_STUCK)
         return choices
 
-    def returned(self, output: Output, text: int, logits: Tensor) -> Choices:
+    def returned(self, output: Output, text: int, logits: Logits) -> Choices:
         """Apply them to the ``logits`` of an output's rows; ``text``: tokens of prompt and answer."""
         rows = self._sent.pop(output.run)
         if self._grammar:
@@ -76,7 +79,7 @@ class TokenRules:
         if not self._stuck.isdisjoint(sources):
             raise UsageError(_STUCK)
 
-    def _applied(self, logits: Tensor, paths: Sequence[Sequence[int] | None]) -> tuple[Choices, list[int]]:
+    def _applied(self, logits: Logits, paths: Sequence[Sequence[int] | None]) -> tuple[Choices, list[int]]:
         """``paths``: the tokens from the text's end to each row; None: the row cannot become text, and
         whatever it chooses is ignored. Also return the rows that no token may follow."""
         if self._penalties:

@@ -6,14 +6,15 @@ A drafter holds a model and its cache for one session; it does not know what was
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Protocol
 
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NO_ROOT = -2  # no node has this id (-1 is the root's parent)
 
@@ -42,6 +43,15 @@ class Drafter(Protocol):
 
     def expand(self, request: DraftRequest) -> DraftOutput:
         """One forward pass over everything committed since the last one and the request's nodes."""
+
+    def shares_passes_with(self, other: Drafter) -> bool:
+        """Whether :meth:`expand_together` takes both."""
+        return False
+
+    @staticmethod
+    def expand_together(requests: Sequence[tuple[Any, DraftRequest]]) -> list[DraftOutput]:
+        """:meth:`expand` for requests, which have nodes, of drafters that share passes."""
+        return [drafter.expand(request) for drafter, request in requests]
 
     def scores_only(self, request: DraftRequest) -> bool:
         """Whether :meth:`expand` ranks by an earlier pass alone, so that its price is not that of one."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _LEAST = 1e-3  # confidence in a right token where the base has no child, and in all but a perfect draft's
 

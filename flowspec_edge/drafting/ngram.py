@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
-from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
 from flowspec_edge.messages import Tap
 from flowspec_edge.sampling.rule import Rank, Sampling, scores_from_probabilities
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.tree.text_index import TextIndex
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class NgramDrafter(Drafter):
@@ -76,7 +79,7 @@ class NgramDrafter(Drafter):
         return path
 
 
-class MergedDrafter:
+class MergedDrafter(Drafter):
     """The best children of two drafters by score; duplicates have the better score, so sums may exceed 1.
 
     Both expand every node, so the model continues looked-up passages, and look-ups the model's branches.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -103,14 +104,10 @@ class TreeDrafter(Drafter, ABC):
             self._store(rows, self._compute([(self, rows, self._inputs(rows))])[0])
         return DraftOutput.empty(0, 0)
 
-    def shares_passes_with(self, other: Drafter) -> bool:
-        """Whether :meth:`expand_together` takes both."""
-        return False
-
     @staticmethod
     @torch.inference_mode()
-    def expand_together(requests: Sequence[tuple[TreeDrafter, DraftRequest]]) -> list[DraftOutput]:
-        """:meth:`expand` for requests, which have nodes, of drafters that share passes: in one pass."""
+    def expand_together(requests: Sequence[tuple[Any, DraftRequest]]) -> list[DraftOutput]:
+        """As ``Drafter.expand_together``: in one pass."""
         begun = [(drafter, drafter._begin(request)) for drafter, request in requests]
         parts = [(drafter, rows, drafter._inputs(rows)) for drafter, rows in begun if rows]
         first, request = requests[0]

@@ -1,6 +1,7 @@
 """Predicts the tokens/s of a plan and of one board alone, in virtual time.
 
-The tokens come from a real model and its draft model; a prediction holds for models of equal acceptance rate.
+The tokens come from a real model and its draft model, or from a recording of what they said; a prediction holds for
+models of equal acceptance rate.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import LinkCost, Profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import Devices
+from flowspec_edge.drivers.virtual.recording import Recording
 from flowspec_edge.errors import FlowspecError
 
 STRATEGIES = ("flowspec_plus", "flowspec", "chunk_pp", "pipedec", "speculative", "autoregressive")
@@ -31,6 +33,7 @@ class Prediction:
     """speedup   over Chunk-PP among the same predictions
     tokens_per_second_calibrated  with a head as fallible as a published one (``VirtualCluster``'s
                                   ``right_children``), if that was run
+    by_kind                       tokens/s by kind of text, if the requests are of several kinds
     first_token_s                 until the first token, on average, after prompts of ``prompt_tokens``
     """
 
@@ -39,28 +42,31 @@ class Prediction:
     tokens_per_turn: float
     speedup: float | None = None
     tokens_per_second_calibrated: float | None = None
+    by_kind: dict[str, float] | None = None
     first_token_s: float | None = None
     prompt_tokens: float | None = None
 
 
-def predict(plan: PipelinePlan, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
-            advance: Advance = lambda _: None, right_children: float = 1.0) -> list[Prediction]:
-    """``model_dir`` only generates the tokens, with the draft model that the requests name; times and bytes
-    are the plan's, at the plan's context."""
+def predict(plan: PipelinePlan, strategies: Sequence[str], source: Path | Recording, requests: Sequence[Request],
+            advance: Advance = lambda _: None, right_children: float = 1.0, kinds: Sequence[str] = ()
+            ) -> list[Prediction]:
+    """``source``, a model's directory or a recording, only gives the tokens, with the draft model that the requests
+    name; times and bytes are the plan's, at the plan's context. ``kinds``: of the requests' texts, or none."""
     size, context = plan.problem.size, plan.problem.context
     devices = Devices(
         _drafting(at_context(plan.d0.profile, size, context), plan.problem, requests),
         tuple(at_context(stage.board.profile, size, context) for stage in plan.stages),
         tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan")
-    return _run(devices, strategies, model_dir, requests, advance, right_children)
+    return _run(devices, strategies, source, requests, advance, right_children, kinds)
 
 
-def predict_alone(board: CandidateBoard, problem: SplitProblem, model_dir: Path, requests: Sequence[Request],
+def predict_alone(board: CandidateBoard, problem: SplitProblem, source: Path | Recording,
+                  requests: Sequence[Request],
                   advance: Advance = lambda _: None, strategies: Sequence[str] = ALONE) -> list[Prediction]:
     scaled = _drafting(at_context(board.profile, problem.size, problem.context), problem, requests)
     profile = scaled.model_copy(update={"link": _NO_LINK})
     devices = Devices(profile, (profile,), (float(problem.size.layers),), board.name)
-    return _run(devices, strategies, model_dir, requests, advance)
+    return _run(devices, strategies, source, requests, advance)
 
 
 def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -> Profile:
@@ -68,9 +74,9 @@ def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -
     return charged_as(d0, problem.size.planned.kind, requests[0].params.draft)
 
 
-def _run(devices: Devices, strategies: Sequence[str], model_dir: Path, requests: Sequence[Request],
-         advance: Advance, right_children: float = 1.0) -> list[Prediction]:
-    cluster = VirtualCluster(model_dir, len(devices.stages), devices, right_children=right_children)
+def _run(devices: Devices, strategies: Sequence[str], source: Path | Recording, requests: Sequence[Request],
+         advance: Advance, right_children: float = 1.0, kinds: Sequence[str] = ()) -> list[Prediction]:
+    cluster = VirtualCluster(source, len(devices.stages), devices, right_children=right_children)
     found = []
     for name in strategies:
         stats = []
@@ -82,7 +88,9 @@ def _run(devices: Devices, strategies: Sequence[str], model_dir: Path, requests:
         if not (speeds and turns):
             raise FlowspecError(f"{name}: no answer to the plan's prompts has a second token, so none has a "
                                 "speed; predict with another model's text")
-        found.append(Prediction(name, fmean(speeds), fmean(turns),
+        by_kind = {kind: fmean(s.tokens_per_second or 0.0 for s, own in zip(stats, kinds, strict=True) if own == kind)
+                   for kind in dict.fromkeys(kinds)} or None
+        found.append(Prediction(name, fmean(speeds), fmean(turns), by_kind=by_kind,
                                 first_token_s=fmean(s.ttft_s for s in stats),
                                 prompt_tokens=fmean(len(request.prompt) for request in requests)))
     return with_speedup(found)

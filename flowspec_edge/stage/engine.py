@@ -13,14 +13,12 @@ session that has ended meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import (
@@ -34,15 +32,16 @@ from flowspec_edge.messages import (
     Segment,
     Tap,
 )
-from flowspec_edge.model.experts import correlation_of
-from flowspec_edge.stage import forward, rows
-from flowspec_edge.stage.layers.attention import Part
-from flowspec_edge.stage.layers.graphs import LayerGraphs
-from flowspec_edge.stage.layers.stage_cache import StageCache, StageMemory
+from flowspec_edge.stage import rows
+from flowspec_edge.stage.layers.stage_cache import (
+    CacheKind,
+    LayerArena,
+    Part,
+    PartResult,
+    StageCache,
+    StageMemory,
+)
 from flowspec_edge.stage.rows import COUNTERS, Session
-from flowspec_edge.stage.shard import Shard
-from flowspec_edge.util import torchdevice
-from flowspec_edge.util.tensors import from_torch, wire_name
 
 Poll = Callable[[], None]  # called between layers; it may receive messages
 
@@ -61,25 +60,64 @@ class SegmentResult(NamedTuple):
     cancelled: bool = False
 
 
-_NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
+class StageModel(Protocol):
+    """What computes a stage's rows: a ``shard.Shard``, or ``recorded.target.RecordedStage``.
+
+    wire        what a message calls the type of its hidden states
+    vocabulary  of the tokens that the first stage takes; None on the others
+    is_last     whether its results are Outputs
+    kinds       how each of its layers remembers rows
+    """
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def wire(self) -> str: ...
+    @property
+    def vocabulary(self) -> int | None: ...
+    @property
+    def is_last(self) -> bool: ...
+    @property
+    def kinds(self) -> Sequence[CacheKind]: ...
+    @property
+    def layers_of_kinds(self) -> Mapping[CacheKind, Sequence[int]]: ...
+
+    def arena(self, kind: CacheKind, layers: Sequence[int], rows: int) -> LayerArena:
+        """Allocate memory for ``rows`` rows of ``layers``."""
+
+    def row_bytes(self, kind: CacheKind) -> int:
+        """Return the bytes of one row in one layer."""
+
+    def allocating(self, what: str, nbytes: int) -> AbstractContextManager[None]:
+        """FlowspecError if ``nbytes`` more (0: unknown) do not fit."""
+
+    def run(self, parts: Sequence[Part], keep_going: Callable[[], bool], graphs: Any
+            ) -> list[PartResult] | None:
+        """Compute the parts, each with rows; None as soon as ``keep_going``, which is called between layers,
+        returns False. Writes behind each cache's last row; the caller appends them."""
+
+    def no_rows(self) -> Payload:
+        """Return hidden states [0, H]."""
+
+    def correlation(self, rows: int) -> float | None:
+        """Return that of the experts of the last pass, which had ``rows`` (``model.experts``)."""
 
 
 class StageEngine:
-    def __init__(self, shard: Shard, cache_rows: int = 0, requests: int = 0, tentative: int = 0) -> None:
+    def __init__(self, model: StageModel, cache_rows: int = 0, requests: int = 0, tentative: int = 0) -> None:
         """``cache_rows``: rows to allocate now (``CacheKind.reserved``); 0 allocates when sessions need it.
         FlowspecError if the memory does not suffice."""
-        self.shard = shard
-        rows_of = {kind: kind.reserved(cache_rows, requests, tentative) for kind in shard.layers_of_kinds}
-        nbytes = sum(kind.row_bytes(shard.dtype.itemsize) * rows_of[kind] for kind in shard.kinds)
+        self.model = model
+        rows_of = {kind: kind.reserved(cache_rows, requests, tentative) for kind in self.model.layers_of_kinds}
+        nbytes = sum(self.model.row_bytes(kind) * rows_of[kind] for kind in self.model.kinds)
         with self._allocating(nbytes, f"KV caches of {cache_rows} rows"):
             self._memory = StageMemory({
-                kind: kind.arena(layers, shard.dtype, shard.device, rows_of[kind])
-                for kind, layers in shard.layers_of_kinds.items()})
+                kind: self.model.arena(kind, layers, rows_of[kind])
+                for kind, layers in self.model.layers_of_kinds.items()})
         self._sessions: dict[int, Session] = {}  # by number, in the order of their Opens
         self._closed_counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)  # ended sessions, stale messages
         self._kept: dict[int, StageCache] = {}  # rows 0, 1, … that closed sessions left
-        self.graphs: dict[int, LayerGraphs] = {}  # the layers recorded, by number of rows
-        self._wire = wire_name(shard.dtype)
+        self.graphs: dict[int, Any] = {}  # the layers recorded, by number of rows
 
     @property
     def sessions(self) -> tuple[int, ...]:
@@ -209,8 +247,7 @@ class StageEngine:
         if state.run is not None and segment.run <= state.run:
             state.counters["dropped_stale"] += 1
             return None
-        vocabulary = None if self.shard.embed is None else int(self.shard.config.vocab_size)
-        rows.check(segment, self.shard.hidden_size, self._wire, vocabulary)
+        rows.check(segment, self.model.hidden_size, self.model.wire, self.model.vocabulary)
         state.check(segment)
         state.commit(segment)
         state.run = segment.run
@@ -220,7 +257,6 @@ class StageEngine:
         dead |= (segment.numbers < segment.base) & ~rows.member(segment.numbers, segment.committed)
         return self._drop_rows(state, segment, dead)
 
-    @torch.inference_mode()
     def compute(self, admitted: Sequence[Segment], poll: Poll | None = None) -> list[SegmentResult]:
         """Run the layers over admitted segments, each of another session, in one pass.
 
@@ -237,7 +273,7 @@ class StageEngine:
         computed = None
         try:
             n, held = sum(map(len, running)), sum(len(part.cache) for part in running)
-            with torchdevice.allocation(f"computing {n} rows with {held} in the cache", 0, _NEED_LESS):
+            with self.model.allocating(f"computing {n} rows with {held} in the cache", 0):
                 computed = self._run(running, poll)
             for part in running if computed else ():
                 if not part.ended:
@@ -259,7 +295,7 @@ class StageEngine:
 
     # -- inside ----------------------------------------------------------------------------
 
-    def _run(self, parts: Sequence[Part], poll: Poll | None) -> list[tuple[forward.Taps, Tensor]] | None:
+    def _run(self, parts: Sequence[Part], poll: Poll | None) -> list[PartResult] | None:
         def keep_going() -> bool:
             if poll is not None:
                 poll()
@@ -267,11 +303,11 @@ class StageEngine:
                 part.ended = part.ended or self._has_ended(part)
             return not all(part.ended for part in parts)
 
-        return forward.run(self.shard, parts, keep_going, self.graphs) if parts else None
+        return self.model.run(parts, keep_going, self.graphs) if parts else None
 
     def correlation(self, rows: int) -> float | None:
         """Of the experts of the last pass, which had ``rows`` (``model.experts``)."""
-        return correlation_of(self.shard.modules, rows)
+        return self.model.correlation(rows)
 
     def _prepare(self, admitted: Segment) -> Part | None:
         """Remove rows that have died since :meth:`admit`, and orphans; None if no row is left, or if the
@@ -302,7 +338,7 @@ class StageEngine:
         state = self._sessions.get(part.segment.session)
         return state if state is not None and state.epoch == part.segment.epoch else None
 
-    def _emit(self, part: Part, computed: tuple[forward.Taps, Tensor] | None) -> SegmentResult:
+    def _emit(self, part: Part, computed: PartResult | None) -> SegmentResult:
         segment, state = part.segment, self._state_of(part)
         if part.ended or computed is None or state is None:
             return self._without_result(segment)
@@ -324,8 +360,8 @@ class StageEngine:
     def _result(self, segment: Segment, hidden: Payload | None) -> Segment | Output:
         if hidden is None:
             segment = rows.select(segment, np.zeros(len(segment.numbers), dtype=bool))
-            hidden = from_torch(torch.empty(0, self.shard.hidden_size, dtype=self.shard.dtype))
-        if self.shard.norm is not None:
+            hidden = self.model.no_rows()
+        if self.model.is_last:
             return Output(segment.session, segment.epoch, segment.run, segment.numbers, hidden)
         return replace(segment, tokens=None, hidden=hidden)
 
@@ -385,10 +421,8 @@ class StageEngine:
 
     def _allocating(self, nbytes: int, what: str) -> AbstractContextManager[None]:
         """FlowspecError if ``nbytes`` more do not fit."""
-        return torchdevice.allocation(what, nbytes, _NEED_LESS,
-                                      torchdevice.available_bytes(self.shard.device) if nbytes else None)
+        return self.model.allocating(what, nbytes)
 
 
-def _payload(hidden: Tensor, dead: rows.Bool) -> Payload:
-    payload = from_torch(hidden)
-    return rows.select_payload(payload, ~dead) if dead.any() else payload
+def _payload(hidden: Payload, dead: rows.Bool) -> Payload:
+    return rows.select_payload(hidden, ~dead) if dead.any() else hidden

@@ -10,18 +10,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from flowspec_edge.model.experts import touched
-from flowspec_edge.stage.layers.attention import Part
 from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
 from flowspec_edge.stage.layers.graphs import LayerGraphs
-from flowspec_edge.stage.shard import Shard
+from flowspec_edge.stage.layers.stage_cache import CacheKind, Part
 from flowspec_edge.util.kernels import angles, rotation
 from flowspec_edge.util.tensors import indices, to_device, to_host, to_torch
 from flowspec_edge.util.weight_file import tokens_device
@@ -30,7 +29,31 @@ AHEAD = 2  # pending layers: the running one, and the next so that the device do
 Taps = list[tuple[int, Tensor]]  # layers passed, hidden states [n, H]
 
 
-def run(shard: Shard, parts: Sequence[Part], keep_going: Callable[[], bool],
+class Modules(Protocol):
+    """What a pass needs of a ``shard.Shard``."""
+
+    @property
+    def layers(self) -> tuple[int, int]: ...
+    @property
+    def modules(self) -> tuple[nn.Module, ...]: ...
+    @property
+    def rotary(self) -> nn.Module: ...
+    @property
+    def embed(self) -> Any: ...
+    @property
+    def norm(self) -> Any: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def layers_of_kinds(self) -> Mapping[CacheKind, Sequence[int]]: ...
+    @property
+    def kind_indexes(self) -> Sequence[int]: ...
+
+
+@torch.inference_mode()
+def run(shard: Modules, parts: Sequence[Part], keep_going: Callable[[], bool],
         graphs: Mapping[int, LayerGraphs] = MappingProxyType({})) -> list[tuple[Taps, Tensor]] | None:
     """(taps, output [n, H]) of each part in host memory; None as soon as ``keep_going`` returns False.
 
@@ -72,7 +95,7 @@ def run(shard: Shard, parts: Sequence[Part], keep_going: Callable[[], bool],
     return results
 
 
-def _inputs(shard: Shard, parts: Sequence[Part]) -> Tensor:
+def _inputs(shard: Modules, parts: Sequence[Part]) -> Tensor:
     if shard.embed is None:
         states = [to_torch(part.segment.hidden) for part in parts if part.segment.hidden is not None]
         return to_device(torch.cat(states) if len(states) > 1 else states[0], shard.device)
@@ -81,7 +104,7 @@ def _inputs(shard: Shard, parts: Sequence[Part]) -> Tensor:
     return embedded
 
 
-def _layers(shard: Shard, parts: Sequence[Part], tap: Callable[[int, Tensor], None],
+def _layers(shard: Modules, parts: Sequence[Part], tap: Callable[[int, Tensor], None],
             keep_going: Callable[[], bool], pacer: LaunchPacer, graphs: Mapping[int, LayerGraphs]
             ) -> Tensor | None:
     """Hidden states [n, H] of all parts' rows; ``tap`` gets each layer's index and inputs."""

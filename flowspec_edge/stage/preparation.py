@@ -17,12 +17,19 @@ from flowspec_edge.messages import Int32, Open, Segment
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
 from flowspec_edge.stage.layers.graphs import LayerGraphs
+from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util.graphs import Clock, KernelChoice, Recorder, compare
 from flowspec_edge.util.tensors import from_torch
 
 WARM_UP = (1, 16, 64)  # rows: plain decoding, a tree segment, a prompt chunk
 RECORDED = tuple(range(ROW_STEP, 65, ROW_STEP))  # rows; a segment rarely has more
 _TEXT = 256  # rows in the cache while kernels are compared
+
+
+def shard_of(engine: StageEngine) -> Shard:
+    """Return what a stage with weights computes with."""
+    assert isinstance(engine.model, Shard)
+    return engine.model
 
 
 @torch.inference_mode()
@@ -41,7 +48,7 @@ def choose_graphs(engine: StageEngine, record: Recorder, clock: Clock = time.per
 
     After :func:`warm_up`, before the first session.  Any failure leaves the layers as they are.
     """
-    choice, shard = KernelChoice(), engine.shard
+    choice, shard = KernelChoice(), shard_of(engine)
     layers = [layer for layer in shard.modules if isinstance(layer, FusedLayer)]
     if not layers or len(layers) < len(shard.modules):
         choice.reason = "layers run one by one: there are none to record"
@@ -94,7 +101,7 @@ def _pass_of(engine: StageEngine, rows: int, text: int) -> Callable[[], bytes]:
 
 def _chain(engine: StageEngine, first: int, rows: int) -> Segment:
     """Tokens or hidden states that depend on ``first``, the number of rows before them."""
-    shard, numbers = engine.shard, _numbers(first, rows)
+    shard, numbers = shard_of(engine), _numbers(first, rows)
     embeds = shard.embed is not None
     states = (first + torch.arange(rows * shard.hidden_size)).view(rows, -1).sin().to(shard.dtype)
     return Segment(

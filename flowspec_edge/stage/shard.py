@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
@@ -14,21 +15,26 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.messages import Payload
+from flowspec_edge.model.experts import correlation_of
 from flowspec_edge.model.families import family_of
 from flowspec_edge.model.manifest import DRAFT, CacheBits, stage_part
 from flowspec_edge.model.opened import OpenModel, opened
 from flowspec_edge.model.weights.checkpoint import Checkpoint
+from flowspec_edge.stage import forward
 from flowspec_edge.stage.families import few_launches, skeleton
+from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
-from flowspec_edge.stage.layers.stage_cache import CacheKind
+from flowspec_edge.stage.layers.stage_cache import CacheKind, LayerArena, Part, PartResult
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.load import load_modules, load_tensor, schemes_of
-from flowspec_edge.util.tensors import parse_dtype
-from flowspec_edge.util.torchdevice import allocation, release
+from flowspec_edge.util.tensors import from_torch, parse_dtype, wire_name
+from flowspec_edge.util.torchdevice import allocation, available_bytes, release
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 log = logging.getLogger(__name__)
 
+_NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
 _FEWER_LAYERS = "give this stage fewer layers, or quantise the model: flowspec models shard --dtype int4"
 
 
@@ -59,6 +65,20 @@ class Shard:
     @property
     def hidden_size(self) -> int:
         return int(self.config.hidden_size)
+
+    @property
+    def wire(self) -> str:
+        """What a message calls the type of its hidden states."""
+        return wire_name(self.dtype)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Of the tokens that the first stage takes; None on the others."""
+        return None if self.embed is None else int(self.config.vocab_size)
+
+    @property
+    def is_last(self) -> bool:
+        return self.norm is not None
 
     @property
     def kv_heads(self) -> int:
@@ -96,6 +116,33 @@ class Shard:
         return replace(
             self, index=index, stages=stages, layers=layers, modules=self.modules[lo:hi],
             embed=self.embed if index == 0 else None, norm=self.norm if index == stages - 1 else None)
+
+    def arena(self, kind: CacheKind, layers: Sequence[int], rows: int) -> LayerArena:
+        return kind.arena(layers, self.dtype, self.device, rows)
+
+    def row_bytes(self, kind: CacheKind) -> int:
+        """Of one row in one layer."""
+        return kind.row_bytes(self.dtype.itemsize)
+
+    def allocating(self, what: str, nbytes: int) -> AbstractContextManager[None]:
+        """FlowspecError if ``nbytes`` more (0: unknown) do not fit."""
+        return allocation(what, nbytes, _NEED_LESS, available_bytes(self.device) if nbytes else None)
+
+    def run(self, parts: Sequence[Part], keep_going: Callable[[], bool], graphs: Mapping[int, LayerGraphs]
+            ) -> list[PartResult] | None:
+        """As ``forward.run``, in host memory."""
+        computed = forward.run(self, parts, keep_going, graphs)
+        return None if computed is None else [
+            PartResult([(layer, from_torch(states)) for layer, states in taps], from_torch(hidden))
+            for taps, hidden in computed]
+
+    def no_rows(self) -> Payload:
+        """Hidden states [0, H]."""
+        return from_torch(torch.empty(0, self.hidden_size, dtype=self.dtype))
+
+    def correlation(self, rows: int) -> float | None:
+        """Of the experts of the last pass, which had ``rows`` (``model.experts``)."""
+        return correlation_of(self.modules, rows)
 
     @property
     def nbytes(self) -> int:

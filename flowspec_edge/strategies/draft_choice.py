@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, DRAFTS, EAGLE2, NAMED, NGRAM, OWN, head_kinds
@@ -15,6 +15,13 @@ if TYPE_CHECKING:
     from flowspec_edge.strategies.base import Strategy  # needs numpy
 
 _P = TypeVar("_P", bound=Parameters)
+
+
+class HasDrafts(Protocol):
+    """A model, as far as its draft models go."""
+
+    def draft(self, kind: str) -> object:
+        """Return the draft model of ``kind``; None if there is none."""
 
 
 class Written(NamedTuple):
@@ -36,7 +43,7 @@ AS_OPTION = Written("--{name} {value}", DRAFTS)
 AS_LINE = Written('{name} = "{value}"', frozenset(kind.name for kind in NAMED))
 
 
-def draft_kind(chosen: type[Strategy], params: Parameters, model: OpenModel) -> str | None:
+def draft_kind(chosen: type[Strategy], params: Parameters, model: HasDrafts) -> str | None:
     """The kind of draft model that ``chosen`` uses on ``model``, which may lack it; None: it drafts nothing.
 
     An EAGLE-3 head, then a block drafter, replaces a missing EAGLE-1/2 head.  UsageError for an unusable

@@ -10,6 +10,7 @@ import torch
 
 from flowspec_edge.messages import Open, Segment, pack_bits
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.preparation import shard_of
 from flowspec_edge.util.tensors import from_torch
 from microbench.shapes.launches import cuda_launches, launches
 from microbench.shapes.models import SHAPES, random_stage
@@ -55,7 +56,7 @@ def segment_times(name: str, dtype: str, device: str, layers: int, rows: Sequenc
 
 def _segments(engine: StageEngine, rows: int, context: int) -> Callable[[], object]:
     """A function that computes another chain of ``rows`` rows; earlier segments are dropped."""
-    shard, runs = engine.shard, 0
+    shard, runs = shard_of(engine), 0
     engine.open(Open(session=0, epoch=0, capacity=context + rows))
     cache = engine.cache_of(0)
     assert cache is not None

@@ -12,8 +12,9 @@ from flowspec_edge.d0.lm_head import LmHead
 from flowspec_edge.d0.prefix_cache import MIN_ROWS, CachedPrefix, PrefixCache
 from flowspec_edge.d0.request import Request
 from flowspec_edge.d0.session import DraftSession
-from flowspec_edge.stage.layers.kinds import KeysValues, reusable
+from flowspec_edge.stage.layers.kinds import KeysValues
 from flowspec_edge.stage.layers.kv_cache import SLACK
+from flowspec_edge.stage.layers.stage_cache import reusable
 from flowspec_edge.strategies.autoregressive import Autoregressive
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params

@@ -148,8 +148,8 @@ def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float | 
     that they do not hold are text, and no later row sees them, or they are in the oracle's state."""
     cache = engine.cache_of(book.builder.session)
     assert cache is not None
-    assert sorted(layer for part in cache.parts for layer in part.rows()) == [*range(*engine.shard.layers)]
-    for part, kind in zip(cache.parts, engine.shard.layers_of_kinds, strict=True):
+    assert sorted(layer for part in cache.parts for layer in part.rows()) == [*range(*engine.model.layers)]
+    for part, kind in zip(cache.parts, engine.model.layers_of_kinds, strict=True):
         if isinstance(kind, GatedDelta):
             assert part.first <= cache.committed < part.first + recurrent.AT_ONCE
             for layer, state in part.rows().items() if part.first else ():

@@ -149,7 +149,7 @@ def test_taps_come_from_the_stage_that_computed_them(model: Path, oracle: Oracle
 
 def test_a_boundary_is_tapped_before_the_next_stage_begins(model: Path) -> None:
     book, chain = Book(), engines(model, 2)
-    boundary = chain[0].shard.layers[1]
+    boundary = chain[0].model.layers[1]
     admitted = chain[0].admit(replace(book.text(TEXT), taps=(boundary,)))
     assert admitted is not None
     taps, passed_on, *_ = chain[0].compute([admitted])[0]

@@ -46,7 +46,7 @@ def test_the_same_bits(tmp_path: Path, family: str, extra: dict[str, object], ki
         path = tmp_path / "cut"
     dtype = "bf16" if kind else "fp32"
     (one,), (other,) = (engines(path, 1, dtype, fused=True, capacity=256) for _ in range(2))
-    other.graphs |= recorded(other.shard, 16, 32)
+    other.graphs |= recorded(other.model, 16, 32)
     books = Book(), Book()
     for rows in (5, 16, 1, 17, 32, 40):  # 40: not recorded
         text = random_tokens(rows, VOCAB, seed=rows)

@@ -32,8 +32,7 @@ from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Close, Open, Output, Segment
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layers.graphs import LayerGraphs
-from flowspec_edge.stage.layers.kinds import reusable
-from flowspec_edge.stage.layers.stage_cache import CacheKind
+from flowspec_edge.stage.layers.stage_cache import CacheKind, reusable
 from flowspec_edge.stage.shard import Shard, load_shard
 
 ROW = LAYERS * 2 * 2 * 8 * 4  # bytes: layers, key and value, kv heads, head_dim, fp32

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from flowspec_edge.messages import Close, Open, Output
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.layers.kinds import reusable
+from flowspec_edge.stage.layers.stage_cache import reusable
 from flowspec_edge.stage.shard import load_shard
 
 ROWS = 17
@@ -38,7 +38,7 @@ def run(path: Path, dtype: str, fused: bool = False) -> tuple[MetaDevice, list[O
             assert engine.cache_of(1) is not None
             engine.cache_of(1).keep(engine.cache_of(1).numbers != children[0])
             engine.close(Close(session=1, retain=tuple(range(5))))
-            rows = reusable(engine.shard.kinds, ROWS, 5)  # recurrent layers have no snapshot there
+            rows = reusable(engine.model.kinds, ROWS, 5)  # recurrent layers have no snapshot there
             engine.open(Open(session=2, epoch=0, capacity=64, parent_session=1 if rows else -1, rows=rows))
     return device, outputs
 

@@ -22,8 +22,8 @@ from flowspec_edge.model.config import cache_values, load_config
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layers import recurrent
-from flowspec_edge.stage.layers.kinds import reusable
 from flowspec_edge.stage.layers.recurrent import GatedDelta, RecurrentArena, RecurrentCache
+from flowspec_edge.stage.layers.stage_cache import reusable
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.util.tensors import to_torch
 
@@ -114,7 +114,7 @@ def test_the_manifest_counts_what_a_request_holds(sparse: Path, tmp_path: Path,
     whole = published(sparse, tmp_path / "whole")
     part = cut(whole, tmp_path / "out", dtype="int4", stages=1).part("stage-1")
     [engine] = engines(tmp_path / "out", 1, "bf16", capacity=512)
-    states = sum(kind.state_bytes(2) for kind in engine.shard.kinds if isinstance(kind, GatedDelta))
+    states = sum(kind.state_bytes(2) for kind in engine.model.kinds if isinstance(kind, GatedDelta))
     text = random_tokens(100, VOCAB, seed=6)
     for session in (1, 2):
         engine.open(Open(session, 1, 512, retained=(1,), snapshot=84))
@@ -157,7 +157,7 @@ def test_a_text_that_begins_at_a_snapshot(dense: Path, monkeypatch: pytest.Monke
         for part in engine_parts(chain[0]):
             assert len(part) <= 2 * recurrent.AT_ONCE
     other = [*text[:70], *random_tokens(20, VOCAB, seed=5)]
-    kinds = chain[0].shard.kinds
+    kinds = chain[0].model.kinds
     assert [reusable(kinds, 75, rows) for rows in (75, 70, 64, 63, 32, 31)] == [64, 64, 64, 32, 32, 0]
     for engine in chain:
         engine.close(Close(1, tuple(book.committed)))

@@ -60,7 +60,7 @@ def test_a_long_text_stays_within_it(model: Path, oracle: Oracle, snapshot: int,
         cache = engine.cache_of(1)
         assert cache is not None
         assert len(cache) == min(lo + CHUNK, LONG)
-        for part, kind in zip(cache.parts, engine.shard.layers_of_kinds, strict=True):
+        for part, kind in zip(cache.parts, engine.model.layers_of_kinds, strict=True):
             assert isinstance(kind, KeysValues)
             assert len(part) <= (HELD + CHUNK if kind.window else LONG)
     assert_rows(output, book, oracle)

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 from flowspec_edge.d0.models import DraftModels
-from flowspec_edge.drivers.virtual.cluster import StageWeights, VirtualCluster
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.drivers.virtual.loaded import StageWeights
 from flowspec_edge.lab.plain import PlainDecoder
 
 

@@ -123,6 +123,7 @@ class MeasuredDraftDevice:
         draft_session = self._models.draft_session(
             Request(prompt, strategy, new_tokens, _SAMPLING), _STAGES, time.perf_counter, self._sessions,
             lambda kind: 1.0)
+        assert isinstance(draft_session.head, LmHead)
         self._head = draft_session.head = _TimedHead(draft_session.head.head)
         return self._drive(draft_session)
 

@@ -4,21 +4,21 @@ then."""
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from flowspec_edge.cli.bench.options import BenchOptions
+from flowspec_edge.cli.bench.subject import BenchSubject
 from flowspec_edge.cli.common.clusters import ClockSettings, local_processes
-from flowspec_edge.cli.common.options import dtype_of
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.place import Virtual
 from flowspec_edge.lab.bench.axes import Axis, Value
 from flowspec_edge.lab.bench.results import Links
 from flowspec_edge.lab.bench.runner import OpenPoint, PointCluster
-from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.util.threads import share_of_cores
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class ClusterSetup:
     """
 
     axis: Axis | None
-    model: OpenModel
+    subject: BenchSubject
     options: BenchOptions
     clock: ClockSettings
     at_once: int = 1
@@ -59,7 +59,7 @@ class ClusterSetup:
     @property
     def spec(self) -> ClusterSpec:
         o = self.options
-        return ClusterSpec(self.model.path, o.stages, dtype_of(self.model, o.dtype), device=o.device,
+        return ClusterSpec(self.subject.path, o.stages, self.subject.dtype(o.dtype), device=o.device,
                            at_once=self.at_once, idle_s=o.idle_seconds)
 
 
@@ -87,8 +87,6 @@ def _processes(setup: ClusterSetup) -> Iterator[OpenPoint]:
 @contextmanager
 def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
     """Points share the weights."""
-    from flowspec_edge.drivers.processes.clusters import open_cluster
-
     loaded: list[VirtualCluster] = []
 
     @contextmanager
@@ -97,11 +95,13 @@ def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
         if loaded:
             loaded.append(loaded.pop().under(profile, stages, share))
         else:
-            loaded.append(open_cluster(replace(setup.spec, stages=stages),
-                                       Virtual(profile, right_children=share)))
+            place = Virtual(profile, right_children=share, recording=setup.subject.recording)
+            loaded.append(place.open(replace(setup.spec, stages=stages)))
         yield PointCluster(loaded[0], None)
 
     yield open_point
+    if loaded and (note := loaded[0].note()):
+        print(f"flowspec: {note}", file=sys.stderr)
 
 
 @contextmanager
@@ -139,7 +139,7 @@ def _boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
     from flowspec_edge.drivers.processes.clusters import open_cluster
 
     assert setup.inventory is not None
-    place = SshBoards(setup.inventory, setup.board_model, dtype_of(setup.model, setup.options.dtype))
+    place = SshBoards(setup.inventory, setup.board_model, setup.subject.dtype(setup.options.dtype))
     with open_cluster(replace(setup.spec, device=place.device), place) as cluster:
 
         @contextmanager
@@ -167,7 +167,7 @@ def _shaped_boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
                 if link.measure is None:
                     log.warning("%s to %s was not measured: %s", link.source, link.target, link.error)
             shaping.renew()
-            place = SshBoards(inventory, setup.board_model, dtype_of(setup.model, setup.options.dtype),
+            place = SshBoards(inventory, setup.board_model, setup.subject.dtype(setup.options.dtype),
                               shaping.renew)
             with open_cluster(replace(setup.spec, device=place.device), place) as cluster:
                 given = [link.measure.mbps for link in links if link.measure]
@@ -182,7 +182,7 @@ def parallel_points(setup: ClusterSetup, names: Sequence[str]) -> tuple[Parallel
 
     o = setup.options
     threads = 0 if o.dask else share_of_cores(o.jobs)
-    run = ParallelRun(Workplace(setup.model.path.resolve(), dtype_of(setup.model, o.dtype), o.device,
+    run = ParallelRun(Workplace(setup.subject.path.resolve(), setup.subject.dtype(o.dtype), o.device,
                                 plugins_of(names), threads), o.jobs, o.dask)
 
     @contextmanager

@@ -15,26 +15,16 @@ from typing import Any, TypeVar
 from flowspec_edge.boards.planning.testbed import profile_or_testbed
 from flowspec_edge.cli.bench.clusters import ClusterSetup, open_points, parallel_points
 from flowspec_edge.cli.bench.options import BenchOptions, parse_strategies, parse_temperatures
+from flowspec_edge.cli.bench.subject import BenchSubject, ModelSubject, subject_of
 from flowspec_edge.cli.common.clusters import ClockSettings, choose_clock
-from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of, weights_of
+from flowspec_edge.cli.common.progress import progress
 from flowspec_edge.cli.common.streams import saved
-from flowspec_edge.cli.common.workload import (
-    chat_questions,
-    demo_prompts,
-    near_tie_judge,
-    plain_decoding,
-    progress,
-    requests_for,
-    require_runnable,
-)
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.bench.axes import Axis, Value
 from flowspec_edge.lab.bench.results import BenchReport, Links, Results, Sweep, load_report, load_sweep
-from flowspec_edge.lab.bench.runner import BenchPlan, Plans, Workload, measure_points, steps
-from flowspec_edge.lab.bench.tasks import Task, load_tasks
-from flowspec_edge.model.opened import DEMO, OpenModel, resolve_model
-from flowspec_edge.model.text import Tokenizer
+from flowspec_edge.lab.bench.runner import BenchPlan, Plans, measure_points, steps
+from flowspec_edge.lab.bench.tasks import Task
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.util.files import check_writable
@@ -82,13 +72,13 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
     """Run everything and save it to ``options.out`` step by step: a Sweep along ``request.axis``, or a
     BenchReport."""
     names = parse_strategies(request.strategies if options.strategies is None else options.strategies)
-    model = resolve_model(options.model)
+    subject = subject_of(options)
     clock = request.clock(options)
     profile = None if request.axis and request.axis.name == "stages" else clock.profile
-    options = replace(options, stages=stages_of(model, options.stages, profile),
-                      dtype=dtype_of(model, options.dtype))
+    dtype = subject.dtype(options.dtype)
+    options = replace(options, stages=subject.stages(options.stages, profile), dtype=dtype)
     options.require_virtual(clock.clock)
-    tasks = tasks_of(options)
+    tasks = subject.tasks(options)
     temperatures = parse_temperatures(request.temperatures if options.temperatures is None else options.temperatures,
                                       sampling)
     if options.out is not None:
@@ -97,7 +87,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
         from flowspec_edge.lab.bench.plots import check_figure
 
         check_figure(figure)
-    inventory, reference, dtype = None, "cpu", dtype_of(model, options.dtype)
+    inventory, processes = None, 1
     if request.cluster is not None:
         from flowspec_edge.boards.inventory import load_inventory
 
@@ -115,17 +105,17 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
     for at_value, stages in points:
         if clock.profile is not None:
             clock.profile.check_stages(stages)
-        require_runnable(names, model, at_value, clock.clock, stages)
+        subject.require(names, at_value, clock.clock, stages)
     if inventory is None:
         processes = clock.processes(max(stages for _, stages in points))
-        options = replace(options, device=device_of(options.device, model, dtype, processes=processes))
-    settings = settings_for(options, tasks, model, clock.profile, sampling, params)
+        options = replace(options, device=subject.device(options.device, dtype, processes))
+    settings = settings_for(options, tasks, subject, clock.profile, sampling, params)
     if request.axis is not None:
         settings["temperature"] = sampling.temperature
     if inventory is not None:  # D0's first
         settings["device"] = [inventory.torch_device(board) for board in (inventory.draft, *inventory.verify)]
     results = _results(request, options, clock, settings)
-    plan = BenchPlan(names, workloads_for(options, tasks, model, sampling, params), temperatures,
+    plan = BenchPlan(names, subject.workloads(options, tasks, sampling, params), temperatures,
                      options.repeats, options.warmup, options.pattern)
     plans: Plans = {None: plan} if request.axis is None else {
         value: plan.at(request.axis, value) for value in request.values}
@@ -141,19 +131,18 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
     results.complete = results.complete or not total
     if not total:
         return results
-    if inventory is None:
-        reference = plain_device_of(options.device, model, dtype, processes)
-    setup = ClusterSetup(request.axis, model, options, clock, plan.at_once, inventory,
-                         request.board_model or str(model.path.resolve()))
+    setup = ClusterSetup(request.axis, subject, options, clock, plan.at_once, inventory,
+                         request.board_model or str(subject.path.resolve()))
     if options.parallel:
+        assert isinstance(subject, ModelSubject)
         run, open_point = parallel_points(setup, names)
         measure_points(deepcopy(results), plans, open_point, run.plain)  # lists the requests
         with run, progress(total, request.label) as advance:
             measure_points(results, plans, open_point, run.plain, advance, save,
-                           near_tie_judge(model, options.dtype, reference))
+                           subject.judge(options, processes))
         return results
     with open_points(request.links, setup) as open_point, progress(total, request.label) as advance:
-        plain, explains = plain_decoding(model, options.dtype, reference)
+        plain, explains = subject.plain(options if inventory is None else replace(options, device="cpu"), processes)
         measure_points(results, plans, open_point, plain, advance, save, explains)
     return results
 
@@ -198,32 +187,7 @@ def _resume(options: BenchOptions, load: Callable[[Path], _Results], new: _Resul
     return old
 
 
-def tasks_of(options: BenchOptions) -> list[Task]:
-    if options.prompts:
-        return load_tasks(options.prompts, options.by_category, options.limit)
-    tasks = load_tasks([chat_questions() if options.chat else demo_prompts()], options.by_category, options.limit)
-    return tasks if options.by_category else [Task("questions" if options.chat else DEMO, tasks[0].prompts)]
-
-
-def workloads_for(options: BenchOptions, tasks: Sequence[Task], model: OpenModel, sampling: Sampling,
-                  params: Params) -> list[Workload]:
-    """UsageError for a prompt that does not fit."""
-    tokenizer = Tokenizer(model)
-    if options.chat and not tokenizer.chats:
-        raise UsageError(f"{model.shown} has no chat template: leave --chat out, or take a model that has one")
-    found = []
-    for task in tasks:
-        try:
-            found.append(Workload(task.name, requests_for(
-                tokenizer, model, task.prompts, options.max_new_tokens, sampling, params, options.truncate,
-                "lower --max-new-tokens, or take the end of long prompts with --truncate N",
-                chat=options.chat)))
-        except UsageError as error:
-            raise UsageError(f"task {task.name}: {error}") from error
-    return found
-
-
-def settings_for(options: BenchOptions, tasks: Sequence[Task], model: OpenModel, profile: Profile | None,
+def settings_for(options: BenchOptions, tasks: Sequence[Task], subject: BenchSubject, profile: Profile | None,
                  sampling: Sampling, params: Params) -> dict[str, Any]:
     """Everything that a row depends on, except the machine."""
     from flowspec_edge.lab.bench.host_info import commit, versions
@@ -231,14 +195,15 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], model: OpenModel,
     shared = {"clients": options.clients, "arrival_rate": options.arrival_rate, "chat": options.chat or None}
     drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
     return {
-        "model": model.name,
+        "model": subject.name,
         "tasks": [{"name": t.name, "prompts": len(t.prompts), "sha256": t.digest, "each": t.digests}
                   for t in tasks],
         "limit": options.limit, "truncate": options.truncate, "stages": options.stages,
-        "dtype": options.dtype, "weights": weights_of(model, dtype_of(model, options.dtype)),
+        "dtype": options.dtype, "weights": subject.weights(subject.dtype(options.dtype)),
         "device": options.device, "max_new_tokens": options.max_new_tokens,
         "repeats": options.repeats, "warmup": options.warmup,
         **{key: value for key, value in shared.items() if value is not None},
+        **({"recording": subject.recording.made} if subject.recording else {}),
         **drawn, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
         **params.flat(), "versions": versions(), "commit": commit(),
         "acceptance": options.right_children, "profile": profile.model_dump() if profile else None,

@@ -12,6 +12,7 @@ import typer
 
 from flowspec_edge.cli.common.option_groups import StrategiesOf
 from flowspec_edge.cli.common.options import (
+    MODEL,
     MOST_REPEATS,
     MOST_TOKENS,
     OUTPUT,
@@ -108,6 +109,10 @@ class BenchOptions:
         help="On boards that measure power: idle for so long before the first request; idle power is "
              "measured after the first second.", metavar="S", hidden=True, rich_help_panel=TIME)] = 5.0
     model: ModelOption = DEMO
+    recording: Annotated[Path | None, typer.Option(
+        "--recording", help="What a model said (flowspec record), in place of --model: virtual time needs no tensors "
+                            "and answers in seconds.", metavar="FILE", show_default=False,
+        rich_help_panel=MODEL)] = None
     stages: StagesOption = 0
     dtype: DtypeOption = "auto"
     device: DeviceOption = "auto"
@@ -144,6 +149,15 @@ class BenchOptions:
     def right_children(self) -> float:
         """UsageError for what is neither a word nor a share."""
         return parse_acceptance(self.acceptance)
+
+    def require_recorded(self) -> None:
+        """UsageError for options that need a model with weights."""
+        given = {"--model": self.model != DEMO, "--prompts": self.prompts, "--chat": self.chat,
+                 "--truncate": self.truncate, "--clock wall": self.clock == "wall", "--emulate": self.emulate,
+                 "--device": self.device != "auto", "--dtype": self.dtype != "auto", "--jobs": self.jobs > 1,
+                 "--dask": self.dask, "--repeats": self.repeats > 1}
+        if wrong := [option for option, value in given.items() if value]:
+            raise UsageError(f"--recording has its own model, prompts and texts, in virtual time: leave {wrong[0]} out")
 
     def require_virtual(self, clock: str) -> None:
         if self.right_children != 1 and clock != "virtual":

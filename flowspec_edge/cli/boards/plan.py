@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from flowspec_edge.cli.common.options import MOST_TOKENS
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_kinds import EAGLE2, WantedDraft
-from flowspec_edge.model.opened import DEMO, OpenModel, require_name, resolve_model
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, NGRAM, WantedDraft
+from flowspec_edge.model.opened import ANSWERING, DEMO, OpenModel, require_name, resolve_model
 
 if TYPE_CHECKING:
     from flowspec_edge.boards.planning.board_spec import BoardSpec
     from flowspec_edge.boards.planning.planned_draft import PlannedDraft
-    from flowspec_edge.cli.boards.plan_cases import Case, Cases
+    from flowspec_edge.cli.boards.plan_cases import Case, Cases, Tokens
     from flowspec_edge.cli.boards.plan_output import PlanReport
     from flowspec_edge.d0.request import Request
     from flowspec_edge.model.draft_kind import DraftKind
 
-_PROMPTS, _TOKENS = 2, 48  # of a prediction, which takes seconds
+_PROMPTS, _TOKENS = 2, 48  # of a prediction with a model, which takes seconds
+_RECORDED_TOKENS = 32  # of one with a recording, for each kind of text
 _SMALL = 10**9  # bytes; predictions run smaller models themselves
 
 def plan(
@@ -60,6 +62,9 @@ def plan(
                         "room.")] = "auto",
     predict: Annotated[bool, typer.Option(
         "--predict/--no-predict", help="Predict tokens/s in virtual time.")] = True,
+    recording: Annotated[Path | None, typer.Option(
+        "--recording", help="Whose acceptance predictions assume: what a model and its head said (flowspec record).  "
+                            "Default: smollm2-135m's.", metavar="FILE", show_default=False)] = None,
     heads: Annotated[bool, typer.Option(
         "--heads/--no-heads", help="List what each kind of draft head would take on D0, in 16, 8 and 4 "
                                    "bits.")] = False,
@@ -70,8 +75,8 @@ def plan(
     The first lines say what to run, on which of the boards, how fast that is predicted to be, and the next
     command; the tables below say why.
 
-    Speeds are given twice: with the acceptance of the demonstration model's head, and with that head made as
-    fallible as the FlowSpec paper's (bench run --acceptance paper).
+    Speeds are those of a model and a head whose drafts are as often right as in the texts of --recording: by default
+    chats of SmolLM2-135M-Instruct with its EAGLE-2 head, of six kinds.  Kinds of text differ: the range is given.
 
     Subsets of the boards, their order and their layers are searched for the most tokens/s within their
     memory; the alternatives are listed, one board and the other element type among them.  Boards of a cluster
@@ -109,7 +114,8 @@ def plan(
     cases = choose_dtype(model, dtype, members, context, at_once, draft,
                          None if lm_head == "auto" else lm_head,
                          None if kv_cache == "auto" else kv_cache)
-    report = _predicted(cases, members, model, names) if predict else unpredicted(cases, members)
+    report = (_predicted(cases, members, model, names, recording) if predict else
+              unpredicted(cases, members))
     report.next = next_commands(report, model, devices)
     if heads and report.plan:
         from flowspec_edge.boards.planning.draft_heads import head_costs
@@ -122,7 +128,8 @@ def plan(
         show(report)
 
 
-def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Sequence[str]) -> PlanReport:
+def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Sequence[str], recorded: Path | None
+               ) -> PlanReport:
     from flowspec_edge.cli.boards.plan_cases import Runs, Tokens
     from flowspec_edge.cli.common.workload import progress, require_runnable
     from flowspec_edge.lab import predictions
@@ -132,31 +139,58 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
     def tokens(case: Case) -> Tokens:
         planned = case.problem.size.planned
         if planned.kind not in known:
-            source, kind = _source(model, planned)
-            requests = prediction_requests(source, kind)
+            source = None if recorded else _own_model(model, planned)
+            if source is None:
+                known[planned.kind] = _recorded_tokens(recorded, planned.by_ngrams)
+                return known[planned.kind]
+            requests = prediction_requests(source, planned.kind.name)
             stages = max((len(plan.stages) for plan in case.plans), default=1)
             require_runnable(names if case.plans else predictions.ALONE, source, requests[0].params, "virtual",
                              stages)
+            demo = source.name == DEMO
             # The share is the demonstration model's, and look-ups have no head.
-            known[planned.kind] = Tokens(source, requests, source.name == DEMO and not planned.by_ngrams)
+            known[planned.kind] = Tokens(source.path, "the demonstration model" if demo else f"{source.name} itself",
+                                         requests, demo and not planned.by_ngrams)
         return known[planned.kind]
 
     runs = Runs(cases, names, tokens)
-    with progress(runs.steps * _PROMPTS, "plan") as advance:
+    with progress(runs.steps * len(tokens(cases.main).requests), "plan") as advance:
         return runs(members, advance)
 
 
-def _source(model: str, planned: PlannedDraft) -> tuple[OpenModel, str]:
-    """The model whose acceptance a prediction uses, and the kind that it drafts with: the model itself with
-    what is planned, if both are here and small, else the demonstration model with its EAGLE head."""
-    kind = planned.kind.name
+def _own_model(model: str, planned: PlannedDraft) -> OpenModel | None:
+    """Return the model itself, if it is here with what is planned to draft, and small: then a prediction uses its own
+    acceptance."""
     try:
         found = resolve_model(model)
         if (planned.by_ngrams or planned.origin == "here") and found.size < _SMALL:
-            return found, kind
+            return found
     except UsageError:
         pass  # a bare checkpoint or config.json cannot be run
-    return resolve_model(DEMO), kind if planned.by_ngrams else EAGLE2.name
+    return None
+
+
+def _recorded_tokens(path: Path | None, by_ngrams: bool) -> Tokens:
+    """The first text of each kind, at temperature 0, of a recording."""
+    from flowspec_edge.cli.boards.plan_cases import Tokens
+    from flowspec_edge.drivers.virtual.recorded import request_of
+    from flowspec_edge.drivers.virtual.recording import load_recording
+    from flowspec_edge.strategies.params import Params
+
+    recording = load_recording(path or shipped_recording())
+    texts = {text.task: text for text in reversed(recording.at(0.0))}
+    kinds = [task for task in recording.tasks if task in texts]
+    params = Params(draft=NGRAM.name if by_ngrams else recording.draft)
+    requests = [request_of(texts[kind], recording, _RECORDED_TOKENS, params=params) for kind in kinds]
+    return Tokens(recording, f"{recording.model} with its {DRAFT_KINDS[recording.draft].title}, recorded: "
+                             f"{', '.join(kinds)}", requests, False, kinds if len(kinds) > 1 else ())
+
+
+def shipped_recording() -> Path:
+    """The chats of smollm2-135m with its head."""
+    from flowspec_edge.util.resources import resource_dir
+
+    return resource_dir("models") / ANSWERING / "recording.flowrec"
 
 
 def prediction_requests(source: OpenModel, kind: str) -> list[Request]:

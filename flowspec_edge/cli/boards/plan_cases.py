@@ -29,12 +29,12 @@ from flowspec_edge.boards.planning.throughput import Throughput
 from flowspec_edge.cli.bench.options import PUBLISHED_SHARE
 from flowspec_edge.cli.boards.plan_output import QUALITY, Alternative, PlanReport, Recommendation
 from flowspec_edge.d0.request import Request
+from flowspec_edge.drivers.virtual.recording import Recording
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.lab import predictions
 from flowspec_edge.lab.predictions import Prediction
 from flowspec_edge.model.draft_kinds import NGRAM, WantedDraft
 from flowspec_edge.model.manifest import CacheBits, HeadBits
-from flowspec_edge.model.opened import DEMO, OpenModel
 
 _COMPARED_TYPES: tuple[PlanDtype, ...] = ("fp16", "int4")
 _COMPARED = 3  # splits over different boards with the best rates
@@ -274,12 +274,17 @@ class _Runs:
 class Tokens:
     """Where the tokens of a prediction come from.
 
+    source      a model's directory, or a recording
+    acceptance  whose it is, for the label
     calibrates  whether the chosen split also runs with the acceptance of a published head
+    kinds       of the requests' texts, if there are several
     """
 
-    model: OpenModel
+    source: Path | Recording
+    acceptance: str
     requests: Sequence[Request]
     calibrates: bool
+    kinds: Sequence[str] = ()
 
 
 class Runs:
@@ -303,11 +308,14 @@ class Runs:
     def __call__(self, members: Sequence[BoardSpec], advance: predictions.Advance) -> PlanReport:
         lead, every = self._lead, [self._cases.main, *self._cases.others]
 
-        def run_of(case: Case) -> tuple[Path, Sequence[Request], predictions.Advance]:
+        def run_of(case: Case) -> tuple[Path | Recording, Sequence[Request], predictions.Advance]:
             tokens = self._tokens(case)
-            return tokens.model.path, tokens.requests, advance
+            return tokens.source, tokens.requests, advance
 
-        found = [_Runs([(plan, predictions.predict(plan, [lead], *run_of(case))[0])
+        def kinds_of(case: Case) -> Sequence[str]:
+            return self._tokens(case).kinds
+
+        found = [_Runs([(plan, predictions.predict(plan, [lead], *run_of(case), kinds=kinds_of(case))[0])
                         for plan in self._shortlist(case)],
                        predictions.predict_alone(case.alone, case.problem, *run_of(case)) if case.alone else [])
                  for case in every]
@@ -316,7 +324,8 @@ class Runs:
         chosen, first = own.split or (None, None)
         report = case.report(chosen, members)
         if chosen and first:
-            rest = predictions.predict(chosen, [name for name in self._names if name != lead], *run)
+            rest = predictions.predict(chosen, [name for name in self._names if name != lead], *run,
+                                       kinds=kinds_of(case))
             made = {p.strategy: p for p in (first, *rest)}
             report.predictions = predictions.with_speedup([made[name] for name in self._names])
             if self._tokens(case).calibrates:
@@ -337,9 +346,8 @@ class Runs:
                 fastest = max(runs.alone, key=lambda p: p.tokens_per_second)
                 report.alternatives.append(
                     other.alternative_alone(fastest.strategy, fastest.tokens_per_second))
-        source = self._tokens(case).model
         report.label = (f"virtual time, {report.context} tokens of context, acceptance of "
-                        + ("the demonstration model" if source.name == DEMO else f"{source.name} itself")
+                        f"{self._tokens(case).acceptance}"
                         + (", int4 by memory bandwidth alone" if report.by_bandwidth else ""))
         return _recommended(report, case, why, own.alone)
 

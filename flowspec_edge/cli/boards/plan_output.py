@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -222,6 +222,8 @@ def answer(report: PlanReport) -> list[str]:
         if best.tokens_per_second_calibrated:
             paper = rate_text(best.tokens_per_second_calibrated)
             line += f" ({paper} with a head as fallible as the paper's)"
+        if best.by_kind:
+            line += f" ({_range(best.by_kind.values())} by kind of text)"
         if best.first_token_s:
             line += (f", the first token {_seconds(best.first_token_s)} after a prompt of "
                      f"{best.prompt_tokens:.0f} tokens")
@@ -335,13 +337,16 @@ def _boards(report: PlanReport, rows: Sequence[BoardRow]) -> Table:
 def _predictions(report: PlanReport) -> Table:
     predictions = report.predictions
     calibrated = any(p.tokens_per_second_calibrated is not None for p in predictions)
-    columns = ("tokens/s", *(["at the paper's acceptance"] * calibrated), "speedup", "tokens a turn")
+    ranges = any(p.by_kind for p in predictions)
+    columns = ("tokens/s", *(["at the paper's acceptance"] * calibrated), *(["by kind of text"] * ranges), "speedup",
+               "tokens a turn")
     table = frame(("strategy", "drafts with"), columns, wide=True)
     for p in predictions:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"
         like_paper = [rate_text(p.tokens_per_second_calibrated, 2)] if p.tokens_per_second_calibrated else []
         table.add_row(plain(p.strategy), report.drafts_with(p.strategy), rate_text(p.tokens_per_second, 2),
-                      *like_paper, speedup, f"{p.tokens_per_turn:.3f}")
+                      *like_paper, *([_range((p.by_kind or {}).values())] * ranges), speedup,
+                      f"{p.tokens_per_turn:.3f}")
     return table
 
 
@@ -368,6 +373,11 @@ def _heads(costs: list[HeadCost]) -> Table:
 
 def _span(ends: tuple[float, float] | None) -> str:
     return f" ({_ms(ends[0])}–{_ms(ends[1])})" if ends else ""
+
+
+def _range(rates: Collection[float]) -> str:
+    """From the least to the largest."""
+    return f"{rate_text(min(rates))} to {rate_text(max(rates))}" if rates else "–"
 
 
 def _seconds(seconds: float) -> str:

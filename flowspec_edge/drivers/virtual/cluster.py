@@ -6,15 +6,16 @@ Compute and links are charged with the hidden width and layers of the profile's 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from flowspec_edge.d0.core import DraftCore
-from flowspec_edge.d0.models import DraftModels
+from flowspec_edge.d0.draft_sessions import DraftSessions
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.request import OnTokens, Request, RequestHandle, Result, SchedulingPolicy
 from flowspec_edge.d0.session import DraftSession
@@ -24,44 +25,35 @@ from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.calibrated import CalibratedDrafter
 from flowspec_edge.drivers.virtual.clock import EventClock, Span
 from flowspec_edge.drivers.virtual.devices import Devices
+from flowspec_edge.drivers.virtual.recording import Recording
 from flowspec_edge.drivers.virtual.run import VirtualRun
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.shard import Shard, load_shard, stage_ranges
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import one_parallelism, strategy_class
-from flowspec_edge.util.threads import threads_worth
-from flowspec_edge.util.torchdevice import memory_errors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class StageWeights:
-    """The target's weights, loaded once for all stages. A checkpoint can be split at any layer, a sharded
-    model only where it was sharded."""
+class VirtualModel(Protocol):
+    """What virtual time computes with: ``loaded.LoadedModel`` or ``recorded.RecordedModel``."""
 
-    def __init__(self, model: OpenModel, dtype: str, device: str = "cpu") -> None:
-        self._model, self._dtype, self._device = model, dtype, device
-        self._loaded: list[Shard] = []
+    @property
+    def sessions(self) -> DraftSessions: ...
 
-    def shards(self, stages: int) -> list[Shard]:
-        """Return ``stages`` pieces with shared weights; the last may be empty. Raises as ``load_shard``."""
-        ranges = stage_ranges(self._model, stages, allow_empty=True)
-        if not self._loaded:
-            pieces = stages if self._model.sharded else 1
-            self._loaded = [load_shard(self._model, i, pieces, self._dtype, self._device)
-                            for i in range(pieces)]
-        if len(self._loaded) > 1:
-            return self._loaded
-        return [self._loaded[0].subset(i, stages, layers) for i, layers in enumerate(ranges)]
+    def engines(self, stages: int) -> list[StageEngine]:
+        """Return ``stages`` stages; some may be without layers."""
 
-    def whole(self, stages: int) -> Shard:
+    def whole(self, stages: int) -> StageEngine:
         """Return all layers as one stage, for a group of devices that share every layer."""
-        pieces = self.shards(stages)
-        return replace(pieces[0], stages=1, layers=(0, pieces[-1].layers[1]), norm=pieces[-1].norm,
-                       modules=tuple(module for piece in pieces for module in piece.modules))
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Enter around all that computes."""
+
+    def note(self) -> str:
+        """Return what a user should know of the figures; "" for nothing."""
 
 
 class VirtualCluster:
@@ -70,24 +62,20 @@ class VirtualCluster:
     clock = "virtual"
     spans: list[Span]  # of the newest run
 
-    def __init__(self, model_dir: Path, stages: int, profile: Profile | Devices, dtype: str = "fp32",
+    def __init__(self, model: Path | Recording, stages: int, profile: Profile | Devices, dtype: str = "fp32",
                  observer: Observer | None = None, *, device: str = "cpu", learn: bool = False,
                  scheduling_policy: SchedulingPolicy = "fair", right_children: float = 1.0) -> None:
-        """device  torch device for D0's weights and the stages'
+        """model   a model's directory, or what it said, with which nothing is computed
+        dtype, device  of D0's weights and the stages'
         learn   D0 learns segment times from the stages' reports (``slot_curve``), instead of from the profile
         scheduling_policy  how concurrent requests share the stages (``Scheduler``)
         right_children  the share of right children that drafts have (``CalibratedDrafter``): 1, the head's
         """
         self.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
-        model = OpenModel(model_dir)
-        self._size = model.size
-        self._device = device
-        with memory_errors(device):
-            self._draft_models = DraftModels(model, dtype, device)
+        self._model = _recorded(model) if isinstance(model, Recording) else _loaded(model, dtype, device)
         self._stages = stages
         self._observer = observer or Observer()
         self._policy = scheduling_policy
-        self._weights = StageWeights(model, dtype, device)
         self._curve = self._warm_curve() if learn else None
         self._engines: dict[int, list[StageEngine]] = {}  # by the number of pieces
         self._whole: list[StageEngine] = []  # one, once a group has been asked for
@@ -95,7 +83,7 @@ class VirtualCluster:
         self._right_children = right_children
         self._texts: dict[tuple[object, ...], list[int]] = {}  # plain decoding's, by request
         self.spans = []
-        with threads_worth(self._size), memory_errors(device):
+        with self._model.computing():
             self._engines_of(stages)
 
     def under(self, profile: Profile | Devices, stages: int, right_children: float = 1.0) -> VirtualCluster:
@@ -142,7 +130,7 @@ class VirtualCluster:
         core = DraftCore(partial(self._draft_session, parallelism, clock), lambda: clock.now, self._observer,
                          lambda: self._session, self._stages, self._curve, policy=self._policy)
         if parallelism != "pipeline" and not self._whole:
-            self._whole = [StageEngine(self._weights.whole(self._stages))]
+            self._whole = [self._model.whole(self._stages)]
         run = VirtualRun(core, self._engines_of(self._stages) if parallelism == "pipeline" else self._whole,
                          self.devices, parallelism, clock, self.spans)
         handles: list[RequestHandle] = []
@@ -173,9 +161,8 @@ class VirtualCluster:
         order = sorted((place for place in range(len(requests)) if not follows or follows[place] is None),
                        key=lambda place: arrivals[place] if arrivals else 0.0)
         run.expect([(arrivals[place] if arrivals else 0.0, partial(start, place)) for place in order])
-        with memory_errors(self._device):
-            with threads_worth(self._size):
-                run.run()
+        with self._model.computing():
+            run.run()
             failed = (handle.exception() for handle in handles if handle.done())
             for error in [*filter(None, failed), *errors]:
                 raise error
@@ -191,7 +178,7 @@ class VirtualCluster:
                                      request.sampling.seed)
 
         latency = self.devices.latency_seconds(request.params.segment, parallelism)
-        return self._draft_models.draft_session(
+        return self._model.sessions.draft_session(
             request, self._stages, lambda: clock.now, session,
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
             self._curve.seconds if self._curve else self.devices.occupied_seconds,
@@ -209,8 +196,12 @@ class VirtualCluster:
 
     def _engines_of(self, stages: int) -> list[StageEngine]:
         if stages not in self._engines:
-            self._engines[stages] = [StageEngine(shard) for shard in self._weights.shards(stages)]
+            self._engines[stages] = self._model.engines(stages)
         return self._engines[stages]
+
+    def note(self) -> str:
+        """Return what a user should know of the figures so far; "" for nothing."""
+        return self._model.note()
 
     def close(self) -> None:
         """A virtual cluster holds no processes or sockets."""
@@ -220,3 +211,15 @@ class VirtualCluster:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _loaded(model: Path, dtype: str, device: str) -> VirtualModel:
+    from flowspec_edge.drivers.virtual.loaded import LoadedModel  # imports torch
+
+    return LoadedModel(OpenModel(model), dtype, device)
+
+
+def _recorded(recording: Recording) -> VirtualModel:
+    from flowspec_edge.drivers.virtual.recorded import RecordedModel
+
+    return RecordedModel(recording)

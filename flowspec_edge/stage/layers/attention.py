@@ -11,7 +11,6 @@ cache for every row (docs/experiments/serving.md has both times).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,32 +23,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from flowspec_edge.messages import Int32, Segment
 from flowspec_edge.stage.layers.kv_cache import from_int8, in_int8
-from flowspec_edge.stage.layers.stage_cache import StageCache
+from flowspec_edge.stage.layers.stage_cache import Part
 from flowspec_edge.util.tensors import to_device
 from flowspec_edge.util.torchdevice import use_exact_kernels
-
-
-@dataclass(eq=False)
-class Part:
-    """A segment in a pass.
-
-    mask   [n, len(cache) + n] bool, True where a row sees a column
-    columns  [len(cache) + n] int32, their positions
-    ended  the session or the run has ended during the pass: the cache must not be touched any more
-    experts  touched by its rows, as ``experts.touched`` says, once computed
-    """
-
-    segment: Segment
-    cache: StageCache
-    mask: NDArray[np.bool_]
-    columns: Int32
-    ended: bool = False
-    experts: tuple[int, float] = (0, 0.0)
-
-    def __len__(self) -> int:
-        return len(self.segment.numbers)
 
 
 class BatchMask:

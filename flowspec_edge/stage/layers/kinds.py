@@ -11,10 +11,10 @@ from torch import Tensor
 
 from flowspec_edge.model.families import family_of
 from flowspec_edge.model.manifest import CacheBits, reserved
-from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, Part, folded_mask
+from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, folded_mask
 from flowspec_edge.stage.layers.kv_cache import KVArena, row_bytes, window_reusable, window_rows
 from flowspec_edge.stage.layers.recurrent import GatedDelta
-from flowspec_edge.stage.layers.stage_cache import CacheKind
+from flowspec_edge.stage.layers.stage_cache import CacheKind, Part
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,3 @@ def by_kind(kinds: Iterable[CacheKind], first: int = 0) -> dict[CacheKind, list[
     for layer, kind in enumerate(kinds, first):
         found.setdefault(kind, []).append(layer)
     return found
-
-
-def reusable(kinds: Iterable[CacheKind], text: int, wanted: int, snapshot: int = 0) -> int:
-    """Rows, at most ``wanted``, from which every kind's layers can go on if the text has ``text`` rows and a
-    snapshot was taken after ``snapshot`` (0: none)."""
-    distinct, rows = set(kinds), wanted
-    while (fewer := min((kind.reusable(text, rows, snapshot) for kind in distinct), default=rows)) < rows:
-        rows = fewer
-    return rows

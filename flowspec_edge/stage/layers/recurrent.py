@@ -21,7 +21,6 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Int32
 from flowspec_edge.model.manifest import SESSIONS
-from flowspec_edge.stage.layers.attention import Part
 from flowspec_edge.stage.layers.delta_rule import Sight, sight
 from flowspec_edge.stage.layers.recurrent_layer import (
     DeltaPass,
@@ -30,6 +29,7 @@ from flowspec_edge.stage.layers.recurrent_layer import (
     State,
     last_ancestors,
 )
+from flowspec_edge.stage.layers.stage_cache import Part
 from flowspec_edge.util.tensors import indices, to_device
 
 AT_ONCE = 16  # committed rows that are folded together

@@ -13,16 +13,19 @@ committed rows one by one: those that no later row sees, or that are folded into
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, ProtocolError
-from flowspec_edge.messages import Int32
+from flowspec_edge.messages import Int32, Payload, Segment
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Bool = NDArray[np.bool_]
 
@@ -245,6 +248,38 @@ class StageCache:
             part.truncate(rows)
 
 
+@dataclass(eq=False)
+class Part:
+    """A segment in a pass.
+
+    mask   [n, len(cache) + n] bool, True where a row sees a column
+    columns  [len(cache) + n] int32, their positions
+    ended  the session or the run has ended during the pass: the cache must not be touched any more
+    experts  touched by its rows, as ``experts.touched`` says, once computed
+    """
+
+    segment: Segment
+    cache: StageCache
+    mask: Bool
+    columns: Int32
+    ended: bool = False
+    experts: tuple[int, float] = (0, 0.0)
+
+    def __len__(self) -> int:
+        return len(self.segment.numbers)
+
+
+class PartResult(NamedTuple):
+    """What a pass gives for a part.
+
+    taps    layers passed, and the rows' hidden states [n, H] there
+    hidden  [n, H] after the stage's last layer
+    """
+
+    taps: list[tuple[int, Payload]]
+    hidden: Payload
+
+
 class StageMemory:
     """The memory of all sessions' caches, by kind of layer."""
 
@@ -288,3 +323,12 @@ class StageMemory:
     def give_back(self, cache: StageCache) -> None:
         for arena, part in zip(self.arenas.values(), cache.parts, strict=True):
             arena.give_back(part)
+
+
+def reusable(kinds: Iterable[CacheKind], text: int, wanted: int, snapshot: int = 0) -> int:
+    """Rows, at most ``wanted``, from which every kind's layers can go on if the text has ``text`` rows and a
+    snapshot was taken after ``snapshot`` (0: none)."""
+    distinct, rows = set(kinds), wanted
+    while (fewer := min((kind.reusable(text, rows, snapshot) for kind in distinct), default=rows)) < rows:
+        rows = fewer
+    return rows

@@ -118,7 +118,7 @@ def test_a_session_that_ends_within_a_segment(start: Start, real: StageEngine) -
         while engine.sessions:
             poll()
 
-    engine = Ending(real.shard)
+    engine = Ending(real.model)
     stage = start(engine)
     stage.tell(Open(1, 0, 64, timed=True))
     for run in range(2):

@@ -35,8 +35,8 @@ def test_no_strategy_mixes_devices(model: Path, strategy: str, draft: str) -> No
     params, at = Params(draft=draft), CASES.index((strategy, draft)) % 3
     with MetaDevice() as device:
         cluster = VirtualCluster(model, 2, load_profile("paper-7b"), "fp16", device="meta")
-        assert cluster._draft_models._lm_head.head.device.type == "meta"
-        assert [engine.shard.device.type for engine in cluster._engines[2]] == ["meta"] * 2
+        assert cluster._model.sessions._lm_head.head.device.type == "meta"
+        assert [engine.model.device.type for engine in cluster._engines[2]] == ["meta"] * 2
         for sampling in SAMPLINGS if strategy == "flowspec_plus" else SAMPLINGS[at : at + 1]:
             device.downloads.clear()
             count = 6 if sampling.greedy else 3  # what differs is done for every token

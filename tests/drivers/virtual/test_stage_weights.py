@@ -11,7 +11,8 @@ from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.virtual.cluster import StageWeights, VirtualCluster
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.drivers.virtual.loaded import StageWeights
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
@@ -85,7 +86,7 @@ def test_strategies_and_points_share_the_weights(model: Path) -> None:
             assert result.tokens == expected
             fresh = VirtualCluster(model, stages, cluster.devices)
             assert fresh.generate(Request(PROMPT, strategy, 6)).stats == result.stats
-        used += [places([engine.shard for engine in engines])
+        used += [places([engine.model for engine in engines])
                  for engines in (*cluster._engines.values(), cluster._whole)]
     assert len(used) == 2 + 2 + 2
     assert all(each == used[0] for each in used)

@@ -177,7 +177,7 @@ def test_rows_of_shards_are_those_of_the_stored_weights(tmp_path: Path, fused: b
     _, output = through(chain, book.text([5, 17, 33, 9, 54, 2, 80]))
     assert_rows(output, book, Oracle(as_stored(made, tmp_path / "shards", tmp_path / "same")))
     for engine, number in zip(chain, (1, 2), strict=True):
-        assert engine.shard.nbytes == manifest.parts[f"stage-{number}"].weight_bytes
+        assert engine.model.nbytes == manifest.parts[f"stage-{number}"].weight_bytes
 
 
 def as_stored(made: Path, shards: Path, out: Path) -> Path:

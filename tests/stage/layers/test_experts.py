@@ -137,7 +137,7 @@ def test_a_stage_counts_by_segment_and_by_session(model: Path) -> None:
     before = first.counters_of(1)
     through(chain, book.builder.seal())
     added = {name: value - before[name] for name, value in first.counters_of(1).items()}
-    mixtures = [layer.mlp.experts for layer in first.shard.modules]
+    mixtures = [layer.mlp.experts for layer in first.model.modules]
     assert added["experts"] == sum(len(set(mixture.chosen.flatten().tolist())) for mixture in mixtures)
     assert added["experts_independent"] == pytest.approx(2 * independent(8, 3, 4))
     assert last.counters["experts"] > 0

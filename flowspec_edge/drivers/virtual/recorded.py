@@ -1,0 +1,434 @@
+"""A model that only repeats what a recording holds: no weights, no tensors, no torch.
+
+Stages and D0 run as ever.  A hidden state is the digest of a row's path: the first stage computes it from the row's
+token and the digest of its parent, which it keeps where layers keep keys and values, and the other stages pass it on.
+To D0's target a digest says which token the recorded model chose after that very path.  A row that is not on a
+recorded text gets token 0, which no strategy can make anything of: nothing that follows a wrong token becomes text.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flowspec_edge.d0.draft_sessions import DraftSessions
+from flowspec_edge.d0.request import Likelihood, Request
+from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
+from flowspec_edge.drivers.virtual.recording import RecordedText, Recording
+from flowspec_edge.errors import ProtocolError, UsageError
+from flowspec_edge.messages import Int32, Payload
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, NGRAM
+from flowspec_edge.sampling.rule import Rank, Sampling
+from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.layers.stage_cache import Bool, CacheKind, LayerArena, Part, PartResult
+from flowspec_edge.strategies.draft_choice import draft_kind
+from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.tree.draft_api import DraftOutput, DraftRequest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from flowspec_edge.strategies.base import Strategy
+    from flowspec_edge.strategies.params import Params
+
+_WIRE = "float16"  # four values of 16 bits hold a digest
+_WIDTH = 4
+_MOST_POSITIONS = 2**30
+_MASK = 2**64 - 1
+_MOST_MISSING = 0.01  # of the nodes asked for, without a warning
+
+
+def digest(parent: int, token: int) -> int:
+    """Return the digest of a path from that of its parent, 0 for none: 64 bits, by SplitMix64's steps."""
+    x = (parent + 0x9E3779B97F4A7C15 * (token + 2)) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+# ---- stages --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PathDigests:
+    """How the first stage remembers rows; a ``stage_cache.CacheKind``."""
+
+    takes_memory_each = False
+
+    def rows(self, capacity: int, tentative: int) -> int:
+        return capacity
+
+    def reserved(self, rows: int, requests: int, tentative: int) -> int:
+        return rows
+
+    def reusable(self, text: int, wanted: int, snapshot: int) -> int:
+        return wanted
+
+    def arena(self, layers: Sequence[int], dtype: Any, device: Any, rows: int) -> DigestArena:
+        return DigestArena()
+
+    def row_bytes(self, width: int) -> int:
+        return 8
+
+    def inputs(self, parts: Sequence[Any], index: int, dtype: Any, device: Any, rows: int) -> tuple[Any, Any]:
+        raise AssertionError("a recorded stage has no layers that take inputs")
+
+
+class DigestArena:
+    """A ``stage_cache.LayerArena``: each session has an array of its own."""
+
+    rows = 0
+    row_bytes = 8
+    nbytes = 0
+
+    def missing(self, capacity: int, of: Any = None) -> int:
+        return 0
+
+    def take(self, capacity: int) -> DigestCache:
+        return DigestCache(capacity)
+
+    def widen(self, cache: DigestCache, capacity: int) -> None:
+        cache.widen(capacity)
+
+    def give_back(self, cache: DigestCache) -> None:
+        return
+
+
+class DigestCache:
+    """The digests of a session's rows; a ``stage_cache.LayerCache``."""
+
+    first = 0
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.digests = np.zeros(capacity, np.uint64)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def widen(self, capacity: int) -> None:
+        self.digests = np.concatenate([self.digests[: self._length],
+                                       np.zeros(capacity - self._length, np.uint64)])
+        self.capacity = capacity
+
+    def reserve(self, rows: int) -> None:
+        return
+
+    def append(self, rows: int) -> None:
+        self._length += rows
+
+    def commit(self, rows: int) -> None:
+        return
+
+    def keep(self, mask: Bool) -> None:
+        kept = np.flatnonzero(mask)
+        self.digests[: len(kept)] = self.digests[kept]
+        self._length = len(kept)
+
+    def retain(self, rows: int) -> None:
+        return
+
+    def truncate(self, rows: int) -> None:
+        self._length = rows
+
+    def snapshot_at(self, rows: int) -> None:
+        return
+
+    def fill(self, rows: int) -> None:
+        self._length = rows
+
+    def visible(self, mask: Bool, positions: Int32, columns: Int32) -> Bool:
+        return mask
+
+    def rows(self) -> dict[int, Tensor]:
+        return {}
+
+
+class RecordedStage:
+    """An ``engine.StageModel``."""
+
+    hidden_size = _WIDTH
+    wire = _WIRE
+
+    def __init__(self, vocabulary: int | None, is_last: bool) -> None:
+        """``vocabulary``: of the tokens that the first stage takes; None on the others."""
+        self.vocabulary, self.is_last = vocabulary, is_last
+        self.kinds: Sequence[CacheKind] = () if vocabulary is None else (PathDigests(),)
+        self.layers_of_kinds: Mapping[CacheKind, Sequence[int]] = {kind: [0] for kind in self.kinds}
+
+    def arena(self, kind: CacheKind, layers: Sequence[int], rows: int) -> LayerArena:
+        arena: LayerArena = DigestArena()
+        return arena
+
+    def row_bytes(self, kind: CacheKind) -> int:
+        return kind.row_bytes(0)
+
+    def allocating(self, what: str, nbytes: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def run(self, parts: Sequence[Part], keep_going: Callable[[], bool], graphs: Any) -> list[PartResult] | None:
+        if not keep_going():
+            return None
+        return [PartResult([], self._digests(part) if part.segment.hidden is None else part.segment.hidden)
+                for part in parts]
+
+    def _digests(self, part: Part) -> Payload:
+        """Those of a segment's rows; they are kept behind the cache's last one."""
+        [held] = part.cache.parts
+        assert isinstance(held, DigestCache)
+        tokens, positions = part.segment.tokens, part.segment.positions
+        assert tokens is not None
+        before = part.mask & (part.columns == positions[:, None] - 1)
+        parents, has_parent = before.argmax(axis=1).tolist(), before.any(axis=1).tolist()
+        start, known = len(held), held.digests[: len(held)]
+        own: list[int] = []
+        for token, parent, has in zip(tokens.tolist(), parents, has_parent, strict=True):
+            above = 0 if not has else int(known[parent]) if parent < start else own[parent - start]
+            own.append(digest(above, token))
+        new = np.array(own, np.uint64)
+        held.digests[start : start + len(own)] = new
+        return Payload(_WIRE, new.view(np.float16).reshape(-1, _WIDTH))
+
+    def no_rows(self) -> Payload:
+        return Payload(_WIRE, np.empty((0, _WIDTH), np.float16))
+
+    def correlation(self, rows: int) -> float | None:
+        return None
+
+
+def _settled(sampling: Sampling) -> Sampling:
+    """Without what a greedy choice does not depend on."""
+    return Sampling() if sampling.greedy else sampling
+
+
+# ---- D0 ------------------------------------------------------------------------------------------------------
+
+
+class RecordedTarget:
+    """A ``d0.target.Target``; states and logits are digests, uint64 [n]."""
+
+    hidden_size = _WIDTH
+
+    def __init__(self, recording: Recording) -> None:
+        self.vocabulary = recording.vocabulary
+        self._after: defaultdict[Sampling, dict[int, int]] = defaultdict(dict)
+        for text in recording.texts:
+            following, path = self._after[_settled(text.sampling)], 0
+            for token in text.prompt:
+                path = digest(path, token)
+            for token in (*text.answer, *(() if text.stop is None else (text.stop,))):
+                following[path] = token
+                path = digest(path, token)
+
+    def first_row_not_finite(self, hidden: Payload) -> int | None:
+        return None
+
+    def states(self, hidden: Payload) -> NDArray[np.uint64]:
+        return np.ascontiguousarray(hidden.array).view(np.uint64)[:, 0]
+
+    def stacked(self, rows: Sequence[tuple[NDArray[np.uint64], int]]) -> NDArray[np.uint64]:
+        return np.array([states[row] for states, row in rows], np.uint64)
+
+    def joined(self, parts: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
+        return np.concatenate(list(parts))
+
+    def logits(self, states: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        return states
+
+    def choose(self, logits: NDArray[np.uint64], positions: NDArray[np.integer], sampling: Sampling,
+               allowed: NDArray[np.uint8] | None = None) -> NDArray[np.int32]:
+        following = self._after.get(_settled(sampling), {})
+        return np.array([following.get(path, 0) for path in logits.tolist()], np.int32)
+
+    def likelihoods(self, states: NDArray[np.uint64], tokens: Sequence[int], most: int) -> list[Likelihood]:
+        raise UsageError("a recording has no probabilities of tokens: leave logprobs out")
+
+
+@dataclass
+class Asked:
+    """What drafters were asked for: nodes, and those that the recording does not have."""
+
+    nodes: int = 0
+    missing: int = 0
+
+
+class RecordedDrafter(Drafter):
+    """The head's children as a recording has them, below the newest root."""
+
+    taps = ()
+
+    def __init__(self, texts: Iterable[RecordedText], asked: Asked) -> None:
+        self._texts, self._asked = list(texts), asked
+        self.reset(Sampling(), "draft", 1.0)
+
+    def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
+        self._read: list[int] = []
+        self._begin(sampling)
+
+    def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
+        if not 0 < tokens <= len(self._read):
+            return False
+        del self._read[tokens:]
+        self._begin(sampling)
+        return True
+
+    def _begin(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        self._text: RecordedText | None = None
+        self._root = NO_ROOT
+        self._nodes: dict[int, tuple[int, int]] = {}  # asked for: by id, parent and token
+        self._places: dict[int, int | None] = {}  # below this root, by id: the node in its expansion
+
+    def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:
+        self._read += tokens
+
+    def expand(self, request: DraftRequest) -> DraftOutput:
+        if request.root != self._root:
+            self._root = request.root
+            self._nodes = {node: own for node, own in self._nodes.items() if node > request.root}
+            self._places = {}
+        if self._text is None:
+            self._text = self._find()
+        output = DraftOutput.empty(len(request.nodes), request.children)
+        expansion = self._text and self._expansion(self._text)
+        for row, node in enumerate(request.nodes):
+            if node.id == request.root:
+                if node.position != len(self._read) - 1:
+                    raise root_misplaced_error(node, len(self._read))
+            elif node.parent != request.root and node.parent not in self._nodes:
+                raise parent_missing_error(node)
+            else:
+                self._nodes[node.id] = node.parent, node.token
+            if not expansion:
+                continue  # the answer is complete: nothing below it can become text
+            self._asked.nodes += 1
+            place = self._place(node.id, expansion.index)
+            if place is None:
+                self._asked.missing += 1
+                continue
+            count = min(request.children, expansion.tokens.shape[1])
+            output.tokens[row, :count] = expansion.tokens[place, :count]
+            output.scores[row, :count] = expansion.scores[place, :count]
+        return output
+
+    def _place(self, node: int, index: Mapping[tuple[int, int], int]) -> int | None:
+        if node == self._root:
+            return 0
+        if node not in self._places:
+            parent, token = self._nodes[node]
+            above = self._place(parent, index)
+            self._places[node] = None if above is None else index.get((above, token))
+        return self._places[node]
+
+    def _expansion(self, text: RecordedText) -> Any:
+        newest = len(self._read) - len(text.prompt) - 1
+        return text.roots[newest] if newest < len(text.roots) else None
+
+    def _find(self) -> RecordedText:
+        for text in self._texts:
+            whole = (*text.prompt, *text.answer)
+            if _settled(text.sampling) == _settled(self._sampling) and len(self._read) > len(text.prompt) and (
+                    tuple(self._read[: len(whole)]) == whole[: len(self._read)]):
+                return text
+        raise ProtocolError("the recording has no text that begins as this request's does")
+
+
+class RecordedSessions(DraftSessions):
+    """``asked``: what all requests' drafters were asked for."""
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__(RecordedTarget(recording), _Drafts(recording), _MOST_POSITIONS)
+        self._recording = recording
+        self.asked = Asked()
+
+    def depths(self, stages: int) -> tuple[int, ...]:
+        return ()
+
+    def drafter(self, kind: str) -> Drafter:
+        return RecordedDrafter(self._recording.texts, self.asked)
+
+    def check(self, request: Request) -> None:
+        recording, shown = self._recording, self._recording.shown
+        kind = require_drafts(strategy_class(request.strategy), request.params, recording)
+        if request.penalties or request.restrictions or request.grammar or request.logprobs is not None:
+            raise UsageError(f"{shown} has texts without penalties, grammars, restrictions and probabilities")
+        if kind == recording.draft and not request.sampling.greedy and (
+                (request.params.rank, request.params.tau) != (recording.rank, recording.tau)):
+            raise UsageError(f"{shown} ranks children by rank={recording.rank} and tau={recording.tau:g}: leave "
+                             "--set rank and --set tau out, or measure with the model")
+        answer_to(request, recording)
+
+
+@dataclass(frozen=True)
+class _Drafts:
+    """``draft_choice.HasDrafts``: the recorded kind stands for every kind of head."""
+
+    recording: Recording
+
+    def draft(self, kind: str) -> object:
+        return kind if kind == self.recording.draft else None
+
+
+def require_drafts(chosen: type[Strategy], params: Params, recording: Recording) -> str | None:
+    """Return the kind that ``chosen`` drafts with, as ``draft_choice.draft_kind``. UsageError if the recording has not
+    that kind's drafts."""
+    kind = draft_kind(chosen, params, _Drafts(recording))
+    if kind not in (None, NGRAM.name, recording.draft):
+        raise UsageError(f"{chosen.name} drafts with {DRAFT_KINDS[kind].title} here, and {recording.shown} has what "
+                         f"{recording.draft} said: leave --set draft out, or leave {chosen.name} out")
+    return kind
+
+
+class RecordedModel:
+    """A ``cluster.VirtualModel``."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.sessions = RecordedSessions(recording)
+        self._recording = recording
+
+    def engines(self, stages: int) -> list[StageEngine]:
+        return [StageEngine(RecordedStage(self._recording.vocabulary if i == 0 else None, i == stages - 1))
+                for i in range(stages)]
+
+    def whole(self, stages: int) -> StageEngine:
+        return StageEngine(RecordedStage(self._recording.vocabulary, True))
+
+    def computing(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def note(self) -> str:
+        """Say how many of the nodes that strategies asked for are not in the recording."""
+        asked = self.sessions.asked
+        if not asked.missing:
+            return ""
+        share = asked.missing / asked.nodes
+        advice = "; the figures are too low: record with more --nodes" if share > _MOST_MISSING else ""
+        return (f"{'warning' if advice else 'note'}: {self._recording.shown} lacks {share:.1%} of the {asked.nodes:,} "
+                f"nodes whose children were asked for{advice}")
+
+
+def request_of(text: RecordedText, recording: Recording, max_new_tokens: int, **others: Any) -> Request:
+    """Return the request whose answer this is, up to a number of tokens."""
+    most = len(text.answer) if text.reason == "length" else max_new_tokens
+    return replace(Request(text.prompt, max_new_tokens=min(max_new_tokens, most), sampling=text.sampling,
+                           stop_ids=recording.stop_ids), **others)
+
+
+def answer_to(request: Request, recording: Recording) -> tuple[list[int], str]:
+    """Return the recorded answer and why it ended, as plain decoding gives them. UsageError if it has none."""
+    for text in recording.texts:
+        if text.prompt == tuple(request.prompt) and _settled(text.sampling) == _settled(request.sampling):
+            if request.max_new_tokens <= len(text.answer):
+                return list(text.answer[: request.max_new_tokens]), "length"
+            if text.reason == "stop":
+                return list(text.answer), "stop"
+            raise UsageError(f"{recording.shown} has {len(text.answer)} tokens after the prompt {text.name}, not "
+                             f"{request.max_new_tokens}: lower --max-new-tokens")
+    raise UsageError(f"{recording.shown} has no text of this prompt with {request.sampling}")

@@ -1,0 +1,221 @@
+"""Records what a model and its draft head say (``drivers.virtual.recording``), over any cluster.
+
+A request runs with a strategy that drafts and sends nothing but the text: at every token it lets the head expand the
+likeliest nodes below that root.  So the head reads the states that it reads while it drafts, wherever the model runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from flowspec_edge.d0.request import ClusterBackend, Request
+from flowspec_edge.drivers.virtual.recording import Expansion, RecordedText, Recording, load_recording, rounded
+from flowspec_edge.errors import UsageError
+from flowspec_edge.messages import Segment
+from flowspec_edge.model.draft_kinds import EAGLE2
+from flowspec_edge.strategies.autoregressive import Autoregressive
+from flowspec_edge.strategies.base import Pipeline
+from flowspec_edge.strategies.parameters import Parameters
+from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
+from flowspec_edge.tree.segment_builder import SegmentBuilder
+
+Advance = Callable[[str], None]  # called before each text
+
+_PASS = 16  # nodes of a draft pass
+_LEVELS, _LEVEL_WIDTH = 6, 10  # of the trees that FlowSpec's strategies draft: they are recorded first, whole
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What is recorded below a root: ``nodes`` with ``children`` each."""
+
+    nodes: int = 128
+    children: int = 12
+
+
+@dataclass
+class _Job:
+    """The text that is being recorded."""
+
+    budget: Budget
+    roots: list[Expansion] = field(default_factory=list)
+
+
+class Expander:
+    """Which nodes below a root are expanded next: whole levels first, then the likeliest of all.
+
+    ``nodes`` in the order of their expansion, as (parent's place, rank among its children)
+    """
+
+    def __init__(self, budget: Budget) -> None:
+        self._budget = budget
+        self.nodes: list[tuple[int, int]] = []
+        self.tokens: list[list[int]] = []
+        self.scores: list[list[float]] = []
+        self._depths: list[int] = []
+        self._sums: list[float] = []
+        # Children that are not expanded, by falling log probability: (-sum, parent's place, rank).
+        self._open: list[tuple[float, int, int]] = []
+        self._levels: dict[int, list[tuple[float, int, int]]] = {}  # by depth, of the levels to come
+        self._level = 0
+        self._done: set[tuple[int, int]] = set()
+
+    def next(self) -> list[tuple[int, int]]:
+        """Return the places of the nodes' parents and their ranks; the root is (-1, 0); none at the end."""
+        if not self.nodes:
+            return [(-1, 0)]
+        room = self._budget.nodes - len(self.nodes)
+        if self._level < _LEVELS - 1 and room > 0:
+            self._level += 1
+            level = heapq.nsmallest(min(_LEVEL_WIDTH, room), self._levels.get(self._level, []))
+            if level:
+                return sorted((parent, rank) for _, parent, rank in level)
+        found: list[tuple[int, int]] = []
+        while self._open and len(found) < min(_PASS, room):
+            _, parent, rank = heapq.heappop(self._open)
+            if (parent, rank) not in self._done:
+                found.append((parent, rank))
+                self._done.add((parent, rank))
+        return sorted(found)
+
+    def add(self, nodes: Sequence[tuple[int, int]], output: DraftOutput) -> None:
+        """Take in the children of what :meth:`next` returned."""
+        for (parent, rank), tokens, scores in zip(nodes, output.tokens.tolist(), output.scores.tolist(), strict=True):
+            place = len(self.nodes)
+            self.nodes.append((parent, rank))
+            self._done.add((parent, rank))
+            self.tokens.append(tokens)
+            self.scores.append(scores)
+            depth = self._depths[parent] + 1 if parent >= 0 else 0
+            total = self._sums[parent] + self.scores[parent][rank] if parent >= 0 else 0.0
+            self._depths.append(depth)
+            self._sums.append(total)
+            for child, score in enumerate(scores):
+                if score > -math.inf:
+                    entry = (-(total + score), place, child)
+                    heapq.heappush(self._open, entry)
+                    self._levels.setdefault(depth + 1, []).append(entry)
+
+    def expansion(self) -> Expansion:
+        parents, ranks = zip(*self.nodes, strict=True)
+        return Expansion(np.array(parents, np.int32), np.array(ranks, np.int32), np.array(self.tokens, np.int32),
+                         rounded(np.array(self.scores, np.float64)))
+
+
+class RecordingStrategy(Autoregressive):
+    """Plain decoding that has the head's tree below each token; ``job`` takes the trees."""
+
+    name = "recording"
+    summary = "plain decoding that records what the draft head would draft (flowspec record)"
+    drafter = EAGLE2.name  # type: ignore[assignment]  # plain decoding has none
+    job: ClassVar[_Job] = _Job(Budget())
+
+    def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
+        super().__init__(params, builder, pipeline)
+        self._next_id = 0
+        self._expander: Expander | None = None
+        self._asked: list[tuple[int, int]] = []
+        self._ids: list[int] = []  # of the expander's nodes
+
+    def start(self, token: int, position: int) -> None:
+        super().start(token, position)
+        self._expander = Expander(self.job.budget)
+
+    def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Any]:
+        commits = super().on_verified(run, numbers, successors)
+        if commits:
+            self._expander, self._ids = Expander(self.job.budget), []
+        return commits
+
+    def next_segment(self, rows: int | None = None) -> Segment | None:
+        """The token goes when its tree is recorded."""
+        return None if self._expander is not None else super().next_segment(rows)
+
+    def row_probabilities(self, limit: int) -> Sequence[float]:
+        return () if self._expander is not None else super().row_probabilities(limit)
+
+    def next_draft(self) -> DraftRequest | None:
+        expander = self._expander
+        if expander is None or self._unsent is None:
+            return None
+        self._asked = expander.next()
+        if not self._asked:
+            self.job.roots.append(expander.expansion())
+            self._expander = None
+            return None
+        nodes: list[DraftNode] = []
+        for parent, rank in self._asked:
+            own = self._next_id + len(nodes)
+            if parent < 0:
+                nodes.append(DraftNode(own, -1, self._unsent, self._position))
+            else:
+                nodes.append(DraftNode(own, self._ids[parent], expander.tokens[parent][rank],
+                                       self._position + expander._depths[parent] + 1))
+        self._next_id += len(nodes)
+        self._ids += [node.id for node in nodes]
+        return DraftRequest(self._ids[0], tuple(nodes), self.job.budget.children)
+
+    def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
+        if self._expander is not None and request.root == self._ids[0]:
+            self._expander.add(self._asked, output)
+
+
+STRATEGY = f"{__name__}:{RecordingStrategy.__name__}"
+
+
+@dataclass(frozen=True)
+class TextToRecord:
+    """``task``, ``name``: of the prompt; ``request``: with its sampling and its largest number of tokens."""
+
+    task: str
+    name: str
+    request: Request
+
+
+def record(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Recording, budget: Budget, work: Path,
+           advance: Advance = lambda _: None) -> Recording:
+    """Record every prompt; ``about`` is the recording without texts.
+
+    Each finished text is a file in ``work``, so that a run that broke off continues there.  Texts without a token are
+    left out.  UsageError if ``work`` has texts of another model or budget, or if no text is left.
+    """
+    name = strategy_class(STRATEGY).name
+    work.mkdir(parents=True, exist_ok=True)
+    texts: list[RecordedText] = []
+    for prompt in prompts:
+        advance(f"{prompt.task} {prompt.name}, temperature {prompt.request.sampling.temperature:g}")
+        one = work / f"{_key(prompt, about, budget)}.flowrec"
+        if one.exists():
+            texts += load_recording(one).texts
+            continue
+        RecordingStrategy.job = job = _Job(budget)
+        result = cluster.generate(replace(prompt.request, strategy=name))
+        if not result.tokens or result.finish_reason == "cancelled":
+            continue
+        text = RecordedText(prompt.task, prompt.name, tuple(prompt.request.prompt), tuple(result.tokens),
+                            result.finish_reason, result.stop_id, prompt.request.sampling,
+                            tuple(job.roots[: len(result.tokens)]))
+        replace(about, texts=(text,)).save(one)
+        texts.append(text)
+    if not texts:
+        raise UsageError("none of the prompts has an answer: there is nothing to record")
+    return replace(about, texts=tuple(texts))
+
+
+def _key(prompt: TextToRecord, about: Recording, budget: Budget) -> str:
+    """What a text depends on, as a file's name."""
+    request = prompt.request
+    said = json.dumps([about.model, about.draft, about.rank, about.tau, about.made.get("digest"), list(request.prompt),
+                       request.max_new_tokens, repr(request.sampling), sorted(request.stop_ids), repr(budget),
+                       prompt.task, prompt.name])
+    return hashlib.sha256(said.encode()).hexdigest()[:24]

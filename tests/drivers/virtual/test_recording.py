@@ -1,0 +1,289 @@
+"""Recordings: the file, and virtual time over one against virtual time with the weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kits.byte_mutations import mutations
+
+from flowspec_edge.d0.request import Request
+from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.drivers.virtual.recorded import digest, request_of
+from flowspec_edge.drivers.virtual.recording import Expansion, RecordedText, Recording, load_recording, rounded
+from flowspec_edge.errors import UsageError
+from flowspec_edge.lab.record import Budget, Expander, TextToRecord, record
+from flowspec_edge.model.opened import OpenModel
+from flowspec_edge.sampling.settings import Sampling
+from flowspec_edge.strategies.params import Params
+from flowspec_edge.strategies.registry import STRATEGIES
+from flowspec_edge.tree.draft_api import DraftOutput
+
+TOKENS = 20
+PARAMS = Params(draft="eagle2")
+DRAFTING = sorted(name for name in STRATEGIES if name != "spd")  # SPD's module drafts for SPD alone
+
+
+@pytest.fixture(scope="module")
+def asked(demo_model: Path, demo_prompts: list[list[int]]) -> list[TextToRecord]:
+    stops = OpenModel(demo_model).stop_ids
+    return [TextToRecord("code", "first", Request(demo_prompts[0], max_new_tokens=TOKENS, sampling=sampling,
+                                                  stop_ids=stops, params=PARAMS))
+            for sampling in (Sampling(), Sampling(1.0, seed=3))]
+
+
+@pytest.fixture(scope="module")
+def about(demo_model: Path) -> Recording:
+    model = OpenModel(demo_model)
+    vocabulary = int(model.parsed_config.vocab_size)
+    return Recording("demo", model.layers, vocabulary, model.stop_ids, "eagle2", PARAMS.rank, PARAMS.tau, ())
+
+
+@pytest.fixture(scope="module")
+def recorded(demo_model: Path, asked: list[TextToRecord], about: Recording,
+             tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    """Through a file."""
+    place = tmp_path_factory.mktemp("recording")
+    cluster = VirtualCluster(demo_model, 1, load_profile("paper-7b"))
+    record(cluster, asked, about, Budget(160, 16), place / "work").save(place / "demo.flowrec")
+    return load_recording(place / "demo.flowrec")
+
+
+@pytest.fixture(scope="module")
+def computed(demo_model: Path) -> VirtualCluster:
+    return VirtualCluster(demo_model, 4, load_profile("paper-7b"))
+
+
+# ---- virtual time ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", DRAFTING)
+def test_every_strategy_gives_the_recorded_text(recorded: Recording, strategy: str) -> None:
+    cluster = VirtualCluster(recorded, 4, load_profile("paper-7b"))
+    for text in recorded.texts:
+        request = request_of(text, recorded, TOKENS, strategy=strategy, params=PARAMS)
+        assert cluster.generate(request).tokens == list(text.answer)
+
+
+@pytest.mark.parametrize("strategy", ["autoregressive", "chunk_pp", "flowspec", "flowspec_plus", "pipedec", "chain"])
+def test_the_figures_are_those_of_the_weights(recorded: Recording, computed: VirtualCluster, strategy: str) -> None:
+    """To the digit where every pass is asked for below the newest root; else nodes keep what an older root said."""
+    cluster = VirtualCluster(recorded, 4, load_profile("paper-7b"))
+    pairs = []
+    for text in recorded.texts:
+        request = request_of(text, recorded, TOKENS, strategy=strategy, params=PARAMS)
+        own, theirs = cluster.generate(request).stats, computed.generate(request).stats
+        assert own.tokens_per_second and theirs.tokens_per_second
+        pairs.append((own.tokens_per_second, theirs.tokens_per_second))
+    within = 1e-6 if strategy in ("autoregressive", "chunk_pp") else 0.15  # of one text of 20 tokens
+    for one, other in pairs:
+        assert one == pytest.approx(other, rel=within)
+
+
+def test_several_requests_share_the_stages(recorded: Recording) -> None:
+    cluster = VirtualCluster(recorded, 4, load_profile("paper-7b"))
+    texts = [recorded.texts[i % 2] for i in range(4)]
+    results = cluster.generate_many([request_of(text, recorded, TOKENS, params=PARAMS) for text in texts])
+    assert [result.tokens for result in results] == [list(text.answer) for text in texts]
+
+
+def test_what_a_recording_lacks_is_counted(recorded: Recording) -> None:
+    """A recording of the roots alone has no child's children."""
+    bare = replace(recorded, texts=tuple(
+        replace(text, roots=tuple(Expansion(*(getattr(root, name)[:1] for name in
+                                              ("parents", "ranks", "tokens", "scores"))) for root in text.roots))
+        for text in recorded.texts))
+    cluster = VirtualCluster(bare, 4, load_profile("paper-7b"))
+    assert cluster.note() == ""
+    text = bare.texts[0]
+    assert cluster.generate(request_of(text, bare, TOKENS, strategy="flowspec", params=PARAMS)
+                            ).tokens == list(text.answer)
+    asked = cluster._model.sessions.asked
+    assert 0 < asked.missing < asked.nodes
+    assert f"lacks {asked.missing / asked.nodes:.1%}" in cluster.note() and "--nodes" in cluster.note()
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"prompt": (1, 2, 3)}, "has no text of this prompt"),
+    ({"sampling": Sampling(0.5)}, "has no text of this prompt"),
+    ({"max_new_tokens": TOKENS + 1}, f"has {TOKENS} tokens after the prompt first, not {TOKENS + 1}"),
+    ({"strategy": "pearl", "params": Params()}, "drafts with"),
+    ({"logprobs": 1}, "probabilities"),
+])
+def test_a_request_that_was_not_recorded(recorded: Recording, change: dict[str, object], said: str) -> None:
+    cluster = VirtualCluster(recorded, 2, load_profile("paper-7b"))
+    request = request_of(recorded.texts[0], recorded, TOKENS, params=PARAMS)
+    with pytest.raises(UsageError, match=said):
+        cluster.generate(replace(request, **change))
+
+
+def test_ranks_of_a_sampled_text_are_the_recorded_ones(recorded: Recording) -> None:
+    cluster = VirtualCluster(recorded, 2, load_profile("paper-7b"))
+    request = request_of(recorded.texts[1], recorded, TOKENS, params=Params(draft="eagle2", rank="draft"))
+    with pytest.raises(UsageError, match="rank=noise"):
+        cluster.generate(request)
+
+
+def test_no_tensor_library_is_imported(recorded: Recording) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.drivers.virtual.recorded import request_of
+from flowspec_edge.drivers.virtual.recording import load_recording
+recording = load_recording(Path({str(recorded.path)!r}))
+text = recording.texts[0]
+cluster = VirtualCluster(recording, 4, load_profile("paper-7b"))
+assert cluster.generate(request_of(text, recording, 8)).tokens == list(text.answer[:8])
+print(sorted(sys.modules.keys() & {{"torch", "transformers", "tokenizers", "zmq"}}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@given(st.lists(st.integers(0, 2**20), min_size=1, max_size=6), st.lists(st.integers(0, 2**20), min_size=1, max_size=6))
+def test_paths_that_differ_have_other_digests(one: list[int], other: list[int]) -> None:
+    def of(tokens: list[int]) -> int:
+        path = 0
+        for token in tokens:
+            path = digest(path, token)
+        return path
+
+    assert (of(one) == of(other)) == (one == other)
+    assert 0 <= of(one) < 2**64
+
+
+# ---- recording ---------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 5))
+def test_the_expander_takes_levels_and_then_the_likeliest(seed: int, nodes: int, children: int) -> None:
+    """Against a search over all paths: what is left out is no likelier than what was expanded after the levels."""
+    drawn = np.random.default_rng(seed)
+    expander = Expander(Budget(nodes, children))
+    sums: list[float] = []
+    while places := expander.next():
+        output = DraftOutput(drawn.integers(0, 50, (len(places), children)).astype(np.int32),
+                             -np.sort(drawn.exponential(1.0, (len(places), children)), axis=1))
+        for parent, rank in places:
+            sums.append(sums[parent] + expander.scores[parent][rank] if parent >= 0 else 0.0)
+        expander.add(places, output)
+    found = expander.expansion()
+    assert len(found.parents) == nodes or children == 1
+    assert len({*zip(found.parents.tolist(), found.ranks.tolist(), strict=True)}) == len(found.parents)
+    assert all(parent < place for place, parent in enumerate(found.parents.tolist()))
+    expanded = {*zip(found.parents.tolist(), found.ranks.tolist(), strict=True)}
+    left = [sums[place] + float(score) for place in range(len(sums))
+            for rank, score in enumerate(expander.scores[place]) if (place, rank) not in expanded]
+    levels = 1 + 10 * 5  # the root and five whole levels; then batches of 16, likeliest first
+    if left and len(sums) > levels:
+        assert max(left) <= max(sums[levels:]) + 1e-9
+
+
+def test_a_run_that_broke_off_continues(demo_model: Path, asked: list[TextToRecord], about: Recording,
+                                        recorded: Recording, tmp_path: Path) -> None:
+    cluster, short = VirtualCluster(demo_model, 1, load_profile("paper-7b")), [
+        replace(text, request=replace(text.request, max_new_tokens=4)) for text in asked]
+    first = record(cluster, short[:1], about, Budget(8, 4), tmp_path)
+
+    class Failing(VirtualCluster):
+        def generate(self, request: Request, *_: object) -> object:
+            assert request.sampling.temperature, "the greedy text is there already"
+            return cluster.generate(request)
+
+    again = record(Failing(demo_model, 1, load_profile("paper-7b")), short, about, Budget(8, 4), tmp_path)
+    assert again.texts[0].answer == first.texts[0].answer == recorded.texts[0].answer[:4]
+    assert len(again.texts) == 2 and again.nodes == 2 * 3 * 8  # the last token of four needs no tree
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, texts: int = 2) -> Recording:
+    """A recording of random trees."""
+    rng = np.random.default_rng(seed)
+
+    def expansion() -> Expansion:
+        nodes, children = int(rng.integers(1, 9)), 3
+        parents = np.array([-1, *(rng.integers(0, i) for i in range(1, nodes))], np.int32)
+        scores = -np.sort(rng.exponential(3.0, (nodes, children)), axis=1)
+        scores[rng.random((nodes, children)) < 0.2] = -np.inf
+        tokens = np.where(np.isfinite(scores), rng.integers(0, 70_000, (nodes, children)), -1).astype(np.int32)
+        order = np.argsort(-scores, axis=1, kind="stable")
+        return Expansion(parents, rng.integers(0, children, nodes).astype(np.int32) * (parents >= 0),
+                         np.take_along_axis(tokens, order, 1), rounded(np.take_along_axis(scores, order, 1)))
+
+    def text(i: int) -> RecordedText:
+        answer = tuple(rng.integers(0, 70_000, rng.integers(1, 5)).tolist())
+        stop = 7 if rng.random() < 0.5 else None
+        return RecordedText("task", str(i), tuple(rng.integers(0, 70_000, rng.integers(1, 5)).tolist()), answer,
+                            "length" if stop is None else "stop", stop, Sampling(float(i), seed=i),
+                            tuple(expansion() for _ in answer))
+
+    return Recording("model", 4, 70_000, frozenset({7}), "eagle2", "noise", 0.6, tuple(map(text, range(texts))),
+                     {"licence": "none"})
+
+
+@given(st.integers(0, 2**32 - 1))
+def test_a_file_gives_back_what_was_saved(seed: int) -> None:
+    before = drawn(seed)
+    with TemporaryDirectory() as place:
+        path = Path(place) / "x.flowrec"
+        before.save(path)
+        after = load_recording(path)
+    assert replace(after, texts=(), path=None).__dict__ == replace(before, texts=()).__dict__
+    for one, other in zip(before.texts, after.texts, strict=True):
+        assert (one.prompt, one.answer, one.reason, one.stop, one.sampling) == (
+            other.prompt, other.answer, other.reason, other.stop, other.sampling)
+        for mine, theirs in zip(one.roots, other.roots, strict=True):
+            for name in ("parents", "ranks", "tokens", "scores"):
+                np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
+    assert after.packed() == before.packed()
+
+
+def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
+    path, whole = tmp_path / "x.flowrec", drawn(1).packed()
+    for content in [b"", whole[:100], whole[:-30], *mutations([whole], 300)]:
+        path.write_bytes(content)
+        try:
+            load_recording(path)
+        except UsageError as error:
+            assert str(path) in str(error) and "\n" not in str(error)
+        else:
+            assert content == whole or zipfile.ZipFile(path).testzip() is None
+
+
+@pytest.mark.parametrize(("name", "old", "new", "said"), [
+    ("recording.json", b'"format": 1', b'"format": 2', "format 2; this release reads format 1"),
+    ("recording.json", b'"vocabulary": 70000', b'"vocabulary": 9', "outside the vocabulary of 9"),
+    ("recording.json", b'"children": 3', b'"children": 4', "other sizes"),
+    ("recording.json", b'"answer": ', b'"answer": 1', "other lengths|tokens of prompt"),
+    ("recording.json", b"{", b"[", "no whole recording"),
+])
+def test_a_file_that_is_not_consistent(tmp_path: Path, name: str, old: bytes, new: bytes, said: str) -> None:
+    good, bad = tmp_path / "good.flowrec", tmp_path / "bad.flowrec"
+    drawn(2).save(good)
+    with zipfile.ZipFile(good) as source, zipfile.ZipFile(bad, "w") as target:
+        for entry in source.namelist():
+            content = source.read(entry)
+            if entry == name:
+                assert old in content
+                content = content.replace(old, new, 1)
+            target.writestr(entry, content)
+    with pytest.raises(UsageError, match=said):
+        load_recording(bad)
+
+
+def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="flowspec record --out"):
+        load_recording(tmp_path / "none.flowrec")
