@@ -26,12 +26,14 @@ from flowspec_edge.strategies.autoregressive import Autoregressive
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.parameters import Parameters
 from flowspec_edge.strategies.registry import strategy_class
-from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
+from flowspec_edge.tree.draft_api import ABSENT, DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
 Advance = Callable[[str], None]  # called before each text
 
 _PASS = 16  # nodes of a draft pass
+_ROOT = (-1, ABSENT)  # as a node's parent and token
+_ON_TEXT = 10  # nodes on the text that are recorded below a root, whether or not the head finds them likely
 _LEVELS, _LEVEL_WIDTH = 6, 10  # of the trees that FlowSpec's strategies draft: they are recorded first, whole
 
 
@@ -45,70 +47,94 @@ class Budget:
 
 @dataclass
 class _Job:
-    """The text that is being recorded."""
+    """The text that is being recorded; ``answer``: all of it."""
 
     budget: Budget
+    answer: Sequence[int] = ()
     roots: list[Expansion] = field(default_factory=list)
 
 
 class Expander:
-    """Which nodes below a root are expanded next: whole levels first, then the likeliest of all.
+    """Which nodes below a root are expanded next: whole levels first, then the likeliest of all; and always those on
+    the text, which a look-up may draft where the head does not.
 
-    ``nodes`` in the order of their expansion, as (parent's place, rank among its children)
+    ``nodes`` in the order of their expansion, as (parent's place, token)
     """
 
-    def __init__(self, budget: Budget) -> None:
+    def __init__(self, budget: Budget, text: Sequence[int] = ()) -> None:
+        """``text``: what follows the root."""
         self._budget = budget
+        self._text = text[:_ON_TEXT]
+        self._right: list[int] = []  # places of the root and the nodes on the text
         self.nodes: list[tuple[int, int]] = []
         self.tokens: list[list[int]] = []
         self.scores: list[list[float]] = []
         self._depths: list[int] = []
         self._sums: list[float] = []
-        # Children that are not expanded, by falling log probability: (-sum, parent's place, rank).
+        # Children that are not expanded, by falling log probability: (-sum, parent's place, token).
         self._open: list[tuple[float, int, int]] = []
         self._levels: dict[int, list[tuple[float, int, int]]] = {}  # by depth, of the levels to come
         self._level = 0
         self._done: set[tuple[int, int]] = set()
 
     def next(self) -> list[tuple[int, int]]:
-        """Return the places of the nodes' parents and their ranks; the root is (-1, 0); none at the end."""
+        """Return the places of the nodes' parents and their tokens; none at the end."""
         if not self.nodes:
-            return [(-1, 0)]
+            return [_ROOT]
+        right = self._next_right()
         room = self._budget.nodes - len(self.nodes)
         if self._level < _LEVELS - 1 and room > 0:
             self._level += 1
             level = heapq.nsmallest(min(_LEVEL_WIDTH, room), self._levels.get(self._level, []))
             if level:
-                return sorted((parent, rank) for _, parent, rank in level)
-        found: list[tuple[int, int]] = []
+                return sorted({*right, *((parent, token) for _, parent, token in level)})
+        found: set[tuple[int, int]] = {*right}
         while self._open and len(found) < min(_PASS, room):
-            _, parent, rank = heapq.heappop(self._open)
-            if (parent, rank) not in self._done:
-                found.append((parent, rank))
-                self._done.add((parent, rank))
+            _, parent, token = heapq.heappop(self._open)
+            if (parent, token) not in self._done:
+                found.add((parent, token))
         return sorted(found)
+
+    def _next_right(self) -> list[tuple[int, int]]:
+        """Return the first node on the text that is not expanded; none if all are."""
+        while len(self._right) <= len(self._text):
+            own = (self._right[-1], self._text[len(self._right) - 1])
+            if own not in self._done:
+                return [own]
+            self._right.append(self.nodes.index(own))
+        return []
 
     def add(self, nodes: Sequence[tuple[int, int]], output: DraftOutput) -> None:
         """Take in the children of what :meth:`next` returned."""
-        for (parent, rank), tokens, scores in zip(nodes, output.tokens.tolist(), output.scores.tolist(), strict=True):
+        for (parent, token), tokens, scores in zip(nodes, output.tokens.tolist(), output.scores.tolist(), strict=True):
             place = len(self.nodes)
-            self.nodes.append((parent, rank))
-            self._done.add((parent, rank))
+            self.nodes.append((parent, token))
+            self._done.add((parent, token))
+            if parent < 0:
+                self._right.append(place)
             self.tokens.append(tokens)
             self.scores.append(scores)
             depth = self._depths[parent] + 1 if parent >= 0 else 0
-            total = self._sums[parent] + self.scores[parent][rank] if parent >= 0 else 0.0
+            total = self._sums[parent] + self._score(parent, token) if parent >= 0 else 0.0
             self._depths.append(depth)
             self._sums.append(total)
-            for child, score in enumerate(scores):
+            for child, score in zip(tokens, scores, strict=True):
                 if score > -math.inf:
                     entry = (-(total + score), place, child)
                     heapq.heappush(self._open, entry)
                     self._levels.setdefault(depth + 1, []).append(entry)
 
+    def _score(self, parent: int, token: int) -> float:
+        """A token that the head did not name is taken to be as likely as the least of those that it named."""
+        named = dict(zip(self.tokens[parent], self.scores[parent], strict=True))
+        return named.get(token, min(self.scores[parent]))
+
+    def depth(self, place: int) -> int:
+        return self._depths[place]
+
     def expansion(self) -> Expansion:
-        parents, ranks = zip(*self.nodes, strict=True)
-        return Expansion(np.array(parents, np.int32), np.array(ranks, np.int32), np.array(self.tokens, np.int32),
+        parents, own = zip(*self.nodes, strict=True)
+        return Expansion(np.array(parents, np.int32), np.array(own, np.int32), np.array(self.tokens, np.int32),
                          rounded(np.array(self.scores, np.float64)))
 
 
@@ -129,12 +155,17 @@ class RecordingStrategy(Autoregressive):
 
     def start(self, token: int, position: int) -> None:
         super().start(token, position)
-        self._expander = Expander(self.job.budget)
+        self._made = 1  # tokens of the answer
+        self._expander = self._new_expander()
+
+    def _new_expander(self) -> Expander:
+        return Expander(self.job.budget, self.job.answer[self._made :])
 
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Any]:
         commits = super().on_verified(run, numbers, successors)
         if commits:
-            self._expander, self._ids = Expander(self.job.budget), []
+            self._made += len(commits)
+            self._expander, self._ids = self._new_expander(), []
         return commits
 
     def next_segment(self, rows: int | None = None) -> Segment | None:
@@ -154,13 +185,13 @@ class RecordingStrategy(Autoregressive):
             self._expander = None
             return None
         nodes: list[DraftNode] = []
-        for parent, rank in self._asked:
+        for parent, token in self._asked:
             own = self._next_id + len(nodes)
             if parent < 0:
                 nodes.append(DraftNode(own, -1, self._unsent, self._position))
             else:
-                nodes.append(DraftNode(own, self._ids[parent], expander.tokens[parent][rank],
-                                       self._position + expander._depths[parent] + 1))
+                nodes.append(DraftNode(own, self._ids[parent], token,
+                                       self._position + expander.depth(parent) + 1))
         self._next_id += len(nodes)
         self._ids += [node.id for node in nodes]
         return DraftRequest(self._ids[0], tuple(nodes), self.job.budget.children)
@@ -198,7 +229,8 @@ def record(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
         if one.exists():
             texts += load_recording(one).texts
             continue
-        RecordingStrategy.job = job = _Job(budget)
+        plain = cluster.generate(replace(prompt.request, strategy=Autoregressive.name))
+        RecordingStrategy.job = job = _Job(budget, plain.tokens)
         result = cluster.generate(replace(prompt.request, strategy=name))
         if not result.tokens or result.finish_reason == "cancelled":
             continue

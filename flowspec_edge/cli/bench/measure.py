@@ -81,6 +81,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
     tasks = subject.tasks(options)
     temperatures = parse_temperatures(request.temperatures if options.temperatures is None else options.temperatures,
                                       sampling)
+    subject.require_temperatures(temperatures)
     if options.out is not None:
         check_writable(options.out)
     if figure is not None:

@@ -57,7 +57,7 @@ def record(
         metavar="KIND", show_default=False)] = "",
     nodes: Annotated[int, typer.Option(
         "--nodes", min=1, max=_MOST_NODES, help="Nodes of the draft tree that are recorded at every token: the "
-                                                "likeliest.", metavar="N")] = 96,
+                                                "likeliest.", metavar="N")] = 64,
     children: Annotated[int, typer.Option(
         "--children", min=1, max=_MOST_CHILDREN, help="Children of each node.", metavar="N")] = 11,
     licence: Annotated[str, typer.Option(
@@ -121,6 +121,9 @@ def record(
     work.rmdir()
     print(f"{out}: {len(recording.texts)} answers of {found.shown}, {recording.positions} tokens, "
           f"{recording.nodes:,} nodes, {out.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
+    if empty := len(asked) - len(recording.texts):
+        print(f"flowspec: note: {empty} of {len(asked)} answers ended before their first token, and are left out",
+              file=sys.stderr)
     print(f"Next: flowspec bench run --recording {out}", file=sys.stderr)
 
 

@@ -64,6 +64,9 @@ class BenchSubject(Protocol):
     def require(self, strategies: Sequence[str], params: Params, clock: Clock, stages: int) -> None:
         """UsageError if a strategy cannot run."""
 
+    def require_temperatures(self, temperatures: Sequence[float]) -> None:
+        """UsageError if there is no text at one of them."""
+
     def device(self, requested: str, dtype: Dtype, processes: int) -> str:
         """Return the torch device."""
 
@@ -114,6 +117,9 @@ class ModelSubject:
 
     def require(self, strategies: Sequence[str], params: Params, clock: Clock, stages: int) -> None:
         require_runnable(strategies, self.model, params, clock, stages)
+
+    def require_temperatures(self, temperatures: Sequence[float]) -> None:
+        return
 
     def device(self, requested: str, dtype: Dtype, processes: int) -> str:
         return device_of(requested, self.model, dtype, processes=processes)
@@ -187,6 +193,10 @@ class RecordedSubject:
 
         for name in strategies:
             require_drafts(strategy_class(name), params, self.recording)
+
+    def require_temperatures(self, temperatures: Sequence[float]) -> None:
+        for temperature in temperatures:
+            self.recording.at(temperature)
 
     def device(self, requested: str, dtype: Dtype, processes: int) -> str:
         return "cpu"

@@ -41,7 +41,7 @@ _WIRE = "float16"  # four values of 16 bits hold a digest
 _WIDTH = 4
 _MOST_POSITIONS = 2**30
 _MASK = 2**64 - 1
-_MOST_MISSING = 0.01  # of the nodes asked for, without a warning
+_MOST_MISSING = 0.01  # of the nodes on a text's path, without a warning
 
 
 def digest(parent: int, token: int) -> int:
@@ -253,9 +253,14 @@ class RecordedTarget:
 
 @dataclass
 class Asked:
-    """What drafters were asked for: nodes, and those that the recording does not have."""
+    """The nodes whose children drafters were asked for.
+
+    right    of them, those that are on the recorded text: only their children can become text
+    missing  of these, those that the recording does not have
+    """
 
     nodes: int = 0
+    right: int = 0
     missing: int = 0
 
 
@@ -308,10 +313,12 @@ class RecordedDrafter(Drafter):
                 self._nodes[node.id] = node.parent, node.token
             if not expansion:
                 continue  # the answer is complete: nothing below it can become text
-            self._asked.nodes += 1
             place = self._place(node.id, expansion.index)
+            right = self._is_right(node.id)
+            self._asked.nodes += 1
+            self._asked.right += right
             if place is None:
-                self._asked.missing += 1
+                self._asked.missing += right
                 continue
             count = min(request.children, expansion.tokens.shape[1])
             output.tokens[row, :count] = expansion.tokens[place, :count]
@@ -326,6 +333,16 @@ class RecordedDrafter(Drafter):
             above = self._place(parent, index)
             self._places[node] = None if above is None else index.get((above, token))
         return self._places[node]
+
+    def _is_right(self, node: int) -> bool:
+        """Whether the path from the root to it is the text."""
+        assert self._text is not None
+        tokens: list[int] = []
+        while node != self._root:
+            node, token = self._nodes[node]
+            tokens.append(token)
+        start = len(self._read) - len(self._text.prompt)
+        return self._text.answer[start : start + len(tokens)] == tuple(reversed(tokens))
 
     def _expansion(self, text: RecordedText) -> Any:
         newest = len(self._read) - len(text.prompt) - 1
@@ -404,14 +421,14 @@ class RecordedModel:
         return nullcontext()
 
     def note(self) -> str:
-        """Say how many of the nodes that strategies asked for are not in the recording."""
+        """Say how much of what strategies asked for is not in the recording."""
         asked = self.sessions.asked
         if not asked.missing:
             return ""
-        share = asked.missing / asked.nodes
+        share = asked.missing / asked.right
         advice = "; the figures are too low: record with more --nodes" if share > _MOST_MISSING else ""
-        return (f"{'warning' if advice else 'note'}: {self._recording.shown} lacks {share:.1%} of the {asked.nodes:,} "
-                f"nodes whose children were asked for{advice}")
+        return (f"{'warning' if advice else 'note'}: {self._recording.shown} lacks the children of {share:.1%} of the "
+                f"{asked.right:,} nodes on a text's path that were drafted below{advice}")
 
 
 def request_of(text: RecordedText, recording: Recording, max_new_tokens: int, **others: Any) -> Request:

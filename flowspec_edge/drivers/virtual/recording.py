@@ -37,22 +37,21 @@ class Expansion:
     """The head's children below one root, node by node; node 0 is the root.
 
     parents  [n] int32: the node's parent among the nodes, which comes before it; the root's is -1
-    ranks    [n] int32: which of the parent's children it is
+    own      [n] int32: the node's token; the root's is ``ABSENT``. It may be one that the head did not name
     tokens   [n, k] int32: each node's children, best first, ``ABSENT`` where there is none
     scores   [n, k] float64, their log confidences given the node; -inf where there is none
     """
 
     parents: NDArray[np.int32]
-    ranks: NDArray[np.int32]
+    own: NDArray[np.int32]
     tokens: NDArray[np.int32]
     scores: NDArray[np.float64]
 
     @cached_property
     def index(self) -> dict[tuple[int, int], int]:
         """Nodes by their parent and token."""
-        own = self.tokens[self.parents[1:], self.ranks[1:]]
         return {(parent, token): node for node, (parent, token) in
-                enumerate(zip(self.parents[1:].tolist(), own.tolist(), strict=True), 1)}
+                enumerate(zip(self.parents[1:].tolist(), self.own[1:].tolist(), strict=True), 1)}
 
     def node(self, path: Sequence[int]) -> int | None:
         """Return the node that these tokens lead to from the root; None if it is not here."""
@@ -162,8 +161,9 @@ class Recording:
             "text": np.concatenate([np.array([*text.prompt, *text.answer], np.int32) for text in self.texts]),
             "counts": np.array([len(root.parents) for root in roots], np.uint16),
             "parents": np.concatenate([root.parents for root in roots]).astype(np.int16),
-            "ranks": np.concatenate([root.ranks for root in roots]).astype(np.int8),
             # Neighbours in a column are alike, and small: planes of bytes compress where whole numbers do not.
+            **_planes("own", (np.concatenate([root.own for root in roots]).astype(np.int64)[:, None] - ABSENT
+                              ).astype(np.uint32), 3),
             **_planes("token", (tokens - ABSENT).astype(np.uint32), 3),
             **_planes("step", np.diff(steps, axis=1, prepend=0).astype(np.uint32), 2),
         }
@@ -195,8 +195,8 @@ def load_recording(path: Path) -> Recording:
                 raise UsageError(f"{path} is a recording of format {version}; this release reads format {FORMAT}: make "
                                  "it again with: flowspec record")
             arrays = {name: _array(archive, f"{name}.npy") for name in
-                      ("text", "counts", "parents", "ranks", *(f"token-{i}" for i in range(3)),
-                       *(f"step-{i}" for i in range(2)))}
+                      ("text", "counts", "parents", *(f"own-{i}" for i in range(3)),
+                       *(f"token-{i}" for i in range(3)), *(f"step-{i}" for i in range(2)))}
             return _recording(path, header, arrays)
     except FileNotFoundError:
         raise UsageError(f"there is no recording {path}; make one with: flowspec record --out {path}") from None
@@ -220,19 +220,20 @@ def _recording(path: Path, header: dict[str, Any], arrays: dict[str, NDArray[Any
     tokens = _joined([arrays[f"token-{i}"] for i in range(3)]) + ABSENT
     steps = np.cumsum(_joined([arrays[f"step-{i}"] for i in range(2)]), axis=1)
     scores = np.where(steps >= _LOWEST, -np.inf, -steps / _UNIT)
-    parents, ranks = arrays["parents"].astype(np.int32), arrays["ranks"].astype(np.int32)
+    parents = arrays["parents"].astype(np.int32)
+    own_tokens = _joined([arrays[f"own-{i}"] for i in range(3)]) + ABSENT
     nodes = int(counts.sum())
     if not (children > 0 and tokens.shape == scores.shape == (nodes, children)
-            and parents.shape == ranks.shape == (nodes,) and (counts > 0).all()):
+            and parents.shape == (nodes,) and own_tokens.shape == (nodes, 1) and (counts > 0).all()):
         raise ValueError("its arrays have other sizes than its header says")
-    if len(tokens) and not (tokens.min() >= ABSENT and tokens.max() < vocabulary):
+    if not max(tokens.max(), own_tokens.max()) < vocabulary:
         raise ValueError(f"a token is outside the vocabulary of {vocabulary}")
     within = np.arange(nodes) - np.repeat(np.cumsum(counts) - counts, counts)
-    if ((parents >= within) | (parents < -1) | ((parents == -1) != (within == 0)) | (ranks < 0)
-            | (ranks >= children)).any():
+    if ((parents >= within) | (parents < -1) | ((parents == -1) != (within == 0))).any():
         raise ValueError("its trees are no trees")
     ends = np.cumsum(counts)
-    expansions = [Expansion(parents[a:b], ranks[a:b], tokens[a:b].astype(np.int32), scores[a:b])
+    expansions = [Expansion(parents[a:b], own_tokens[a:b, 0].astype(np.int32), tokens[a:b].astype(np.int32),
+                            scores[a:b])
                   for a, b in zip((ends - counts).tolist(), ends.tolist(), strict=True)]
     text, texts, at, root = arrays["text"], [], 0, 0
     if len(text) and not 0 <= text.min() <= text.max() < vocabulary:

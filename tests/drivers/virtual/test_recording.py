@@ -82,7 +82,8 @@ def test_the_figures_are_those_of_the_weights(recorded: Recording, computed: Vir
     for text in recorded.texts:
         request = request_of(text, recorded, TOKENS, strategy=strategy, params=PARAMS)
         own, theirs = cluster.generate(request).stats, computed.generate(request).stats
-        assert own.tokens_per_second and theirs.tokens_per_second
+        assert own.tokens_per_second
+        assert theirs.tokens_per_second
         pairs.append((own.tokens_per_second, theirs.tokens_per_second))
     within = 1e-6 if strategy in ("autoregressive", "chunk_pp") else 0.15  # of one text of 20 tokens
     for one, other in pairs:
@@ -100,7 +101,7 @@ def test_what_a_recording_lacks_is_counted(recorded: Recording) -> None:
     """A recording of the roots alone has no child's children."""
     bare = replace(recorded, texts=tuple(
         replace(text, roots=tuple(Expansion(*(getattr(root, name)[:1] for name in
-                                              ("parents", "ranks", "tokens", "scores"))) for root in text.roots))
+                                              ("parents", "own", "tokens", "scores"))) for root in text.roots))
         for text in recorded.texts))
     cluster = VirtualCluster(bare, 4, load_profile("paper-7b"))
     assert cluster.note() == ""
@@ -108,8 +109,9 @@ def test_what_a_recording_lacks_is_counted(recorded: Recording) -> None:
     assert cluster.generate(request_of(text, bare, TOKENS, strategy="flowspec", params=PARAMS)
                             ).tokens == list(text.answer)
     asked = cluster._model.sessions.asked
-    assert 0 < asked.missing < asked.nodes
-    assert f"lacks {asked.missing / asked.nodes:.1%}" in cluster.note() and "--nodes" in cluster.note()
+    assert 0 < asked.missing < asked.right < asked.nodes
+    assert f"of {asked.missing / asked.right:.1%} of the" in cluster.note()
+    assert "--nodes" in cluster.note()
 
 
 @pytest.mark.parametrize(("change", "said"), [
@@ -166,26 +168,29 @@ def test_paths_that_differ_have_other_digests(one: list[int], other: list[int]) 
 # ---- recording ---------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.integers(1, 5))
-def test_the_expander_takes_levels_and_then_the_likeliest(seed: int, nodes: int, children: int) -> None:
-    """Against a search over all paths: what is left out is no likelier than what was expanded after the levels."""
-    drawn = np.random.default_rng(seed)
-    expander = Expander(Budget(nodes, children))
+@given(st.integers(0, 2**32 - 1), st.integers(1, 90), st.integers(1, 5), st.lists(st.integers(0, 20), max_size=4))
+def test_the_expander_takes_levels_the_text_and_the_likeliest(seed: int, nodes: int, children: int, text: list[int]
+                                                             ) -> None:
+    """What is left out is no likelier than what a batch took after the levels; the text's nodes are there."""
+    random = np.random.default_rng(seed)
+    expander = Expander(Budget(nodes, children), text)
     sums: list[float] = []
     while places := expander.next():
-        output = DraftOutput(drawn.integers(0, 50, (len(places), children)).astype(np.int32),
-                             -np.sort(drawn.exponential(1.0, (len(places), children)), axis=1))
-        for parent, rank in places:
-            sums.append(sums[parent] + expander.scores[parent][rank] if parent >= 0 else 0.0)
+        tokens = np.stack([random.permutation(21)[:children] for _ in places]).astype(np.int32)
+        output = DraftOutput(tokens, -np.sort(random.exponential(1.0, tokens.shape), axis=1))
+        for parent, token in places:
+            named = dict(zip(expander.tokens[parent], expander.scores[parent], strict=True)) if parent >= 0 else {}
+            sums.append(sums[parent] + named.get(token, min(expander.scores[parent])) if parent >= 0 else 0.0)
         expander.add(places, output)
     found = expander.expansion()
-    assert len(found.parents) == nodes or children == 1
-    assert len({*zip(found.parents.tolist(), found.ranks.tolist(), strict=True)}) == len(found.parents)
+    expanded = [*zip(found.parents.tolist(), found.own.tolist(), strict=True)]
+    assert len({*expanded}) == len(expanded)
     assert all(parent < place for place, parent in enumerate(found.parents.tolist()))
-    expanded = {*zip(found.parents.tolist(), found.ranks.tolist(), strict=True)}
-    left = [sums[place] + float(score) for place in range(len(sums))
-            for rank, score in enumerate(expander.scores[place]) if (place, rank) not in expanded]
-    levels = 1 + 10 * 5  # the root and five whole levels; then batches of 16, likeliest first
+    assert nodes <= len(expanded) <= nodes + len(text) or children == 1
+    assert found.node(text) is not None
+    left = [sums[place] + score for place in range(len(sums)) for token, score in
+            zip(expander.tokens[place], expander.scores[place], strict=True) if (place, token) not in expanded]
+    levels = 1 + 10 * 5 + len(text)  # the root and five whole levels; then batches of 16, likeliest first
     if left and len(sums) > levels:
         assert max(left) <= max(sums[levels:]) + 1e-9
 
@@ -203,7 +208,8 @@ def test_a_run_that_broke_off_continues(demo_model: Path, asked: list[TextToReco
 
     again = record(Failing(demo_model, 1, load_profile("paper-7b")), short, about, Budget(8, 4), tmp_path)
     assert again.texts[0].answer == first.texts[0].answer == recorded.texts[0].answer[:4]
-    assert len(again.texts) == 2 and again.nodes == 2 * 3 * 8  # the last token of four needs no tree
+    assert len(again.texts) == 2
+    assert again.nodes >= 2 * 3 * 8  # the last token of four needs no tree
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -220,7 +226,8 @@ def drawn(seed: int, texts: int = 2) -> Recording:
         scores[rng.random((nodes, children)) < 0.2] = -np.inf
         tokens = np.where(np.isfinite(scores), rng.integers(0, 70_000, (nodes, children)), -1).astype(np.int32)
         order = np.argsort(-scores, axis=1, kind="stable")
-        return Expansion(parents, rng.integers(0, children, nodes).astype(np.int32) * (parents >= 0),
+        own = np.where(parents >= 0, rng.integers(0, 70_000, nodes), -1).astype(np.int32)
+        return Expansion(parents, own,
                          np.take_along_axis(tokens, order, 1), rounded(np.take_along_axis(scores, order, 1)))
 
     def text(i: int) -> RecordedText:
@@ -246,7 +253,7 @@ def test_a_file_gives_back_what_was_saved(seed: int) -> None:
         assert (one.prompt, one.answer, one.reason, one.stop, one.sampling) == (
             other.prompt, other.answer, other.reason, other.stop, other.sampling)
         for mine, theirs in zip(one.roots, other.roots, strict=True):
-            for name in ("parents", "ranks", "tokens", "scores"):
+            for name in ("parents", "own", "tokens", "scores"):
                 np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
     assert after.packed() == before.packed()
 
@@ -255,12 +262,18 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     path, whole = tmp_path / "x.flowrec", drawn(1).packed()
     for content in [b"", whole[:100], whole[:-30], *mutations([whole], 300)]:
         path.write_bytes(content)
-        try:
-            load_recording(path)
-        except UsageError as error:
-            assert str(path) in str(error) and "\n" not in str(error)
-        else:
-            assert content == whole or zipfile.ZipFile(path).testzip() is None
+        said = refusal(path)
+        assert "\n" not in said
+        # What is read although it differs has a change where nothing is kept, such as a date.
+        assert str(path) in said if said else content == whole or zipfile.ZipFile(path).testzip() is None
+
+
+def refusal(path: Path) -> str:
+    try:
+        load_recording(path)
+    except UsageError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(("name", "old", "new", "said"), [

@@ -1,0 +1,73 @@
+"""``flowspec record``, and the commands that take a recording in place of a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flowspec_edge.cli.main import main
+from flowspec_edge.drivers.virtual.recording import load_recording
+
+
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("recording") / "demo.flowrec"
+    assert main(["record", "--out", str(path), "--limit", "1", "--max-new-tokens", "12", "--nodes", "64", "--seed", "3",
+                 "--licence", "ours"]) == 0
+    return path
+
+
+def test_what_a_recording_says_of_itself(recording: Path) -> None:
+    found = load_recording(recording)
+    assert (found.model, found.draft, found.temperatures) == ("demo", "eagle2", [0.0, 1.0])
+    assert len(found.texts) == 2
+    assert found.made["licence"] == "ours"
+    assert len(found.made["digest"]) == len(found.made["head"]) == 64
+    assert not recording.with_name("demo.flowrec.work").exists()
+
+
+def test_a_benchmark_over_a_recording(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main(["bench", "run", "--recording", str(recording), "--temperatures", "0,1", "--strategies",
+                 "autoregressive,chunk_pp,flowspec_plus", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert report["settings"]["recording"]["licence"] == "ours"
+    assert {sample["identical"] for sample in report["samples"]} == {True}
+    assert {sample["tokens"] for sample in report["samples"]} == {12}
+    assert "recorded in fp32" in capsys.readouterr().out
+
+
+def test_a_sweep_over_a_recording(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", "bandwidth=1000,10", "--recording", str(recording), "--strategies",
+                 "megatron,flowspec"]) == 0
+    printed = capsys.readouterr().out
+    assert "0 of 4 answers" in printed
+    assert "1000 Mbps" in printed
+
+
+def test_a_plan_over_a_recording(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "llama-2-7b", "--devices", "orin-nano-8gb:3", "--dtype", "int4", "--strategies",
+                 "flowspec,autoregressive", "--recording", str(recording), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["predictions"]
+    assert "demo with its EAGLE-2 head, recorded: " in found[0]["label"]
+    assert found[0]["tokens_per_second"] > found[1]["tokens_per_second"] > 0
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["bench", "run", "--recording", "none.flowrec"], "there is no recording none.flowrec"),
+    (["bench", "run", "--recording", "FILE", "--chat"], "leave --chat out"),
+    (["bench", "run", "--recording", "FILE", "--clock", "wall"], "leave --clock wall out"),
+    (["bench", "run", "--recording", "FILE", "--temperature", "0.5"], "no text at temperature 0.5"),
+    (["bench", "run", "--recording", "FILE", "--strategies", "pearl", "--set", "draft=lm"], "leave pearl out"),
+    (["record", "--out", "x.flowrec", "--draft", "ngram"], "n-grams need no recording"),
+    (["record", "--out", "nowhere/x.flowrec"], "no directory nowhere"),
+])
+def test_what_cannot_be(recording: Path, words: list[str], said: str, tmp_path: Path,
+                        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([str(recording) if word == "FILE" else word for word in words]) > 0
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("flowspec: error: ")
+    assert said in error
