@@ -1,4 +1,4 @@
-"""Renews the table of boards, models and predicted speed in docs/five-boards.md; takes some minutes.
+"""Renews the table of boards, models and predicted speed in docs/five-boards.md; takes about a minute.
 
     python docs/build_boards.py
 """
@@ -15,9 +15,8 @@ from flowspec_edge.boards.planning import planner
 from flowspec_edge.boards.planning.board_spec import parse_devices
 from flowspec_edge.boards.planning.layer_split import problem_for
 from flowspec_edge.boards.planning.model_size import PlanDtype, model_bytes
-from flowspec_edge.cli.boards.plan import prediction_requests
+from flowspec_edge.cli.boards.plan import usual_tokens
 from flowspec_edge.lab.predictions import predict
-from flowspec_edge.model.opened import DEMO, resolve_model
 
 DOCUMENT = Path(__file__).with_name("five-boards.md")
 TABLE = re.compile(r"(?<=<!-- boards, made by build_boards.py -->\n).*?(?=<!-- end of boards -->)", re.DOTALL)
@@ -58,14 +57,13 @@ def cells_of(name: str, count: int, model: str, dtype: PlanDtype, predicted: boo
 
 
 def speeds(plan: planner.PipelinePlan) -> Sequence[str]:
-    source = resolve_model(DEMO)
-
-    def tokens_per_second(strategy: str, draft: str) -> str:
-        [found] = predict(plan, [strategy], source.path, prediction_requests(source, draft))
+    def tokens_per_second(strategy: str, by_ngrams: bool = False) -> str:
+        tokens = usual_tokens(by_ngrams)
+        [found] = predict(plan, [strategy], tokens.source, tokens.requests)
         return f"{found.tokens_per_second:.1f}"
 
-    return (tokens_per_second("flowspec_plus", "eagle2"), tokens_per_second("flowspec_plus", "ngram"),
-            tokens_per_second("autoregressive", "eagle2"))
+    return (tokens_per_second("flowspec_plus"), tokens_per_second("flowspec_plus", by_ngrams=True),
+            tokens_per_second("autoregressive"))
 
 
 def table(predicted: bool = True) -> str:

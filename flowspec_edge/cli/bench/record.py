@@ -57,7 +57,7 @@ def record(
         metavar="KIND", show_default=False)] = "",
     nodes: Annotated[int, typer.Option(
         "--nodes", min=1, max=_MOST_NODES, help="Nodes of the draft tree that are recorded at every token: the "
-                                                "likeliest.", metavar="N")] = 64,
+                                                "likeliest.", metavar="N")] = 128,
     children: Annotated[int, typer.Option(
         "--children", min=1, max=_MOST_CHILDREN, help="Children of each node.", metavar="N")] = 11,
     licence: Annotated[str, typer.Option(

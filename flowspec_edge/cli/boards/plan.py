@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from flowspec_edge.model.draft_kind import DraftKind
 
 _PROMPTS, _TOKENS = 2, 48  # of a prediction with a model, which takes seconds
-_RECORDED_TOKENS = 32  # of one with a recording, for each kind of text
+_RECORDED, _RECORDED_TOKENS = 4, 32  # of one with a recording: texts of one kind; of several kinds, one each
 _SMALL = 10**9  # bytes; predictions run smaller models themselves
 
 def plan(
@@ -64,7 +65,8 @@ def plan(
         "--predict/--no-predict", help="Predict tokens/s in virtual time.")] = True,
     recording: Annotated[Path | None, typer.Option(
         "--recording", help="Whose acceptance predictions assume: what a model and its head said (flowspec record).  "
-                            "Default: smollm2-135m's.", metavar="FILE", show_default=False)] = None,
+                            "Default: the demonstration's, and the range over smollm2-135m's.",
+        metavar="FILE", show_default=False)] = None,
     heads: Annotated[bool, typer.Option(
         "--heads/--no-heads", help="List what each kind of draft head would take on D0, in 16, 8 and 4 "
                                    "bits.")] = False,
@@ -75,8 +77,10 @@ def plan(
     The first lines say what to run, on which of the boards, how fast that is predicted to be, and the next
     command; the tables below say why.
 
-    Speeds are those of a model and a head whose drafts are as often right as in the texts of --recording: by default
-    chats of SmolLM2-135M-Instruct with its EAGLE-2 head, of six kinds.  Kinds of text differ: the range is given.
+    Speeds are given three times: with the acceptance of the demonstration model's head, on program text; with that
+    head made as fallible as the FlowSpec paper's (bench run --acceptance paper); and the range over six kinds of
+    chats with SmolLM2-135M-Instruct and its head, which is right less often than published ones.  --recording
+    takes another model's texts in place of all three.
 
     Subsets of the boards, their order and their layers are searched for the most tokens/s within their
     memory; the alternatives are listed, one board and the other element type among them.  Boards of a cluster
@@ -141,7 +145,8 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
         if planned.kind not in known:
             source = None if recorded else _own_model(model, planned)
             if source is None:
-                known[planned.kind] = _recorded_tokens(recorded, planned.by_ngrams)
+                known[planned.kind] = (_tokens_of(recorded, planned.by_ngrams) if recorded else
+                                       usual_tokens(planned.by_ngrams))
                 return known[planned.kind]
             requests = prediction_requests(source, planned.kind.name)
             stages = max((len(plan.stages) for plan in case.plans), default=1)
@@ -170,27 +175,38 @@ def _own_model(model: str, planned: PlannedDraft) -> OpenModel | None:
     return None
 
 
-def _recorded_tokens(path: Path | None, by_ngrams: bool) -> Tokens:
-    """The first text of each kind, at temperature 0, of a recording."""
+def usual_tokens(by_ngrams: bool) -> Tokens:
+    """The demonstration's texts, and beside them chats of several kinds."""
+    chats = _tokens_of(shipped_recording(ANSWERING), by_ngrams)
+    drafts = "n-grams" if by_ngrams else "its head"
+    beside = replace(chats, acceptance=f"chats of {ANSWERING} with {drafts}")
+    return replace(_tokens_of(shipped_recording(DEMO), by_ngrams), acceptance="the demonstration model",
+                   calibrates=not by_ngrams, kinds=(), beside=beside)
+
+
+def _tokens_of(path: Path, by_ngrams: bool) -> Tokens:
+    """The first text of each kind, at temperature 0, of a recording; the first ones if there are few kinds."""
     from flowspec_edge.cli.boards.plan_cases import Tokens
     from flowspec_edge.drivers.virtual.recorded import request_of
     from flowspec_edge.drivers.virtual.recording import load_recording
     from flowspec_edge.strategies.params import Params
 
-    recording = load_recording(path or shipped_recording())
-    texts = {text.task: text for text in reversed(recording.at(0.0))}
-    kinds = [task for task in recording.tasks if task in texts]
+    recording = load_recording(path)
+    greedy = recording.at(0.0)
+    texts = [next(text for text in greedy if text.task == task) for task in dict.fromkeys(text.task for text in greedy)]
+    kinds = [text.task for text in texts] if len(texts) >= _RECORDED else []
+    texts = texts if kinds else greedy[:_RECORDED]
     params = Params(draft=NGRAM.name if by_ngrams else recording.draft)
-    requests = [request_of(texts[kind], recording, _RECORDED_TOKENS, params=params) for kind in kinds]
-    return Tokens(recording, f"{recording.model} with its {DRAFT_KINDS[recording.draft].title}, recorded: "
-                             f"{', '.join(kinds)}", requests, False, kinds if len(kinds) > 1 else ())
+    requests = [request_of(text, recording, _RECORDED_TOKENS, params=params) for text in texts]
+    return Tokens(recording, f"{recording.model} with its {DRAFT_KINDS[recording.draft].title}, recorded"
+                             f"{': ' * bool(kinds)}{', '.join(kinds)}", requests, False, kinds)
 
 
-def shipped_recording() -> Path:
-    """The chats of smollm2-135m with its head."""
+def shipped_recording(model: str) -> Path:
+    """Return what came with this package of a model's and its head's answers."""
     from flowspec_edge.util.resources import resource_dir
 
-    return resource_dir("models") / ANSWERING / "recording.flowrec"
+    return resource_dir("models") / model / "recording.flowrec"
 
 
 def prediction_requests(source: OpenModel, kind: str) -> list[Request]:

@@ -278,6 +278,7 @@ class Tokens:
     acceptance  whose it is, for the label
     calibrates  whether the chosen split also runs with the acceptance of a published head
     kinds       of the requests' texts, if there are several
+    beside      texts of several kinds with another head, for the range over them
     """
 
     source: Path | Recording
@@ -285,6 +286,7 @@ class Tokens:
     requests: Sequence[Request]
     calibrates: bool
     kinds: Sequence[str] = ()
+    beside: Tokens | None = None
 
 
 class Runs:
@@ -300,7 +302,12 @@ class Runs:
         every = (self._cases.main, *self._cases.others)
         count = sum(len(self._shortlist(case)) + len(predictions.ALONE) * bool(case.alone) for case in every)
         return count + max((len(self._names) * (1 + self._tokens(case).calibrates) - 1
-                            for case in every if case.plans), default=0)
+                            for case in every if case.plans), default=0) + self._steps_beside()
+
+    def _steps_beside(self) -> int:
+        """In runs of the main case's requests, rounded up."""
+        tokens = self._tokens(self._cases.main)
+        return -(-len(tokens.beside.requests) // len(tokens.requests)) if tokens.beside else 0
 
     def _shortlist(self, case: Case) -> list[PipelinePlan]:
         return case.shortlist() if case is self._cases.main else case.plans[:1]
@@ -335,6 +342,11 @@ class Runs:
                         predictions.predict(chosen, self._names, *run, right_children=PUBLISHED_SHARE),
                         strict=True)]
             best = max(report.predictions, key=lambda p: p.tokens_per_second)
+            if beside := self._tokens(case).beside:
+                [ranged] = predictions.predict(chosen, [best.strategy], beside.source, beside.requests, advance,
+                                               kinds=beside.kinds)
+                report.predictions[report.predictions.index(best)] = best = replace(best, by_kind=ranged.by_kind)
+                report.kinds_of = beside.acceptance
             own.leads = [(plan, best if plan is chosen else p) for plan, p in own.leads]
         if case.alone:
             boards = len(chosen.stages) + 1 if chosen else 1

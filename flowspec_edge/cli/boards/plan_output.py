@@ -78,7 +78,8 @@ class Recommendation:
 class PlanReport:
     """``plan``: None if no split fits, but one board holds the whole model; ``alone_rows``: the table of
     boards if one of them alone is recommended; ``other_devices``: boards whose profile is of another device
-    than their file's torch_device, which for D0 is ``torch_device``; ``next``: commands."""
+    than their file's torch_device, which for D0 is ``torch_device``; ``next``: commands; ``kinds_of``: whose texts
+    ``Prediction.by_kind`` is of, if they are not the label's."""
 
     size: ModelBytes
     context: int
@@ -98,6 +99,7 @@ class PlanReport:
     recommended: Recommendation | None = None
     alone_rows: list[BoardRow] = field(default_factory=list)
     next: list[str] = field(default_factory=list)
+    kinds_of: str = ""
 
     @property
     def draft(self) -> DraftTurn | None:
@@ -191,7 +193,7 @@ class PlanReport:
             "smallest_single_board": asdict(self.smallest) if self.smallest else None,
             "other_programs": self.others.as_json() if self.others else None,
             "draft_heads": [asdict(cost) for cost in self.heads],
-            "estimated": bool(self.notes), "notes": self.notes,
+            "kinds_of": self.kinds_of, "estimated": bool(self.notes), "notes": self.notes,
         }
 
     def _recommended_json(self) -> dict[str, Any] | None:
@@ -219,11 +221,15 @@ def answer(report: PlanReport) -> list[str]:
     if best:
         about = "about " if report.by_bandwidth else ""
         line += f", with {best.strategy}: PREDICTED {about}{rate_text(best.tokens_per_second)} tokens/s"
+        about_heads = []
         if best.tokens_per_second_calibrated:
             paper = rate_text(best.tokens_per_second_calibrated)
-            line += f" ({paper} with a head as fallible as the paper's)"
+            about_heads.append(f"{paper} with a head as fallible as the paper's")
         if best.by_kind:
-            line += f" ({_range(best.by_kind.values())} by kind of text)"
+            whose = f" in {report.kinds_of}" if report.kinds_of else ""
+            about_heads.append(f"{_range(best.by_kind.values())} by kind of text{whose}")
+        if about_heads:
+            line += f" ({'; '.join(about_heads)})"
         if best.first_token_s:
             line += (f", the first token {_seconds(best.first_token_s)} after a prompt of "
                      f"{best.prompt_tokens:.0f} tokens")
@@ -294,6 +300,10 @@ def show(report: PlanReport) -> None:
         say(f"chosen for {report.at_once} requests at once; the speeds are those of one")
     if report.predictions:
         show_whole(console, _predictions(report))
+    for p in report.predictions if report.kinds_of else ():
+        if p.by_kind:
+            rates = ", ".join(f"{kind} {rate_text(rate)}" for kind, rate in p.by_kind.items())
+            say(f"{p.strategy} in {report.kinds_of}: {rates}.")
     if report.alone:
         text = report.alone.text
         say(f"{text[:1].upper()}{text[1:]}." if report.alone.enough else f"{text}.")
@@ -337,7 +347,7 @@ def _boards(report: PlanReport, rows: Sequence[BoardRow]) -> Table:
 def _predictions(report: PlanReport) -> Table:
     predictions = report.predictions
     calibrated = any(p.tokens_per_second_calibrated is not None for p in predictions)
-    ranges = any(p.by_kind for p in predictions)
+    ranges = not report.kinds_of and any(p.by_kind for p in predictions)
     columns = ("tokens/s", *(["at the paper's acceptance"] * calibrated), *(["by kind of text"] * ranges), "speedup",
                "tokens a turn")
     table = frame(("strategy", "drafts with"), columns, wide=True)

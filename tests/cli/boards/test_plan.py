@@ -59,6 +59,7 @@ def short_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Predictions of a few tokens after one prompt: these tests are not about their value."""
     monkeypatch.setattr(plan, "_PROMPTS", 1)
     monkeypatch.setattr(plan, "_TOKENS", 6)
+    monkeypatch.setattr(plan, "_RECORDED_TOKENS", 6)
 
 
 def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -205,13 +206,39 @@ def test_several_requests_at_once_take_room_for_their_drafts(home: Path, capsys:
     assert "500 tokens of context, 3 requests at once" in capsys.readouterr().out
 
 
-def test_a_config_alone_takes_the_demonstration_models_tokens(home: Path,
-                                                              capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_alone_takes_recorded_texts(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The demonstration's; and chats of six kinds for the range."""
+    given = ("--model", str(home / "bare" / "config.json"), "--devices", f"{home}/nano.toml:3", "--context", "256",
+             "--strategies", "flowspec,autoregressive", "--dtype", "fp16", "--draft", "head")
+    found = planned(capsys, *given)
+    drafted, plain = found["predictions"]
+    assert drafted["label"].endswith("acceptance of the demonstration model")
+    assert drafted["tokens_per_second_calibrated"] > 0
+    assert (plain["draft"], plain["by_kind"]) == ("none", None)
+    assert found["kinds_of"] == "chats of smollm2-135m with its head"
+    kinds = drafted["by_kind"]
+    assert [*kinds] == ["chat", "code", "mathematics", "instructions", "summary", "questions"]
+    assert main(["plan", *given]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert f"; {min(kinds.values()):.1f} to {max(kinds.values()):.1f} by kind of text in chats of" in first
+    assert any(line.startswith("flowspec in chats of smollm2-135m with its head: chat ") for line in others)
+
+
+def test_predictions_over_a_recording_of_several_kinds(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--model", str(home / "bare" / "config.json"), "--devices", f"{home}/nano.toml:3", "--context", "256",
+             "--strategies", "flowspec,autoregressive", "--dtype", "fp16", "--draft", "head", "--recording",
+             str(plan.shipped_recording("smollm2-135m")))
+    drafted, _ = planned(capsys, *given)["predictions"]
+    assert drafted["label"].endswith("acceptance of smollm2-135m with its EAGLE-2 head, recorded: chat, code, "
+                                     "mathematics, instructions, summary, questions")
+    assert drafted["tokens_per_second"] == pytest.approx(sum(drafted["by_kind"].values()) / 6)
+    assert main(["plan", *given]) == 0
+    assert "by kind of text" in capsys.readouterr().out
+
+
+def test_a_bare_config_has_no_head(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--model", str(home / "bare" / "config.json"), "--devices", f"{home}/nano.toml:3",
-                    "--context", "256", "--strategies", "autoregressive", "--dtype", "fp16", "--draft",
-                    "head")
-    assert found["predictions"][0]["label"].endswith("acceptance of the demonstration model")
-    assert found["predictions"][0]["draft"] == "none"
+                    "--context", "256", "--dtype", "fp16", "--draft", "head", "--no-predict")
     assert found["estimated"]
     [note] = found["notes"]
     assert note.startswith("bare has no EAGLE head: its size is taken to be one layer and fc; ")
