@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowspec_edge.cli.bench.options import BenchOptions
+from flowspec_edge.cli.bench.subject import subject_of
 from flowspec_edge.cli.common.options import (
     MOST_REPEATS,
     MOST_TOKENS,
@@ -20,9 +21,9 @@ from flowspec_edge.cli.common.options import (
     ModelOption,
 )
 from flowspec_edge.cli.common.streams import saved
-from flowspec_edge.cli.common.workload import fail_if_different, require_runnable
+from flowspec_edge.cli.common.workload import fail_if_different
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.opened import DEMO, resolve_model
+from flowspec_edge.model.opened import DEMO
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.util.files import make_directory
 
@@ -56,6 +57,10 @@ def reproduce(
     max_new_tokens: MaxNewTokensOption = 128,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the noise at T = 1.")] = 0,
     model: ModelOption = DEMO,
+    recording: Annotated[Path | None, typer.Option(
+        "--recording", help="What a model said (flowspec record), in place of --model and --prompts: takes "
+                            "seconds.  Not for pipedec-stages and spd-law, which have drafts of their own.",
+        metavar="FILE", show_default=False)] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     jobs: Annotated[int, typer.Option(
@@ -78,6 +83,7 @@ def reproduce(
       flowspec reproduce
       flowspec reproduce flowspec-table-1 --out DIR
       flowspec reproduce flowspec-table-2 --prompts mt_bench.jsonl --prompts gsm8k.jsonl --jobs 4
+      flowspec reproduce flowspec-figure-5 --recording smollm2.flowrec
       flowspec reproduce all --limit 8 --out DIR --resume
     """
     from flowspec_edge.cli.common.listing import print_columns
@@ -97,11 +103,12 @@ def reproduce(
 
     options = BenchOptions(
         prompts=prompts, by_category=by_category, limit=limit or (None if prompts else _DEMO_PROMPTS),
-        truncate=truncate, max_new_tokens=max_new_tokens, model=model, dtype=dtype, device=device, jobs=jobs,
-        dask=dask)
+        truncate=truncate, max_new_tokens=max_new_tokens, model=model, recording=recording, dtype=dtype, device=device,
+        jobs=jobs, dask=dask)
+    subject = subject_of(options)
     needed = {measurement.name: measurement for artefact in wanted for measurement in artefact.measurements}
     for measurement in needed.values():  # before anything runs
-        require_runnable(measurement.strategies, resolve_model(model), measurement.params, "virtual", 1)
+        subject.require(measurement.strategies, measurement.params, "virtual", 1)
     folder = out / "measured"
     for name in () if resume else needed:
         if (folder / f"{name}.json").exists():
@@ -138,6 +145,8 @@ def _command(artefact: Artefact, options: BenchOptions, seed: int) -> str:
         value = getattr(options, name)
         if value is not None and (name, value) != ("model", DEMO):
             parts += [f"--{name.replace('_', '-')}", Path(str(value)).name]
+    if options.recording is not None:
+        parts += ["--recording", options.recording.name]
     for path in options.prompts or []:
         parts += ["--prompts", path.name]
     if options.by_category:
