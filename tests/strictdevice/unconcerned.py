@@ -6,8 +6,8 @@ They protect what computes: layers, drafting and sampling, every other Python fi
 or after it, the strict device itself, and what decides which tests run on which libraries.
 
 The work tree is compared with the commit at which its branch left main.  On main itself, whose last run is not known,
-and where no main is found, it is compared with the commit RECENT commits back.  Where neither is in the history, as in a
-shallow clone, the tests must run.
+and where no main is found, it is compared with the commit RECENT commits back.  Where neither is in the history, as in
+a shallow clone, the tests must run.
 """
 
 from __future__ import annotations
