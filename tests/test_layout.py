@@ -232,7 +232,7 @@ def loaded_with(modules: Iterable[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("modules", [
-    ["drivers.stage.process", "drivers.stage.load", "cli.serve.daemons"],
+    ["drivers.stage.process", "drivers.stage.worker", "drivers.stage.load", "cli.serve.daemons"],
     ["drivers.processes.clusters", "boards.ssh_stages", "boards.measurement.profile", "serving.server"]])
 def test_what_a_board_runs_loads_no_simulation(modules: list[str]) -> None:
     loaded = loaded_with(modules)
