@@ -31,10 +31,13 @@ demo: $(READY)
 	$(BIN)/flowspec models fetch smollm2-135m || true
 	$(BIN)/flowspec demo
 
+# Tests that read the package's source, which they parse once.
+OF_SOURCES := tests/test_layout.py tests/test_no_unpickling.py
+
 check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --quiet tests/test_layout.py
+	$(BIN)/python -m pytest --quiet $(OF_SOURCES)
 	$(BIN)/hadolint Dockerfile.jetson
 
 # pytest keeps the test modules that it rewrites; without, each of its processes takes ten seconds for them.
@@ -49,7 +52,7 @@ PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder $(DEAREST)
 
 test: check
 	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not soak and not fleet and not aarch64 and not strict' \
-		--ignore tests/test_layout.py  # which check has run
+		$(addprefix --ignore ,$(OF_SOURCES))  # which check has run
 
 # Tests that take three seconds of processor time or more, most of them over processes: CI runs them too.
 test-slow: $(READY)
