@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-slow test-strict test-fleet test-fleet-slow test-aarch64 test-cuda check bench faults soak soak-fleet timelines clean
+.PHONY: setup demo test test-slow test-strict test-strict-if-concerned test-fleet-core test-fleet test-aarch64 test-cuda check bench faults soak soak-fleet timelines clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -31,10 +31,13 @@ demo: $(READY)
 	$(BIN)/flowspec models fetch smollm2-135m || true
 	$(BIN)/flowspec demo
 
+# Tests that read the package's source, which they parse once.
+OF_SOURCES := tests/test_layout.py tests/test_no_unpickling.py
+
 check: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --quiet tests/test_layout.py
+	$(BIN)/python -m pytest --quiet $(OF_SOURCES)
 	$(BIN)/hadolint Dockerfile.jetson
 
 # pytest keeps the test modules that it rewrites; without, each of its processes takes ten seconds for them.
@@ -48,7 +51,8 @@ DEAREST := --processor-seconds 20
 PARALLEL := --numprocesses 3 --dist loadfile --no-loadscope-reorder $(DEAREST)
 
 test: check
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not soak and not fleet and not aarch64 and not strict'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not slow and not soak and not fleet and not aarch64 and not strict' \
+		$(addprefix --ignore ,$(OF_SOURCES))  # which check has run
 
 # Tests that take three seconds of processor time or more, most of them over processes: CI runs them too.
 test-slow: $(READY)
@@ -70,6 +74,10 @@ test-strict: $(READY)
 		--ignore tests/microbench
 	$(STRICT) -m 'not slow and not soak' -k 'not broke_off and not leaves_its_reasoning_out' -p strictdevice.default_device $(ANYWHERE)
 
+# The same, unless nothing has changed since main that they protect: one line says so.
+test-strict-if-concerned: $(READY)
+	@$(BIN)/python tests/strictdevice/unconcerned.py || $(MAKE) test-strict
+
 # A thousand faults under clients are among them; their report is $(CHAOS_REPORT).  Property tests
 # (hypothesis marks them) run again with all of their examples.
 CHAOS_REPORT ?= build/chaos.json
@@ -81,12 +89,12 @@ soak: $(READY)
 faults: $(READY)
 	$(BIN)/python -m tests.faults
 
-# Containers with a systemd each; needs root.  Their images are built once: a few minutes, 3.5 GB.  The long ones
-# (power cuts, misfortunes, each step by itself, the document of the first hour) are in the second command alone.
+# Containers with a systemd each; needs root.  Their images are built once: a few minutes, 3.5 GB.  The first command
+# has one or two of each kind: CI runs them with every change, and all of them every night.
+test-fleet-core: $(READY)
+	$(BIN)/python -m pytest $(DEAREST) -m core tests/e2e
 test-fleet: $(READY)
-	$(BIN)/python -m pytest $(DEAREST) -m 'fleet and not slow and not soak' tests/e2e
-test-fleet-slow: $(READY)
-	$(BIN)/python -m pytest $(DEAREST) -m 'fleet and slow and not soak' tests/e2e
+	$(BIN)/python -m pytest $(DEAREST) -m 'fleet and not soak' tests/e2e
 
 # Every fault at every step of a deployment: hours.  Begins no trial after four; the next run goes on there.
 FAULTS ?= build/soak-fleet

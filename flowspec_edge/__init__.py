@@ -1,6 +1,6 @@
 """FlowSpec over small boards: pipelined tree speculative decoding of one large model.
 
-Begin with :class:`Cluster`. The names are imported when first used: torch and transformers take seconds.
+Begin with :class:`Cluster`. The names are imported when first used.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@
 
 What ``__all__`` lists, with the fields and methods that docs/api.md documents, is stable: a change that
 breaks a caller raises the first number of the version that is not 0.
+
+What computes is imported with the first cluster: torch and transformers take seconds, and a strategy needs neither.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from flowspec_edge.boards.planning.testbed import profile_or_testbed
 from flowspec_edge.d0.request import (
@@ -27,13 +30,10 @@ from flowspec_edge.d0.request import (
     different_tokens,
 )
 from flowspec_edge.device_profile import Profile, load_profile
-from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Here
 from flowspec_edge.drivers.virtual.clock import Span
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.place import Virtual
 from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.messages import Segment
 from flowspec_edge.model.manifest import ComputeDtype, types_text
 from flowspec_edge.model.opened import DEMO, OpenModel, resolve_model
@@ -47,6 +47,9 @@ from flowspec_edge.strategies.tree_strategy import TreeParameters, TreeStrategy
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.draft_tree import DraftTree, Node
 from flowspec_edge.tree.segment_builder import SegmentBuilder
+
+if TYPE_CHECKING:
+    from flowspec_edge.lab.plain import PlainDecoder
 
 __all__ = ["Cluster", "Commit", "Completion", "DraftOutput", "DraftRequest", "DraftTree", "FlowspecError",
            "Node", "Parameters", "Params", "PeerLost", "Penalties", "Pipeline", "Profile", "Request",
@@ -87,6 +90,8 @@ class Cluster:
     def __init__(self, model: OpenModel, stages: int, dtype: ComputeDtype, device: str,
                  place: Here | Virtual, threads: int | None = None,
                  scheduling_policy: SchedulingPolicy = "fair") -> None:
+        from flowspec_edge.drivers.processes.clusters import open_cluster
+
         self.model = model
         self.tokenizer = Tokenizer(model)
         self.stages = stages
@@ -148,6 +153,8 @@ class Cluster:
     @property
     def spans(self) -> list[Span]:
         """What each device did, and when, in the last request: for timelines. UsageError unless virtual."""
+        from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+
         if not isinstance(self._backend, VirtualCluster):
             raise UsageError("spans exist in virtual time alone; for processes see: flowspec bench timeline")
         return self._backend.spans
@@ -201,6 +208,8 @@ class Cluster:
         """Return the tokens of plain decoding, without a pipeline: what every strategy has to give, near ties
         of 16 bits aside. The first call loads the model a second time."""
         if self._plain is None:
+            from flowspec_edge.lab.plain import PlainDecoder
+
             self._plain = PlainDecoder(self.model.path, self._dtype, self._device)
         return self._plain.generate(list(request.prompt), request.max_new_tokens, request.sampling,
                                     request.stop_ids, request.penalties, request.restrictions)[0]

@@ -349,7 +349,7 @@ def test_a_file_with_the_name_of_a_library_is_named(directory: Path) -> None:
 
 def test_other_files_of_the_current_directory_are_not_found(directory: Path) -> None:
     code = """if True:
-        import importlib, sys
+        import importlib, importlib.util, sys
         sys.path.remove('')
         from flowspec_edge.strategies.registry import strategy_class
         strategy_class("my_package.module:MyStrategy")
@@ -359,11 +359,16 @@ def test_other_files_of_the_current_directory_are_not_found(directory: Path) -> 
             except ImportError:
                 pass
         print(*sorted(name for name, module in sys.modules.items()
-                      if (getattr(module, "__file__", None) or "").startswith(sys.argv[1])))"""
+                      if (getattr(module, "__file__", None) or "").startswith(sys.argv[1])))
+        assert "torch" not in sys.modules  # which a strategy does not need: it would take seconds
+        for name in ("numpy", "torch", "bitsandbytes", "flash_attn"):
+            found = importlib.util.find_spec(name)
+            assert not found or not found.origin.startswith(sys.argv[1]), found"""
     done = subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True,
                           check=False, timeout=300, cwd=directory,
                           env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.stdout.split() == ["my_package", "my_package.module", "my_sibling"], done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("name", [name for name in strategy_names() if ":" not in name])

@@ -1,5 +1,5 @@
-"""The layout of the source: directions of imports, circles, names.  Read from the source; nothing is
-imported here."""
+"""The layout of the source: directions of imports, circles, names, what starts processes.  Read from the source;
+nothing is imported here."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from kits.package_sources import PACKAGE, trees
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "flowspec_edge"
 
 # What each part of the package may import beside itself.
 FOUNDATION = {"errors", "messages", "util", "device_profile", "sampling", "model"}
@@ -66,18 +67,6 @@ PURE = ("tree", "strategies")  # they decide and do not act: no clock, no socket
 ACTS = {"time", "datetime", "random", "socket", "select", "selectors", "asyncio", "threading",
         "multiprocessing", "subprocess", "os", "pathlib"}
 TENSORS = {"torch", "transformers", "safetensors", "tokenizers", "zmq"}
-
-
-@cache
-def trees() -> dict[str, tuple[Path, ast.Module]]:
-    """Module names below ``flowspec_edge``, such as "tree.draft_tree"; a package's is its ``__init__``'s."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if "_data" not in parts:
-            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = path, ast.parse(path.read_text(encoding="utf-8"))
-    return found
 
 
 @cache
@@ -233,7 +222,7 @@ def loaded_with(modules: Iterable[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("modules", [
-    ["drivers.stage.process", "drivers.stage.load", "cli.serve.daemons"],
+    ["drivers.stage.process", "drivers.stage.worker", "drivers.stage.load", "cli.serve.daemons"],
     ["drivers.processes.clusters", "boards.ssh_stages", "boards.measurement.profile", "serving.server"]])
 def test_what_a_board_runs_loads_no_simulation(modules: list[str]) -> None:
     loaded = loaded_with(modules)
@@ -335,6 +324,38 @@ def test_nothing_below_decisions_needs_a_tensor_library(part: str) -> None:
     wrong = [f"{module} imports {name}" for module in sorted(reached) for name in sorted(imported(module, True))
              if name.split(".")[0] in TENSORS]
     assert_none(wrong)
+
+
+# Programs that are not Python take such options, too.
+NOT_PYTHON = {"sh", "nvpmodel", "install", "-d", "-I"}  # install -d -m; python -I is isolated itself
+MAY_START = {"util.interpreter", "boards.probe.onboard.system"}  # the latter asks for -I, on a board
+
+
+def words_before_options(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """For each "-c" or "-m" in a list or among arguments, and each "-" in a list: the line, and the word
+    before it."""
+    for node in ast.walk(tree):
+        given = (node.elts if isinstance(node, (ast.List, ast.Tuple)) else
+                 node.args if isinstance(node, ast.Call) else [])
+        options = ("-c", "-m") if isinstance(node, ast.Call) else ("-c", "-m", "-")
+        for before, option in pairwise(given):
+            if isinstance(option, ast.Constant) and option.value in options:
+                word = before.value if isinstance(before, ast.Constant) else ast.unparse(before)
+                yield option.lineno, str(word)
+
+
+def test_one_module_knows_how_an_interpreter_is_started() -> None:
+    """So that none imports from the current directory: ``tests/util/test_interpreter.py``."""
+    assert_none([f"{name}:{line} after {word}" for name, (_, tree) in trees().items() if name not in MAY_START
+                 for line, word in words_before_options(tree) if word not in NOT_PYTHON])
+
+
+def test_what_starts_processes_for_us_is_guarded() -> None:
+    for name, (path, _) in trees().items():
+        text = path.read_text(encoding="utf-8")
+        starts = ("get_context(" in text or "joblib.Parallel(" in text or "ProcessPoolExecutor" in text
+                  or "set_start_method" in text)
+        assert not starts or "guarded_starts(" in text, name
 
 
 def test_the_command_line_starts_without_the_heavy_libraries() -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
+from kits.package_sources import PACKAGE, trees
 
-PACKAGE = Path(__file__).resolve().parent.parent / "flowspec_edge"
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "yaml"}
 # To name the error that torch.load raises for what it refuses; and to exchange requests and results with
 # processes of its own, or with the workers of a Dask cluster that the user names.
@@ -17,10 +16,10 @@ MAY_NAME = {"model/weights/files.py": {"pickle.UnpicklingError"},
                                       "joblib.externals"}}
 
 
-def faults(text: str, may_name: set[str]) -> list[str]:
-    """What of a module could run what it reads."""
-    found, tree = [], ast.parse(text)
-    for node in ast.walk(tree):
+def faults(text: str, may_name: set[str], tree: ast.Module | None = None) -> list[str]:
+    """What of a module could run what it reads; ``tree``: its own, if it is parsed."""
+    found = []
+    for node in ast.walk(tree or ast.parse(text)):
         names: set[str] = set()
         if isinstance(node, ast.Import):
             names = {alias.name.split(".")[0] for alias in node.names}
@@ -41,12 +40,20 @@ def faults(text: str, may_name: set[str]) -> list[str]:
 
 
 def test_nothing_that_is_read_is_run() -> None:
-    files = sorted(PACKAGE.rglob("*.py"))
-    assert len(files) > 200
-    found = {str(file.relative_to(PACKAGE)): wrong for file in files
-             if (wrong := faults(file.read_text(encoding="utf-8"),
-                                 MAY_NAME.get(str(file.relative_to(PACKAGE)), set())))}
+    assert len(trees()) > 200
+    found = {name: wrong for path, tree in trees().values() for name in [str(path.relative_to(PACKAGE))]
+             if (wrong := faults(path.read_text(encoding="utf-8"), MAY_NAME.get(name, set()), tree))}
     assert found == {}
+
+
+def test_no_loader_runs_a_models_code() -> None:
+    """transformers asks the user, who may say yes, unless it is told."""
+    for name, (path, tree) in trees().items():
+        for node in ast.walk(tree) if ".from_pretrained" in path.read_text(encoding="utf-8") else ():
+            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained") \
+                    and ast.unparse(node.func).startswith("Auto"):
+                told = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+                assert told.get("trust_remote_code") == "False", f"{name}:{node.lineno}"
 
 
 @pytest.mark.parametrize("text", [

@@ -36,12 +36,9 @@ FAULTS = (
           "mount --bind /run/less /proc/meminfo", "umount /proc/meminfo", ("memory", "are needed")),
 )
 
-IN_EVERY_RUN = ("no ssh", "no sudo", "too little memory")  # the others are rules of the same check: test-fleet-slow
-
-
 @pytest.mark.parametrize("fault", [
-    pytest.param(fault, id=fault.name, marks=() if fault.name in IN_EVERY_RUN else pytest.mark.slow)
-    for fault in FAULTS])
+    pytest.param(fault, id=fault.name, marks=pytest.mark.core if fault.name == "no sudo" else ())
+    for fault in FAULTS])  # what each is told from is a rule with facts of its own: tests/boards/probe
 def test_what_is_wrong_is_said_before_any_board_is_touched(cluster: Cluster, fault: Fault) -> None:
     fleet = cluster.fleet
     if cluster.deploy("status")["release"]:

@@ -88,6 +88,7 @@ def answers_as_plain_decoding_does(cluster: Cluster) -> None:
     assert cluster.tokens(*asked, "1", "--seed", "3") == plain(Sampling(1.0, seed=3))
 
 
+@pytest.mark.core
 def test_from_nothing_to_tokens(cluster: Cluster, first: str) -> None:
     status = cluster.deploy("status")
     assert (status["ok"], status["ready"], status["release"]) == (True, True, first)
@@ -96,6 +97,7 @@ def test_from_nothing_to_tokens(cluster: Cluster, first: str) -> None:
     answers_as_plain_decoding_does(cluster)
 
 
+@pytest.mark.core
 def test_a_second_run_changes_nothing(cluster: Cluster, first: str) -> None:
     before = cluster.deploy("status")
     told = cluster.deploy("up")
@@ -104,6 +106,7 @@ def test_a_second_run_changes_nothing(cluster: Cluster, first: str) -> None:
     assert cluster.deploy("status")["boards"] == before["boards"]  # nothing was started anew
 
 
+@pytest.mark.core
 def test_a_worker_that_is_killed_is_back(cluster: Cluster, first: str) -> None:
     cluster.fleet.shell(2, "kill -KILL $(systemctl show -P MainPID flowspec-verify@2)")
     # systemd tells of the death before the status can say otherwise.
@@ -114,6 +117,7 @@ def test_a_worker_that_is_killed_is_back(cluster: Cluster, first: str) -> None:
     answers_as_plain_decoding_does(cluster)
 
 
+@pytest.mark.core
 def test_services_are_stopped_started_and_read(cluster: Cluster, first: str) -> None:
     assert cluster.deploy("stop")["ok"]
     status = cluster.deploy("status")
@@ -127,13 +131,14 @@ def test_services_are_stopped_started_and_read(cluster: Cluster, first: str) -> 
     answers_as_plain_decoding_does(cluster)
 
 
-@pytest.mark.parametrize("board", [pytest.param(3, marks=pytest.mark.slow), 0])
+@pytest.mark.parametrize("board", [3, pytest.param(0, marks=pytest.mark.core)])
 def test_a_board_that_restarts_is_back(cluster: Cluster, first: str, board: int) -> None:
     cluster.fleet.reboot(board)
     assert cluster.becomes_ready()["release"] == first
     answers_as_plain_decoding_does(cluster)
 
 
+@pytest.mark.core
 def test_an_upgrade_and_the_way_back(cluster: Cluster, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.write(context=640, serve_host="0.0.0.0")
     plan = cluster.deploy("plan")
@@ -150,6 +155,7 @@ def test_an_upgrade_and_the_way_back(cluster: Cluster, first: str, monkeypatch: 
     answers_as_plain_decoding_does(cluster)
 
 
+@pytest.mark.core
 def test_a_board_that_is_no_longer_used_stops(cluster: Cluster, first: str, tmp_path: Path) -> None:
     before = cluster.becomes_ready()["release"]
     done = cluster.fleet.flowspec("models", "shard", "--model", "demo", "--stages", "3", "--out",
@@ -171,6 +177,7 @@ def test_a_board_that_is_no_longer_used_stops(cluster: Cluster, first: str, tmp_
     answers_as_plain_decoding_does(cluster)
 
 
+@pytest.mark.core
 def test_a_broken_upgrade_is_taken_back(cluster: Cluster, first: str, broken: Path) -> None:
     cluster.write()
     before = cluster.becomes_ready()
@@ -183,6 +190,7 @@ def test_a_broken_upgrade_is_taken_back(cluster: Cluster, first: str, broken: Pa
     answers_as_plain_decoding_does(cluster)
 
 
+@pytest.mark.core
 def test_all_boards_get_other_keys(cluster: Cluster, first: str) -> None:
     before = json.loads(cluster.flowspec("keys", "show", "--json").stdout)["boards"]
     done = cluster.flowspec("keys", "rotate", "--json")
@@ -198,6 +206,7 @@ def test_all_boards_get_other_keys(cluster: Cluster, first: str) -> None:
     assert cluster.deploy("up")["changed"] == 0
 
 
+@pytest.mark.core
 def test_down_leaves_nothing(cluster: Cluster, first: str, bare: list[set[str]]) -> None:
     assert cluster.deploy("down", "--purge")["ok"]
     for board in range(cluster.fleet.boards):

@@ -16,7 +16,7 @@ from kits.deployment_phases import PLACES, Bench
 
 from flowspec_edge.boards import paths
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 # Runs a step that never ends, where the boards are in reach.  setsid: a sudo with use_pty ends the command's
 # process group with the connection, and nothing beyond.

@@ -15,7 +15,7 @@ import pytest
 from kits import container_boards
 from kits.fault_trials import DRAFT, STAGE, Case, Ground, Step, make_ground, survives, trial_on
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 # What is wrong with a release, and for how long its draft device waits for stages.
 BROKEN = {

@@ -40,6 +40,7 @@ def jetson(cluster: Cluster) -> Iterator[int]:
     cluster.fleet.shell(1, _AS_BEFORE)
 
 
+@pytest.mark.core
 def test_bare_boards_and_one_that_is_put_right(cluster: Cluster, jetson: int) -> None:
     found = checked(cluster)
     names = [cluster.fleet.name(board) for board in range(cluster.fleet.boards)]

@@ -15,7 +15,7 @@ import pytest
 from kits import board_images, container_boards, deployments, documents, jetson_boards
 from kits.jetson_boards import Orins
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 DOCUMENT = board_images.REPOSITORY / "docs" / "first-hour.md"
 PATIENCE = 900.0

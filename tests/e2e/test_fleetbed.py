@@ -34,6 +34,7 @@ def test_every_board_has_booted(fleet: Fleet) -> None:
     assert len({fleet.shell(board, "cat /etc/machine-id") for board in range(fleet.boards)}) == 5
 
 
+@pytest.mark.core
 def test_they_are_reached_as_boards_are(fleet: Fleet) -> None:
     for board in range(fleet.boards):
         done = fleet.ssh(board, "id -un && hostname && sudo -n id -un")
@@ -53,6 +54,7 @@ def test_torch_is_theirs_and_nothing_else(fleet: Fleet) -> None:
     fleet.shell(1, "rm -r ~jetson/v")
 
 
+@pytest.mark.core
 def test_they_reach_one_another_and_nothing_beyond(fleet: Fleet) -> None:
     beyond = "192.0.2.1"  # an address for documentation
     for board in range(fleet.boards):

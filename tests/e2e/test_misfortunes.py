@@ -22,7 +22,7 @@ from kits.jetson_boards import Orins
 from flowspec_edge.boards import paths
 from flowspec_edge.util.resources import resource_dir
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 UNLUCKY, OLD = 1, 4
 TORCH = "/usr/lib/jetson/torch"

@@ -24,7 +24,7 @@ from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 COUNT = 8
 DRAFT, STAGE = 0, 1  # the boards
@@ -95,6 +95,7 @@ def completes(cluster: Cluster) -> str:
     return release
 
 
+@pytest.mark.core
 def test_a_power_cut_loses_what_was_not_synced(fleet: PowerFleet) -> None:
     """Else the tests below could not fail."""
     write = "mkdir -p /srv/cut && cd /srv/cut && head -c 99999 /dev/zero > "
@@ -119,7 +120,8 @@ FIRST = (
 )
 
 
-@pytest.mark.parametrize("moment", FIRST, ids=lambda moment: moment[0])
+@pytest.mark.parametrize("moment", [
+    pytest.param(moment, id=moment[0], marks=pytest.mark.core if moment[0] == "release" else ()) for moment in FIRST])
 def test_during_the_first_up(fleet: PowerFleet, cluster: Cluster, moment: tuple[str, str, str, str]) -> None:
     """Each goes on where the one before was cut off."""
     with interrupted(fleet, cluster, ("deploy", "up"), *moment[1:]):
@@ -129,7 +131,7 @@ def test_during_the_first_up(fleet: PowerFleet, cluster: Cluster, moment: tuple[
         whole(fleet, STAGE)
 
 
-@pytest.mark.parametrize("names", [False, True])
+@pytest.mark.parametrize("names", [False, pytest.param(True, marks=pytest.mark.core)])
 def test_right_after_success(fleet: PowerFleet, cluster: Cluster, names: bool) -> None:
     """Then the new release runs again by itself."""
     cluster.write(context=512 + 64 * names)

@@ -13,7 +13,7 @@ import pytest
 from kits import container_boards
 from kits.deployments import Cluster
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 BOARD = 2
 # Runs at the control place: a board's facts, and what the preflight makes of them.
@@ -50,6 +50,7 @@ def changed(fleet: container_boards.Fleet, breaks: str, mends: str) -> Iterator[
         fleet.shell(BOARD, mends)
 
 
+@pytest.mark.core
 def test_torch_is_tried_as_a_service_will_use_it(fleet: container_boards.Fleet, file: Path) -> None:
     torch, problems = ask(fleet, file)
     assert problems == []

@@ -10,7 +10,7 @@ from kits.container_boards import Fleet
 
 from flowspec_edge.drivers.stage import sd_notify
 
-pytestmark = [pytest.mark.fleet, pytest.mark.slow, container_boards.needs_fleet]
+pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
 WATCHDOG_S = 1
 # What blocks is longer than the watchdog's time: it stands for a library that is read from a slow card.
@@ -36,6 +36,7 @@ if what in ("is stuck", "was slow"):
 ENDS = {"starts": "success", "is slow": "success", "is stuck": "watchdog", "was slow": "watchdog"}
 
 
+@pytest.mark.core
 def test_the_watchdog_ends_what_is_stuck_and_nothing_that_loads(fleet: Fleet) -> None:
     source = Path(sd_notify.__file__).read_text()
     for name, text in (("notify.py", source), ("service.py", _SERVICE)):

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,9 +18,6 @@ HOSTILE = ("random", "json", "typing", "types", "enum", "signal", "collections",
            "socket", "pickle", "runpy", "multiprocessing", "re", "sitecustomize", "usercustomize", "jinja2",
            "torch", "numpy", "zmq", "transformers", "safetensors", "llguidance", "joblib", "msgpack", "pip",
            "venv")
-# Programs that are not Python take such options, too.
-NOT_PYTHON = {"sh", "nvpmodel", "install", "-d", "-I"}  # install -d -m; python -I is isolated itself
-MAY_START = {"util.interpreter", "boards.probe.onboard.system"}  # the latter asks for -I, on a board
 
 
 @pytest.fixture
@@ -147,49 +140,3 @@ def test_commands_run_in_a_models_directory(hostile: Path, tmp_path: Path, envir
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert ran(hostile) == ""
-
-
-@cache
-def modules() -> list[tuple[str, str, ast.Module]]:
-    """The name, the text and the tree of each."""
-    package, found = ROOT / "flowspec_edge", []
-    for path in sorted(package.rglob("*.py")):
-        text = path.read_text(encoding="utf-8")
-        found.append((".".join(path.relative_to(package).with_suffix("").parts), text, ast.parse(text)))
-    return found
-
-
-def words_before_options(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """For each "-c" or "-m" in a list or among arguments, and each "-" in a list: the line, and the word
-    before it."""
-    for node in ast.walk(tree):
-        given = (node.elts if isinstance(node, (ast.List, ast.Tuple)) else
-                 node.args if isinstance(node, ast.Call) else [])
-        options = ("-c", "-m") if isinstance(node, ast.Call) else ("-c", "-m", "-")
-        for before, option in pairwise(given):
-            if isinstance(option, ast.Constant) and option.value in options:
-                word = before.value if isinstance(before, ast.Constant) else ast.unparse(before)
-                yield option.lineno, str(word)
-
-
-def test_one_module_knows_how_an_interpreter_is_started() -> None:
-    wrong = [f"{name}:{line} after {word}" for name, _, tree in modules() if name not in MAY_START
-             for line, word in words_before_options(tree) if word not in NOT_PYTHON]
-    assert wrong == []
-
-
-def test_what_starts_processes_for_us_is_guarded() -> None:
-    for name, text, _ in modules():
-        starts = ("get_context(" in text or "joblib.Parallel(" in text or "ProcessPoolExecutor" in text
-                  or "set_start_method" in text)
-        assert not starts or "guarded_starts(" in text, name
-
-
-def test_no_loader_runs_a_models_code() -> None:
-    """transformers asks the user, who may say yes, unless it is told."""
-    for name, text, tree in modules():
-        for node in ast.walk(tree) if ".from_pretrained" in text else ():
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".from_pretrained") \
-                    and ast.unparse(node.func).startswith("Auto"):
-                told = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-                assert told.get("trust_remote_code") == "False", f"{name}:{node.lineno}"

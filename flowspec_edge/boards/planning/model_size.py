@@ -6,7 +6,8 @@ Sizes follow from config.json, through transformers' classes on the meta device;
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -162,7 +163,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     known = find_known(name)
     if importer(config) is not None:
         raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
-    core = skeleton(config)
+    core = _decoder(_Shape(config.to_json_string(), config))
     from_weights = target is not None and locate(target) is not None
     if target and from_weights:
         _check(target, config, core)
@@ -245,6 +246,20 @@ def _locate(name_or_path: str) -> tuple[str, Path | None, Mapping[str, Path], An
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
     here = {kind.name: path for kind in (*head_kinds(), *OWN_LAYERS) if (path := model.draft(kind.name))}
     return model.name, model.target, here, model.parsed_config
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A configuration that equals every other with the same text."""
+
+    text: str
+    config: Any = field(compare=False)
+
+
+@lru_cache(maxsize=1)  # a plan asks for one model over and over; with 512 experts a layer it takes seconds
+def _decoder(of: _Shape) -> Any:
+    """``skeleton``'s, to read only."""
+    return skeleton(of.config)
 
 
 def _check(target: Path, config: Any, core: Any) -> None:

@@ -30,7 +30,7 @@ from flowspec_edge.util.interpreter import guarded_starts
 
 STAGE = "flowspec_edge.drivers.stage"  # ``python -m`` runs it; a fork calls ``serve`` of its ``process``
 STOPPED, ENDED = "T", "Z"
-_PRELOAD = [f"{STAGE}.load", f"{STAGE}.process", __name__]
+_PRELOAD = [f"{STAGE}.load", f"{STAGE}.worker", f"{STAGE}.process", __name__]
 FIRST_START_S = 120.0  # for a start that waits for the imports, from a slow disk
 _LEAST_START_S = 1.0  # for a start whose deadline is nearer, or over
 _START_S = 5.0  # for a start after the fork server's imports

@@ -23,7 +23,6 @@ from flowspec_edge.drivers.stage.parts import MakeParts, own_parts
 from flowspec_edge.drivers.stage.release_link import ReleaseLink
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.drivers.stage.status_sender import one_line
-from flowspec_edge.drivers.stage.worker import Worker, connect
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Failed
 from flowspec_edge.transport import keys
@@ -68,6 +67,8 @@ def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | 
                release: ReleaseLink | None = None, make_parts: MakeParts = own_parts) -> None:
     """Load the shard and serve until Shutdown or a signal; errors are sent to D0 (Failed), then raised."""
     pair = keys.load(Path(config.key_file), config.public_key) if config.key_file else None
+    from flowspec_edge.drivers.stage.worker import Worker, connect  # here, as below: it imports torch
+
     parts = make_parts(config, pair)
     try:
         links = connect(config, parts.transport)

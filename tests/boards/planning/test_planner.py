@@ -124,6 +124,18 @@ def test_never_worse_than_every_split_there_is(instance: tuple[list[CandidateBoa
                                         *(b.name for b, _ in made.left_out)}
 
 
+@pytest.mark.parametrize("of_d0", [100, 1000])
+def test_slow_ports_are_side_by_side(of_d0: int) -> None:
+    """No hop from a slow port to a quick one, and back to a slow one."""
+    boards = [board("d", role="draft", mbps=of_d0),
+              *(board(f"b{i}", usable_mb=1500, mbps=mbps) for i, mbps in enumerate((100, 1000, 100)))]
+    p = problem(size(layers=6))
+    made, best = plan(boards, p), brute_force(boards, p)
+    assert best is not None
+    assert len(made.stages) == 3
+    assert of_plan(p, made) == pytest.approx(best, abs=10 * NS)
+
+
 def profiles(split: PipelinePlan) -> list[str]:
     """D0's, then those of the stages in a fixed order: splits over equal boards have the same."""
     return [repr(split.d0.profile), *sorted(repr(stage.board.profile) for stage in split.stages)]

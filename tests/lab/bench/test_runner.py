@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -55,12 +56,38 @@ class Plain:
                                      request.stop_ids)
 
 
+class Remembering:
+    """A cluster that answers a request which it has had with the same result, in no time."""
+
+    clock = "virtual"
+
+    def __init__(self, cluster: VirtualCluster) -> None:
+        self.cluster = cluster
+        self.results: dict[str, Result] = {}
+
+    def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
+        asked = repr((request.prompt, request.strategy, request.sampling, request.max_new_tokens))
+        if asked not in self.results:
+            self.results[asked] = self.cluster.generate(request)
+        return self.results[asked]
+
+    def close(self) -> None:
+        self.cluster.close()
+
+
+@pytest.fixture(scope="module")
+def remembering(model: Path) -> Iterator[Remembering]:
+    """For tests of what a report makes of results."""
+    with closing(Remembering(VirtualCluster(model, 2, load_profile("paper-7b")))) as made:
+        yield made
+
+
 class Erring:
     """A cluster that changes the results of another one."""
 
     clock = "virtual"
 
-    def __init__(self, cluster: VirtualCluster, strategy: str, change: str) -> None:
+    def __init__(self, cluster: Remembering, strategy: str, change: str) -> None:
         self.cluster, self.strategy, self.change = cluster, strategy, change
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
@@ -118,9 +145,9 @@ def test_without_chunk_pp_there_is_no_speedup(model: Path, cluster: VirtualClust
 
 
 @pytest.mark.parametrize(("change", "position"), [("wrong", 3), ("short", 4), ("reason", 5)])
-def test_a_difference_is_found_and_placed(model: Path, cluster: VirtualCluster, requests: list[Request],
+def test_a_difference_is_found_and_placed(model: Path, remembering: Remembering, requests: list[Request],
                                           change: str, position: int) -> None:
-    rows, differences = run(Erring(cluster, "chunk_pp", change), Plain(model), requests, STRATEGIES)
+    rows, differences = run(Erring(remembering, "chunk_pp", change), Plain(model), requests, STRATEGIES)
     assert [row.identical for row in rows] == [True, False, True]
     (difference,) = differences
     assert (difference.strategy, difference.prompt, difference.position) == ("chunk_pp", 1, position)
@@ -163,10 +190,10 @@ def test_rows_are_the_clusters_own_figures(
     assert len(texts) > 2  # the repeats are not the same text three times
 
 
-def test_a_difference_names_task_temperature_and_repeat(model: Path, cluster: VirtualCluster,
+def test_a_difference_names_task_temperature_and_repeat(model: Path, remembering: Remembering,
                                                         requests: list[Request]) -> None:
     asked, report = plan(requests, ("chunk_pp", "flowspec"), repeats=2), BenchReport("p", "virtual")
-    measure(Erring(cluster, "flowspec", "wrong"), Plain(model), asked, report)
+    measure(Erring(remembering, "flowspec", "wrong"), Plain(model), asked, report)
     assert {d.strategy for d in report.differences} == {"flowspec"}
     wrong = {(d.task, d.temperature, d.repeat) for d in report.differences}
     assert {("first", 0.0, 0), ("second", 0.0, 0)} <= wrong
@@ -228,9 +255,9 @@ def test_an_interrupted_report_is_resumed(model: Path, cluster: VirtualCluster, 
     assert plan(requests).steps(kept) == 0
 
 
-def test_the_table_has_a_caption_and_all_figures(model: Path, cluster: VirtualCluster,
+def test_the_table_has_a_caption_and_all_figures(model: Path, remembering: Remembering,
                                                  requests: list[Request]) -> None:
-    rows, _ = run(Erring(cluster, "flowspec", "wrong"), Plain(model), requests, STRATEGIES)
+    rows, _ = run(Erring(remembering, "flowspec", "wrong"), Plain(model), requests, STRATEGIES)
     console = Console(width=80, record=True, file=io.StringIO())
     show(console, table(rows, title("virtual", "paper-7b", 2, 0.0)))
     text = console.export_text()

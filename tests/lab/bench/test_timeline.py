@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> VirtualCluster:
     return VirtualCluster(model, STAGES, load_profile("paper-7b"))
 
 
+@cache  # the same request has the same spans
 def run(cluster: VirtualCluster, strategy: str) -> tuple[list[Span], Stats]:
     stats = cluster.generate(Request([5, 9, 20], strategy, max_new_tokens=24)).stats
     return list(cluster.spans), stats
