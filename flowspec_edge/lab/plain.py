@@ -110,6 +110,8 @@ def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: 
             read = load_modules(parts, checkpoint, torch_dtype, torch_device, schemes_of(found))
         tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, read if manifest else whole)
     core.rotary_emb = type(core.rotary_emb)(config=config).to(torch_device)
+    if hasattr(core.embed_tokens, "embed_scale"):  # computed, too
+        core.embed_tokens.embed_scale = torch.tensor(core.embed_tokens.scalar_embed_scale, device=torch_device)
     if head_scheme_of(found) is not None:
         model.lm_head = load_output_head(found, dtype, torch_device)
     elif config.tie_word_embeddings and tensor_names.LM_HEAD not in found.checkpoint():

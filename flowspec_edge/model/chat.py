@@ -107,7 +107,7 @@ VICUNA_SYSTEM = ("A chat between a curious user and an artificial intelligence a
                  "The assistant gives helpful, detailed, and polite answers to the user's questions.")
 
 # End-of-turn tokens of tokenizers' templates, which generation_config.json may not list.
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "</s>")
+_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "</s>")
 _CHANNEL = "<|channel|>"  # in gpt-oss's format (harmony) a turn has several messages, each with an <|end|>
 
 

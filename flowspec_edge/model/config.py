@@ -41,6 +41,17 @@ def recurrent_layers(config: Mapping[str, Any]) -> int:
     return sum(kind == "linear_attention" for kind in kinds)
 
 
+def ropes(config: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Return the parameters of rotary embeddings by type of layer; by "" if all layers have the same.
+
+    ``config``: transformers' configuration.
+    """
+    found: Mapping[str, Any] = config.rope_parameters
+    by_type = {kind: found[kind] for kind in dict.fromkeys(getattr(config, "layer_types", None) or ())
+               if isinstance(found.get(kind), Mapping)}
+    return by_type or {"": found}
+
+
 def position_limit(config: Mapping[str, Any]) -> int:
     """The maximum number of tokens, prompt and answer together, that stages can run, whatever the rope
     scaling."""
@@ -73,6 +84,8 @@ _SIZES = {  # field -> the most of any model, with room
 }
 _MAY_BE_NULL = {"num_key_value_heads", "head_dim", "sliding_window", "draft_vocab_size", "target_hidden_size"}
 _POSITIVE = ("rms_norm_eps", "rope_theta")
+# Of Gemma's configurations: limits of scores and logits by tanh, and attention in both directions.
+_NOT_COMPUTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
 def check_config(config: Mapping[str, Any], path: Path, required: Collection[str] = ()) -> None:
@@ -170,17 +183,18 @@ def _check(config: Any, path: Path | str, quantised: bool) -> None:
 
 
 def _check_rope(config: Any, path: Path | str) -> None:
-    kind = str(config.rope_parameters.get("rope_type", "default"))
-    if kind in _GROWING_ROPE:
-        raise UsageError(f"{path}: rope type {kind!r} turns rows by an angle that changes as the text grows, "
-                         "which rows already in a cache cannot follow; where the model permits, set "
-                         f"rope_type to one of: {', '.join(ROPE_TYPES)}")
-    if kind not in ROPE_TYPES:
-        raise UsageError(f"{path}: no rope type {kind!r}, only {', '.join(ROPE_TYPES)}")
-    for name in {"rope_theta", "factor"} & set(config.rope_parameters):
-        value = config.rope_parameters[name]
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise UsageError(f"{path}: the rope's {name} must be a number, not {value!r}")
+    for rope in ropes(config).values():
+        kind = str(rope.get("rope_type", "default"))
+        if kind in _GROWING_ROPE:
+            raise UsageError(f"{path}: rope type {kind!r} turns rows by an angle that changes as the text grows, "
+                             "which rows already in a cache cannot follow; where the model permits, set "
+                             f"rope_type to one of: {', '.join(ROPE_TYPES)}")
+        if kind not in ROPE_TYPES:
+            raise UsageError(f"{path}: no rope type {kind!r}, only {', '.join(ROPE_TYPES)}")
+        for name in {"rope_theta", "factor"} & set(rope):
+            value = rope[name]
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise UsageError(f"{path}: the rope's {name} must be a number, not {value!r}")
 
 
 def _check_shape(config: Any, path: Path | str) -> None:
@@ -189,8 +203,12 @@ def _check_shape(config: Any, path: Path | str) -> None:
     heads, kv_heads, family = config.num_attention_heads, config.num_key_value_heads, family_of(config)
     if kv_heads < 1 or heads % kv_heads:
         raise UsageError(f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
-    if config.hidden_act not in ACT2FN:
-        raise UsageError(f"{path}: transformers has no activation {config.hidden_act!r}")
+    activation = config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act
+    if activation not in ACT2FN:
+        raise UsageError(f"{path}: transformers has no activation {activation!r}")
+    for name in _NOT_COMPUTED:
+        if value := getattr(config, name, None):
+            raise UsageError(f"{path}: {name} is {value!r}, which stages do not compute")
     experts = (getattr(config, "num_local_experts", None) or config.num_experts
                ) if family.sparse else 0
     if experts and config.num_experts_per_tok > experts:

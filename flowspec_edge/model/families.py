@@ -42,12 +42,16 @@ class GgufNames:
     fields        of config.json, beside those that all have: the key of the metadata behind the architecture's name
     constants     fields of config.json that are the same for all
     permuted      rows of query and key matrices are in the order in which llama.cpp rotates them
+    modules       of a layer, by their names there, where those of Llama mean others or are missing
+    norm_offset   what is added to the weights of norms
     """
 
     architecture: str
     fields: Mapping[str, str] = field(default_factory=dict, hash=False)
     constants: Mapping[str, Any] = field(default_factory=dict, hash=False)
     permuted: bool = False
+    modules: Mapping[str, str] = field(default_factory=dict, hash=False)
+    norm_offset: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -122,6 +126,12 @@ FAMILIES = {family.name: family for family in (
     Family("gpt_oss", {"vocab_size": 201_088, "num_attention_heads": 64, "num_key_value_heads": 8,
                        "head_dim": 64, "max_position_embeddings": 131_072},
            layer="", experts=ExpertNames(clamped=True), packed_as="mxfp4"),
+    Family("gemma3_text", {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4,
+                           "head_dim": 256, "max_position_embeddings": 131_072},
+           layer="",
+           gguf=GgufNames("gemma3", modules={"post_attention_norm": "post_attention_layernorm",
+                                             "ffn_norm": "pre_feedforward_layernorm",
+                                             "post_ffw_norm": "post_feedforward_layernorm"}, norm_offset=1.0)),
     Family("qwen3_next", {"vocab_size": 151_936, "num_attention_heads": 16, "num_key_value_heads": 2,
                           "head_dim": 256, "max_position_embeddings": 32_768},
            layer=_DELTA, launches=81, experts=ExpertNames(), recurrent=True, draft_layers=(MTP,)),

@@ -34,6 +34,12 @@ def skeleton(config: Any) -> Any:
                          ) from error
 
 
+def embedding_scale(core: Any, dtype: torch.dtype) -> float:
+    """Return by what a decoder of :func:`skeleton` multiplies the rows of its embeddings, rounded to ``dtype`` as
+    transformers rounds it."""
+    return float(torch.tensor(getattr(core.embed_tokens, "scalar_embed_scale", 1.0), device="cpu").to(dtype))
+
+
 def few_launches(family: Family) -> Callable[[nn.Module], nn.Module]:
     """Import what makes a loaded layer of a family compute in few kernel launches (``Family.layer``), and returns
     the layer."""

@@ -41,7 +41,11 @@ class Modules(Protocol):
     @property
     def embed(self) -> Any: ...
     @property
+    def embed_scale(self) -> float: ...
+    @property
     def norm(self) -> Any: ...
+    @property
+    def turns(self) -> Sequence[str]: ...
     @property
     def dtype(self) -> torch.dtype: ...
     @property
@@ -101,7 +105,7 @@ def _inputs(shard: Modules, parts: Sequence[Part]) -> Tensor:
         return to_device(torch.cat(states) if len(states) > 1 else states[0], shard.device)
     tokens = [part.segment.tokens for part in parts if part.segment.tokens is not None]
     embedded: Tensor = shard.embed(indices(np.concatenate(tokens), tokens_device(shard.embed, shard.device)))
-    return embedded
+    return embedded if shard.embed_scale == 1.0 else embedded * shard.embed_scale
 
 
 def _layers(shard: Modules, parts: Sequence[Part], tap: Callable[[int, Tensor], None],
@@ -117,11 +121,12 @@ def _layers(shard: Modules, parts: Sequence[Part], tap: Callable[[int, Tensor], 
     ids = to_device(torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))), shard.device)[None]
     inputs = [kind.inputs(parts, index, shard.dtype, shard.device, n + padding)
               for index, kind in enumerate(shard.layers_of_kinds)]
-    rotated = angles(shard.rotary, x, ids)
+    rotated = {turn: angles(shard.rotary, x, ids, turn) for turn in dict.fromkeys(shard.turns)}
     if fused:
-        rotated = rotation(*rotated)
+        rotated = {turn: rotation(*found) for turn, found in rotated.items()}
     if (recorded := graphs.get(n + padding)) is not None:
-        recorded.load(x[0], rotated, n)
+        [found] = rotated.values()  # of fused layers
+        recorded.load(x[0], found, n)
         x = recorded.hidden[None]
     for i, layer in enumerate(shard.modules):
         if recorded is not None:
@@ -134,7 +139,7 @@ def _layers(shard: Modules, parts: Sequence[Part], tap: Callable[[int, Tensor], 
             recorded.attend(i, mask, cache)
         else:
             x = layer(x, attention_mask=mask, position_ids=ids, past_key_values=cache,
-                      use_cache=True, position_embeddings=rotated)
+                      use_cache=True, position_embeddings=rotated[shard.turns[i]])
         pacer.enqueued()
     if recorded is not None:
         recorded.advance(len(shard.modules))

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Payload
+from flowspec_edge.model.config import ropes
 from flowspec_edge.model.experts import correlation_of
 from flowspec_edge.model.families import family_of
 from flowspec_edge.model.manifest import DRAFT, CacheBits, stage_part
 from flowspec_edge.model.opened import OpenModel, opened
 from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.stage import forward
-from flowspec_edge.stage.families import few_launches, skeleton
+from flowspec_edge.stage.families import embedding_scale, few_launches, skeleton
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
 from flowspec_edge.stage.layers.stage_cache import CacheKind, LayerArena, Part, PartResult
@@ -43,7 +44,7 @@ class Shard:
     """The modules of stage ``index`` of ``stages``.
 
     layers   [lo, hi) of the whole model; ``modules[i]`` is layer lo + i
-    embed    first stage only
+    embed    first stage only; rows are multiplied by ``embed_scale``
     norm     last stage only
     digest   fingerprint of the stored tensors, independent of ``dtype``
     kv_cache  how the cache keeps keys and values
@@ -61,6 +62,15 @@ class Shard:
     device: torch.device
     digest: str
     kv_cache: CacheBits = field(default="16bit", kw_only=True)
+    embed_scale: float = field(default=1.0, kw_only=True)
+
+    @cached_property
+    def turns(self) -> Sequence[str]:
+        """By layer: the type by which the rotary embedding tells its angles (``model.config.ropes``)."""
+        if "" in ropes(self.config):
+            return [""] * len(self.modules)
+        turns: list[str] = self.config.layer_types[slice(*self.layers)]
+        return turns
 
     @property
     def hidden_size(self) -> int:
@@ -232,6 +242,7 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
             embed=embed, norm=parts.get("model.norm"),
             dtype=torch_dtype, device=torch_device, digest=checkpoint.digest(read),
             kv_cache=found.manifest.kv_cache if found.manifest else "16bit",
+            embed_scale=embedding_scale(core, torch_dtype),
         )
 
 

@@ -62,6 +62,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "phi3": ("phi3", {"sliding_window": WINDOW}),
     "ministral3": ("ministral3", {"rope_parameters": _YARN | {
         "llama_4_scaling_beta": 0.4, "max_position_embeddings": 2048, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+    "gemma3": ("gemma3_text", {"head_dim": 24, "query_pre_attn_scalar": 17, "sliding_window": WINDOW,
+                               "layer_types": ["sliding_attention", "full_attention"] * 2,
+                               "rope_parameters": {
+                                   "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+                                   "full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}}),
+    "gemma3-tied": ("gemma3_text", {"tie_word_embeddings": True, "sliding_window": WINDOW, "num_key_value_heads": 1,
+                                    "sliding_window_pattern": 3}),
     "qwen3-tied-yarn": ("qwen3", {"head_dim": 24, "tie_word_embeddings": True, "rope_parameters": _YARN}),
 }
 

@@ -22,6 +22,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
                                "norm_topk_prob": True}),
     "mixtral": ("llama", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma3_text": ("gemma3", {"head_dim": 24, "query_pre_attn_scalar": 24, "sliding_window": 5,
+                               "sliding_window_pattern": 2, "tie_word_embeddings": True}),
 }
 _NAMES = {  # of a layer's modules
     "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
@@ -30,6 +32,8 @@ _NAMES = {  # of a layer's modules
     "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "mlp.gate": "ffn_gate_inp",
     "block_sparse_moe.gate": "ffn_gate_inp",
 }
+_GEMMA = {"post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm",
+          "post_feedforward_layernorm": "post_ffw_norm"}
 _EXPERTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
 _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 Types = Callable[[str], gguf.GGMLQuantizationType]  # of a matrix, by its name in the GGUF file
@@ -40,7 +44,17 @@ def tiny_gguf(family: str, directory: Path, types: Types, layers: int = 2, hidde
     """Write a random model as a checkpoint and as a GGUF file; return both places.  ``fields``: further metadata."""
     checkpoint = tiny_model(family, directory / "checkpoint", layers=layers, hidden=hidden,
                             **{**FAMILIES[family][1], **config})
+    _shake_norms(checkpoint / "model.safetensors")
     return checkpoint, as_gguf(checkpoint, directory / "tiny.gguf", types, fields or {})
+
+
+def _shake_norms(path: Path) -> None:
+    """Away from what all have in a fresh model, by values to which a float32 can add 1 without rounding."""
+    tensors, generator = load_file(path), torch.Generator().manual_seed(3)
+    for name in sorted(tensors):
+        if name.endswith("norm.weight"):
+            tensors[name] += torch.randint(-64, 64, tensors[name].shape, generator=generator) / 256
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def as_gguf(checkpoint: Path, out: Path, types: Types, fields: Mapping[str, Any]) -> Path:
@@ -82,8 +96,14 @@ def _write_shape(writer: gguf.GGUFWriter, config: Mapping[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    if config["model_type"].startswith("qwen3"):
+    rope = config["rope_parameters"]
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if config["model_type"] == "gemma3_text":
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+        writer.add_sliding_window(config["sliding_window"])
+        writer.add_uint32("gemma3.attention.sliding_window_pattern", config["layer_types"].index("full_attention") + 1)
+    elif config["model_type"].startswith("qwen3"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
         writer.add_rope_dimension_count(config["head_dim"])
@@ -126,7 +146,10 @@ def _tensors(checkpoint: Path, config: Mapping[str, Any], architecture: str) -> 
         if architecture == "llama" and inner in ("self_attn.q_proj", "self_attn.k_proj"):
             heads = config["num_attention_heads" if "q_proj" in inner else "num_key_value_heads"]
             values = _rotated(values, heads)
-        found[f"blk.{layer}.{_NAMES[inner]}.{part}"] = values
+        names = _NAMES | (_GEMMA if architecture == "gemma3" else {})
+        found[f"blk.{layer}.{names[inner]}.{part}"] = values
+    if architecture == "gemma3":
+        found |= {name: values + 1 for name, values in found.items() if name.endswith("norm.weight")}
     return found | {name: np.stack(parts) for name, parts in experts.items()}
 
 

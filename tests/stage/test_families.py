@@ -99,7 +99,7 @@ def tolerance(name: str) -> float:
     return 5e-4 if name.startswith(("qwen3-next", "qwen3.5")) else 1e-4
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3", "qwen3-moe", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama-biases", "mistral-window", "qwen3", "qwen3-moe", "gpt-oss", "gemma3"])
 def test_bf16_is_as_near_as_transformers_in_bf16(models: dict[str, Path], name: str) -> None:
     """On average over all rows, within 1.5 times transformers' own distance from fp32."""
     exact, theirs = reference(models[name]), reference(models[name], torch.bfloat16)
@@ -112,7 +112,7 @@ def test_bf16_is_as_near_as_transformers_in_bf16(models: dict[str, Path], name: 
 
 @pytest.mark.parametrize(("family", "says"), [
     ("gemma", "stages cannot run 'gemma' models, only llama, mistral, qwen2, qwen3, phi3, ministral3, "
-              "qwen3_moe, mixtral, gpt_oss, qwen3_next, qwen3_5_text, qwen3_5_moe_text"),
+              "qwen3_moe, mixtral, gpt_oss, gemma3_text, qwen3_next, qwen3_5_text, qwen3_5_moe_text"),
     ("gpt2", "stages cannot run 'gpt2' models, only llama"),
 ])
 def test_other_architectures_are_refused_with_the_list(tmp_path: Path, family: str, says: str) -> None:
@@ -126,6 +126,9 @@ def test_other_architectures_are_refused_with_the_list(tmp_path: Path, family: s
     ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16,
                           "long_factor": [2.0] * 16, "original_max_position_embeddings": 64}},
      "rope type 'longrope' .* one of: default, linear, llama3, yarn"),
+    ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+    ({"model_type": "gemma3_text", "final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, which stages"),
+    ({"model_type": "gemma3_text", "hidden_activation": "magic"}, "transformers has no activation 'magic'"),
     ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, "no rope type 'spiral', only default, linear"),
     ({"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}},
      "AWQ weights must be converted first: flowspec models shard --model .* --stages N --out DIR"),

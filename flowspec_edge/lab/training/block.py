@@ -25,7 +25,7 @@ from flowspec_edge.lab.training.heads import (
     TextTokens,
     frozen_embedding,
 )
-from flowspec_edge.lab.training.target import SHAPE
+from flowspec_edge.lab.training.target import layer_shape
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,7 @@ def new_block_head(target: Any, recipe: BlockRecipe, mask_token: int) -> BlockHe
     """An untrained head of the target's shape, with its (frozen) embedding; it ranks by the target's lm_head
     and begins with its final norm."""
     config, layers = target.config, target.config.num_hidden_layers
-    known = config.to_dict()
-    shape = {key: known[key] for key in SHAPE if known.get(key) is not None}
+    shape = layer_shape(config)
     own = BlockConfig(**{
         **shape, "num_hidden_layers": recipe.layers, "tie_word_embeddings": False,
         "head_dim": shape.get("head_dim") or config.hidden_size // config.num_attention_heads,

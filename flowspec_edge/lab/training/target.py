@@ -12,15 +12,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.lab.training.loop import device
+from flowspec_edge.model.config import ropes
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import digest
 from flowspec_edge.model.weights.located import shown
 from flowspec_edge.stage.shard import load_lm_head
 from flowspec_edge.util.tensors import no_loading_bars
 
-SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
-         "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
-         "rms_norm_eps", "rope_parameters", "vocab_size")  # fields that a draft layer takes over
+_SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
+          "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_key_value_heads",
+          "rms_norm_eps", "rope_parameters", "vocab_size")  # fields that a draft layer takes over
 
 
 def check_target(model: OpenModel) -> int:
@@ -78,8 +79,14 @@ def fingerprint(model: OpenModel) -> str:
     return digest({"lm_head": load_lm_head(model, "fp32")})
 
 
+def layer_shape(config: Any) -> dict[str, Any]:
+    """Return the fields of a target's configuration that a draft layer takes over; rows turn as in the target's layers
+    that see all of them."""
+    fields, by_type = config.to_dict(), ropes(config)
+    shape = {key: fields[key] for key in _SHAPE if fields.get(key) is not None}
+    return shape | {"rope_parameters": dict(by_type.get("full_attention") or next(iter(by_type.values())))}
+
+
 def layer_config(config: Any, **own: Any) -> LlamaConfig:
     """A Llama layer of the target's shape, without Qwen3's norms on queries and keys."""
-    shape = config.to_dict()
-    known = {key: shape[key] for key in SHAPE if shape.get(key) is not None}
-    return LlamaConfig(**{"num_hidden_layers": 1, "tie_word_embeddings": False, **known, **own})
+    return LlamaConfig(**{"num_hidden_layers": 1, "tie_word_embeddings": False, **layer_shape(config), **own})

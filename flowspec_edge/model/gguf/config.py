@@ -6,7 +6,7 @@ left out is assumed here, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,13 @@ def config_of(fields: Fields, names: Collection[str], vocabulary: int, rope_fact
     family, heads = family_in(fields), fields.number("attention.head_count")
     assert family.gguf is not None
     width = fields.number("embedding_length")
-    rotated = fields.number("rope.dimension_count", width // max(1, heads))
-    head = fields.number("attention.key_length", rotated)
+    head = fields.number("attention.key_length", width // max(1, heads))
+    rotated = fields.number("rope.dimension_count", head)
     if rotated != head or fields.number("attention.value_length", head) != head:
         raise UsageError(f"{fields.path}: heads of {head} values of which {rotated} are rotated cannot be computed")
     positions, window = fields.number("context_length"), fields.number("attention.sliding_window", 0)
-    if 0 < window < positions:
+    further = _FURTHER.get(fields.architecture)
+    if 0 < window < positions and further is None:
         raise UsageError(f"{fields.path}: layers that see a window of {window} rows cannot be read from a GGUF file: "
                          "take the checkpoint of which it was made")
     config: dict[str, Any] = {
@@ -101,6 +102,8 @@ def config_of(fields: Fields, names: Collection[str], vocabulary: int, rope_fact
         config["attention_bias"] = True
     if (scaling := _rope_scaling(fields, rope_factors, config)) is not None:
         config["rope_scaling"] = scaling
+    if further is not None:
+        config |= further(fields, config)
     config |= {name: fields.number(key) for name, key in family.gguf.fields.items()}
     config.update(family.gguf.constants)
     for name in ("bos", "eos", "pad"):
@@ -108,6 +111,25 @@ def config_of(fields: Fields, names: Collection[str], vocabulary: int, rope_fact
         if fields.get(key) is not None:
             config[f"{name}_token_id"] = fields.get(key)
     return config
+
+
+def _gemma3(fields: Fields, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what sets Gemma 3 apart; what no field states is as llama.cpp assumes it."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if value := fields.number(key, 0):
+            raise UsageError(f"{fields.path}: {fields.architecture}.{key} is {value}, which stages do not compute")
+    window, every = fields.number("attention.sliding_window", 0), fields.number("attention.sliding_window_pattern", 6)
+    if every < 1:
+        raise fields.unusable(f"{fields.architecture}.attention.sliding_window_pattern", every, "a number above 0")
+    scalar = config["head_dim"]
+    if config["num_hidden_layers"] == 62:  # the 27B alone scales queries by another number than the width of heads
+        scalar = config["hidden_size"] // max(1, config["num_attention_heads"])
+    return {"sliding_window": window or None, "sliding_window_pattern": every if window else 1,
+            "query_pre_attn_scalar": scalar, "hidden_act": None, "hidden_activation": "gelu_pytorch_tanh",
+            "rope_local_base_freq": float(fields.number("rope.freq_base_swa", 10_000.0))}
+
+
+_FURTHER: dict[str, Callable[[Fields, Mapping[str, Any]], dict[str, Any]]] = {"gemma3": _gemma3}
 
 
 def _rope_scaling(fields: Fields, factors: NDArray[np.float32] | None, config: Mapping[str, Any]

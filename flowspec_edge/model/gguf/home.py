@@ -26,7 +26,7 @@ from flowspec_edge.model.gguf.names import places
 from flowspec_edge.model.weights.gguf_types import can_be_read
 from flowspec_edge.model.weights.located import GGUF_TABLE
 
-_VERSION = 1  # of what is written; another one is written anew
+_VERSION = 2  # of what is written; another one is written anew
 _OWN_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # beside the file: taken instead
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -93,7 +93,7 @@ def _table(headers: Sequence[GgufHeader], config: dict[str, Any]) -> dict[str, A
         for tensor in held:
             _check(header.path, tensor)
         tensors |= {place.name: {"file": number, "at": place.at, "type": place.type, "shape": place.shape,
-                                 "heads": place.heads} for place in places(held, config)}
+                                 "heads": place.heads, "offset": place.offset} for place in places(held, config)}
     types = {tensor.type.name: [tensor.type.values, tensor.type.size] for header in headers
              for tensor in header.tensors}
     return {"files": [_state(header.path) for header in headers], "types": types, "tensors": tensors}

@@ -1,8 +1,8 @@
 """Tensors of GGUF files by the names that checkpoints give them.
 
-Names in GGUF files are those of ``gguf.constants``. Two things are stored otherwise than in a checkpoint: the experts
-of a layer are one tensor, and llama.cpp's converter puts the rows of Llama's query and key matrices in the order in
-which llama.cpp rotates them.
+Names in GGUF files are those of ``gguf.constants``. Three things are stored otherwise than in a checkpoint: the experts
+of a layer are one tensor, llama.cpp's converter puts the rows of Llama's query and key matrices in the order in
+which llama.cpp rotates them, and it adds to the weights of Gemma's norms the 1 that transformers adds in every pass.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ _ROTATED = ("attn_q", "attn_k")
 class Place:
     """A checkpoint's tensor in a GGUF file.
 
-    shape  without the experts' dimension
-    heads  of the matrix, whose rows llama.cpp's converter permuted; 0: they are in order
+    shape   without the experts' dimension
+    heads   of the matrix, whose rows llama.cpp's converter permuted; 0: they are in order
+    offset  what the converter added to the values
     """
 
     name: str
@@ -41,25 +42,30 @@ class Place:
     type: str
     at: int
     heads: int = 0
+    offset: float = 0.0
 
 
 def places(tensors: Iterable[GgufTensor], config: dict[str, Any]) -> Iterator[Place]:
     """Name each tensor as checkpoints of ``config``'s family do; one that has no place in such a model keeps its own
     name, by which loaders refuse it."""
     family = FAMILIES[config["model_type"]]
-    experts, permuted = family.experts, family.gguf is not None and family.gguf.permuted
+    stored = family.gguf
+    assert stored is not None
+    experts, modules = family.experts, _IN_LAYER | dict(stored.modules)
     for tensor in tensors:
-        name, heads = tensor.name, 0
+        name, heads, offset = tensor.name, 0, 0.0
         stem, _, part = name.rpartition(".")
         found = _LAYER.fullmatch(name)
+        if stem.endswith("_norm"):
+            offset = stored.norm_offset
         if stem in _WHOLE and part == "weight":
             name = f"{_WHOLE[stem]}.weight"
         elif found is not None:
             layer, inner, part = f"model.layers.{int(found[1])}", found[2], found[3]
             stacked = _EXPERTS.fullmatch(inner)
-            if inner in _IN_LAYER:
-                name = f"{layer}.{_IN_LAYER[inner]}.{part}"
-                if permuted and inner in _ROTATED:
+            if inner in modules:
+                name = f"{layer}.{modules[inner]}.{part}"
+                if stored.permuted and inner in _ROTATED:
                     heads = config["num_attention_heads" if inner == "attn_q" else "num_key_value_heads"]
             elif experts is not None and inner == _ROUTER:
                 name = f"{layer}.{experts.block}.gate.{part}"
@@ -70,4 +76,4 @@ def places(tensors: Iterable[GgufTensor], config: dict[str, Any]) -> Iterator[Pl
                     yield Place(f"{layer}.{experts.block}.experts.{expert}.{own}.{part}", tensor.shape[1:],
                                 tensor.type.name, tensor.at + expert * size)
                 continue
-        yield Place(name, tensor.shape, tensor.type.name, tensor.at, heads)
+        yield Place(name, tensor.shape, tensor.type.name, tensor.at, heads, offset)

@@ -46,7 +46,7 @@ def write_tokenizer(fields: Fields, directory: Path) -> None:
         if isinstance(error, FlowspecError):
             raise
         raise FlowspecError(f"{fields.path}: its tokenizer cannot be used ({first_line(error)})") from error
-    tokenizer.save(str(directory / "tokenizer.json"))
+    tokenizer.save(str(directory / "tokenizer.json"), pretty=False)
     tokens = _tokens(fields)
     settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
@@ -65,11 +65,11 @@ def tokenizer_of(fields: Fields) -> Tokenizer:
     if kind not in ("gpt2", "llama"):
         raise UsageError(f"{fields.path}: a tokenizer of the kind {kind!r} cannot be read: put the model's "
                          "tokenizer.json beside the file")
-    tokens = _tokens(fields)
+    tokens = _spelled(fields)
     made = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens)
     types = fields.get("tokenizer.ggml.token_type")
     types = [] if types is None else types.tolist()
-    made.add_tokens([AddedToken(token, normalized=False, special=what == _CONTROL)
+    made.add_tokens([AddedToken(token, normalized=_SPACE in token, special=what == _CONTROL)
                      for token, what in zip(tokens, types, strict=False) if what in (_CONTROL, _USER_DEFINED)])
     begins = fields.get("tokenizer.ggml.add_bos_token")
     bos = _id(fields, "bos_token_id", len(tokens))
@@ -78,6 +78,20 @@ def tokenizer_of(fields: Fields) -> Tokenizer:
                                               special_tokens=[(tokens[bos], bos)])
         made.post_processor = first if kind == "llama" else processors.Sequence([made.post_processor, first])
     return made
+
+
+def _spelled(fields: Fields) -> list[str]:
+    """Return the tokens, with spaces spelled as texts are before they are cut: llama.cpp's converter writes runs of
+    spaces (Gemma's tokens 138 to 167) as they are decoded."""
+    tokens = _tokens(fields)
+    if fields.text("tokenizer.ggml.model") != "llama" or _is_prefixed(fields):
+        return tokens
+    return [_SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
+
+
+def _is_prefixed(fields: Fields) -> bool:
+    """Return whether a space is put before a text."""
+    return fields.get("tokenizer.ggml.add_space_prefix") is not False
 
 
 def _byte_level(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
@@ -108,7 +122,7 @@ def _sentencepiece(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
                     if what == _UNKNOWN), None)
     made = Tokenizer(models.BPE(_numbered(tokens), _merges_by_score(tokens, scores.tolist()), unk_token=unknown,
                                 fuse_unk=True, byte_fallback=True))
-    prefixed = fields.get("tokenizer.ggml.add_space_prefix") is not False
+    prefixed = _is_prefixed(fields)
     changes: list[Any] = [normalizers.Replace(" ", _SPACE)]
     made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *changes] if prefixed else changes)
     back: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]

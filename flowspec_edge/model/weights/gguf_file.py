@@ -59,10 +59,12 @@ class GgufFile(WeightFile):
         blocks = self.blocks(name, lo, info.rows if hi is None else hi)
         shape = (len(blocks), *info.shape[1:])
         if kind in _FLOATS:
-            return blocks.view(_FLOATS[kind]).view(shape)
+            values = blocks.view(_FLOATS[kind]).view(shape)
+            offset = self._places[name].get("offset", 0.0)
+            return values - offset if offset else values
         gguf = library()
-        values = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32)).view(shape)
+        expanded = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
+        return torch.from_numpy(np.ascontiguousarray(expanded, dtype=np.float32)).view(shape)
 
     def blocks(self, name: str, lo: int, hi: int) -> Tensor:
         """Return rows [lo, hi) as they are stored, in a checkpoint's order: uint8 [hi - lo, bytes of a row]."""

@@ -17,7 +17,7 @@ PROMPT = [5, 17, 42, 3, 3, 58, 11]
 NEW = 8
 STAGES = (2, 4)
 # One of each family; tests/stage compares the logits of all, `make soak` the tokens.
-SOME = ("llama-llama3", "mistral-window", "qwen2-tied", "qwen3-tied-yarn")
+SOME = ("llama-llama3", "mistral-window", "qwen2-tied", "qwen3-tied-yarn", "gemma3-tied")
 # Families and numbers of stages take turns over the strategies, and FlowSpec+ has every family.
 PAIRS = [(family, name, STAGES[(i // 2 + j // 2) % 2]) for i, family in enumerate(SOME)
          for j, name in enumerate(STRATEGIES) if i == j % len(SOME) or name == "flowspec_plus"]
@@ -60,6 +60,16 @@ def check(model: Path, name: str, stages: int) -> None:
 def test_tokens_of_all_strategies(models: dict[str, Path], family: str, name: str, stages: int) -> None:
     """Over two stages or four; `make soak` runs every family over both."""
     check(models[family], name, stages)
+
+
+@pytest.mark.parametrize(("stages", "name", "draft"), [
+    (1, "flowspec_plus", "ngram"), (2, "autoregressive", "own"), (4, "flowspec", "own")])
+def test_two_rotary_embeddings_and_windows_shorter_than_the_text(models: dict[str, Path], stages: int, name: str,
+                                                                 draft: str) -> None:
+    """Layers of both types on one stage, and on stages of one type alone."""
+    model, prompt = models["gemma3"], PROMPT * 3
+    request = Request(prompt, name, 2 * NEW, params=SMALL.changed(draft=draft))
+    assert cluster(model, stages).generate(request).tokens == generated(model / "target", prompt, 2 * NEW)
 
 
 @pytest.mark.soak

@@ -29,8 +29,9 @@ SOME = ("flowspec", "pipedec")  # in turn; `make soak` runs them all
 # family, stages, how weights are stored, what is computed in
 EXACT = [("llama-tied", 4, "fp32", "fp32"), ("qwen3", 2, "int4", "fp32"), ("qwen3-moe", 3, "int4", "fp32"),
          ("mistral-window", 4, "int4", "fp32"), ("mixtral", 2, "fp32", "fp32")]
-ROUNDED = [("llama-llama3", 4, "bf16", "bf16"), ("qwen2-tied", 2, "int4", "bf16")]
-MORE = [("qwen3-moe-mixed", 2, "fp32", "fp32"), ("qwen3-moe", 4, "int4", "bf16"),
+ROUNDED = [("llama-llama3", 4, "bf16", "bf16"), ("gemma3-tied", 2, "int4", "bf16")]
+MORE = [("qwen2-tied", 2, "int4", "bf16"), ("gemma3", 4, "int4", "fp32"),
+        ("qwen3-moe-mixed", 2, "fp32", "fp32"), ("qwen3-moe", 4, "int4", "bf16"),
         ("mixtral", 2, "nf4", "bf16"),
         ("llama", 2, "nf4", "bf16"), ("llama-biases", 4, "nf4", "fp32"), ("llama-yarn", 2, "fp16", "fp16"),
         ("mistral", 2, "bf16", "bf16"), ("llama-mqa", 4, "int4", "bf16"), ("qwen3", 2, "int4", "fp16"),

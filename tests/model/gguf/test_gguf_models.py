@@ -39,7 +39,8 @@ from flowspec_edge.strategies.tree_strategy import TreeParameters
 FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
           "head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "vocab_size", "eos_token_id",
           "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
-          "norm_topk_prob", "hidden_act", "tie_word_embeddings")
+          "norm_topk_prob", "hidden_act", "tie_word_embeddings", "layer_types", "sliding_window",
+          "query_pre_attn_scalar", "hidden_activation")
 
 
 @pytest.fixture(autouse=True)
@@ -71,9 +72,9 @@ def test_a_file_is_the_checkpoint_that_it_was_made_of(tmp_path: Path, family: st
     assert one("<eos>a b  c(x): 12\n").input_ids == other("<eos>a b  c(x): 12\n").input_ids
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1])
-def test_texts_are_those_of_transformers(tmp_path: Path, kind: Kind) -> None:
-    made, file = tiny_gguf("llama", tmp_path, all_in(kind), vocab=112)
+@pytest.mark.parametrize(("family", "kind"), [("llama", Kind.Q8_0), ("llama", Kind.Q4_1), ("gemma3_text", Kind.Q5_0)])
+def test_texts_are_those_of_transformers(tmp_path: Path, family: str, kind: Kind) -> None:
+    made, file = tiny_gguf(family, tmp_path, all_in(kind), vocab=112)
     theirs = AutoModelForCausalLM.from_pretrained(dequantised(made, tmp_path / "same", kind), dtype=torch.float32)
     tiny_head(tmp_path / "eagle2", vocab=112)  # beside the file
     prompt = torch.tensor([[5, 17, 33, 9]])
@@ -167,10 +168,10 @@ def test_shards_keep_the_files_own_4_bits(tmp_path: Path) -> None:
     assert size.layer == max(parts[0], parts[1] - size.norm)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_rows_of_shards_are_those_of_the_stored_weights(tmp_path: Path, fused: bool) -> None:
+@pytest.mark.parametrize(("family", "fused"), [("llama", False), ("llama", True), ("gemma3_text", True)])
+def test_rows_of_shards_are_those_of_the_stored_weights(tmp_path: Path, family: str, fused: bool) -> None:
     """int4, int8 and 16 bits in one layer, q beside v and gate beside up, against transformers."""
-    made, file = tiny_gguf("llama", tmp_path, mixed, vocab=112)
+    made, file = tiny_gguf(family, tmp_path, mixed, vocab=112)
     manifest = cut(file, tmp_path / "shards", compute="fp32")
     chain = engines(tmp_path / "shards", 2, fused=fused)
     book = Book()
@@ -271,9 +272,12 @@ def test_a_file_that_was_replaced_is_read_anew(tmp_path: Path) -> None:
     ({"llama.attention.key_length": 32}, "heads of 32 values of which 16 are rotated"),
     ({"tokenizer.ggml.eot_token_id": -1}, None),
     ({"llama.expert_count": 4}, r"does not state llama\.expert_used_count"),
+    ({"gemma3.final_logit_softcapping": 30.0}, r"gemma3\.final_logit_softcapping is 30\.0, which stages do not"),
+    ({"gemma3.attn_logit_softcapping": 50.0}, r"gemma3\.attn_logit_softcapping is 50\.0"),
 ])
 def test_what_cannot_be_computed_is_one_line(tmp_path: Path, fields: dict[str, Any], says: str | None) -> None:
-    _, file = tiny_gguf("llama", tmp_path, all_in(Kind.F32), vocab=112, fields=fields)
+    family = "gemma3_text" if min(fields).startswith("gemma3") else "llama"
+    _, file = tiny_gguf(family, tmp_path, all_in(Kind.F32), vocab=112, fields=fields)
     if says is None:
         return
     with pytest.raises(FlowspecError, match=says):

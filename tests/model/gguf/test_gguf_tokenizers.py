@@ -21,7 +21,7 @@ from flowspec_edge.model.gguf.config import Fields
 from flowspec_edge.model.gguf.tokenizer import tokenizer_of
 
 TEXT = Path(__file__).read_text() + " Straße, naïve café — 東京 2026; don't, I'LL 1234567 +-*/ \t\n\n x" * 20
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 
 def tokenizer(**fields: Any) -> Tokenizer:
@@ -93,6 +93,35 @@ def test_sentencepiece_is_sentencepiece(sentences: sentencepiece.SentencePiecePr
     def same(text: str) -> None:
         assert ours.encode(text).ids == [1, *sentences.encode(text)]
         assert ours.decode(sentences.encode(text)) == sentences.decode(sentences.encode(text))
+
+    same()
+
+
+def test_runs_of_spaces_are_tokens_as_in_sentencepiece(tmp_path: Path) -> None:
+    """A tokenizer as Gemma's: no space before a text, and tokens that are not merged from parts, of which llama.cpp's
+    converter spells those of spaces as they are decoded, and forgets the scores."""
+    whole = ["▁▁", "▁▁▁", "\n", "\n\n", "\t\t", "<b>"]
+    (tmp_path / "text").write_text(TEXT)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(tmp_path / "text"), model_prefix=str(tmp_path / "m"), model_type="bpe", vocab_size=520,
+        byte_fallback=True, character_coverage=1.0, minloglevel=2, normalization_rule_name="identity",
+        remove_extra_whitespaces=False, split_digits=True, add_dummy_prefix=False, user_defined_symbols=whole)
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "m.model"))
+    tokens = [theirs.id_to_piece(i) for i in range(theirs.get_piece_size())]
+    types = [UNKNOWN if theirs.is_unknown(i) else CONTROL if theirs.is_control(i) else BYTE if theirs.is_byte(i)
+             else USER_DEFINED if token in whole else NORMAL for i, token in enumerate(tokens)]
+    scores = [-1000.0 if token in whole else theirs.get_score(i) for i, token in enumerate(tokens)]
+    ours = tokenizer(model="llama", tokens=[token.replace("▁", " ") if token in whole else token for token in tokens],
+                     token_type=np.array(types), scores=np.array(scores), bos_token_id=1, add_space_prefix=False)
+
+    pieces = st.sampled_from([" ", "  ", "     ", "\n", "\n\n\n", "\t", "\t\t\t", "▁", "<b>", "the ", "7", "東"])
+
+    @given(st.lists(pieces | st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=9)
+                    ).map("".join).filter(lambda text: not any(name in text for name in ("<s>", "</s>", "<unk>"))))
+    @examples(300, quick=60)
+    def same(text: str) -> None:
+        assert ours.encode(text).ids == [1, *theirs.encode(text)]
+        assert ours.decode(theirs.encode(text)) == theirs.decode(theirs.encode(text))
 
     same()
 
