@@ -59,7 +59,7 @@ def reproduce(
     model: ModelOption = DEMO,
     recording: Annotated[Path | None, typer.Option(
         "--recording", help="What a model said (flowspec record), in place of --model and --prompts: takes "
-                            "seconds.  Not for pipedec-stages and spd-law, which have drafts of their own.",
+                            "seconds.  Not where a method drafts with a model of its own.",
         metavar="FILE", show_default=False)] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",

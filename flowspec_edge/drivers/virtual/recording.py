@@ -280,7 +280,7 @@ def _joined(planes: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
 
 def _bytes_of(array: NDArray[Any]) -> bytes:
     packed = BytesIO()
-    np.lib.format.write_array(packed, array, allow_pickle=False)
+    np.lib.format.write_array(packed, array)
     return packed.getvalue()
 
 
@@ -292,5 +292,5 @@ def _put(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
 def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
     if archive.getinfo(name).file_size > _MOST_BYTES:
         raise ValueError(f"{name} is too large")
-    found: NDArray[Any] = np.lib.format.read_array(BytesIO(archive.read(name)), allow_pickle=False)
+    found: NDArray[Any] = np.lib.format.read_array(BytesIO(archive.read(name)))
     return found
