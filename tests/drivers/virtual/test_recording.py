@@ -14,9 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kits.byte_mutations import mutations
+from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drivers.processes.clusters import open_cluster
+from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.recorded import digest, request_of
 from flowspec_edge.drivers.virtual.recording import Expansion, RecordedText, Recording, load_recording, rounded
@@ -300,3 +303,22 @@ def test_a_file_that_is_not_consistent(tmp_path: Path, name: str, old: bytes, ne
 def test_a_missing_file_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="flowspec record --out"):
         load_recording(tmp_path / "none.flowrec")
+
+
+@pytest.mark.slow
+def test_processes_record_what_virtual_time_does(tmp_path: Path) -> None:
+    """An EAGLE-3 head, which reads inner states that the stages send."""
+    model = tiny_model_dir(tmp_path / "model")
+    tiny_eagle3(model)
+    params = Params(draft="eagle3")
+    about = Recording("tiny", 4, 300, frozenset(), "eagle3", params.rank, params.tau, ())
+    asked = [TextToRecord("t", "1", Request(list(range(3, 20)), max_new_tokens=5, sampling=Sampling(1.0, seed=1),
+                                            params=params))]
+    one = record(VirtualCluster(model, 1, load_profile("paper-7b")), asked, about, Budget(24, 6), tmp_path / "one")
+    with open_cluster(ClusterSpec(model, 2)) as cluster:
+        two = record(cluster, asked, about, Budget(24, 6), tmp_path / "two")
+    [mine], [theirs] = one.texts, two.texts
+    assert mine.answer == theirs.answer
+    for here, there in zip(mine.roots, theirs.roots, strict=True):
+        np.testing.assert_array_equal(here.own, there.own)
+        np.testing.assert_allclose(here.scores, there.scores, atol=2e-3)
