@@ -177,6 +177,8 @@ def _own_model(model: str, planned: PlannedDraft) -> OpenModel | None:
 
 def usual_tokens(by_ngrams: bool) -> Tokens:
     """The demonstration's texts, and beside them chats of several kinds."""
+    from flowspec_edge.cli.common.workload import shipped_recording
+
     chats = _tokens_of(shipped_recording(ANSWERING), by_ngrams)
     drafts = "n-grams" if by_ngrams else "its head"
     beside = replace(chats, acceptance=f"chats of {ANSWERING} with {drafts}")
@@ -200,13 +202,6 @@ def _tokens_of(path: Path, by_ngrams: bool) -> Tokens:
     requests = [request_of(text, recording, _RECORDED_TOKENS, params=params) for text in texts]
     return Tokens(recording, f"{recording.model} with its {DRAFT_KINDS[recording.draft].title}, recorded"
                              f"{': ' * bool(kinds)}{', '.join(kinds)}", requests, False, kinds)
-
-
-def shipped_recording(model: str) -> Path:
-    """Return what came with this package of a model's and its head's answers."""
-    from flowspec_edge.util.resources import resource_dir
-
-    return resource_dir("models") / model / "recording.flowrec"
 
 
 def prediction_requests(source: OpenModel, kind: str) -> list[Request]:

@@ -35,6 +35,11 @@ def chat_questions() -> Path:
     return resource_dir("models") / ANSWERING / "prompts.jsonl"
 
 
+def shipped_recording(model: str) -> Path:
+    """Return what came with this package of a model's and its head's answers."""
+    return resource_dir("models") / model / "recording.flowrec"
+
+
 def requests_for(tokenizer: Tokenizer, model: OpenModel, prompts: Sequence[Prompt], max_new_tokens: int,
                  sampling: Sampling, params: Params, truncate: int | None = None,
                  advice: str = "lower --max-new-tokens", chat: bool = False) -> list[Request]:

@@ -24,6 +24,7 @@ from flowspec_edge.cli.common.options import (
 from flowspec_edge.cli.common.plain_speed import PLAIN
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.place import Virtual
+from flowspec_edge.errors import UsageError
 from flowspec_edge.model.opened import ANSWERING, DEMO, answering_model, resolve_model
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 from flowspec_edge.util.threads import cores
@@ -31,6 +32,7 @@ from flowspec_edge.util.threads import cores
 if TYPE_CHECKING:
     from flowspec_edge.cli.generate.side_by_side import CountTokens, SideBySide
     from flowspec_edge.d0.request import ClusterBackend, OnTokens, Request, Result
+    from flowspec_edge.drivers.virtual.recording import Recording
     from flowspec_edge.model.text import TextStream
 
 FLOWSPEC = DEFAULT_STRATEGY
@@ -55,8 +57,9 @@ def demo(
     """Ask a question twice, plainly and with FlowSpec: the same words at two speeds.
 
     Five processes compute on this machine, then wait until the time of the paper's boards is over (EMULATED):
-    five Orin Nanos with a 7B model.  A machine with fewer processors computes the answers in virtual time first,
-    then plays them back.  Every token is compared with plain decoding by transformers.
+    five Orin Nanos with a 7B model.  A machine with fewer processors computes the answers in virtual time first, or
+    takes what the model said when it was asked this before (flowspec record), then plays them back.  Every token is
+    compared with plain decoding by transformers.
 
     Examples:
 
@@ -106,11 +109,16 @@ def demo(
                              chat=tokenizer.chats)
     # More processes than processors would not keep the boards' time.
     emulates = device != "cpu" or stages + 1 <= cores()
-    place = local_processes(stages, device, profile) if emulates else Virtual(profile)
+    recorded = None if emulates else _recorded(name, request)
+    place = local_processes(stages, device, profile) if emulates else Virtual(profile, recording=recorded)
     clock = "wall" if emulates else "virtual"
     label = title(clock, profile.name, stages, 0)
-    console.print(f"[bold]{found.name}[/bold] on the paper's {stages + 1} boards: {label}" + (
-        "" if emulates else f"; played back, since this machine has {cores()} processors for {stages + 1} processes"))
+    about = [label]
+    if not emulates:
+        about.append(f"played back, since this machine has {cores()} processors for {stages + 1} processes")
+    if recorded:
+        about.append("the answer and the head's drafts are recorded ones of this model")
+    console.print(f"[bold]{found.name}[/bold] on the paper's {stages + 1} boards: {'; '.join(about)}")
     console.print(f"\n{question}\n", style="cyan", markup=False)
 
     def working(what: str) -> AbstractContextManager[object]:
@@ -156,6 +164,23 @@ def demo(
     fail_if_different(report.differences)
     console.print(exactness_text(report.samples, types))
     console.print("One answer says little: flowspec bench run measures many, in virtual time.")
+
+
+def _recorded(model: str, request: Request) -> Recording | None:
+    """Return this package's recording of the model, if it has the answer; None if it has to be computed."""
+    from flowspec_edge.cli.common.workload import shipped_recording
+    from flowspec_edge.drivers.virtual.recorded import answer_to
+    from flowspec_edge.drivers.virtual.recording import load_recording
+
+    path = shipped_recording(model)
+    if not path.is_file():
+        return None
+    recording = load_recording(path)
+    try:
+        answer_to(request, recording)
+    except UsageError:
+        return None
+    return recording
 
 
 def _streamed(cluster: ClusterBackend, request: Request, stream: TextStream, count: CountTokens) -> Result:

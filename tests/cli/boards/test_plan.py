@@ -26,6 +26,7 @@ from flowspec_edge.boards.planning.planner import DoesNotFit
 from flowspec_edge.boards.planning.scaling import scaled
 from flowspec_edge.cli.boards import plan
 from flowspec_edge.cli.boards.plan_cases import Cases
+from flowspec_edge.cli.common.workload import shipped_recording
 from flowspec_edge.cli.main import main
 from flowspec_edge.d0.capacity import cache_rows
 from flowspec_edge.device_profile import load_profile, render
@@ -227,7 +228,7 @@ def test_a_config_alone_takes_recorded_texts(home: Path, capsys: pytest.CaptureF
 def test_predictions_over_a_recording_of_several_kinds(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ("--model", str(home / "bare" / "config.json"), "--devices", f"{home}/nano.toml:3", "--context", "256",
              "--strategies", "flowspec,autoregressive", "--dtype", "fp16", "--draft", "head", "--recording",
-             str(plan.shipped_recording("smollm2-135m")))
+             str(shipped_recording("smollm2-135m")))
     drafted, _ = planned(capsys, *given)["predictions"]
     assert drafted["label"].endswith("acceptance of smollm2-135m with its EAGLE-2 head, recorded: chat, code, "
                                      "mathematics, instructions, summary, questions")

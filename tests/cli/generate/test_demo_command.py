@@ -12,6 +12,7 @@ from kits.tiny_model_dir import tiny_model_dir
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flowspec_edge.cli.common import workload
 from flowspec_edge.cli.common.workload import demo_prompts
 from flowspec_edge.cli.generate import demo
 from flowspec_edge.cli.generate.side_by_side import SideBySide
@@ -127,3 +128,20 @@ def test_a_terminal_shows_columns_if_it_is_wide_enough(width: int, together: boo
     last = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.getvalue()).splitlines()
     assert any("slow words" in line and "quick words" in line for line in last) == together
     assert any("quick words" in line for line in last)
+
+
+def test_a_recorded_answer_needs_no_computation(model: Path, tmp_path: Path, processors: int,
+                                                monkeypatch: pytest.MonkeyPatch,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    """Played back over what the model said; another question, or more tokens than were recorded, are computed."""
+    recording, asked = tmp_path / "recording.flowrec", tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "def f("}\n')
+    assert main(["record", "--model", str(model), "--prompts", str(asked), "--temperatures", "0",
+                 "--max-new-tokens", "8", "--nodes", "12", "--out", str(recording)]) == 0
+    monkeypatch.setattr(workload, "shipped_recording", lambda name: recording)
+    for words, taken in (("def f(", processors == 2), ("def g(", False)):
+        capsys.readouterr()
+        assert main(["demo", words, "--model", str(model), *FEW]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert ("the head's drafts are recorded ones" in said) == taken
+        assert "0 of 32 tokens differ" in said or "0 of 16 tokens differ" in said
