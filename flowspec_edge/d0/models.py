@@ -24,6 +24,7 @@ from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.quant.schemes import quantise_linears
 from flowspec_edge.stage.shard import find_embedding, stage_ranges
 from flowspec_edge.stage.weights.load import draft_scheme_of
+from flowspec_edge.strategies.params import Params
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 from flowspec_edge.util.graphs import CudaRecorder, Recorder
 from flowspec_edge.util.tensors import from_torch
@@ -71,7 +72,7 @@ class DraftModels(DraftSessions):
 
     def pass_seconds(self, kind: str) -> float:
         """Measure a pass over one row on this machine: the fastest of a few."""
-        drafter = self.drafter(kind)
+        drafter = self._drafter(kind, Params())
         with self._slow():
             drafter.reset(Sampling(), "draft", 1.0)
             head = self._lm_head.head

@@ -25,7 +25,7 @@ from flowspec_edge.model.draft_kinds import EAGLE2
 from flowspec_edge.strategies.autoregressive import Autoregressive
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.parameters import Parameters
-from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.strategies.registry import strategy_meanwhile
 from flowspec_edge.tree.draft_api import ABSENT, DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
@@ -220,8 +220,17 @@ def record(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
     Each finished text is a file in ``work``, so that a run that broke off continues there.  Texts without a token are
     left out.  UsageError if ``work`` has texts of another model or budget, or if no text is left.
     """
-    name = strategy_class(STRATEGY).name
     work.mkdir(parents=True, exist_ok=True)
+    with strategy_meanwhile(STRATEGY) as name:
+        texts = _texts(cluster, prompts, about, budget, work, advance, name)
+    if not texts:
+        raise UsageError("none of the prompts has an answer: there is nothing to record")
+    return replace(about, texts=tuple(texts))
+
+
+def _texts(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Recording, budget: Budget, work: Path,
+           advance: Advance, name: str) -> list[RecordedText]:
+    """``name``: of the strategy that records."""
     texts: list[RecordedText] = []
     for prompt in prompts:
         advance(f"{prompt.task} {prompt.name}, temperature {prompt.request.sampling.temperature:g}")
@@ -239,9 +248,7 @@ def record(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
                             tuple(job.roots[: len(result.tokens)]))
         replace(about, texts=(text,)).save(one)
         texts.append(text)
-    if not texts:
-        raise UsageError("none of the prompts has an answer: there is nothing to record")
-    return replace(about, texts=tuple(texts))
+    return texts
 
 
 def _key(prompt: TextToRecord, about: Recording, budget: Budget) -> str:

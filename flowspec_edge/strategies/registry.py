@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -81,6 +81,16 @@ def strategy_class(name: str) -> type[Strategy]:
 
     look_in_working_directory(name.partition(":")[0])
     return _load(name)
+
+
+@contextmanager
+def strategy_meanwhile(place: str) -> Iterator[str]:
+    """Load a strategy by its "package.module:Class" and yield its name, which is known within the block alone."""
+    name = strategy_class(place).name
+    try:
+        yield name
+    finally:
+        _loaded.pop(name, None)
 
 
 def require_strategy(name: str) -> None:

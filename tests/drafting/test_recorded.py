@@ -111,7 +111,7 @@ def test_the_drafts_of_passes_one_by_one(model: Path, kind: str, device: str) ->
 def clusters() -> list[VirtualCluster]:
     """As it is, and with recorded passes."""
     plain, recorded = (VirtualCluster(DEMO, 3, load_profile("paper-7b")) for _ in range(2))
-    recorded._draft_models = DraftModels(DEMO, "fp32", "cpu", cache_rows=1500, record=record)
+    recorded._model.sessions = DraftModels(DEMO, "fp32", "cpu", cache_rows=1500, record=record)
     return [plain, recorded]
 
 
@@ -200,7 +200,7 @@ def test_what_is_launched_beside_the_graphs(model: Path, kind: str) -> None:
 def test_no_memory_is_taken_after_the_start(model: Path, draft: str) -> None:
     """Requests of any length, one after the other and together, raise neither what is held nor the most."""
     cluster = VirtualCluster(model, 2, load_profile("paper-7b"), device="cuda")
-    models = cluster._draft_models = DraftModels(model, "fp32", "cuda", cache_rows=2500, record=record)
+    models = cluster._model.sessions = DraftModels(model, "fp32", "cuda", cache_rows=2500, record=record)
     models.pass_seconds(draft)
     held = models._drafters[draft]()._cache.memory  # type: ignore[attr-defined]
     places = [layer.data_ptr() for layer in held.layers]

@@ -82,7 +82,7 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     fail_if_different(report.different_texts())
 
 
-@with_dataclasses(without=("temperature",), rare=("top_k", "top_p", "min_p", "jobs", "acceptance"),
+@with_dataclasses(without=("temperature",), rare=("top_k", "top_p", "min_p", "clients", "acceptance"),
                   options=BenchOptions, sampling=Sampling, params=PAPER)
 def tables(
     files: FromOption = None,

@@ -128,7 +128,7 @@ class BenchOptions:
 
     jobs: Annotated[int, typer.Option(
         "--jobs", min=1, max=1024, help="Processes for requests in virtual time; figures are those of one.",
-        metavar="N", rich_help_panel=TIME)] = 1
+        metavar="N", hidden=True, rich_help_panel=TIME)] = 1
     dask: Annotated[str | None, typer.Option(
         "--dask", help="Let the workers of this Dask scheduler compute, such as tcp://10.0.0.9:8786.",
         metavar="ADDRESS", show_default=False, hidden=True, rich_help_panel=TIME)] = None

@@ -69,11 +69,11 @@ def record(
         metavar="FILE", show_default=False)] = None,
     board_model: BoardModelOption = None,
 ) -> None:
-    """Record answers, and what the draft head would draft at each of their tokens.
+    """Record a model's answers and drafts: then any cluster is measured in seconds, without weights.
 
-    bench run, bench tables, sweep and plan take such a file with --recording in place of a model: then virtual time
-    computes no tensors, needs no weights, and answers in seconds for any cluster.  So whoever has the weights and a
-    GPU records once, and hands the file on.
+    The file has texts, and what the draft head would draft at each of their tokens.  bench run, bench tables, sweep,
+    plan and reproduce take it with --recording in place of a model.  So whoever has the weights and a GPU records
+    once, and hands the file on.
 
     Examples:
 

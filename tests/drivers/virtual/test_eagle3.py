@@ -189,7 +189,7 @@ def test_texts_past_a_heads_limit_go_on(tiny_model: Path, tmp_path: Path, kind: 
     result = drafting.generate(request)
     assert result.tokens == plain(path, tuple(prompt), 12, SAMPLED)
     assert result.stats.accepted > 0
-    drafter = drafting._draft_models._drafter(kind, request.params)
+    drafter = drafting._model.sessions._drafter(kind, request.params)
     assert drafter._cache.shape.window == 32  # type: ignore[attr-defined]
 
 

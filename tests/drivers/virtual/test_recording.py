@@ -193,8 +193,11 @@ def test_the_expander_takes_levels_the_text_and_the_likeliest(seed: int, nodes: 
     assert found.node(text) is not None
     left = [sums[place] + score for place in range(len(sums)) for token, score in
             zip(expander.tokens[place], expander.scores[place], strict=True) if (place, token) not in expanded]
-    levels = 1 + 10 * 5 + len(text)  # the root and five whole levels; then batches of 16, likeliest first
-    if left and len(sums) > levels:
+    levels, width = 1, 1  # the root and five levels of at most ten; then batches of 16, likeliest first
+    for _ in range(5):
+        width = min(10, width * children)
+        levels += width
+    if left and len(sums) > levels and not text:  # the text alone may go on where the budget is spent
         assert max(left) <= max(sums[levels:]) + 1e-9
 
 
