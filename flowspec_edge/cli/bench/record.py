@@ -72,8 +72,8 @@ def record(
     """Record a model's answers and drafts: then any cluster is measured in seconds, without weights.
 
     The file has texts, and what the draft head would draft at each of their tokens.  bench run, bench tables, sweep,
-    plan and reproduce take it with --recording in place of a model.  So whoever has the weights and a GPU records
-    once, and hands the file on.
+    plan and reproduce take it with --recording in place of a model.  So a large model is recorded once, on a machine
+    with a GPU, and the file is handed on.
 
     Examples:
 
