@@ -1,6 +1,6 @@
 """What D0 asks of the target model: the tokens that follow the rows which come back from the stages.
 
-``lm_head.LmHead`` computes with the model's output matrix; ``recorded.target.RecordedTarget`` knows what a model said.
+``lm_head.LmHead`` computes with the output matrix; ``drivers.virtual.recorded.RecordedTarget`` knows what a model said.
 """
 
 from __future__ import annotations

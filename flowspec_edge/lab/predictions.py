@@ -15,7 +15,7 @@ from flowspec_edge.boards.planning.one_board import SingleBoardEstimate, plain_t
 from flowspec_edge.boards.planning.planned_draft import charged_as
 from flowspec_edge.boards.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
 from flowspec_edge.boards.planning.scaling import at_context
-from flowspec_edge.d0.request import Request
+from flowspec_edge.d0.request import Request, Stats
 from flowspec_edge.device_profile import LinkCost, Profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import Devices
@@ -88,12 +88,19 @@ def _run(devices: Devices, strategies: Sequence[str], source: Path | Recording, 
         if not (speeds and turns):
             raise FlowspecError(f"{name}: no answer to the plan's prompts has a second token, so none has a "
                                 "speed; predict with another model's text")
-        by_kind = {kind: fmean(s.tokens_per_second or 0.0 for s, own in zip(stats, kinds, strict=True) if own == kind)
-                   for kind in dict.fromkeys(kinds)} or None
-        found.append(Prediction(name, fmean(speeds), fmean(turns), by_kind=by_kind,
+        found.append(Prediction(name, fmean(speeds), fmean(turns), by_kind=_by_kind(stats, kinds),
                                 first_token_s=fmean(s.ttft_s for s in stats),
                                 prompt_tokens=fmean(len(request.prompt) for request in requests)))
     return with_speedup(found)
+
+
+def _by_kind(stats: Sequence[Stats], kinds: Sequence[str]) -> dict[str, float] | None:
+    """Mean tokens/s by kind of text, of answers that have a speed; None without kinds."""
+    found: dict[str, list[float]] = {}
+    for one, kind in zip(stats, kinds, strict=bool(kinds)):
+        if one.tokens_per_second is not None:
+            found.setdefault(kind, []).append(one.tokens_per_second)
+    return {kind: fmean(speeds) for kind, speeds in found.items()} or None
 
 
 def with_speedup(found: Sequence[Prediction]) -> list[Prediction]:

@@ -41,8 +41,8 @@ _LEVELS, _LEVEL_WIDTH = 6, 10  # of the trees that FlowSpec's strategies draft: 
 class Budget:
     """What is recorded below a root: ``nodes`` with ``children`` each."""
 
-    nodes: int = 128
-    children: int = 12
+    nodes: int
+    children: int
 
 
 @dataclass
@@ -144,7 +144,7 @@ class RecordingStrategy(Autoregressive):
     name = "recording"
     summary = "plain decoding that records what the draft head would draft (flowspec record)"
     drafter = EAGLE2.name  # type: ignore[assignment]  # plain decoding has none
-    job: ClassVar[_Job] = _Job(Budget())
+    job: ClassVar[_Job]
 
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         super().__init__(params, builder, pipeline)
@@ -254,7 +254,8 @@ def _texts(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
 def _key(prompt: TextToRecord, about: Recording, budget: Budget) -> str:
     """What a text depends on, as a file's name."""
     request = prompt.request
-    said = json.dumps([about.model, about.draft, about.rank, about.tau, about.made.get("digest"), list(request.prompt),
+    weights = [about.made.get(name) for name in ("digest", "head", "dtype")]
+    said = json.dumps([about.model, about.draft, about.rank, about.tau, weights, list(request.prompt),
                        request.max_new_tokens, repr(request.sampling), sorted(request.stop_ids), repr(budget),
                        prompt.task, prompt.name])
     return hashlib.sha256(said.encode()).hexdigest()[:24]

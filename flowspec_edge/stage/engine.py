@@ -61,7 +61,7 @@ class SegmentResult(NamedTuple):
 
 
 class StageModel(Protocol):
-    """What computes a stage's rows: a ``shard.Shard``, or ``recorded.target.RecordedStage``.
+    """What computes a stage's rows: a ``shard.Shard``, or one of ``drivers.virtual.recorded``.
 
     wire        what a message calls the type of its hidden states
     vocabulary  of the tokens that the first stage takes; None on the others

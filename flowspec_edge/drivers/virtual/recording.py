@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import UsageError, first_line
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.tree.draft_api import ABSENT
 
@@ -52,13 +52,6 @@ class Expansion:
         """Nodes by their parent and token."""
         return {(parent, token): node for node, (parent, token) in
                 enumerate(zip(self.parents[1:].tolist(), self.own[1:].tolist(), strict=True), 1)}
-
-    def node(self, path: Sequence[int]) -> int | None:
-        """Return the node that these tokens lead to from the root; None if it is not here."""
-        at: int | None = 0
-        for token in path:
-            at = None if at is None else self.index.get((at, token))
-        return at
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,16 +195,9 @@ def load_recording(path: Path) -> Recording:
         raise UsageError(f"there is no recording {path}; make one with: flowspec record --out {path}") from None
     except UsageError:
         raise
-    except (OSError, zipfile.BadZipFile, EOFError, KeyError, ValueError, TypeError, AttributeError, IndexError,
-            NotImplementedError, RuntimeError, MemoryError, OverflowError) as error:  # what zipfile and numpy raise
-        raise UsageError(f"{path} is no whole recording ({type(error).__name__}: {_first_line(error)}): copy it again, "
+    except Exception as error:  # zipfile, lzma and numpy each have errors of their own for damaged files
+        raise UsageError(f"{path} is no whole recording ({type(error).__name__}: {first_line(error)}): copy it again, "
                          "or make it again with: flowspec record") from error
-    except Exception as error:  # lzma and zlib have errors of their own
-        raise UsageError(f"{path} is damaged ({_first_line(error)}): copy it again") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def _recording(path: Path, header: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> Recording:

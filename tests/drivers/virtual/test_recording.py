@@ -190,7 +190,9 @@ def test_the_expander_takes_levels_the_text_and_the_likeliest(seed: int, nodes: 
     assert len({*expanded}) == len(expanded)
     assert all(parent < place for place, parent in enumerate(found.parents.tolist()))
     assert nodes <= len(expanded) <= nodes + len(text) or children == 1
-    assert found.node(text) is not None
+    at = 0
+    for token in text:
+        at = found.index[at, token]
     left = [sums[place] + score for place in range(len(sums)) for token, score in
             zip(expander.tokens[place], expander.scores[place], strict=True) if (place, token) not in expanded]
     levels, width = 1, 1  # the root and five levels of at most ten; then batches of 16, likeliest first
