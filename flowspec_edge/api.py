@@ -35,7 +35,7 @@ from flowspec_edge.drivers.virtual.clock import Span
 from flowspec_edge.drivers.virtual.place import Virtual
 from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
 from flowspec_edge.messages import Segment
-from flowspec_edge.model.manifest import ComputeDtype, types_text
+from flowspec_edge.model.manifest import RunDtype, types_text
 from flowspec_edge.model.opened import DEMO, OpenModel, resolve_model
 from flowspec_edge.model.text import TextStream, Tokenizer
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
@@ -87,7 +87,7 @@ class Cluster:
     clock      "virtual" or "wall"
     """
 
-    def __init__(self, model: OpenModel, stages: int, dtype: ComputeDtype, device: str,
+    def __init__(self, model: OpenModel, stages: int, dtype: RunDtype, device: str,
                  place: Here | Virtual, threads: int | None = None,
                  scheduling_policy: SchedulingPolicy = "fair") -> None:
         from flowspec_edge.drivers.processes.clusters import open_cluster
@@ -102,7 +102,7 @@ class Cluster:
 
     @classmethod
     def virtual(cls, model: str | Path = DEMO, *, stages: int | None = None,
-                profile: str | Path | Profile = "paper-7b", dtype: ComputeDtype | None = None,
+                profile: str | Path | Profile = "paper-7b", dtype: RunDtype | None = None,
                 device: str = "cpu", scheduling_policy: SchedulingPolicy = "fair") -> Cluster:
         """Return a cluster in virtual time: one process, every token computed, every time from ``profile``.
         The same requests give the same figures to the last digit.
@@ -111,7 +111,8 @@ class Cluster:
         stages   verification devices; None: those of a sharded model or of a testbed, else 4
         profile  name or TOML file of device and link speeds (``flowspec profiles``), or a testbed of boards
                  by the planner's rule, BOARD:N[,BOARD:N]/MODEL/DTYPE
-        dtype    "fp32", "bf16" or "fp16"; None: a sharded model's own, else "fp32"
+        dtype    "fp32", "bf16", "fp16", or "mixed" (fp32, and matrices in 16 bits, on CPUs); None: a sharded
+                 model's own, else "fp32"
         device   torch device for all weights
         scheduling_policy  of concurrent requests. "fair": rows by weight and worth; "fcfs": the oldest
                            request's first
@@ -125,7 +126,7 @@ class Cluster:
         return cls(found, stages, dtype, device, Virtual(described), scheduling_policy=scheduling_policy)
 
     @classmethod
-    def local(cls, model: str | Path = DEMO, *, stages: int | None = None, dtype: ComputeDtype | None = None,
+    def local(cls, model: str | Path = DEMO, *, stages: int | None = None, dtype: RunDtype | None = None,
               device: str = "cpu", threads: int | None = None,
               scheduling_policy: SchedulingPolicy = "fair") -> Cluster:
         """Return a cluster of processes on this machine, started with the first request. Times are measured.
@@ -235,8 +236,8 @@ class Cluster:
                           result.stats)
 
 
-def _choose(model: str | Path, stages: int | None, dtype: ComputeDtype | None
-            ) -> tuple[OpenModel, int, ComputeDtype]:
+def _choose(model: str | Path, stages: int | None, dtype: RunDtype | None
+            ) -> tuple[OpenModel, int, RunDtype]:
     found = resolve_model(model)
     manifest = found.manifest
     if manifest is None:

@@ -24,7 +24,7 @@ from flowspec_edge.boards.links.addresses import network_address
 from flowspec_edge.drivers.processes.spec import Connected
 from flowspec_edge.drivers.ring import Ring
 from flowspec_edge.drivers.stage.config import WorkerConfig
-from flowspec_edge.model.manifest import ComputeDtype
+from flowspec_edge.model.manifest import RunDtype
 from flowspec_edge.transport import keys
 from flowspec_edge.util import torchdevice
 from flowspec_edge.util.interpreter import module_command
@@ -60,14 +60,14 @@ class _Stage:
 class SshBoards:
     """``spec.BoardStages``: a worker on each verify device; must be used on the inventory's draft device."""
 
-    def __init__(self, inventory: Inventory, model: str, dtype: ComputeDtype = "fp32",
+    def __init__(self, inventory: Inventory, model: str, dtype: RunDtype = "fp32",
                  refresh: Callable[[], None] = lambda: None) -> None:
         """``model``: directory on the boards, the same on all; each needs only its own part.  UsageError
         without D0's torch device."""
         self.device = inventory.torch_device(inventory.draft)  # of D0
         torchdevice.require(self.device)
         self._inventory, self._model = inventory, model
-        self._dtype: ComputeDtype = dtype
+        self._dtype: RunDtype = dtype
         self.refresh = refresh
         self._stages: list[_Stage] = []
         self._undo = ExitStack()

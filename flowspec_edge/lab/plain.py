@@ -23,6 +23,7 @@ from flowspec_edge.sampling.sampler import AnswerPenalties, choose
 from flowspec_edge.sampling.settings import Penalties, Restrictions
 from flowspec_edge.stage.layers.attention import register_rounded
 from flowspec_edge.stage.output_head import load_output_head
+from flowspec_edge.stage.quant.half import round_linears
 from flowspec_edge.stage.shard import load_lm_head
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.load import (
@@ -31,7 +32,7 @@ from flowspec_edge.stage.weights.load import (
     load_modules,
     schemes_of,
 )
-from flowspec_edge.util.tensors import no_loading_bars, parse_dtype
+from flowspec_edge.util.tensors import MIXED, no_loading_bars, parse_dtype
 from flowspec_edge.util.threads import threads_worth
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
@@ -77,7 +78,15 @@ class PlainDecoder:
 
 
 def transformers_model(model: OpenModel, dtype: str, device: torch.device | str = "cpu") -> Any:
-    """Return transformers' causal language model, which transformers reads itself if it can."""
+    """Return transformers' causal language model, which transformers reads itself if it can.
+
+    For "mixed" the values of its matrices are rounded to 16 bits, and everything is computed in float32.
+    """
+    if dtype == MIXED:
+        rounded = transformers_model(model, "fp32", device)
+        for layers in (rounded.model.layers, nn.ModuleList([rounded.lm_head])):  # embeddings may be lm_head's, and stay
+            round_linears(layers)
+        return rounded
     if not model.read_by_transformers:
         return load_reference_model(model, dtype, device)
     with no_loading_bars():

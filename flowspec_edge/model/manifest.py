@@ -18,6 +18,7 @@ DRAFT = "draft"  # D0's part
 DRAFT_TARGET = Path(DRAFT, "target")  # the config, the tokenizer and lm_head
 
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
+RunDtype = Literal["fp32", "bf16", "fp16", "mixed"]  # mixed: fp32, and matrices in 16 bits, on CPUs
 QuantKind = Literal["int4", "nf4", "fp4"]
 ShardDtype = Literal["fp32", "bf16", "fp16", "int4", "nf4", "fp4"]
 HeadBits = Literal["16bit", "int8", "int4"]  # of lm_head; 16bit: unchanged, and draft heads too

@@ -74,7 +74,11 @@ class OpenModel:
     @property
     def read_by_transformers(self) -> bool:
         """Whether transformers' ``from_pretrained`` reads the target's directory: neither shards nor a GGUF file."""
-        return not self.sharded and not (self.target / GGUF_TABLE).is_file()
+        return not self.sharded and not self.from_gguf
+
+    @property
+    def from_gguf(self) -> bool:
+        return (self.target / GGUF_TABLE).is_file()
 
     @cached_property
     def manifest(self) -> Manifest | None:

@@ -19,6 +19,7 @@ from flowspec_edge.model.opened import OpenModel, OpenPart, opened
 from flowspec_edge.model.output_head import MatrixRows, OutputHead
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.stage.quant.base import QuantLinear, Scheme
+from flowspec_edge.stage.quant.half import HalfLinear, is_mixed
 from flowspec_edge.stage.weights.load import head_scheme_of
 from flowspec_edge.stage.weights.tensor_names import EMBEDDING, LM_HEAD
 from flowspec_edge.util.tensors import check_finite, parse_dtype
@@ -43,13 +44,15 @@ def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, sch
     """``scheme``: of a matrix that is stored quantised."""
     config, checkpoint = part.parsed_config, part.checkpoint
     torch_dtype, at = parse_dtype(dtype), torch.device(device)
+    halves = scheme is None and is_mixed(dtype, at)
+    held = torch.float16 if halves else torch_dtype
     rows, width = config.vocab_size, config.hidden_size
     if scheme is None:
         tied = config.tie_word_embeddings and LM_HEAD not in checkpoint
         names = {"weight": EMBEDDING if tied else LM_HEAD}
         wanted: dict[str, tuple[torch.Size, torch.dtype | None]] = {
             names["weight"]: (torch.Size((rows, width)), None)}
-        row_bytes = width * torch_dtype.itemsize
+        row_bytes = width * held.itemsize
     else:
         stored = scheme.stored(rows, width)
         names = {suffix: f"{PREFIX}.{suffix}" for suffix in stored}
@@ -57,16 +60,16 @@ def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, sch
         row_bytes = sum(prod(shape) * element.itemsize for shape, element in stored.values()) // rows
     _check(checkpoint, wanted)
     edges = _edges(rows, row_bytes)
-    blocks: list[MatrixRows | QuantLinear] = [
+    blocks: list[MatrixRows | QuantLinear | HalfLinear] = [
         scheme.linear(hi - lo, width, False, torch_dtype, at) if scheme
-        else MatrixRows(torch.empty((hi - lo, width), dtype=torch_dtype, device=at))
+        else MatrixRows(torch.empty((hi - lo, width), dtype=held, device=at))
         for lo, hi in pairwise(edges)]
     first, *others = names.items()
     beside = checkpoint.tensors([name for _, name in others])  # scales: a thirtieth of the matrix
     for name, tensor in beside.items():
         check_finite(tensor, tensor.dtype, f"{checkpoint.shown}: tensor {name}")
     for lo, piece in checkpoint.pieces(first[1], _SLICE):
-        check_finite(piece, torch_dtype if scheme is None else piece.dtype,
+        check_finite(piece, held if scheme is None else piece.dtype,
                      f"{checkpoint.shown}: tensor {first[1]}")
         block = bisect_right(edges, lo) - 1
         stored_rows = {suffix: beside[name][lo:lo + len(piece)] for suffix, name in others}
@@ -74,8 +77,13 @@ def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, sch
         start = lo - edges[block]
         if isinstance(target, MatrixRows):
             target.weight[start:start + len(piece)].copy_(piece)
-        else:
+        elif isinstance(target, QuantLinear):
             target.fill_rows(start, {first[0]: piece, **stored_rows})
+    if halves:
+        for index, whole in enumerate(blocks):  # no more than one block is in memory twice
+            if isinstance(whole, MatrixRows):
+                blocks[index] = HalfLinear(whole.weight)
+                del whole.weight
     return OutputHead(blocks, width, torch_dtype, at)
 
 

@@ -27,6 +27,7 @@ from flowspec_edge.stage.families import embedding_scale, few_launches, skeleton
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
 from flowspec_edge.stage.layers.stage_cache import CacheKind, LayerArena, Part, PartResult
+from flowspec_edge.stage.quant.half import HalfLinear, halve_linears, is_mixed
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.load import load_modules, load_tensor, schemes_of
 from flowspec_edge.util.tensors import from_torch, parse_dtype, wire_name
@@ -158,7 +159,8 @@ class Shard:
     def nbytes(self) -> int:
         """Bytes of all weights, packed ones included."""
         held = [*self.modules, *(m for m in (self.embed, self.norm) if m is not None)]
-        return sum(t.numel() * t.element_size() for m in held for t in (*m.parameters(), *m.buffers()))
+        halves = (part.nbytes for m in held for part in m.modules() if isinstance(part, HalfLinear))
+        return sum(t.numel() * t.element_size() for m in held for t in (*m.parameters(), *m.buffers())) + sum(halves)
 
 
 def split_layers(layers: int, stages: int, allow_empty: bool = False) -> list[tuple[int, int]]:
@@ -198,13 +200,15 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
 
     model      a checkpoint, or a sharded model with this stage's part, whose files are all checked against
                the manifest
-    dtype      "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits
+    dtype      "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits; "mixed":
+               fp32, and matrices in 16 bits
     fused      compute layers in few launches, as the family's record says (``Family.layer``); None: on CUDA
 
     UsageError for an unusable model or split.  FlowspecError for too little memory, and for a missing,
     misshapen, truncated, altered or unexpected file or tensor, which it names.
     """
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
+    halves = is_mixed(dtype, torch_device)
     fused = torch_device.type == "cuda" if fused is None else fused
     found = opened(model)
     ranges = stage_ranges(found, stages)
@@ -231,6 +235,8 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
                 embed = _embedding(checkpoint, config, torch_dtype, torch_device)
             for name, module in parts.items():  # one by one: no more than one layer is in memory twice
                 read += load_modules({name: module}, checkpoint, torch_dtype, torch_device, quantised)
+                if halves:
+                    halve_linears(module)
                 if few and name.startswith("model.layers."):
                     parts[name] = few(module)
         release(torch_device)

@@ -15,8 +15,9 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError, ProtocolError, UsageError
 from flowspec_edge.messages import Payload
 
+MIXED = "mixed"  # float32, and matrices in 16 bits (stage.quant.half)
 DTYPES: dict[str, torch.dtype] = {
-    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
+    "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, MIXED: torch.float32,
 }
 _WIRE: dict[str, tuple[torch.dtype, type[np.generic]]] = {
     "float32": (torch.float32, np.float32),
@@ -27,7 +28,7 @@ _WIRE_NAMES = {dtype: name for name, (dtype, _) in _WIRE.items()}
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype called "fp32", "fp16" or "bf16"; UsageError otherwise."""
+    """The torch dtype of activations called "fp32", "fp16", "bf16" or "mixed"; UsageError otherwise."""
     try:
         return DTYPES[name]
     except KeyError:

@@ -16,8 +16,8 @@ from rich.table import Table
 
 from flowspec_edge.cli.common.options import (
     MOST_SECONDS,
-    Dtype,
     ModelOption,
+    ShardedDtype,
     ThreadsOption,
     not_nan,
     parse_counts,
@@ -58,7 +58,7 @@ def profile(
     device: Annotated[Device, typer.Option(
         "--device", help="auto: the GPU if PyTorch sees one, else the CPU; with --cluster the torch_device "
                          "of each board.")] = "auto",
-    dtype: Annotated[Dtype | None, typer.Option(
+    dtype: Annotated[ShardedDtype | None, typer.Option(
         "--dtype", help="Element type of weights and caches.  [default: fp32 on a CPU, fp16 on a GPU]",
         show_default=False)] = None,
     threads: ThreadsOption = 0,
@@ -111,7 +111,7 @@ def profile(
     from flowspec_edge.device_profile import render
 
     on = _torch_device(device)
-    chosen: Dtype = dtype or ("fp32" if on == "cpu" else "fp16")
+    chosen: ShardedDtype = dtype or ("fp32" if on == "cpu" else "fp16")
     wish = ProfileOptions(out.stem if out else found.name, found, chosen, on, threads, address,
                           str(date.today()))
     with _bar() as report:
@@ -217,7 +217,7 @@ def kernels(
         "--rows", help="Rows of activations; a segment has 16 by default.", metavar="N,N,…")] = "1,4,16,32",
     shape: Annotated[str, typer.Option(
         "--shape", help="Outputs and inputs of the matrix.", metavar="NxK")] = "4096x4096",
-    dtype: Annotated[Dtype, typer.Option(
+    dtype: Annotated[ShardedDtype, typer.Option(
         "--dtype", help="Element type of activations for 4-bit weights.")] = "bf16",
     threads: ThreadsOption = 0,
     out: Annotated[Path | None, typer.Option(

@@ -108,8 +108,8 @@ def plain_decoding(model: OpenModel, dtype: DtypeChoice, device: str = "cpu"
 
 def near_tie_judge(model: OpenModel, dtype: DtypeChoice, device: str, decoder: PlainDecoder | None = None
                    ) -> NearTieJudge | None:
-    """None in fp32. Without a ``decoder`` one is loaded for the first text that differs."""
-    if dtype_of(model, dtype) == "fp32":
+    """None if activations are in 32 bits.  Without a ``decoder`` one is loaded for the first text that differs."""
+    if dtype_of(model, dtype) in ("fp32", "mixed"):
         return None
 
     @cache

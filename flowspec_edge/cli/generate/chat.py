@@ -28,6 +28,7 @@ from flowspec_edge.cli.common.options import (
     StagesOption,
     StrategyOption,
     TemplateKwargsOption,
+    answering_dtype,
     device_of,
     dtype_of,
     stages_of,
@@ -126,7 +127,7 @@ def chat(
 
     tokenizer = Tokenizer(found, chat_template)
     conversation = Conversation(tokenizer, found, answer_tokens or max_new_tokens, system, rendering)
-    spec = ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, at_once=1,
+    spec = ClusterSpec(found.path, stages, answering_dtype(found, dtype, device), device=device, at_once=1,
                        cache_rows=cache_rows(found.max_positions, 1, params, stages), rejoin_within=_REJOIN_S)
     with (ChatScreen() as screen,
           open_cluster(spec, local_processes(stages, device, clock_settings.profile)) as cluster,

@@ -31,6 +31,7 @@ from flowspec_edge.cli.common.options import (
     StagesOption,
     StrategyOption,
     TemplateKwargsOption,
+    answering_dtype,
     device_of,
     dtype_of,
     stages_of,
@@ -180,8 +181,9 @@ def generate(
     about = {"model": found.name, "stages": stages, "clock": clock_settings.clock,
              "profile": clock_settings.profile_name, "device": device}
     with (write_trace(trace, request, stages, about, tokenizer.decode, before) as watch,
-          open_cluster(ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device, observer=watch,
-                                   at_once=1), clock_settings.place(stages, device)) as devices):
+          open_cluster(ClusterSpec(found.path, stages, answering_dtype(found, dtype, device, clock_settings.clock),
+                                   device=device, observer=watch, at_once=1),
+                       clock_settings.place(stages, device)) as devices):
         result = answer(devices, request, stream.push)
         stream.close()
         if not as_json:

@@ -70,7 +70,14 @@ def demo(
 
     from rich.console import Console
 
-    from flowspec_edge.cli.common.options import device_of, dtype_of, plain_device_of, stages_of, weights_of
+    from flowspec_edge.cli.common.options import (
+        answering_dtype,
+        device_of,
+        dtype_of,
+        plain_device_of,
+        stages_of,
+        weights_of,
+    )
     from flowspec_edge.cli.common.workload import (
         fail_if_different,
         plain_decoding,
@@ -94,8 +101,10 @@ def demo(
               f"{ANSWERING}: 98 MB); the small model of the tests continues a program instead", file=sys.stderr)
     found, profile = resolve_model(name), load_profile(_PROFILE)
     stages = stages_of(found, stages)
-    dtype = dtype_of(found, "auto")
-    device = device_of(device, found, dtype, processes=stages + 1)
+    device = device_of(device, found, dtype_of(found, "auto"), processes=stages + 1)
+    # More processes than processors would not keep the boards' time.
+    emulates = device != "cpu" or stages + 1 <= cores()
+    dtype = answering_dtype(found, "auto", device, "wall" if emulates else "virtual")
     reference = plain_device_of(device, found, dtype, stages + 1)
     params = with_a_draft(FLOWSPEC, found, Params())
 
@@ -107,8 +116,6 @@ def demo(
         question = _default_question(tokenizer.chats)
     [request] = requests_for(tokenizer, found, [Prompt("", "", question)], max_new_tokens, Sampling(), params,
                              chat=tokenizer.chats)
-    # More processes than processors would not keep the boards' time.
-    emulates = device != "cpu" or stages + 1 <= cores()
     recorded = None if emulates else _recorded(name, request)
     place = local_processes(stages, device, profile) if emulates else Virtual(profile, recording=recorded)
     clock = "wall" if emulates else "virtual"
@@ -147,7 +154,7 @@ def demo(
                     results[strategy] = cluster.generate(asked[strategy])
 
     with working("plain decoding by transformers"):
-        decode, explains = plain_decoding(found, "auto", reference)
+        decode, explains = plain_decoding(found, dtype, reference)
         types = {"dtype": dtype, "weights": weights_of(found, dtype)}
         report = BenchReport(None, clock, types)
         measure(_Finished(results, clock), decode, BenchPlan(list(results), [Workload("", [request])], [0.0]), report,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast, get_args
 
 import typer
 
-from flowspec_edge.cli.common.options import MOST_STAGES, MOST_TOKENS, Dtype, parse_counts
+from flowspec_edge.cli.common.options import MOST_STAGES, MOST_TOKENS, ShardedDtype, parse_counts
 from flowspec_edge.cli.common.progress import done_of, plain_lines
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.opened import OpenModel, require_name
@@ -46,7 +46,7 @@ def shard(
     group: Annotated[int | None, typer.Option(
         "--group", min=1, max=1 << 20, metavar="N",
         help="Weights per scale in int4.  Default: 128, or 32 for the 4 bits of a GGUF file.")] = None,
-    compute_dtype: Annotated[Dtype | None, typer.Option(
+    compute_dtype: Annotated[ShardedDtype | None, typer.Option(
         "--compute-dtype",
         help="Element type of computing.  Default: bf16 with 4 bits, else as stored.")] = None,
     lm_head: Annotated[HeadBits | None, typer.Option(

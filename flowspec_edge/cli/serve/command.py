@@ -27,6 +27,7 @@ from flowspec_edge.cli.common.options import (
     FormerTokensOption,
     LogJsonOption,
     StagesOption,
+    answering_dtype,
     device_of,
     dtype_of,
     not_nan,
@@ -157,7 +158,8 @@ def serve(
     require_room(context, at_once, cache_rows(context, at_once, params, stages), found,
                  dtype_of(found, dtype), local=boards is None and device == "cpu")
     service = Service(
-        model=found, name=name or found.name, strategy=strategy, stages=stages, dtype=dtype_of(found, dtype),
+        model=found, name=name or found.name, strategy=strategy, stages=stages,
+        dtype=dtype_of(found, dtype) if boards else answering_dtype(found, dtype, device),
         params=params, chat_template=chat_template, api_key=api_key, queue=queue, at_once=at_once,
         context=context, answer_tokens=answer_tokens or max_new_tokens, ready_within=ready_within,
         rejoin_within=rejoin_within, scheduling_policy=scheduling_policy,

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from flowspec_edge.model.manifest import ComputeDtype
+from flowspec_edge.model.manifest import RunDtype
 from flowspec_edge.transport.bind_check import unencrypted_bind_problem
 from flowspec_edge.util.tomlfile import Count, Misplaced, Positive, StrictModel, Text
 
@@ -18,7 +18,7 @@ class WorkerConfig(StrictModel):
     stage: Count
     stages: Count
     model: Text  # its directory; of a sharded model the stage's part is enough
-    dtype: ComputeDtype = "fp32"
+    dtype: RunDtype = "fp32"
     device: Text = "cpu"
     cache_rows: Annotated[int, Field(ge=0)] = 0  # of KV caches, allocated at the start; 0: as sessions come
     requests: Annotated[int, Field(ge=0)] = 0  # at once, for which layers with a window have memory; 0: any
