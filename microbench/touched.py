@@ -22,7 +22,8 @@ from flowspec_edge.boards.planning.testbed import profile_or_testbed
 from flowspec_edge.d0.request import Request
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.messages import Segment, unpack_bits
-from flowspec_edge.model.experts import computed, independent
+from flowspec_edge.model.expert_counts import independent
+from flowspec_edge.model.experts import computed
 from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.engine import Poll, SegmentResult, StageEngine

@@ -6,8 +6,11 @@ models of equal acceptance rate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 
@@ -21,11 +24,57 @@ from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.drivers.virtual.recording import Recording
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.util.interpreter import guarded_starts
 
 STRATEGIES = ("flowspec_plus", "flowspec", "chunk_pp", "pipedec", "speculative", "autoregressive")
 ALONE = ("speculative", "autoregressive")  # in which D0 and V1 never compute at the same time
 _NO_LINK = LinkCost(mbps=1e9, latency_ms=0.0)  # D0 and V1 on one board
 Advance = Callable[[str], None]  # called before each request with its strategy
+
+
+class Workers:
+    """Processes that simulate over recordings at the same time, with the figures of one.
+
+    They are forked, so that they have the recordings, and import nothing.  Make them before this process starts
+    threads.
+    """
+
+    def __init__(self, recordings: Sequence[Recording], processes: int) -> None:
+        self._recordings = recordings
+        self._pool = ProcessPoolExecutor(processes, get_context("fork"), initializer=_begin, initargs=(recordings,))
+        with guarded_starts():
+            self._pool.submit(int).result()  # starts all of them
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def stats(self, devices: Devices, recording: Recording, right_children: float, requests: Sequence[Request]
+              ) -> Iterator[Stats]:
+        """Simulate every request by itself.  FlowspecError if a process was killed."""
+        index = next(i for i, known in enumerate(self._recordings) if known is recording)
+        pending = [self._pool.submit(_simulate, devices, index, right_children, request) for request in requests]
+        try:
+            for future in pending:
+                yield future.result()
+        except BrokenExecutor as error:
+            raise FlowspecError("a process that simulates was killed: if memory ran out, end other programs") from error
+
+
+_of_the_fork: Sequence[Recording] = ()
+
+
+def _begin(recordings: Sequence[Recording]) -> None:
+    global _of_the_fork
+    _of_the_fork = recordings
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, which ends these
+
+
+def _simulate(devices: Devices, recording: int, right_children: float, request: Request) -> Stats:
+    cluster = VirtualCluster(_of_the_fork[recording], len(devices.stages), devices, right_children=right_children)
+    return cluster.generate(request).stats
 
 
 @dataclass(frozen=True)
@@ -48,8 +97,8 @@ class Prediction:
 
 
 def predict(plan: PipelinePlan, strategies: Sequence[str], source: Path | Recording, requests: Sequence[Request],
-            advance: Advance = lambda _: None, right_children: float = 1.0, kinds: Sequence[str] = ()
-            ) -> list[Prediction]:
+            advance: Advance = lambda _: None, right_children: float = 1.0, kinds: Sequence[str] = (),
+            workers: Workers | None = None) -> list[Prediction]:
     """``source``, a model's directory or a recording, only gives the tokens, with the draft model that the requests
     name; times and bytes are the plan's, at the plan's context. ``kinds``: of the requests' texts, or none."""
     size, context = plan.problem.size, plan.problem.context
@@ -57,16 +106,17 @@ def predict(plan: PipelinePlan, strategies: Sequence[str], source: Path | Record
         _drafting(at_context(plan.d0.profile, size, context), plan.problem, requests),
         tuple(at_context(stage.board.profile, size, context) for stage in plan.stages),
         tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan")
-    return _run(devices, strategies, source, requests, advance, right_children, kinds)
+    return _run(devices, strategies, source, requests, advance, right_children, kinds, workers)
 
 
 def predict_alone(board: CandidateBoard, problem: SplitProblem, source: Path | Recording,
                   requests: Sequence[Request],
-                  advance: Advance = lambda _: None, strategies: Sequence[str] = ALONE) -> list[Prediction]:
+                  advance: Advance = lambda _: None, strategies: Sequence[str] = ALONE,
+                  workers: Workers | None = None) -> list[Prediction]:
     scaled = _drafting(at_context(board.profile, problem.size, problem.context), problem, requests)
     profile = scaled.model_copy(update={"link": _NO_LINK})
     devices = Devices(profile, (profile,), (float(problem.size.layers),), board.name)
-    return _run(devices, strategies, source, requests, advance)
+    return _run(devices, strategies, source, requests, advance, workers=workers)
 
 
 def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -> Profile:
@@ -75,14 +125,20 @@ def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -
 
 
 def _run(devices: Devices, strategies: Sequence[str], source: Path | Recording, requests: Sequence[Request],
-         advance: Advance, right_children: float = 1.0, kinds: Sequence[str] = ()) -> list[Prediction]:
-    cluster = VirtualCluster(source, len(devices.stages), devices, right_children=right_children)
+         advance: Advance, right_children: float = 1.0, kinds: Sequence[str] = (), workers: Workers | None = None
+         ) -> list[Prediction]:
+    every = [replace(request, strategy=name) for name in strategies for request in requests]
+    if workers and isinstance(source, Recording):
+        simulated = workers.stats(devices, source, right_children, every)
+    else:
+        cluster = VirtualCluster(source, len(devices.stages), devices, right_children=right_children)
+        simulated = (cluster.generate(request).stats for request in every)
     found = []
     for name in strategies:
         stats = []
-        for request in requests:
+        for _ in requests:
             advance(name)
-            stats.append(cluster.generate(replace(request, strategy=name)).stats)
+            stats.append(next(simulated))
         speeds = [s.tokens_per_second for s in stats if s.tokens_per_second is not None]
         turns = [s.alt for s in stats if s.alt is not None]
         if not (speeds and turns):

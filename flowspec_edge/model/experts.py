@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowspec_edge.model.expert_counts import independent
 from flowspec_edge.model.families import ExpertNames, family_of
 from flowspec_edge.util.tensors import indices, on_host
 
@@ -155,18 +156,6 @@ def computed(layers: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
         experts = getattr(getattr(layer, "mlp", None), "experts", None)
         if isinstance(experts, Experts) and experts.chosen is not None:
             yield len(experts), experts.chosen
-
-
-def independent(experts: int, chosen: int, rows: float) -> float:
-    """Distinct experts that ``rows`` touch on average if each chooses ``chosen`` of ``experts`` by itself."""
-    found: float = experts * (1 - (1 - chosen / experts) ** rows)
-    return found
-
-
-def correlated(experts: int, chosen: int, rows: float, correlation: float) -> float:
-    """Distinct experts of ``rows`` whose choices have this correlation c: c k + (1 - c) U(n), where all rows
-    choose the same k experts at c = 1, and by themselves, U(n), at 0."""
-    return correlation * chosen + (1 - correlation) * independent(experts, chosen, rows)
 
 
 def correlation_of(layers: Sequence[nn.Module], rows: int) -> float | None:

@@ -33,7 +33,8 @@ from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, 
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import TensorFile, copy_file, partial_of, writing
 from flowspec_edge.stage.output_head import PREFIX as HEAD_PREFIX
-from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme, slices
+from flowspec_edge.stage.quant.base import Scheme, slices
+from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP
 from flowspec_edge.util.bounded_read import Progress, sha256_of
 from flowspec_edge.util.files import PARTIAL, sync_directory, write_atomically
 from flowspec_edge.util.threads import one_thread

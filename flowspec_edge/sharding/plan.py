@@ -30,8 +30,9 @@ from flowspec_edge.sharding.writer import Layout, file_size
 from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.output_head import PREFIX as HEAD_PREFIX
-from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme
-from flowspec_edge.stage.quant.schemes import default_head_bits, draft_scheme, head_scheme, scheme
+from flowspec_edge.stage.quant.base import Scheme
+from flowspec_edge.stage.quant.schemes import draft_scheme, head_scheme, scheme
+from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, default_head_bits
 from flowspec_edge.stage.shard import split_layers
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.util.tensors import DTYPES

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.boards.planning.layer_split import problem_for
-from flowspec_edge.boards.planning.model_size import assumed_head, model_bytes
+from flowspec_edge.boards.planning.model_size import model_bytes
+from flowspec_edge.boards.planning.read_parts import assumed_head
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.drafting.checkpoint import HeadFiles
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead, head_config, save_head

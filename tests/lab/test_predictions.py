@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,11 +13,16 @@ from kits.planned_boards import board, problem, profile, size
 from flowspec_edge.boards.planning.one_board import best_alone
 from flowspec_edge.boards.planning.planner import CandidateBoard, plan
 from flowspec_edge.boards.planning.scaling import scaled
+from flowspec_edge.cli.common.workload import shipped_recording
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import StageCurve
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.drivers.virtual.recorded import request_of
+from flowspec_edge.drivers.virtual.recording import load_recording
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.lab.predictions import (
     Prediction,
+    Workers,
     compare,
     predict,
     predict_alone,
@@ -44,6 +52,30 @@ def test_an_even_plan_is_virtual_time_under_its_profile(model: Path, requests: l
     assert found[0].speedup == pytest.approx(found[0].tokens_per_second / found[1].tokens_per_second)
     assert found[1].speedup == 1
     assert predict(made, ["flowspec"], model, requests[:1])[0].speedup is None
+
+
+def test_processes_predict_what_one_does() -> None:
+    of, recording = size(layers=8), load_recording(shipped_recording("demo"))
+    made = plan([CandidateBoard(f"b{i}", scaled(profile(), of)[0]) for i in range(3)], problem(of))
+    asked = [request_of(text, recording, 12, params=Params(draft=recording.draft)) for text in recording.texts[:2]]
+    steps: list[str] = []
+    with Workers([recording], 2) as workers:
+        found = predict(made, ["flowspec", "chunk_pp"], recording, asked, steps.append, workers=workers)
+        less = predict(made, ["flowspec"], recording, asked, right_children=.5, workers=workers)
+    assert steps == ["flowspec", "flowspec", "chunk_pp", "chunk_pp"]
+    assert found == predict(made, ["flowspec", "chunk_pp"], recording, asked)
+    assert less == predict(made, ["flowspec"], recording, asked, right_children=.5)
+
+
+def test_a_killed_process_is_one_line() -> None:
+    of, recording = size(layers=8), load_recording(shipped_recording("demo"))
+    made = plan([CandidateBoard(f"b{i}", scaled(profile(), of)[0]) for i in range(3)], problem(of))
+    asked = [request_of(recording.texts[0], recording, 12, params=Params(draft=recording.draft))]
+    with Workers([recording], 1) as workers:
+        [process] = multiprocessing.active_children()
+        os.kill(process.pid or 0, signal.SIGKILL)
+        with pytest.raises(FlowspecError, match="a process that simulates was killed"):
+            predict(made, ["flowspec"], recording, asked, workers=workers)
 
 
 def test_different_boards_take_their_own_times(model: Path, requests: list[Request]) -> None:

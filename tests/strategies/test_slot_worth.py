@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from kits.scripted_strategy import ROOT, A, B, Device0
 
-from flowspec_edge.model.experts import correlated
+from flowspec_edge.model.expert_counts import correlated
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.slot_worth import SlotWorth
 

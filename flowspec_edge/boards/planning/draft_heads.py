@@ -9,18 +9,15 @@ holds anyway.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
-from torch import nn
-
-from flowspec_edge.boards.planning.model_size import assumed_head, head_bytes, module_bytes, unread_experts
+from flowspec_edge.boards.planning.model_size import usual_heads_of
 from flowspec_edge.boards.planning.planned_draft import DEPTHS
 from flowspec_edge.boards.planning.scaling import weight_read_ms
 from flowspec_edge.device_profile import Profile
-from flowspec_edge.model.draft_kinds import head_kinds
-from flowspec_edge.model.families import family_of
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS
 from flowspec_edge.model.manifest import HeadBits
-from flowspec_edge.stage.quant.schemes import draft_scheme, head_scheme
+from flowspec_edge.stage.quant.sizes import draft_bits, matrix_bytes, packed_as
 
 _WIDTH = 2  # bytes of an unpacked value
 
@@ -43,24 +40,21 @@ class HeadCost:
     tree_ms: float
 
 
-def head_costs(config: Any, profile: Profile) -> list[HeadCost]:
-    """For a target of transformers' ``config``, on a D0 of ``profile``, scaled to a model or not."""
-    kinds = (*head_kinds(), *family_of(config).draft_layers)
-    lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
+def head_costs(name_or_path: str, profile: Profile) -> list[HeadCost]:
+    """For a model by name or directory, as for ``model_size.model_bytes``, on a D0 of ``profile``, scaled to a model
+    or not."""
+    hidden, vocabulary, heads = usual_heads_of(name_or_path)
     room = profile.memory.usable_mb - profile.memory.process_mb if profile.memory else float("inf")
     found = []
-    for kind in kinds:
-        head = assumed_head(config, kind)
+    for name, head in heads.items():
+        kind = DRAFT_KINDS[name]
         for bits in get_args(HeadBits):
-            scheme, rate = draft_scheme(bits), weight_read_ms(profile, bits) / 1e6
-            looked_up = [part for part in head.modules() if isinstance(part, nn.Embedding)]
-            own = module_bytes(head, _WIDTH, scheme)
-            read = (own - sum(part.weight.numel() * _WIDTH for part in looked_up)
-                    - unread_experts(head, _WIDTH, scheme))
-            matrix = module_bytes(lm_head, _WIDTH, head_scheme(bits))
-            memory = (head_bytes(head, _WIDTH, scheme) + matrix) / 1e6
-            passed = (read + (0 if getattr(head, "lm_head", None) is not None else matrix)) * rate
-            found.append(HeadCost(kind.name, bits, memory, memory <= room, passed,
+            how, rate = packed_as(draft_bits(bits)), weight_read_ms(profile, bits) / 1e6
+            held = head.part.nbytes(_WIDTH, how)
+            matrix = matrix_bytes(vocabulary, hidden, _WIDTH, packed_as(bits))
+            memory = (held + matrix) / 1e6
+            read = held - head.looked_up * _WIDTH - head.unread(_WIDTH, how)
+            passed = (read + (0 if head.own_lm_head else matrix)) * rate
+            found.append(HeadCost(name, bits, memory, memory <= room, passed,
                                   passed * (1 if kind.is_block else DEPTHS)))
     return found
-

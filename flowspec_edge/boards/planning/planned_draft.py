@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Literal
 
 from flowspec_edge.device_profile import Profile
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, EAGLE2, NGRAM, OWN, OWN_LAYERS, WantedDraft, head_kinds
+from flowspec_edge.model.families import FAMILIES, UNKNOWN
+from flowspec_edge.model.opened import OpenModel, missing_own_layer
 
 Origin = Literal["here", "published", "untrained", "text"]
 DEPTHS = 8  # of a tree in the default strategy: a pass for each, or one of a block drafter for all
@@ -60,7 +64,7 @@ class StoredDraft:
 NGRAMS = PlannedDraft(NGRAM, "text")
 
 
-def choose(wanted: WantedDraft, here: Collection[str], published: Sequence[tuple[str, str]]) -> PlannedDraft:
+def _choose(wanted: WantedDraft, here: Collection[str], published: Sequence[tuple[str, str]]) -> PlannedDraft:
     """The draft of a model that has the kinds ``here``, and for which (kind, repository) are published.
 
     Heads come first, as when a model is run: an MTP layer drafts only if it is named.
@@ -77,6 +81,20 @@ def choose(wanted: WantedDraft, here: Collection[str], published: Sequence[tuple
     if wanted == "auto":
         return NGRAMS
     return PlannedDraft(named or EAGLE2, "untrained")
+
+
+def planned_for(name_or_path: str, wanted: WantedDraft, here: Collection[str], family: str,
+                model: OpenModel | None = None, from_weights: bool = False) -> PlannedDraft:
+    """The draft of a model of ``family`` that has draft models of the kinds ``here``.
+
+    UsageError without the MTP layer that is wanted: a ``model`` whose weights are here must have it.
+    """
+    known = find_known(name_or_path)
+    kind = DRAFT_KINDS.get(wanted)
+    if kind and kind.in_target and kind.name not in here and (
+            from_weights or kind not in FAMILIES.get(family, UNKNOWN).draft_layers):
+        raise UsageError(missing_own_layer(kind, model, family))
+    return _choose(wanted, here, [(head.kind or "", head.repository) for head in known[1].runnable] if known else [])
 
 
 def level_seconds(d0: Profile, kind: DraftKind, nodes: int) -> float:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from flowspec_edge.device_profile import ModelShape, Profile, StageCurve
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kinds import timed_kinds
+from flowspec_edge.model.expert_counts import correlated
 
 if TYPE_CHECKING:
     from flowspec_edge.boards.planning.model_size import ModelBytes
@@ -170,8 +171,6 @@ def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequenc
 
 def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:
     """Bytes of a layer if every matrix is read once for 16 of the rows that it multiplies."""
-    from flowspec_edge.model.experts import correlated  # torch: not for a usage error
-
     touched = correlated(size.experts, size.chosen, rows, correlation)
     dense = size.layer - size.expert * size.experts
     return (dense * max(1.0, rows / _INT4_ROWS)

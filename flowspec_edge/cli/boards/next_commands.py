@@ -12,7 +12,7 @@ from flowspec_edge.cli.boards.plan_output import PlanReport
 from flowspec_edge.model.catalogue import find_known, is_repository_name
 from flowspec_edge.model.draft_kinds import OWN, head_kinds
 from flowspec_edge.model.opened import is_here, shipped_models
-from flowspec_edge.stage.quant.schemes import default_head_bits
+from flowspec_edge.stage.quant.sizes import default_head_bits
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 
 

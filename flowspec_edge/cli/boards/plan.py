@@ -123,9 +123,8 @@ def plan(
     report.next = next_commands(report, model, devices)
     if heads and report.plan:
         from flowspec_edge.boards.planning.draft_heads import head_costs
-        from flowspec_edge.boards.planning.model_size import target_config
 
-        report.heads = head_costs(target_config(model), report.plan.d0.profile)
+        report.heads = head_costs(model, report.plan.d0.profile)
     if as_json:
         print(json.dumps(report.as_json(), indent=2))
     else:
@@ -159,7 +158,8 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
         return known[planned.kind]
 
     runs = Runs(cases, names, tokens)
-    with progress(runs.steps * len(tokens(cases.main).requests), "plan") as advance:
+    steps = runs.steps * len(tokens(cases.main).requests)
+    with runs.in_processes(), progress(steps, "plan") as advance:
         return runs(members, advance)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
@@ -35,6 +36,7 @@ from flowspec_edge.lab import predictions
 from flowspec_edge.lab.predictions import Prediction
 from flowspec_edge.model.draft_kinds import NGRAM, WantedDraft
 from flowspec_edge.model.manifest import CacheBits, HeadBits
+from flowspec_edge.util.threads import cores
 
 _COMPARED_TYPES: tuple[PlanDtype, ...] = ("fp16", "int4")
 _COMPARED = 3  # splits over different boards with the best rates
@@ -294,6 +296,7 @@ class Runs:
 
     def __init__(self, cases: Cases, names: Sequence[str], tokens: Callable[[Case], Tokens]) -> None:
         self._cases, self._names, self._tokens = cases, names, tokens
+        self._workers: predictions.Workers | None = None
         self._lead = "flowspec_plus" if "flowspec_plus" in names else names[0]
 
     @property
@@ -312,8 +315,20 @@ class Runs:
     def _shortlist(self, case: Case) -> list[PipelinePlan]:
         return case.shortlist() if case is self._cases.main else case.plans[:1]
 
+    @contextmanager
+    def in_processes(self) -> Iterator[None]:
+        """Within, what recordings simulate is simulated by a process for each core."""
+        found = [self._tokens(case) for case in (self._cases.main, *self._cases.others)]
+        every = [of.source for of in (*found, *(of.beside for of in found if of.beside))]
+        recordings = [source for source in every if isinstance(source, Recording)]
+        if not recordings or cores() == 1:
+            yield
+            return
+        with predictions.Workers(recordings, cores()) as self._workers:
+            yield
+
     def __call__(self, members: Sequence[BoardSpec], advance: predictions.Advance) -> PlanReport:
-        lead, every = self._lead, [self._cases.main, *self._cases.others]
+        lead, every, workers = self._lead, [self._cases.main, *self._cases.others], self._workers
 
         def run_of(case: Case) -> tuple[Path | Recording, Sequence[Request], predictions.Advance]:
             tokens = self._tokens(case)
@@ -322,9 +337,12 @@ class Runs:
         def kinds_of(case: Case) -> Sequence[str]:
             return self._tokens(case).kinds
 
-        found = [_Runs([(plan, predictions.predict(plan, [lead], *run_of(case), kinds=kinds_of(case))[0])
-                        for plan in self._shortlist(case)],
-                       predictions.predict_alone(case.alone, case.problem, *run_of(case)) if case.alone else [])
+        def led(case: Case, plan: PipelinePlan) -> Prediction:
+            return predictions.predict(plan, [lead], *run_of(case), kinds=kinds_of(case), workers=workers)[0]
+
+        found = [_Runs([(plan, led(case, plan)) for plan in self._shortlist(case)],
+                       predictions.predict_alone(case.alone, case.problem, *run_of(case), workers=workers)
+                       if case.alone else [])
                  for case in every]
         case, why = self._cases.choose(lambda case: found[_place(every, case)].best)
         own, run = found[_place(every, case)], run_of(case)
@@ -332,19 +350,19 @@ class Runs:
         report = case.report(chosen, members)
         if chosen and first:
             rest = predictions.predict(chosen, [name for name in self._names if name != lead], *run,
-                                       kinds=kinds_of(case))
+                                       kinds=kinds_of(case), workers=workers)
             made = {p.strategy: p for p in (first, *rest)}
             report.predictions = predictions.with_speedup([made[name] for name in self._names])
             if self._tokens(case).calibrates:
                 report.predictions = [
                     replace(p, tokens_per_second_calibrated=q.tokens_per_second) for p, q in zip(
                         report.predictions,
-                        predictions.predict(chosen, self._names, *run, right_children=PUBLISHED_SHARE),
+                        predictions.predict(chosen, self._names, *run, right_children=PUBLISHED_SHARE, workers=workers),
                         strict=True)]
             best = max(report.predictions, key=lambda p: p.tokens_per_second)
             if beside := self._tokens(case).beside:
                 [ranged] = predictions.predict(chosen, [best.strategy], beside.source, beside.requests, advance,
-                                               kinds=beside.kinds)
+                                               kinds=beside.kinds, workers=workers)
                 report.predictions[report.predictions.index(best)] = best = replace(best, by_kind=ranged.by_kind)
                 report.kinds_of = beside.acceptance
             own.leads = [(plan, best if plan is chosen else p) for plan, p in own.leads]

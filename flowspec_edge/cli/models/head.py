@@ -202,7 +202,7 @@ def _figures(cost: TrainingCost) -> dict[str, Any]:
 
 def _cost(name: str, kind: str, steps: int | None) -> TrainingCost:
     from flowspec_edge.boards.measurement.memory import device_memory, read_gpu
-    from flowspec_edge.boards.planning.model_size import target_config
+    from flowspec_edge.boards.planning.read_parts import target_config
     from flowspec_edge.boards.probe.board import read_board
     from flowspec_edge.lab.training.cost import training_cost
     from flowspec_edge.lab.training.loop import device

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Scheme, StoredTensors, slices
-from flowspec_edge.stage.quant.grouped import GROUPS, GroupedScheme, pack
+from flowspec_edge.stage.quant.base import Scheme, StoredTensors, slices
+from flowspec_edge.stage.quant.grouped import GroupedScheme, pack
+from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, GROUPS
 
 _BITS = 4
 _IN_WORD = 32 // _BITS

@@ -15,7 +15,6 @@ from flowspec_edge.errors import FlowspecError, UsageError
 LayerKind = Literal["int4", "nf4", "fp4"]
 Kind = Literal["int4", "nf4", "fp4", "int8"]
 KINDS: tuple[LayerKind, ...] = get_args(LayerKind)
-DEFAULT_GROUP = 128
 # Slices of rows start at multiples of this, since kernels pack blocks of 16, 32 or 64 rows on CPUs and
 # of 8 on GPUs.
 ROW_BLOCK = 64

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.stage.quant.base import DEFAULT_GROUP, Kind, QuantLinear, Scheme, slices
+from flowspec_edge.stage.quant.base import Kind, QuantLinear, Scheme, slices
+from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, GROUPS, ROWS, group_for
 
-GROUPS = (32, 64, 128, 256)  # sizes that the kernels support
-_ROWS = 16  # the CPU's kernel needs a multiple of this many rows of a matrix; the GPU's, of 8
 _EXPANDED_WEIGHTS = 1 << 20  # at a time: 4 MB in float32, which stay in a CPU cache
 _FITTED_WEIGHTS = 1 << 17  # at a time, so that the fit stays in a CPU cache
 
@@ -40,9 +39,7 @@ class GroupedScheme(Scheme):
         self.group = group
 
     def fits(self, rows: int, columns: int) -> int | None:
-        if rows % _ROWS or not rows:
-            return None
-        return max((g for g in GROUPS if g <= self.group and columns % g == 0 and columns), default=None)
+        return group_for(rows, columns, self.group)
 
     def stored(self, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         groups = columns // self.group_of(rows, columns)
@@ -53,7 +50,7 @@ class GroupedScheme(Scheme):
         }
 
     def quantise(self, weight: Tensor) -> dict[str, Tensor]:
-        group = self.group_of(_ROWS, weight.shape[1])  # independent of the slice's number of rows
+        group = self.group_of(ROWS, weight.shape[1])  # independent of the slice's number of rows
         parts = [quantise_groups(weight[lo:hi], group)
                  for lo, hi in slices(len(weight), weight.shape[1], _FITTED_WEIGHTS)]
         codes, scales, zeros = (torch.cat(tensors) for tensors in zip(*parts, strict=True))

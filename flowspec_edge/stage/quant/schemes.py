@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.model.manifest import HeadBits, ShardDtype
+from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.stage.quant.base import (
-    DEFAULT_GROUP,
     KINDS,
     Kind,
     QuantLinear,
@@ -35,6 +34,7 @@ from flowspec_edge.stage.quant.base import (
     slices,
 )
 from flowspec_edge.stage.quant.grouped import GroupedScheme, pack
+from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, draft_bits
 from flowspec_edge.util.jetson import ORIN
 
 _PLANE = 16  # the weight of the high plane
@@ -224,20 +224,8 @@ def head_scheme(bits: HeadBits) -> Scheme | None:
 
 
 def draft_scheme(lm_head: HeadBits) -> Scheme | None:
-    """Of draft heads beside such an lm_head: 4 bits, unless that is in 16.
-
-    What drafts changes no token of the text, and every pass reads it.
-    """
-    return None if lm_head == "16bit" else scheme("int4")
-
-
-def default_head_bits(dtype: ShardDtype) -> HeadBits:
-    """Return the default for a model whose decoder layers are stored in ``dtype``.
-
-    Beside layers in 4 bits, lm_head loses nothing measurable in 8 bits.  In 4 bits it adds a fifth to a half of what
-    the layers lose (docs/models.md).
-    """
-    return "int8" if dtype in KINDS else "16bit"
+    """Of draft heads beside such an lm_head (``sizes.draft_bits``)."""
+    return head_scheme(draft_bits(lm_head))
 
 
 @torch.no_grad()

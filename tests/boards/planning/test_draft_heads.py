@@ -3,7 +3,6 @@
 import pytest
 
 from flowspec_edge.boards.planning.draft_heads import head_costs
-from flowspec_edge.boards.planning.model_size import target_config
 from flowspec_edge.device_profile import load_profile
 
 NANO = load_profile("orin-nano-8gb")
@@ -11,7 +10,7 @@ NANO = load_profile("orin-nano-8gb")
 
 @pytest.fixture(scope="module")
 def costs():
-    return {(cost.kind, cost.bits): cost for cost in head_costs(target_config("qwen3-8b"), NANO)}
+    return {(cost.kind, cost.bits): cost for cost in head_costs("qwen3-8b", NANO)}
 
 
 def test_sizes_are_those_of_published_heads(costs):
@@ -46,7 +45,7 @@ def test_an_mtp_layer_where_the_family_has_one(costs):
     experts; lm_head is 248,320 x 2048."""
     assert ("mtp", "16bit") not in costs
     head = 248_320 * 2048 * 2 / 1e6
-    all_costs = head_costs(target_config("qwen3.6-35b-a3b"), NANO)
+    all_costs = head_costs("qwen3.6-35b-a3b", NANO)
     found = {cost.bits: cost for cost in all_costs if cost.kind == "mtp"}
     assert found["16bit"].memory_mb == pytest.approx(1689 + head, rel=0.001)
     experts = 256 * 3 * 2048 * 512 * 2 / 1e6
@@ -57,6 +56,6 @@ def test_an_mtp_layer_where_the_family_has_one(costs):
 
 
 def test_what_does_not_fit_is_told():
-    found = head_costs(target_config("qwen3-14b"), NANO)
+    found = head_costs("qwen3-14b", NANO)
     assert {(cost.kind, cost.bits) for cost in found if not cost.fits} == {("dflash", "16bit"),
                                                                            ("dspark", "16bit")}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -17,17 +19,22 @@ from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 from kits.tiny_models import tiny_llama, tiny_model
 from safetensors.torch import load_file, save_file
 
+from flowspec_edge.boards.planning.model_parts import shipped_parts
 from flowspec_edge.boards.planning.model_size import PlanDtype, model_bytes
+from flowspec_edge.boards.planning.read_parts import read_shipped
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.drafting.block.formats import load_block_head
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, load_head
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.catalogue import known_models
 from flowspec_edge.model.config import load_config
-from flowspec_edge.model.manifest import HeadBits
+from flowspec_edge.model.manifest import CacheBits, HeadBits
 from flowspec_edge.sharding.job import run
 from flowspec_edge.sharding.plan import make_plan, recipe_for
 from flowspec_edge.sharding.source import open_source
 from flowspec_edge.stage.layers.kv_cache import KVArena
+from flowspec_edge.stage.quant.schemes import scheme
+from flowspec_edge.stage.quant.sizes import GROUPS, Packed, matrix_bytes
 from flowspec_edge.stage.shard import load_lm_head, load_shard
 from flowspec_edge.strategies.params import Params
 from microbench.shapes.memory import FIRST, footprint
@@ -240,3 +247,38 @@ def test_a_sharded_model_cannot_be_planned(tmp_path: Path) -> None:
     run(make_plan(source, recipe_for(source, "fp16"), [(0, 1), (1, 2)]), tmp_path / "cut")
     with pytest.raises(UsageError, match="cut is sharded already: give the checkpoint"):
         model_bytes(str(tmp_path / "cut"), "fp16")
+
+
+def test_the_shipped_parts_of_known_models_are_those_that_are_read() -> None:
+    """After a change of the catalogue: python -m flowspec_edge.boards.planning.read_parts."""
+    shipped = shipped_parts()
+    assert shipped.keys() == known_models().keys()
+    for name in random.Random(date.today().toordinal()).sample(sorted(shipped), 6):
+        assert read_shipped(name) == shipped[name], name
+
+
+@pytest.mark.parametrize("kind", ["llama-2-7b", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.6-27b"])
+@pytest.mark.parametrize("dtype", get_args(PlanDtype))
+def test_a_known_model_has_the_size_of_its_config(tmp_path: Path, kind: str, dtype: PlanDtype) -> None:
+    """Known models' sizes come from parts.json, and a config.json's through transformers."""
+    path = tmp_path / kind / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(known_models()[kind].config))
+    for bits in get_args(HeadBits):
+        for kept in get_args(CacheBits):
+            for draft in ("head", "ngram"):
+                known = model_bytes(kind, dtype, bits, kept, draft)
+                draft_kind = known.planned.kind
+                if draft == "head" and known.planned.origin == "published" and draft_kind.name != "eagle2":
+                    continue  # of a config.json none is known
+                read = model_bytes(str(path), dtype, bits, kept, draft)
+                assert replace(known, planned=read.planned) == replace(read, name=kind)
+
+
+def test_matrices_take_what_their_scheme_stores() -> None:
+    for rows, columns in ((64, 256), (48, 96), (5, 256), (16, 33), (32, 2880)):
+        for kind in get_args(Packed):
+            for group in GROUPS:
+                how = scheme(kind, group)
+                wanted = how.nbytes(rows, columns) if how.fits(rows, columns) else rows * columns * 2
+                assert matrix_bytes(rows, columns, 2, kind, group) == wanted, (rows, columns, kind, group)

@@ -22,11 +22,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.config import load_config
+from flowspec_edge.model.expert_counts import correlated, independent
 from flowspec_edge.model.experts import (
     Experts,
-    correlated,
     correlation_of,
-    independent,
     separated,
     touched,
 )

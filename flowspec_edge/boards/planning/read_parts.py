@@ -1,0 +1,249 @@
+"""Reads the shapes of a model's parts from its config.json, through transformers' classes on the meta device; weight
+files must agree.
+
+``python -m flowspec_edge.boards.planning.read_parts`` writes those of the catalogue's models to models/parts.json.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, get_args
+
+import torch
+from torch import nn
+
+from flowspec_edge.boards.planning.model_parts import (
+    FILE,
+    CacheBytes,
+    ExpertsShape,
+    HeadShape,
+    Matrices,
+    ModelParts,
+    PartShape,
+)
+from flowspec_edge.boards.planning.planned_draft import PlannedDraft, StoredDraft, planned_for
+from flowspec_edge.drafting.format import head_format_of
+from flowspec_edge.errors import UsageError
+from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name, known_models
+from flowspec_edge.model.config import parse_config, position_limit
+from flowspec_edge.model.draft_kind import DraftKind
+from flowspec_edge.model.draft_kinds import OWN_LAYERS, WantedDraft, head_kinds
+from flowspec_edge.model.families import family_of
+from flowspec_edge.model.manifest import CacheBits, HeadBits
+from flowspec_edge.model.opened import OpenModel, model_path, refuse_two_targets, resolve_model
+from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
+from flowspec_edge.model.weights.located import locate
+from flowspec_edge.sharding.drafts import open_draft
+from flowspec_edge.sharding.plan import IN_16_BITS
+from flowspec_edge.stage.families import skeleton
+from flowspec_edge.stage.layers.kinds import layer_kinds
+from flowspec_edge.stage.layers.kv_cache import row_bytes
+from flowspec_edge.stage.layers.recurrent import GatedDelta
+from flowspec_edge.stage.quant.awq_gptq import importer
+from flowspec_edge.stage.quant.base import Scheme
+from flowspec_edge.stage.quant.gguf_blocks import GgufImporter, gguf_importer
+from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP
+from flowspec_edge.util.resources import resource_dir
+
+_WIDTHS = (2, 4)  # bytes of a value
+
+
+def read_model(name_or_path: str, packed: bool, draft: WantedDraft, using: StoredDraft | None
+               ) -> tuple[str, PlannedDraft, ModelParts]:
+    """A model's name, what D0 drafts with, and shapes; arguments and errors as for ``model_size.model_bytes``.
+
+    packed  whether the layers' matrices are planned in 4 bits: those of a GGUF file keep their blocks then
+    """
+    name, target, here, config = _locate(name_or_path)
+    if importer(config) is not None:
+        raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
+    core = _decoder(_Source(config.to_json_string(), config))
+    from_weights = target is not None and locate(target) is not None
+    if target and from_weights:
+        _check(target, config, core)
+    planned = PlannedDraft(using.kind, "here") if using else planned_for(
+        name_or_path, draft, here, config.model_type, OpenModel(target) if target else None, from_weights)
+    directory = using.directory if using else here.get(planned.kind.name)
+    drafts = {} if planned.by_ngrams else {planned.kind.name: _draft_shape(config, planned.kind, directory)}
+    repack = gguf_importer(Checkpoint(target).gguf) if target and from_weights and packed else None
+    return name, planned, _shape(config, core, drafts, repack, from_weights)
+
+
+def target_config(name_or_path: str) -> Any:
+    """transformers' configuration of the target, without a download of weights; errors as for
+    :func:`read_model`."""
+    return _locate(name_or_path)[3]
+
+
+def _locate(name_or_path: str) -> tuple[str, Path | None, Mapping[str, Path], Any]:
+    """(name, directory of the target or None, its draft models here by kind, the target's configuration)."""
+    path = model_path(name_or_path)
+    given = Path(name_or_path)
+    if path is None and given.name == "config.json" and given.is_file():
+        path = given.parent
+    if path is None and (known := find_known(name_or_path)):
+        name, entry = known
+        return name, None, {}, parse_config(entry.config, f"the catalogue's {name}")
+    if path is None and is_repository_name(name_or_path):
+        return given.name, None, {}, OpenModel(download_config(name_or_path), quantised=True).parsed_config
+    model = OpenModel(path, quantised=True) if path else resolve_model(name_or_path)  # an error that says what there is
+    refuse_two_targets(model)
+    if model.sharded:
+        raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
+                         f"see the sizes of its parts with: flowspec models inspect {model.path}")
+    here = {kind.name: path for kind in (*head_kinds(), *OWN_LAYERS) if (path := model.draft(kind.name))}
+    return model.name, model.target, here, model.parsed_config
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A configuration that equals every other with the same text."""
+
+    text: str
+    config: Any = field(compare=False)
+
+
+@lru_cache(maxsize=1)  # a plan asks for one model over and over; with 512 experts a layer it takes seconds
+def _decoder(of: _Source) -> Any:
+    """``skeleton``'s, to read only."""
+    return skeleton(of.config)
+
+
+def _check(target: Path, config: Any, core: Any) -> None:
+    checkpoint = Checkpoint(target)
+    wanted = {f"model.{name}": parameter.shape for name, parameter in core.named_parameters()}
+    if not config.tie_word_embeddings:
+        wanted["lm_head.weight"] = core.embed_tokens.weight.shape
+    stored = checkpoint.stored(wanted)
+    for name, shape in wanted.items():
+        check_shape(target, name, stored[name].shape, shape)
+
+
+def _shape(config: Any, core: Any, drafts: dict[str, HeadShape], repack: GgufImporter | None, from_weights: bool
+           ) -> ModelParts:
+    group = repack.group if repack else DEFAULT_GROUP
+    own = [_own_bits(repack, i, layer) for i, layer in enumerate(core.layers)]
+    layers = [part_shape(layer, bits) for layer, bits in zip(core.layers, own, strict=True)]
+    sizes = [layer.nbytes(2, "int4" if repack else None, group) for layer in layers]
+    largest = sizes.index(max(sizes))
+    mixtures = [layer.mlp.experts for layer in core.layers if hasattr(layer.mlp, "experts")]
+    return ModelParts(
+        family=config.model_type, count=int(config.num_hidden_layers), layers=_distinct(layers),
+        norm=_numel(core.norm.parameters()), hidden=int(config.hidden_size), vocabulary=int(config.vocab_size),
+        max_positions=position_limit(config.to_dict()),
+        experts=ExpertsShape(
+            count=len(mixtures[0]), chosen=int(config.num_experts_per_tok),
+            expert=part_shape(mixtures[0][0], _below(own[largest], "mlp.experts.0."))) if mixtures else None,
+        drafts=drafts,
+        caches={bits: {str(width): _cache_bytes(config, bits, width) for width in _WIDTHS}
+                for bits in get_args(CacheBits)},
+        group=group, from_weights=from_weights)
+
+
+def _distinct(layers: Iterable[PartShape]) -> list[PartShape]:
+    found: list[PartShape] = []
+    for layer in layers:
+        if layer not in found:
+            found.append(layer)
+    return found
+
+
+def _cache_bytes(config: Any, kv_cache: CacheBits, width: int) -> CacheBytes:
+    kinds = layer_kinds(config, kv_cache)
+    windows = [kind.window for kind in kinds if kind.window is not None]
+    recurrent = [kind for kind in kinds if isinstance(kind, GatedDelta)]
+    return CacheBytes(
+        kv_row=-(-sum(kind.row_bytes(width) for kind in kinds) // len(kinds)),
+        window=min(windows, default=None), windowed=len(windows) / len(kinds),
+        state=sum(kind.request_bytes(width) for kind in recurrent) // len(kinds),
+        state_read=sum(kind.read_bytes() for kind in recurrent) // len(kinds))
+
+
+def _draft_shape(config: Any, kind: DraftKind, directory: Path | None) -> HeadShape:
+    """Of the draft model in ``directory``; None: of a usual one for a target of ``config``."""
+    if directory and not kind.is_head:  # a model of its own, which is not packed
+        files = open_draft(directory)
+        values = files.weight_bytes(2) - files.weight_bytes(1)
+        return HeadShape(part=PartShape(kept=values, matrices=[]), own_lm_head=True, drafted=0, kv_row=files.kv_row)
+    return head_shape(kind, head_format_of(kind).on_meta(directory) if directory else assumed_head(config, kind))
+
+
+def assumed_head(config: Any, kind: DraftKind) -> nn.Module:
+    """A usual head of ``kind`` for a target of ``config``, on the meta device."""
+    return head_format_of(kind).usual(config, kind)
+
+
+def head_shape(kind: DraftKind, head: nn.Module) -> HeadShape:
+    config: Any = head.config
+    embeddings: Any = head.embed_tokens
+    part = part_shape(head)
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    mixtures: list[Any] = [module for module in head.modules() if hasattr(module, "experts")]
+    looked_up = sum(_numel(module.parameters()) for module in head.modules() if isinstance(module, nn.Embedding))
+    looked_up -= int(embeddings.weight.numel())
+    return HeadShape(
+        part=PartShape(kept=part.kept - int(embeddings.weight.numel()), matrices=part.matrices),
+        own_lm_head=getattr(head, "lm_head", None) is not None,
+        drafted=int(getattr(config, "draft_vocab_size", None) or config.vocab_size),
+        kv_row=row_bytes(int(heads), int(head_dim), 1, "16bit") * head_format_of(kind).cached_layers(head),
+        looked_up=looked_up,
+        experts=[ExpertsShape(count=len(mixture.experts), chosen=config.num_experts_per_tok,
+                              expert=part_shape(mixture.experts[0])) for mixture in mixtures])
+
+
+def part_shape(module: nn.Module, own: Mapping[str, HeadBits] = MappingProxyType({})) -> PartShape:
+    """``own``: how a GGUF file stores linears, by name."""
+    linears = {name: m.weight.shape for name, m in module.named_modules()
+               if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS)}
+    kept = _numel(module.parameters()) - sum(map(prod, linears.values()))
+    counts = Counter((*shape, own.get(name)) for name, shape in linears.items())
+    return PartShape(kept=kept, matrices=[Matrices(rows=rows, columns=columns, count=count, stored=bits)
+                                          for (rows, columns, bits), count in counts.items()])
+
+
+def _own_bits(repack: GgufImporter | None, index: int, layer: nn.Module) -> dict[str, HeadBits]:
+    """How a GGUF file's linears of a layer are stored."""
+    if repack is None:
+        return {}
+    return {name: _bits(repack.scheme_of(f"model.layers.{index}.{name}")) for name, part in layer.named_modules()
+            if isinstance(part, nn.Linear)}
+
+
+def _bits(how: Scheme | None) -> HeadBits:
+    return "16bit" if how is None else "int8" if how.kind == "int8" else "int4"
+
+
+def _below(bits: Mapping[str, HeadBits], path: str) -> dict[str, HeadBits]:
+    return {name.removeprefix(path): how for name, how in bits.items() if name.startswith(path)}
+
+
+def _numel(parameters: Iterable[torch.Tensor]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def read_shipped(name: str) -> ModelParts:
+    """A model of the catalogue, with a draft model of every kind that a plan can choose for it."""
+    config = parse_config(known_models()[name].config, f"the catalogue's {name}")
+    return _shape(config, skeleton(config), usual_heads(config), None, False)
+
+
+def usual_heads(config: Any) -> dict[str, HeadShape]:
+    """Of every kind that a target of transformers' ``config`` can have."""
+    kinds = (*head_kinds(), *family_of(config).draft_layers)
+    return {kind.name: _draft_shape(config, kind, None) for kind in kinds}
+
+
+def main() -> None:
+    lines = [f'"{name}":{read_shipped(name).model_dump_json(exclude_defaults=True)}' for name in known_models()]
+    (resource_dir("models") / FILE).write_text('{"models":{\n' + ",\n".join(lines) + "\n}}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

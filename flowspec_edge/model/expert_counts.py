@@ -1,0 +1,15 @@
+"""How many experts of a layer a pass reads; without torch."""
+
+from __future__ import annotations
+
+
+def independent(experts: int, chosen: int, rows: float) -> float:
+    """Distinct experts that ``rows`` touch on average if each chooses ``chosen`` of ``experts`` by itself."""
+    found: float = experts * (1 - (1 - chosen / experts) ** rows)
+    return found
+
+
+def correlated(experts: int, chosen: int, rows: float, correlation: float) -> float:
+    """Distinct experts of ``rows`` whose choices have this correlation c: c k + (1 - c) U(n), where all rows
+    choose the same k experts at c = 1, and by themselves, U(n), at 0."""
+    return correlation * chosen + (1 - correlation) * independent(experts, chosen, rows)
