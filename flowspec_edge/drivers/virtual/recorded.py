@@ -323,6 +323,9 @@ class RecordedDrafter(Drafter):
             output.scores[row, :count] = expansion.scores[place, :count]
         return output
 
+    def shares_passes_with(self, other: Drafter) -> bool:
+        return isinstance(other, RecordedDrafter) and other._asked is self._asked
+
     def _place(self, node: int, index: Mapping[tuple[int, int], int]) -> int | None:
         if node == self._root:
             return 0

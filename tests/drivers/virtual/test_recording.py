@@ -100,6 +100,15 @@ def test_several_requests_share_the_stages(recorded: Recording) -> None:
     assert [result.tokens for result in results] == [list(text.answer) for text in texts]
 
 
+def test_drafts_of_several_requests_are_one_pass(recorded: Recording, computed: VirtualCluster) -> None:
+    """As the head's are: with passes of their own, four requests would be slower than with the weights."""
+    cluster = VirtualCluster(recorded, 4, load_profile("paper-7b"))
+    asked = [request_of(recorded.texts[i % 2], recorded, TOKENS, strategy="chunk_pp", params=PARAMS) for i in range(4)]
+    own, theirs = ([result.stats.tokens_per_second for result in place.generate_many(asked)]
+                   for place in (cluster, computed))
+    assert own == pytest.approx(theirs, rel=1e-6)
+
+
 def test_what_a_recording_lacks_is_counted(recorded: Recording) -> None:
     """A recording of the roots alone has no child's children."""
     bare = replace(recorded, texts=tuple(
