@@ -181,9 +181,9 @@ def parallel_points(setup: ClusterSetup, names: Sequence[str]) -> tuple[Parallel
     from flowspec_edge.lab.bench.parallel import ParallelRun, Workplace, plugins_of
 
     o = setup.options
-    threads = 0 if o.dask else share_of_cores(o.jobs)
+    threads = 0 if o.dask else share_of_cores(o.processes)
     run = ParallelRun(Workplace(setup.subject.path.resolve(), setup.subject.dtype(o.dtype), o.device,
-                                plugins_of(names), threads), o.jobs, o.dask)
+                                plugins_of(names), threads, o.recording is not None), o.processes, o.dask)
 
     @contextmanager
     def open_point(value: Value | None) -> Iterator[PointCluster]:

@@ -135,12 +135,12 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
     setup = ClusterSetup(request.axis, subject, options, clock, plan.at_once, inventory,
                          request.board_model or str(subject.path.resolve()))
     if options.parallel:
-        assert isinstance(subject, ModelSubject)
         run, open_point = parallel_points(setup, names)
-        measure_points(deepcopy(results), plans, open_point, run.plain)  # lists the requests
+        plain, explains = ((run.plain, subject.judge(options, processes)) if isinstance(subject, ModelSubject) else
+                           subject.plain(options, processes))
+        measure_points(deepcopy(results), plans, open_point, plain)  # lists the requests
         with run, progress(total, request.label) as advance:
-            measure_points(results, plans, open_point, run.plain, advance, save,
-                           subject.judge(options, processes))
+            measure_points(results, plans, open_point, plain, advance, save, explains)
         return results
     with open_points(request.links, setup) as open_point, progress(total, request.label) as advance:
         plain, explains = subject.plain(options if inventory is None else replace(options, device="cpu"), processes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,6 +37,7 @@ from flowspec_edge.model.draft_kinds import EAGLE2
 from flowspec_edge.model.opened import DEMO
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
+from flowspec_edge.util.threads import cores
 
 if TYPE_CHECKING:
     from flowspec_edge.lab.bench.runner import ArrivalPattern
@@ -126,9 +128,10 @@ class BenchOptions:
         "--resume", help="Keep the figures in --json's file and measure the missing ones.",
         rich_help_panel=OUTPUT)] = False
 
-    jobs: Annotated[int, typer.Option(
-        "--jobs", min=1, max=1024, help="Processes for requests in virtual time; figures are those of one.",
-        metavar="N", hidden=True, rich_help_panel=TIME)] = 1
+    jobs: Annotated[int | None, typer.Option(
+        "--jobs", min=1, max=1024, help="Processes for requests in virtual time; figures are those of one.  Default: "
+                                        "1, or with --recording one for each core.",
+        metavar="N", hidden=True, show_default=False, rich_help_panel=TIME)] = None
     dask: Annotated[str | None, typer.Option(
         "--dask", help="Let the workers of this Dask scheduler compute, such as tcp://10.0.0.9:8786.",
         metavar="ADDRESS", show_default=False, hidden=True, rich_help_panel=TIME)] = None
@@ -142,8 +145,15 @@ class BenchOptions:
         return ArrivalPattern(self.clients, self.arrival_rate)
 
     @property
+    def processes(self) -> int:
+        """For requests in virtual time: recordings need little memory, so each core may have one."""
+        if self.jobs is not None:
+            return self.jobs
+        return cores() if self.recording is not None and find_spec("joblib") else 1
+
+    @property
     def parallel(self) -> bool:
-        return self.jobs > 1 or self.dask is not None
+        return self.processes > 1 or self.dask is not None
 
     @property
     def right_children(self) -> float:
@@ -154,7 +164,7 @@ class BenchOptions:
         """UsageError for options that need a model with weights."""
         given = {"--model": self.model != DEMO, "--prompts": self.prompts, "--chat": self.chat,
                  "--truncate": self.truncate, "--clock wall": self.clock == "wall", "--emulate": self.emulate,
-                 "--device": self.device != "auto", "--dtype": self.dtype != "auto", "--jobs": self.jobs > 1,
+                 "--device": self.device != "auto", "--dtype": self.dtype != "auto",
                  "--dask": self.dask, "--repeats": self.repeats > 1}
         if wrong := [option for option, value in given.items() if value]:
             raise UsageError(f"--recording has its own model, prompts and texts, in virtual time: leave {wrong[0]} out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowspec_edge.cli.bench.options import BenchOptions
-from flowspec_edge.cli.bench.subject import subject_of
+from flowspec_edge.cli.bench.subject import BenchSubject, subject_of
 from flowspec_edge.cli.common.options import (
     MOST_REPEATS,
     MOST_TOKENS,
@@ -63,9 +64,9 @@ def reproduce(
         metavar="FILE", show_default=False)] = None,
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
-    jobs: Annotated[int, typer.Option(
-        "--jobs", min=1, max=1024, help="Processes for requests; figures are those of one.", metavar="N",
-    )] = 1,
+    jobs: Annotated[int | None, typer.Option(
+        "--jobs", min=1, max=1024, help="Processes for requests; figures are those of one.  Default: 1, or with "
+                                        "--recording one for each core.", metavar="N", show_default=False)] = None,
     dask: Annotated[str | None, typer.Option(
         "--dask", help="Let the workers of this Dask scheduler compute.", metavar="ADDRESS",
         show_default=False)] = None,
@@ -106,9 +107,8 @@ def reproduce(
         truncate=truncate, max_new_tokens=max_new_tokens, model=model, recording=recording, dtype=dtype, device=device,
         jobs=jobs, dask=dask)
     subject = subject_of(options)
+    wanted = _possible(wanted, subject, leaves_out="all" in names and recording is not None)  # before anything runs
     needed = {measurement.name: measurement for artefact in wanted for measurement in artefact.measurements}
-    for measurement in needed.values():  # before anything runs
-        subject.require(measurement.strategies, measurement.params, "virtual", 1)
     folder = out / "measured"
     for name in () if resume else needed:
         if (folder / f"{name}.json").exists():
@@ -136,6 +136,25 @@ def reproduce(
     if as_json:
         print(json.dumps({"reproduced": objects}))
     fail_if_different(differences)
+
+
+def _possible(wanted: Sequence[Artefact], subject: BenchSubject, leaves_out: bool) -> list[Artefact]:
+    """What ``subject`` can measure.  UsageError for the first that it cannot; ``leaves_out``: a note for each, as long
+    as any remains."""
+    possible: list[Artefact] = []
+    for artefact in wanted:
+        try:
+            for measurement in artefact.measurements:
+                subject.require(measurement.strategies, measurement.params, "virtual", 1)
+        except UsageError as error:
+            if not leaves_out:
+                raise
+            print(f"flowspec: note: {artefact.name} is left out: {error}", file=sys.stderr)
+        else:
+            possible.append(artefact)
+    if not possible:
+        raise UsageError("nothing of this can be reproduced from the recording: give --model")
+    return possible
 
 
 def _command(artefact: Artefact, options: BenchOptions, seed: int) -> str:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class Workplace:
     """What every process loads once.
 
+    model    a model's directory, or a recording
     plugins  strategies from outside, as "package.module:Class"
     threads  of torch; 0: those of the Dask worker that computes; None: those that the user has chosen
     """
@@ -38,6 +39,7 @@ class Workplace:
     device: str = "cpu"
     plugins: tuple[str, ...] = ()
     threads: int | None = 1
+    recorded: bool = False
 
 
 @dataclass(frozen=True)
@@ -155,11 +157,13 @@ class _Loaded:
     """One process' models, loaded when first needed."""
 
     def __init__(self, workplace: Workplace) -> None:
-        import torch
-
+        from flowspec_edge.drivers.virtual.recording import load_recording
         from flowspec_edge.strategies.registry import strategy_class
 
-        if workplace.threads is not None:
+        self._source = load_recording(workplace.model) if workplace.recorded else workplace.model
+        if workplace.threads is not None and not workplace.recorded:
+            import torch  # a recording needs none
+
             torch.set_num_threads(workplace.threads or _dask_threads())
         for name in workplace.plugins:
             strategy_class(name)
@@ -191,7 +195,7 @@ class _Loaded:
             w, profile = self._workplace, read_profile(task.profile)
             share = task.right_children
             self._cluster = (self._cluster.under(profile, task.stages, share) if self._cluster else
-                             VirtualCluster(w.model, task.stages, profile, w.dtype, device=w.device,
+                             VirtualCluster(self._source, task.stages, profile, w.dtype, device=w.device,
                                             right_children=share))
             self._described = described
         return self._cluster.generate_many(task.requests, task.arrivals)

@@ -39,6 +39,34 @@ def test_a_benchmark_over_a_recording(recording: Path, tmp_path: Path, capsys: p
     assert "recorded in fp32" in capsys.readouterr().out
 
 
+def test_processes_measure_what_one_does(recording: Path, tmp_path: Path) -> None:
+    figures = []
+    for jobs in ("1", "2"):
+        out = tmp_path / f"{jobs}.json"
+        assert main(["bench", "run", "--recording", str(recording), "--temperatures", "0,1", "--strategies",
+                     "chunk_pp,flowspec_plus", "--acceptance", "0.8", "--jobs", jobs, "--json", str(out)]) == 0
+        samples = json.loads(out.read_text())["samples"]
+        figures.append([(one["strategy"], one["temperature"], one["tokens_per_second"]) for one in samples])
+    assert figures[0] == figures[1]
+    assert len(figures[0]) == 4
+
+
+def test_what_a_recording_can_reproduce(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of "all"; a name that it cannot is an error."""
+    out = tmp_path / "out"
+    asked = ["--recording", str(recording), "--out", str(out), "--max-new-tokens", "6", "--json"]
+    assert main(["reproduce", "spd-law", *asked]) == 2
+    assert "spd drafts with SPD module" in capsys.readouterr().err
+    assert not out.exists()
+    assert main(["reproduce", "all", *asked]) == 0
+    printed = capsys.readouterr()
+    made = [one["name"] for one in json.loads(printed.out)["reproduced"]]
+    left_out = [line.split()[2] for line in printed.err.splitlines() if "is left out" in line]
+    assert left_out == ["pipedec-stages", "spd-law", "methods"]
+    assert not set(made) & set(left_out)
+    assert {"flowspec-table-1", "flowspec-figure-6"} <= set(made)
+
+
 def test_a_sweep_over_a_recording(recording: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "bandwidth=1000,10", "--recording", str(recording), "--strategies",
                  "megatron,flowspec"]) == 0
