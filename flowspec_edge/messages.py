@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -136,9 +137,9 @@ def batch_of(parts: Sequence[Segment | Output]) -> Segment | Output | Batch:
 
 def shares(size: int, parts: Sequence[Segment | Output]) -> list[int]:
     """Divide a message's ``size`` bytes among its parts by their rows; the shares add up."""
-    weights = np.cumsum([0, *(1 + len(part.numbers) for part in parts)])
-    divided: list[int] = np.diff(weights * size // weights[-1]).tolist()
-    return divided
+    weights = list(accumulate((1 + len(part.numbers) for part in parts), initial=0))
+    ends = [weight * size // weights[-1] for weight in weights]
+    return [end - start for start, end in pairwise(ends)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
