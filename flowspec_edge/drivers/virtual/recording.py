@@ -53,6 +53,11 @@ class Expansion:
         return {(parent, token): node for node, (parent, token) in
                 enumerate(zip(self.parents[1:].tolist(), self.own[1:].tolist(), strict=True), 1)}
 
+    @cached_property
+    def by_token(self) -> dict[int, int]:
+        """The deepest node with each token: those are recorded for their likelihood, or for being text."""
+        return {token: node for node, token in enumerate(self.own[1:].tolist(), 1)}
+
 
 @dataclass(frozen=True, eq=False)
 class RecordedText:
