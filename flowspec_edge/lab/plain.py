@@ -83,7 +83,7 @@ def transformers_model(model: OpenModel, dtype: str, device: torch.device | str 
     For "mixed" the values of its matrices are rounded to 16 bits, and everything is computed in float32.
     """
     if dtype == MIXED:
-        rounded = transformers_model(model, "fp32", device)
+        rounded = load_reference_model(model, "fp32", device)  # whose experts are linears, as the stages' are
         for layers in (rounded.model.layers, nn.ModuleList([rounded.lm_head])):  # embeddings may be lm_head's, and stay
             round_linears(layers)
         return rounded

@@ -6,13 +6,15 @@ models of equal acceptance rate.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from statistics import fmean
+from threading import Thread
 
 from flowspec_edge.boards.planning.one_board import SingleBoardEstimate, plain_tokens_per_second, rate_text
 from flowspec_edge.boards.planning.planned_draft import charged_as
@@ -70,6 +72,14 @@ def _begin(recordings: Sequence[Recording]) -> None:
     global _of_the_fork
     _of_the_fork = recordings
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, which ends these
+    Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A command that is killed ends nothing: its processes would wait for work for ever."""
+    if (parent := parent_process()) is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _simulate(devices: Devices, recording: int, right_children: float, request: Request) -> Stats:

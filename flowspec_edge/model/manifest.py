@@ -114,6 +114,8 @@ class HeadQuantisation(StrictModel):
 
 def types_text(dtype: str, weights: str | None) -> str:
     """In which types a model is and computes; ``weights``: as :attr:`Manifest.stored`, None: not known."""
+    if dtype == "mixed":
+        dtype, weights = "fp32", "in 16 bits" if weights == "mixed" else weights
     if weights is None:
         return f"computed in {dtype}"
     if weights == dtype:

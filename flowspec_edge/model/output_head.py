@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,13 @@ class RowBlock(Protocol):
     out_features: int
 
     def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@runtime_checkable
+class OpaqueRows(Protocol):
+    """Rows whose packed weights are neither parameters nor buffers."""
+
+    packed_bytes: int
 
 
 _ROW_STEP = 16
@@ -40,7 +47,8 @@ class OutputHead(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.parameters(), *self.buffers()))
+        packed = sum(block.packed_bytes for block in self.blocks if isinstance(block, OpaqueRows))
+        return packed + sum(t.numel() * t.element_size() for t in (*self.parameters(), *self.buffers()))
 
     def forward(self, states: Tensor) -> Tensor:
         flat = states.flatten(0, -2)

@@ -159,7 +159,7 @@ class Shard:
     def nbytes(self) -> int:
         """Bytes of all weights, packed ones included."""
         held = [*self.modules, *(m for m in (self.embed, self.norm) if m is not None)]
-        halves = (part.nbytes for m in held for part in m.modules() if isinstance(part, HalfLinear))
+        halves = (part.packed_bytes for m in held for part in m.modules() if isinstance(part, HalfLinear))
         return sum(t.numel() * t.element_size() for m in held for t in (*m.parameters(), *m.buffers())) + sum(halves)
 
 

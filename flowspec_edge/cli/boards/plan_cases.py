@@ -326,6 +326,7 @@ class Runs:
             return
         with predictions.Workers(recordings, cores()) as self._workers:
             yield
+        self._workers = None
 
     def __call__(self, members: Sequence[BoardSpec], advance: predictions.Advance) -> PlanReport:
         lead, every, workers = self._lead, [self._cases.main, *self._cases.others], self._workers

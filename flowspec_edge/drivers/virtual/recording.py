@@ -55,7 +55,7 @@ class Expansion:
 
     @cached_property
     def by_token(self) -> dict[int, int]:
-        """The deepest node with each token: those are recorded for their likelihood, or for being text."""
+        """The last node with each token."""
         return {token: node for node, token in enumerate(self.own[1:].tolist(), 1)}
 
 

@@ -91,6 +91,8 @@ class ParallelRun:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # joblib's, about what it cancels
                 results.close()
+        if not self._dask:
+            _end_processes()
         self._undo.close()
 
     def cluster(self, stages: int, profile: Profile, right_children: float = 1.0) -> ParallelCluster:
@@ -211,6 +213,17 @@ def _dask_threads() -> int:
 @lru_cache(maxsize=1)
 def _loaded(workplace: Workplace) -> _Loaded:
     return _Loaded(workplace)
+
+
+def _end_processes() -> None:
+    """End joblib's processes, which it would keep for the next run.
+
+    A kept process ends after five idle minutes.  If the next run begins just then, and warnings are errors, joblib's
+    thread dies of its own warning, and the run waits for ever.
+    """
+    from joblib.externals.loky import get_reusable_executor
+
+    get_reusable_executor(reuse=True).shutdown(wait=True, kill_workers=True)
 
 
 def _connected(address: str) -> AbstractContextManager[Any]:

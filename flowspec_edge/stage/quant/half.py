@@ -33,10 +33,7 @@ class HalfLinear(nn.Module):
             raise FlowspecError(f"a weight is {max(-least, most):.3g}, and 16 bits hold {_MOST:.0f} at most: "
                                 "use --dtype fp32")
         self._packed = _pack(weight, bias)
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * self.out_features * self.in_features
+        self.packed_bytes = 2 * self.out_features * self.in_features  # torch sees neither parameters nor buffers
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, torch.ops.quantized.linear_dynamic_fp16(x, self._packed))

@@ -6,7 +6,6 @@ import json
 import random
 import shutil
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any, get_args
 
@@ -253,8 +252,7 @@ def test_the_shipped_parts_of_known_models_are_those_that_are_read() -> None:
     """After a change of the catalogue: python -m flowspec_edge.boards.planning.read_parts."""
     shipped = shipped_parts()
     assert shipped.keys() == known_models().keys()
-    for name in random.Random(date.today().toordinal()).sample(sorted(shipped), 6):
-        assert read_shipped(name) == shipped[name], name
+    assert {name for name in shipped if read_shipped(name) != shipped[name]} == set()
 
 
 @pytest.mark.parametrize("kind", ["llama-2-7b", "qwen3-30b-a3b", "gpt-oss-20b", "qwen3.6-27b"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 from kits.cluster_fixtures import tiny_head
+from kits.family_checkpoints import family_dir
 from kits.gguf_files import FAMILIES, tiny_gguf
 from kits.tiny_models import tiny_model
 from torch import nn
@@ -33,7 +34,7 @@ def test_products_are_those_of_weights_rounded_to_16_bits(rows: int, columns: in
     made = HalfLinear(weight, bias)
     wanted = x.double() @ weight.half().double().t() + (0 if bias is None else bias.double())
     torch.testing.assert_close(made(x).double(), wanted, rtol=1e-5, atol=1e-5)
-    assert made.nbytes == 2 * rows * columns
+    assert made.packed_bytes == 2 * rows * columns
     assert made(x[None, :0]).shape == (1, 0, rows)
 
 
@@ -65,6 +66,7 @@ def test_a_stage_holds_half_of_the_bytes(tmp_path: Path) -> None:
     whole, half = (load_shard(made, 1, 2, dtype) for dtype in ("fp32", "mixed"))  # without embeddings
     norms = sum(part.numel() for module in half.modules for part in module.parameters()) + 64
     assert half.nbytes == (whole.nbytes - 4 * norms) / 2 + 4 * norms
+    assert load_output_head(made, "mixed").nbytes == load_output_head(made, "fp32").nbytes / 2
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,3 +102,11 @@ def test_texts_of_sampling_do_not_depend_on_the_method(tmp_path: Path) -> None:
             texts.add(tuple(cluster.generate(request).tokens))
         texts.add(tuple(cluster.plain(request)))
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3.5-moe", "gpt-oss", "qwen3-next", "phi3", "ministral3"])
+def test_other_families_write_plain_decodings_text(tmp_path: Path, family: str) -> None:
+    with Cluster.virtual(family_dir(family, tmp_path), stages=2, dtype="mixed") as cluster:
+        request = replace(cluster.request([5, 7, 9, 11], strategy="autoregressive", max_new_tokens=8),
+                          stop_ids=frozenset())
+        assert list(cluster.generate(request).tokens) == cluster.plain(request)
