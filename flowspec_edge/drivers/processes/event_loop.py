@@ -85,6 +85,7 @@ class EventLoop:
         """Send, do the most urgent work, receive; with nothing to do, wait up to ``idle_s`` s for a message.
         PeerLost or ProtocolError if the stages cannot continue."""
         worked = self.carry_out()
+        self._links.flush()  # V1 may have connected, or made room, since the core last had something to send
         received = self._links.collect(self.core.feed)
         if wrong := self._links.take_dropped():
             self._observer.observe(MessagesDropped("frame", wrong))
