@@ -54,7 +54,7 @@ class StageCurve(StrictModel):
 
     Of a model with experts, ``ms`` is the time if every row chooses by itself, and ``shared_ms`` if all rows
     choose the same; in between, by ``correlation``, as ``model.experts`` defines it: None for
-    :data:`CORRELATION`.
+    :data:`CORRELATION`.  Rows of several requests choose by themselves.
     """
 
     layers: Positive
@@ -81,14 +81,20 @@ class StageCurve(StrictModel):
                 raise ValueError(f"{name} must not fall as rows grow")
         return self
 
-    def milliseconds(self, rows: float, context: int = 0, correlation: float | None = None) -> float:
-        """Without the overhead; 0 for no rows.  ``correlation``: of these rows; None: the curve's."""
+    def milliseconds(self, rows: float, context: int = 0, correlation: float | None = None, alike: float = 1.0
+                     ) -> float:
+        """Without the overhead; 0 for no rows.
+
+        correlation  of these rows' experts; None: the curve's, for those pairs of rows that are ``alike``
+        alike        share of the pairs of rows that belong to one request
+        """
         if rows <= 0:
             return 0.0
         seen = self._at(self.context_ms, rows) * context / 1e3 if self.context_ms else 0.0
         own = self._at(self.ms, rows)
         if self.shared_ms:
-            share = next(c for c in (correlation, self.correlation, CORRELATION) if c is not None)
+            usual = CORRELATION if self.correlation is None else self.correlation
+            share = usual * alike if correlation is None else correlation
             own += share * (self._at(self.shared_ms, rows) - own)
         return own + seen
 
@@ -262,15 +268,15 @@ class Profile(StrictModel):
     boards: Count | None = None  # of a testbed with this many, D0 included; None: any number
 
     def stage_seconds(self, rows: int, layers: float, context: int = 0, devices: int = 1,
-                      correlation: float | None = None) -> float:
+                      correlation: float | None = None, alike: float = 1.0) -> float:
         """``layers`` may be a fraction; ``context``: tokens in the cache.
 
-        devices      that share every layer evenly; each launches kernels for all layers
-        correlation  of the rows' experts; None: the profile's
+        devices             that share every layer evenly; each launches kernels for all layers
+        correlation, alike  as for :meth:`StageCurve.milliseconds`
         """
         if rows <= 0:
             return 0.0
-        in_layers = self.stage.milliseconds(rows, context, correlation) * (layers / self.stage.layers)
+        in_layers = self.stage.milliseconds(rows, context, correlation, alike) * (layers / self.stage.layers)
         seconds = (self.stage.overhead_ms + in_layers) * 1e-3 / devices
         if self.launch is None:
             return seconds

@@ -85,6 +85,14 @@ class Pass:
         return sum(len(segment.numbers) for segment, skip in zip(self.segments, skipped, strict=True)
                    if not skip)
 
+    @property
+    def alike(self) -> float:
+        """Share of the pairs of admitted rows that belong to one request: 1 for the rows of one segment."""
+        skipped = self.cancelled or [False] * len(self.segments)
+        rows = [len(segment.numbers) for segment, skip in zip(self.segments, skipped, strict=True) if not skip]
+        every = sum(rows) * (sum(rows) - 1)
+        return sum(n * (n - 1) for n in rows) / every if every else 1.0
+
 
 # ---- events and actions ------------------------------------------------------------------------
 

@@ -14,11 +14,11 @@ from flowspec_edge.transport.zmq_links import ZmqTransport
 class Charge:
     """The time of a pass on another device than this one.
 
-    seconds  (rows, rows in the caches) -> seconds
+    seconds  (rows, rows in the caches, share of the pairs of rows that are of one request) -> seconds
     layers   equal steps of it, between which cancels take effect
     """
 
-    seconds: Callable[[int, int], float]
+    seconds: Callable[[int, int, float], float]
     layers: float = 1.0
 
 

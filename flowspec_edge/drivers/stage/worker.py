@@ -204,7 +204,7 @@ class Worker:
 
     def _wait_for(self, begun: Pass, charge: Charge, start: float) -> None:
         """Wait until the emulated pass ends; a cancel may end it early."""
-        seconds = charge.seconds(begun.admitted_rows, begun.context)
+        seconds = charge.seconds(begun.admitted_rows, begun.context, begun.alike)
         self._core.feed(Charged(start, seconds), time.monotonic())
         if all(begun.cancelled):
             return

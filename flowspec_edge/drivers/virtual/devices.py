@@ -23,9 +23,10 @@ _BLOCKS = 2  # a layer's attention and its MLP
 
 
 class StageSeconds(Protocol):
-    """The time of a pass; ``correlation``: of its rows' experts; None: the profile's."""
+    """The time of a pass; ``correlation``, ``alike``: as for ``StageCurve.milliseconds``."""
 
-    def __call__(self, rows: int, context: int, correlation: float | None = None, /) -> float: ...
+    def __call__(self, rows: int, context: int, correlation: float | None = None, alike: float = 1.0, /
+                 ) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,12 @@ class Devices:
             return cls(profile, profile.verify, tuple(map(float, profile.layers)), profile.name)
         return cls(profile, (profile,) * stages, (profile.model.layers / stages,) * stages, profile.name)
 
-    def stage_seconds(self, place: int, rows: int, context: int = 0, correlation: float | None = None
-                      ) -> float:
-        """Time of Vi (``place`` = i) for ``rows`` rows with ``context`` tokens in its cache, whose experts
-        have this ``correlation``; None: the profile's."""
+    def stage_seconds(self, place: int, rows: int, context: int = 0, correlation: float | None = None,
+                      alike: float = 1.0) -> float:
+        """Time of Vi (``place`` = i) for ``rows`` rows with ``context`` tokens in its cache. ``correlation``, ``alike``:
+        as for ``StageCurve.milliseconds``."""
         return self.stages[place - 1].stage_seconds(rows, self.layers[place - 1], context,
-                                                    correlation=correlation)
+                                                    correlation=correlation, alike=alike)
 
     @property
     def sparse(self) -> bool:
@@ -112,7 +113,7 @@ class Devices:
             return [partial(self.stage_seconds, place) for place in places]
         distinct = {id(p): p for p in self.stages}.values()
         n = len(self.stages)
-        return [lambda rows, context, _=None: max(tensor_seconds(p, parallelism, rows, n, context)
+        return [lambda rows, context, *_: max(tensor_seconds(p, parallelism, rows, n, context)
                                                   for p in distinct)]
 
     def latency_seconds(self, rows: int, parallelism: Parallelism) -> float:

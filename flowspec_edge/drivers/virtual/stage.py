@@ -36,7 +36,7 @@ class VirtualStage:
                  seconds: StageSeconds, layers: float, send: Callable[[Outgoing], None],
                  spans: list[Span]) -> None:
         """index    from 1
-        seconds  of a pass, by its rows, the rows in the cache and what experts it touched
+        seconds  of a pass, by its rows, the rows in the cache, what experts it touched, and how many rows are of one request
         layers   equal steps of that duration, between which the stage checks for cancels
         send     called with each message that leaves the stage
         spans    the stage appends its busy spans
@@ -87,7 +87,7 @@ class VirtualStage:
         # hints never change what a live row sees.
         begun.compute(lambda: None)
         self.core.feed(Charged(self._clock.now, self._seconds(
-            begun.admitted_rows, begun.context, self._engine.correlation(begun.computed_rows))),
+            begun.admitted_rows, begun.context, self._engine.correlation(begun.computed_rows), begun.alike)),
             self._clock.now)
         self._running = begun
         self._clock.at(begun.end, lambda: self._finish(begun))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -33,7 +32,8 @@ class Emulation:
 
     def charge(self, place: int) -> Charge:
         """Return the time of a pass of Vi (``place`` = i)."""
-        return Charge(partial(self.devices.stage_seconds, place), self.devices.layers[place - 1])
+        return Charge(lambda rows, context, alike: self.devices.stage_seconds(place, rows, context, alike=alike),
+                      self.devices.layers[place - 1])
 
     def save(self, path: Path) -> None:
         """Write a JSON file for the stages' processes."""

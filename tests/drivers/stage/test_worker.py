@@ -293,7 +293,7 @@ def test_contradictory_rows_end_the_sessions_alone(start: Start, real: StageEngi
 
 
 def test_an_emulated_stage_tells_by_how_much_it_was_too_slow(start: Start, real: StageEngine) -> None:
-    stage = start(real, charge=Charge(lambda rows, context: 0.0))
+    stage = start(real, charge=Charge(lambda rows, context, alike: 0.0))
     stage.tell(Open(1, 0, 64))
     stage.give(segment(0, rows=2))
     stage.result()

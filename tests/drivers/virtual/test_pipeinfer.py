@@ -71,7 +71,7 @@ def test_a_cancel_costs_the_layer_that_it_comes_in(eight_layers: Path) -> None:
     sent: list[Outgoing] = []
     spans: list[Span] = []
     stage = VirtualStage(1, clock, StageEngine(load_shard(eight_layers / "target", 0, 1, "fp32")),
-                         lambda rows, context, correlation: 8.0, 8, sent.append, spans)
+                         lambda rows, context, correlation, alike: 8.0, 8, sent.append, spans)
     stage.receive(Open(0, 0, 16))
     root = builder.add(1, 0, committed=True)
     stage.receive(builder.seal())

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from kits.family_checkpoints import SMALL, family_dir, generated
+from kits.worker_thread import segment
 
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import StageCurve, load_profile
@@ -14,6 +18,7 @@ from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.experts import independent
 from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.core import Pass
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PROMPT = [5, 17, 42, 3, 3, 58, 11]
@@ -80,3 +85,28 @@ def test_stages_report_the_experts_that_rows_touched(models: dict[str, Path]) ->
             layers * (single * chosen + independent(experts, chosen, len(PROMPT))))
         prompt = stage["experts"] - layers * single * chosen
         assert layers * chosen <= prompt <= layers * experts
+
+
+def test_rows_of_several_requests_are_charged_as_choosing_by_themselves(tmp_path: Path) -> None:
+    """Requests of one token of prompt have one row each in every pass of plain decoding, so that no two rows of a pass
+    are of one request: the profile's correlation counts for nothing. The model has no experts that would say."""
+    model = family_dir("qwen3", tmp_path / "qwen3")
+
+    def decoding_s(correlation: float, prompt: list[int], requests: int) -> float:
+        curve = StageCurve(layers=4, rows=[1, 8], ms=[10, 40], shared_ms=[10, 12], correlation=correlation)
+        profile = load_profile("paper-7b")
+        profile = profile.model_copy(update={"stage": curve})
+        many = [Request(prompt, "autoregressive", NEW, params=SMALL)] * requests
+        results = VirtualCluster(model, 2, profile).generate_many(many)
+        return max(result.stats.decode_s + result.stats.ttft_s for result in results)
+
+    assert decoding_s(0.9, PROMPT[:1], 4) == decoding_s(0.0, PROMPT[:1], 4)
+    assert decoding_s(0.9, PROMPT, 1) < decoding_s(0.0, PROMPT, 1)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+def test_alike_is_the_share_of_pairs_of_one_request(rows: list[int]) -> None:
+    begun = Pass([], [segment(0, rows=n, session=1 + i) for i, n in enumerate(rows)], 0, lambda poll: None)
+    owners = [i for i, n in enumerate(rows) for _ in range(n)]
+    pairs = [a == b for a, b in combinations(owners, 2)]
+    assert begun.alike == pytest.approx(sum(pairs) / len(pairs) if pairs else 1.0)
