@@ -65,8 +65,10 @@ class Devices:
 
     def stage_seconds(self, place: int, rows: int, context: int = 0, correlation: float | None = None,
                       alike: float = 1.0) -> float:
-        """Time of Vi (``place`` = i) for ``rows`` rows with ``context`` tokens in its cache. ``correlation``, ``alike``:
-        as for ``StageCurve.milliseconds``."""
+        """Time of Vi (``place`` = i) for ``rows`` rows with ``context`` tokens in its cache.
+
+        correlation, alike  as for ``StageCurve.milliseconds``
+        """
         return self.stages[place - 1].stage_seconds(rows, self.layers[place - 1], context,
                                                     correlation=correlation, alike=alike)
 

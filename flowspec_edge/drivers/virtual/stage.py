@@ -36,7 +36,8 @@ class VirtualStage:
                  seconds: StageSeconds, layers: float, send: Callable[[Outgoing], None],
                  spans: list[Span]) -> None:
         """index    from 1
-        seconds  of a pass, by its rows, the rows in the cache, what experts it touched, and how many rows are of one request
+        seconds  of a pass, by its rows, the rows in the cache, what experts it touched, and how many pairs of
+                 rows are of one request
         layers   equal steps of that duration, between which the stage checks for cancels
         send     called with each message that leaves the stage
         spans    the stage appends its busy spans
