@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable
 
 from flowspec_edge.d0.prefix_cache import PrefixHit
@@ -17,6 +18,7 @@ from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.draft_choice import HasDrafts, draft_kind, draft_label
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
+from flowspec_edge.tree.acceptance import AcceptanceWeights
 
 
 class DraftSessions(ABC):
@@ -29,6 +31,8 @@ class DraftSessions(ABC):
 
     def __init__(self, head: Target, has_drafts: HasDrafts, limit: int) -> None:
         self._head, self._has_drafts, self._limit = head, has_drafts, limit
+        # By kind of draft model.
+        self._acceptance: defaultdict[str | None, AcceptanceWeights] = defaultdict(AcceptanceWeights)
 
     @abstractmethod
     def depths(self, stages: int) -> tuple[int, ...]:
@@ -70,8 +74,8 @@ class DraftSessions(ABC):
     def draft_session(self, request: Request, stages: int, clock: Callable[[], float], session: int,
                       passes: Callable[[str], float], slot: Callable[[int], float] | None = None,
                       predecessor: DraftSession | None = None, prefix: PrefixHit | None = None,
-                      around: Callable[[Drafter], Drafter] | None = None, sparse: bool = False
-                      ) -> DraftSession:
+                      around: Callable[[Drafter], Drafter] | None = None, sparse: bool = False,
+                      carries: bool = False) -> DraftSession:
         """Create D0's side of one request; UsageError if it cannot run on this model.
 
         passes       kind of draft model -> passes per full segment's latency through the pipeline
@@ -80,6 +84,7 @@ class DraftSessions(ABC):
         prefix       retained rows of a request that :meth:`can_share_drafter` with this one
         around       wraps a new drafter
         sparse       rows choose experts, or those of the emulated model do
+        carries      what the request learns is for later ones, too, unless its parameters say
         """
         self.check(request)
         chosen = strategy_class(request.strategy)
@@ -92,7 +97,8 @@ class DraftSessions(ABC):
             drafter = self._drafter(kind, request.params, chosen.merges_look_up(request.params))
             drafter = around(drafter) if around else drafter
         cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
-        pipeline = Pipeline(stages, self.depths(stages), passes(kind) if kind else 1.0, slot, sparse)
+        pipeline = Pipeline(stages, self.depths(stages), passes(kind) if kind else 1.0, slot, sparse,
+                            self._acceptance[kind], carries)
         return DraftSession(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
                             self._head, clock, session, predecessor=predecessor,
                             cached_rows=cached_rows, parent_session=parent,

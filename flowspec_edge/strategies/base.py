@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from flowspec_edge.messages import Cancel, Prune, Segment
 from flowspec_edge.model.draft_kinds import EAGLE2, OWN
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.parameters import Parameters
+from flowspec_edge.tree.acceptance import AcceptanceWeights
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
@@ -30,6 +31,8 @@ class Pipeline:
     slot_seconds  rows of a segment -> seconds in the slowest stage, from a profile (then with the
                   link after it) or from the stages' reports; None: unknown
     sparse        whether rows choose experts, so that every row costs time (``slot_worth``)
+    acceptance    of the draft model's tokens, as all requests that carry have learned it
+    carries       whether a request goes on with that, unless its parameters say
     """
 
     stages: int
@@ -37,6 +40,8 @@ class Pipeline:
     draft_passes: float = 1.0
     slot_seconds: Callable[[int], float] | None = None
     sparse: bool = False
+    acceptance: AcceptanceWeights = field(default_factory=AcceptanceWeights)
+    carries: bool = False
 
 
 @dataclass

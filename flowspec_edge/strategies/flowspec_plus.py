@@ -49,6 +49,8 @@ class FlowSpecPlusParameters(Parameters):
                          0] = 0
     plus_without: Annotated[str, "ideas of FlowSpec+ to switch off, separated by commas: "
                                  "ahead, curve, learn, lookup"] = ""
+    plus_carry: Annotated[bool | None, "whether a request goes on with what earlier ones taught FlowSpec+ about the "
+                                       "draft model; default: over processes, not in virtual time"] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,7 +116,9 @@ class FlowSpecPlus(TreeStrategy):
 
     def begin(self, text: Sequence[int], sampling: Sampling) -> None:
         self._sampling = sampling
-        self._estimator = AcceptanceEstimator(sampling.greedy, "learn" not in self._disabled)
+        carries = self.pipeline.carries if self.params.plus_carry is None else self.params.plus_carry
+        self._estimator = AcceptanceEstimator(sampling.greedy, "learn" not in self._disabled,
+                                              self.pipeline.acceptance if carries else None)
         self._text.reset()
         self._read(text)
 

@@ -4,7 +4,7 @@ The target's token after a node is X = argmax(log p + g) (``sampling.rule``; gre
 drafted, so the output is that of plain decoding.  The child with token X is accepted, then its child, and so
 on; where no child has X, the round ends and X is the next root.
 
-The probability that the target accepts a draft token is learned anew in every request. Neither the draft
+The probability that the target accepts a draft token is learned while requests run. Neither the draft
 model's confidence nor the text look-up's estimate is calibrated on the text at hand: a head may be over- or
 underconfident, a look-up is nearly always right in a loop and rarely in sampled prose. Logistic mixing
 (Mattern, "Mixing strategies in data compression", DCC 2012) adds their weighted log odds; every verified
@@ -66,10 +66,25 @@ _SAMPLED: dict[Case, _Weights] = {
 _GREEDY_RATE, _SAMPLED_RATE = 0.05, 0.01
 
 
+class AcceptanceWeights:
+    """What requests have learned about one draft model, by whether their texts are drawn without noise."""
+
+    def __init__(self) -> None:
+        self._weights = {True: dict(_GREEDY), False: dict(_SAMPLED)}
+
+    def weights(self, greedy: bool) -> dict[Case, _Weights]:
+        """Return the weights themselves, which a request that learns replaces."""
+        return self._weights[greedy]
+
+
 class AcceptanceEstimator:
-    def __init__(self, greedy: bool, learns: bool = True) -> None:
-        """``greedy``: the text is drawn without noise; ``learns``: False keeps the initial weights."""
-        self._weights = dict(_GREEDY if greedy else _SAMPLED)
+    def __init__(self, greedy: bool, learns: bool = True, weights: AcceptanceWeights | None = None) -> None:
+        """
+        greedy   the text is drawn without noise
+        learns   False keeps the initial weights
+        weights  to begin with and to improve; None: this request begins anew
+        """
+        self._weights = (weights if weights and learns else AcceptanceWeights()).weights(greedy)
         self._rate = (_GREEDY_RATE if greedy else _SAMPLED_RATE) if learns else 0.0
 
     def probability(self, evidence: Evidence) -> float:

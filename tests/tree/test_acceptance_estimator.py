@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
 
-from flowspec_edge.tree.acceptance import _GREEDY, _SAMPLED, AcceptanceEstimator, Evidence
+from flowspec_edge.tree.acceptance import (
+    _GREEDY,
+    _SAMPLED,
+    AcceptanceEstimator,
+    AcceptanceWeights,
+    Evidence,
+)
 
 NO = -math.inf
 log_p = st.floats(-7.5, -0.001)
@@ -121,3 +127,20 @@ def test_two_requests_are_independent() -> None:
         one.learn(evidence, False)
     assert one.probability(evidence) < other.probability(evidence)
     assert other.probability(evidence) == AcceptanceEstimator(True).probability(evidence)
+
+
+@given(st.lists(st.tuples(st.booleans(), log_p, st.booleans())))
+@examples(60, quick=24)
+def test_requests_that_share_weights_learn_as_one_does(stream: list[tuple[bool, float, bool]]) -> None:
+    """Whatever request meets the evidence; and texts with and without noise do not touch each other's weights."""
+    shared, one = AcceptanceWeights(), AcceptanceEstimator(True)
+    requests = [AcceptanceEstimator(True, weights=shared) for _ in range(2)]
+    sampled, deaf = AcceptanceEstimator(False, weights=shared), AcceptanceEstimator(True, False, shared)
+    for second, drafted, taken in stream:
+        evidence = Evidence(drafted, NO, True)
+        requests[second].learn(evidence, taken)
+        one.learn(evidence, taken)
+        for request in (*requests, AcceptanceEstimator(True, weights=shared)):
+            assert request.probability(evidence) == one.probability(evidence)
+        assert sampled.probability(evidence) == AcceptanceEstimator(False).probability(evidence)
+        assert deaf.probability(evidence) == AcceptanceEstimator(True, False).probability(evidence)

@@ -129,4 +129,5 @@ class ProcessRun:
         return self.draft_models.draft_session(
             request, len(self.members.instances), time.monotonic, session,
             lambda kind: self.timing.draft_passes(kind, request.params.segment),
-            self.timing.slot_seconds(), predecessor=before, prefix=prefix, sparse=self.timing.sparse)
+            self.timing.slot_seconds(), predecessor=before, prefix=prefix, sparse=self.timing.sparse,
+            carries=True)
