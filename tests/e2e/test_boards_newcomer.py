@@ -68,7 +68,6 @@ def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     found = find_known("qwen3-8b")
     assert found is not None
     known = found[1]
-    assert known.eagle3
     assert known.small
     desk = tmp_path / "desk"
     shutil.copytree(source / "target", desk / "Llama-2-13b-chat-hf")
@@ -83,7 +82,7 @@ def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     tools.mkdir()
     (tools / "flowspec").write_text(f'#!/bin/sh\nexec {sys.executable} -m flowspec_edge "$@"\n')
     (tools / "flowspec").chmod(0o755)
-    repositories = {known.target: source / "target", known.eagle3: source / "eagle3",
+    repositories = {known.target: source / "target", known.heads["eagle3"]: source / "eagle3",
                     known.small: source / "draft-lm"}
     with hub(repositories) as (address, _):
         yield desk, {
