@@ -1,4 +1,4 @@
-"""Renews the table of boards, models and predicted speed in docs/five-boards.md; takes about a minute.
+"""Renews the table of boards, models and predicted speed in docs/reference/plan.md; takes about a minute.
 
     python docs/build_boards.py
 """
@@ -18,7 +18,7 @@ from flowspec_edge.boards.planning.model_size import PlanDtype, model_bytes
 from flowspec_edge.cli.boards.plan import usual_tokens
 from flowspec_edge.lab.predictions import predict
 
-DOCUMENT = Path(__file__).with_name("five-boards.md")
+DOCUMENT = Path(__file__).parent / "reference" / "plan.md"
 TABLE = re.compile(r"(?<=<!-- boards, made by build_boards.py -->\n).*?(?=<!-- end of boards -->)", re.DOTALL)
 CONTEXT = 2048
 COUNTS = (4, 5)

@@ -24,11 +24,11 @@ from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 from flowspec_edge.model.catalogue import find_known
 
 DOCS = Path(__file__).parents[2] / "docs"
-FIVE = DOCS / "five-boards.md"
+FITS = DOCS / "reference" / "plan.md"
 PATIENCE = 1800.0
 # The rest needs boards, root, a GPU, a network, or hours.
 RUN_HERE = re.compile(
-    r"flowspec (models (?!train)|plan |generate (?!--cluster)|device profile (?!--peer))|sed -i ")
+    r"flowspec (models (?!train)|plan |generate (?!--cluster)|device profile (?!--peer|--cluster)|deploy set model=)")
 
 
 def build_boards() -> ModuleType:
@@ -41,25 +41,17 @@ def build_boards() -> ModuleType:
     return module
 
 
-def test_what_is_quoted_from_the_first_hour_stands_there() -> None:
-    """Whose commands and output the fleet's test compares with boards that look like Orins."""
-    lines = set((DOCS / "first-hour.md").read_text().splitlines())
-    quoted = re.findall(r"<!-- from first-hour.md -->\n```\w+\n(.*?)```", FIVE.read_text(), re.DOTALL)
-    assert len(quoted) >= 4
-    assert [line for block in quoted for line in block.splitlines() if line not in lines] == []
-
-
 def test_the_table_of_boards_says_what_plan_says() -> None:
     """What fits, and the slowest stage; the predicted speeds are compared in the long tests."""
     made = build_boards()
-    assert made.without_predictions(FIVE.read_text()) == made.table(predicted=False)
+    assert made.without_predictions(FITS.read_text()) == made.table(predicted=False)
 
 
 @pytest.mark.soak
 def test_the_tables_speeds_are_what_plan_predicts() -> None:
     """Other processors round otherwise, and a draft may then be ranked otherwise."""
     made = build_boards()
-    [written] = made.TABLE.findall(FIVE.read_text())
+    [written] = made.TABLE.findall(FITS.read_text())
     figures = [[float(figure) for figure in re.findall(r"(?<=[ ])[\d.]+(?= [/|])", text)]
                for text in (written, made.table())]
     assert figures[1] == pytest.approx(figures[0], rel=0.05)
@@ -76,7 +68,6 @@ def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     found = find_known("qwen3-8b")
     assert found is not None
     known = found[1]
-    assert known.eagle3
     assert known.small
     desk = tmp_path / "desk"
     shutil.copytree(source / "target", desk / "Llama-2-13b-chat-hf")
@@ -91,7 +82,7 @@ def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     tools.mkdir()
     (tools / "flowspec").write_text(f'#!/bin/sh\nexec {sys.executable} -m flowspec_edge "$@"\n')
     (tools / "flowspec").chmod(0o755)
-    repositories = {known.target: source / "target", known.eagle3: source / "eagle3",
+    repositories = {known.target: source / "target", known.heads["eagle3"]: source / "eagle3",
                     known.small: source / "draft-lm"}
     with hub(repositories) as (address, _):
         yield desk, {
@@ -101,10 +92,12 @@ def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("document", ["five-boards", "boards", "models"])
-def test_every_command_that_needs_no_board_runs(document: str, desk: tuple[Path, dict[str, str]]) -> None:
+@pytest.mark.parametrize("read", ["guides/operating", "reference/profiles explained/planning", "models"])
+def test_every_command_that_needs_no_board_runs(read: str, desk: tuple[Path, dict[str, str]]) -> None:
+    """Documents that are read one after the other: a plan is made for a board that was measured before."""
     directory, environment = desk
-    commands = [c for c in documents.commands((DOCS / f"{document}.md").read_text()) if RUN_HERE.match(c)]
+    commands = [command for document in read.split()
+                for command in documents.commands((DOCS / f"{document}.md").read_text()) if RUN_HERE.match(command)]
     assert not any(sign in command for command in commands for sign in ("sudo", ";", "|", ">"))
     assert len(commands) >= 4
     wrong = []
@@ -114,5 +107,5 @@ def test_every_command_that_needs_no_board_runs(document: str, desk: tuple[Path,
         if done.returncode:
             wrong.append(f"{command}\nends with {done.returncode}: {done.stderr or done.stdout}")
     assert not wrong, "\n".join(wrong)
-    if document == "five-boards":
+    if read == "guides/operating":
         assert 'model = "qwen3-8b"' in (directory / "cluster.toml").read_text()

@@ -87,7 +87,7 @@ MISFORTUNES = (
 
 @pytest.fixture(scope="module")
 def prepared(orins: Orins) -> Orins:
-    """The boards as docs/first-hour.md has a user prepare them, if no test has done it yet."""
+    """The boards as docs/guides/boards.md has a user prepare them, if no test has done it yet."""
     for board in range(OLD + 1):
         orins.shell(board, f"""
 hostnamectl set-hostname {orins.name(board)}

@@ -1,4 +1,4 @@
-"""The table of JetPack releases in docs/first-hour.md is that of profiles/jetson/jetpacks.toml.
+"""The table of JetPack releases in docs/reference/jetpack.md is that of profiles/jetson/jetpacks.toml.
 
 FLOWSPEC_UPDATE_DOCS=1 puts the data into the document.
 """
@@ -11,7 +11,9 @@ from pathlib import Path
 
 from flowspec_edge.util.jetson import JetPack, is_from, jetpack_of, jetpacks, shared_library_of, system
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "first-hour.md"
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENT = DOCS / "reference" / "jetpack.md"
+GUIDE = DOCS / "guides" / "boards.md"
 TABLE = re.compile(r"(?<=<!-- jetpacks -->\n).*?(?=<!-- end of jetpacks -->)", re.DOTALL)
 LARGE_PIECES = "#large-pieces-of-memory"
 HEAD = ("| JetPack | L4T | CUDA | Python | torch | how to get it |", "|---|---|---|---|---|---|")
@@ -41,8 +43,8 @@ def test_the_table_of_jetpacks_is_the_data() -> None:
 
 
 def test_torch_and_its_libraries_are_installed_as_the_data_say() -> None:
-    """Those of JetPack 6.2; a block in the document has a command a line."""
-    text, known = DOCUMENT.read_text(), jetpack_of("36.4.3")
+    """Those of JetPack 6.2; a block in the guide has a command a line."""
+    text, known = GUIDE.read_text(), jetpack_of("36.4.3")
     assert known
     assert f"\n{known.install()}\n" in text
     for file in ("libcudss.so.0", "libopenblas.so.0"):
