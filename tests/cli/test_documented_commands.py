@@ -9,8 +9,9 @@ import pytest
 from kits import documents
 from kits.command_options import refusal
 
-DOCUMENTS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
-# Not docs/experiments, a log whose commands are those of their day.
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENTS = sorted(path for path in DOCS.rglob("*.md") if "experiments" not in path.parts)
+# docs/experiments is a log, whose commands are those of their day.
 
 
 def flowspec_words(command: str) -> list[list[str]]:
@@ -30,7 +31,7 @@ def flowspec_words(command: str) -> list[list[str]]:
     return commands
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(DOCS)))
 def test_documented_commands_are_parsed(document: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
                                         ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""The text timeline against the spans it was drawn from, column by column; those in docs/strategies.md are
+"""The text timeline against the spans it was drawn from, column by column; those in docs/reference/strategies.md are
 the command's output, for every strategy."""
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def test_errors_of_a_window_suggest_an_option() -> None:
         draw([], 1, window(0.0, 1e3, 1.0, 46), 46)
 
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "strategies.md"
+DOCUMENT = Path(__file__).parents[3] / "docs" / "reference" / "strategies.md"
 
 
 def test_every_strategy_has_a_section_with_a_timeline() -> None:
