@@ -61,8 +61,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def shortened(arguments: list[str]) -> list[str]:
-    """A GPU becomes the CPU; of two values of an option the last counts."""
-    given = ["cpu" if part == "cuda" else part for part in arguments]
+    """A GPU becomes the CPU, and a model to fetch the demonstration; of two values of an option the last counts."""
+    given = [{"cuda": "cpu", "smollm2-135m": "demo"}.get(part, part) for part in arguments if part != "--chat"]
     if "--from" in given or given[:2] == ["bench", "compare"] or given in (["reproduce"], ["strategies"], ["profiles"]):
         return given
     if "timeline" in given:
