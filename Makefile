@@ -125,7 +125,7 @@ bench: $(READY)
 
 # Renews the timelines in the documents from real runs.
 timelines: $(READY)
-	$(BIN)/python -m flowspec_edge.lab.bench.timeline docs/strategies.md docs/benchmarks.md
+	$(BIN)/python -m flowspec_edge.lab.bench.timeline docs/reference/strategies.md docs/explained/method.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

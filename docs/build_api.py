@@ -1,4 +1,4 @@
-"""Renews the reference in docs/api.md from the docstrings of ``flowspec_edge.api``.
+"""Renews the reference in docs/reference/python.md from the docstrings of ``flowspec_edge.api``.
 
     python docs/build_api.py [--check]
 """
@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 
 from flowspec_edge import api
 
-DOCUMENT = Path(__file__).with_name("api.md")
+DOCUMENT = Path(__file__).resolve().parent / "reference" / "python.md"
 BEGIN = "<!-- from here on made by build_api.py -->\n"
 _ROLE = re.compile(r":(?:class|meth|func|attr):`~?([^`]+)`")
 

@@ -1,4 +1,4 @@
-"""Draws docs/speed.svg, a figure of docs/benchmarks.md: every method over Chunk-PP with the same drafts.
+"""Draws docs/speed.svg, a figure of docs/explained/method.md: every method over Chunk-PP with the same drafts.
 
     flowspec reproduce methods --limit 24 --max-new-tokens 96 --seed 1 --out reproduced
     cd reproduced/measured

@@ -6,7 +6,7 @@
         answer = cluster.generate("def add(a, b):", max_new_tokens=32)
         print(answer.text, answer.stats.tokens_per_second)
 
-What ``__all__`` lists, with the fields and methods that docs/api.md documents, is stable: a change that
+What ``__all__`` lists, with the fields and methods that docs/reference/python.md documents, is stable: a change that
 breaks a caller raises the first number of the version that is not 0.
 
 What computes is imported with the first cluster: torch and transformers take seconds, and a strategy needs neither.

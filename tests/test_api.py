@@ -44,14 +44,24 @@ def run(*command: str, path: Path | None = None) -> subprocess.CompletedProcess[
 
 @pytest.mark.slow
 def test_the_examples_of_the_document_run(tmp_path: Path) -> None:
-    examples = (ROOT / "docs" / "api.md").read_text(encoding="utf-8").split("## Reference")[0]
+    examples = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8").split("## Reference")[0]
     blocks = re.findall(r"```python\n(.*?)```", examples, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 3
     script = tmp_path / "examples.py"
     script.write_text("\n".join(blocks), encoding="utf-8")
     done = run(str(script))
     assert done.returncode == 0, done.stderr
     assert "busy seconds:" in done.stdout
+
+
+@pytest.mark.slow
+def test_the_strategy_of_the_guide_runs(tmp_path: Path) -> None:
+    guide = (ROOT / "docs" / "guides" / "write-a-strategy.md").read_text(encoding="utf-8")
+    module, script = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "one_chain.py").write_text(module, encoding="utf-8")
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    done = run(str(tmp_path / "script.py"))
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_reference_is_that_of_the_docstrings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -365,7 +365,7 @@ def test_the_command_line_starts_without_the_heavy_libraries() -> None:
     assert run.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/architecture.md"])
+@pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/explained/architecture.md"])
 def test_documents_name_files_that_exist(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     named = sorted(set(re.findall(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+(?:\.py|/))`", text)))
@@ -401,7 +401,7 @@ def test_top_level_of_the_repository() -> None:
 
 
 def graph() -> str:
-    """The imports between parts and between their sub-packages, for docs/architecture.md."""
+    """The imports between parts and between their sub-packages, for docs/explained/architecture.md."""
     lines = []
     for package in ("", *(name for name in packages() if name and "." not in name)):
         edges = edges_between_children(package)

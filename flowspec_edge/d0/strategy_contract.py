@@ -269,7 +269,7 @@ class StrategyContract:
 
     def _broken(self, what: str) -> RequestFailed:
         return RequestFailed(f"the strategy {self._strategy.name} {what}; the last thing before: it "
-                             f"{self.last} (the rules are those of flowspec_edge.Strategy in docs/api.md)")
+                             f"{self.last} (the rules: docs/guides/write-a-strategy.md)")
 
 
 def _is_int(value: object) -> bool:

@@ -34,7 +34,7 @@ SAMPLINGS = {"greedy": Sampling(), "T=1": Sampling(1.0, seed=1),
 STRATEGIES = ("autoregressive", "flowspec_plus")  # a row at a time; trees, and a draft head
 DTYPES = ("fp32", "fp16", "bf16")
 # Two tokens nearly tie if their logits differ by less than this share of the logits' standard deviation:
-# sums in another order move a logit by less (docs/models.md).
+# sums in another order move a logit by less (docs/explained/exactness.md).
 NEAR_TIE = {"fp32": 1e-4, "mixed": 1e-4, "fp16": 0.05, "bf16": 0.05}
 _STAGES = 2
 PROMPTS = ("def fibonacci(n):\n", 'class Stack:\n    """A stack."""\n\n    def push(self, item):\n')

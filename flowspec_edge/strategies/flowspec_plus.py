@@ -4,7 +4,7 @@ FlowSpec redrafts a few levels from the root at every acceptance, which limits i
 2) tokens a turn.  Here one tree lasts as long as the round, and the probability that a node becomes text
 (``tree.best_first_tree``) decides what to send and what to draft, at any depth.
 
-``plus_without`` disables the ideas in bold by name; docs/strategies.md has the figures.
+``plus_without`` disables the ideas in bold by name; docs/reference/strategies.md has the figures.
 """
 
 from __future__ import annotations

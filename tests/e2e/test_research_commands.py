@@ -17,16 +17,19 @@ from flowspec_edge.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "two_chains"
-DOCUMENTS = [ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "api.md", EXAMPLE / "README.md"]
+GUIDES, REFERENCE = ROOT / "docs" / "guides", ROOT / "docs" / "reference"
+RUN = [GUIDES / "research.md", GUIDES / "write-a-strategy.md", REFERENCE / "benchmarks.md", EXAMPLE / "README.md"]
+DOCUMENTS = [*RUN, REFERENCE / "python.md", REFERENCE / "strategies.md"]
 SHORT = {"--limit": "1", "--max-new-tokens": "4"}
 _INLINE = re.compile(r"`((?:PYTHONPATH=\. )?flowspec [^`…]+)`")
-_BLOCK = re.compile(r"```(?:sh)?\n(.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 def commands(document: Path, inline: bool = True) -> list[list[str]]:
     """The arguments of every ``flowspec …`` in code, without placeholders."""
     text = document.read_text(encoding="utf-8").split("## Reference")[0]
-    lines = [line for block in _BLOCK.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    lines = [line for kind, block in _BLOCK.findall(text) if kind in ("", "sh")
+             for line in block.replace("\\\n", " ").splitlines()]
     if inline:
         lines += [" ".join(found.split()) for found in _INLINE.findall(_BLOCK.sub("", text))]
     lines = [line.removeprefix("PYTHONPATH=. ") for line in lines]
@@ -49,23 +52,30 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("mt_bench", "gsm8k"):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"turns": [f"{name} "]}) + "\n")
     tiny_model_dir(tmp_path / "Llama-2-7b-chat-hf", layers=2, hidden=32)
+    (tmp_path / "models").symlink_to(ROOT / "models")
+    module = re.findall(r"```python\n(.*?)```", RUN[1].read_text(encoding="utf-8"), re.DOTALL)[0]
+    (tmp_path / "one_chain.py").write_text(module, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(EXAMPLE))
     return tmp_path
 
 
 def shortened(arguments: list[str]) -> list[str]:
-    """A GPU becomes the CPU; of two values of an option the last counts."""
-    given = ["cpu" if part == "cuda" else part for part in arguments]
-    if "--from" in given or "timeline" in given or given in (["reproduce"], ["strategies"], ["profiles"]):
+    """A GPU becomes the CPU, and a model to fetch the demonstration; of two values of an option the last counts."""
+    given = [{"cuda": "cpu", "smollm2-135m": "demo"}.get(part, part) for part in arguments if part != "--chat"]
+    if "--from" in given or given[:2] == ["bench", "compare"] or given in (["reproduce"], ["strategies"], ["profiles"]):
         return given
+    if "timeline" in given:
+        return [*given, "--model", "demo"]
     options = {"--max-new-tokens": SHORT["--max-new-tokens"]} if given[0] == "generate" else SHORT
-    model = [] if "--model" in given else ["--model", "Llama-2-7b-chat-hf"]
+    if "smollm2.flowrec" in given and "--temperatures" in given:  # the demonstration's first answer at 1 is empty
+        options = {**SHORT, "--temperatures": "0"}
+    model = [] if {"--model", "--recording"} & {*given} else ["--model", "Llama-2-7b-chat-hf"]
     return [*given, *model, *(part for pair in options.items() for part in pair)]
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("document", [DOCUMENTS[0], DOCUMENTS[2]], ids=lambda path: path.name)
+@pytest.mark.parametrize("document", RUN, ids=lambda path: path.name)
 def test_every_command_runs(document: Path, desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in commands(document, inline=False):
         if arguments[0] == "generate" and "two_chains" in arguments:  # a name that pip installs

@@ -48,7 +48,7 @@ EQUAL = partial(Params, draft=EAGLE2.name, ngram=False, plus_carry=False)
 # The FlowSpec paper's comparison, section V-A.
 PAPER = partial(EQUAL, pipedec_width=16)
 # Of right children that are not ranked first. With it FlowSpec makes the paper's 8.7 tokens a round (Table
-# II) with the demonstration model: docs/benchmarks.md, "Acceptance".
+# II) with the demonstration model: docs/explained/acceptance.md.
 PUBLISHED_SHARE = 0.65
 FLOWSPEC_AND_ABLATIONS = "autoregressive,chunk_pp,pruned_pp,flowspec_no_sbd,flowspec,flowspec_plus"
 

@@ -59,7 +59,7 @@ _TURNS = (
     "A turn is one slot: the time of one full segment in the slowest stage; turns = decode time / slot, so "
     "time in which the stages wait counts. A round lasts from a start, the first drafting included, to the "
     "miss that ends it. Both are counted alike for every method, after truncation at the end of the text "
-    "(docs/turns-and-rounds.md)."
+    "(docs/explained/method.md)."
 )
 
 

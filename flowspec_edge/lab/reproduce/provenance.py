@@ -74,7 +74,7 @@ _EXPLAINED: dict[Kind, str] = {
     "speed": "A column named after a task: tokens/s, mean over its prompts; SR: the ratio to Chunk-PP's in "
              "the same run.",
     "acceptance": "ALT: tokens per turn, one slot of the slowest stage; ALR: tokens per round, drafting "
-                  "included; counted alike for all methods (docs/turns-and-rounds.md), while the paper's "
+                  "included; counted alike for all methods (docs/explained/method.md), while the paper's "
                   "turns leave drafting out for all but Chunk-PP.",
     "bandwidth": "All links have the same bandwidth, in 10⁶ bits a second, in both directions.",
     "depth": "d0: levels of the initial tree; d_exp: levels of an expansion.",

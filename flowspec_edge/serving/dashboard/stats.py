@@ -1,4 +1,4 @@
-"""Figures for the page: requests' (docs/turns-and-rounds.md defines them), and boards', which are taken from
+"""Figures for the page: requests' (docs/explained/method.md defines them), and boards', which are taken from
 heartbeats and the growth of their counters.
 """
 

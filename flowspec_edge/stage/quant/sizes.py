@@ -36,7 +36,7 @@ def default_head_bits(dtype: ShardDtype) -> HeadBits:
     """Return the default for a model whose decoder layers are stored in ``dtype``.
 
     Beside layers in 4 bits, lm_head loses nothing measurable in 8 bits.  In 4 bits it adds a fifth to a half of what
-    the layers lose (docs/models.md).
+    the layers lose (docs/reference/models.md).
     """
     return "int8" if dtype in get_args(QuantKind) else "16bit"
 

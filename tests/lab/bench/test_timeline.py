@@ -1,4 +1,4 @@
-"""The text timeline against the spans it was drawn from, column by column; those in docs/strategies.md are
+"""The text timeline against the spans it was drawn from, column by column; those in the documents are
 the command's output, for every strategy."""
 
 from __future__ import annotations
@@ -116,7 +116,9 @@ def test_errors_of_a_window_suggest_an_option() -> None:
         draw([], 1, window(0.0, 1e3, 1.0, 46), 46)
 
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "strategies.md"
+DOCS = Path(__file__).parents[3] / "docs"
+DOCUMENT = DOCS / "reference" / "strategies.md"
+METHOD = DOCS / "explained" / "method.md"
 
 
 def test_every_strategy_has_a_section_with_a_timeline() -> None:
@@ -126,10 +128,11 @@ def test_every_strategy_has_a_section_with_a_timeline() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_the_timelines_are_those_of_the_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("document", "name"), [*((DOCUMENT, name) for name in STRATEGIES), (METHOD, "flowspec")],
+                         ids=lambda value: value if isinstance(value, str) else value.stem)
+def test_the_timelines_are_those_of_the_code(document: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """After an intended change of a schedule run: make timelines."""
-    text = DOCUMENT.read_text()
+    text = document.read_text()
     start = text.index(f"<!-- timeline {name}")
     section = text[start : text.index("```\n", text.index("```text\n", start) + 8) + 4]
 
