@@ -9,14 +9,13 @@ import pytest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
-DOCUMENTS = [*GUIDES, *sorted((DOCS / "reference").glob("*.md")), *sorted((DOCS / "explained").glob("*.md")),
-             DOCS / "glossary.md"]
+DOCUMENTS = [*sorted(DOCS.parent.glob("*.md")), *sorted(DOCS.rglob("*.md")), *sorted((DOCS.parent / "models").rglob("*.md"))]
 _CODE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href|srcset)=\"([^\"]+)\"")
 
 
 def name(path: Path) -> str:
-    return str(path.relative_to(DOCS))
+    return str(path.relative_to(DOCS.parent))
 
 
 def anchors(text: str) -> set[str]:

@@ -110,8 +110,3 @@ def test_every_board_has_a_part_of_the_demonstration_model() -> None:
     roles = next(roles_of(step.output) for step in documents.steps(GUIDE.read_text()) if step.script == PLAN)
     assert [f"orin-{place}" in roles for place in range(len(BOARDS))] == [True] * len(BOARDS)
     assert "does nothing" not in roles
-
-
-@pytest.mark.parametrize("guide", sorted((DOCS / "guides").glob("*.md")), ids=lambda path: path.stem)
-def test_a_guide_is_read_in_one_sitting(guide: Path) -> None:
-    assert len(guide.read_text().splitlines()) < 150
