@@ -9,7 +9,8 @@ import pytest
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 GUIDES = sorted((DOCS / "guides").glob("*.md"))
-DOCUMENTS = [*sorted(DOCS.parent.glob("*.md")), *sorted(DOCS.rglob("*.md")), *sorted((DOCS.parent / "models").rglob("*.md"))]
+DOCUMENTS = [*sorted(DOCS.parent.glob("*.md")), *sorted(DOCS.rglob("*.md")),
+             *sorted((DOCS.parent / "models").rglob("*.md"))]
 _CODE = re.compile(r"^ *```.*?^ *```", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href|srcset)=\"([^\"]+)\"")
 

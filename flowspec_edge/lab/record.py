@@ -10,6 +10,7 @@ import hashlib
 import heapq
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -217,12 +218,16 @@ def record(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
            advance: Advance = lambda _: None) -> Recording:
     """Record every prompt; ``about`` is the recording without texts.
 
-    Each finished text is a file in ``work``, so that a run that broke off continues there.  Texts without a token are
-    left out.  UsageError if ``work`` has texts of another model or budget, or if no text is left.
+    Each finished text is a file in ``work``, so that a run that broke off continues there.  A prompt that has no token
+    of an answer, at one temperature or seed, is left out with all of its answers: who measures takes every prompt at
+    every temperature.  UsageError if ``work`` has texts of another model or budget, or if no text is left.
     """
     work.mkdir(parents=True, exist_ok=True)
     with strategy_meanwhile(STRATEGY) as name:
         texts = _texts(cluster, prompts, about, budget, work, advance, name)
+    answered = Counter((text.task, text.name) for text in texts)
+    asked = Counter((prompt.task, prompt.name) for prompt in prompts)
+    texts = [text for text in texts if answered[text.task, text.name] == asked[text.task, text.name]]
     if not texts:
         raise UsageError("none of the prompts has an answer: there is nothing to record")
     return replace(about, texts=tuple(texts))

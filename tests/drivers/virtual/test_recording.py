@@ -66,6 +66,22 @@ def computed(demo_model: Path) -> VirtualCluster:
     return VirtualCluster(demo_model, 4, load_profile("paper-7b"))
 
 
+def test_a_prompt_without_an_answer_at_one_temperature_is_left_out(demo_model: Path, demo_prompts: list[list[int]],
+                                                                  about: Recording, tmp_path: Path) -> None:
+    """Or a benchmark of both temperatures would miss a text in the middle of it."""
+    cluster = VirtualCluster(demo_model, 1, load_profile("paper-7b"))
+    [first] = cluster.generate(Request(demo_prompts[1], max_new_tokens=1)).tokens
+    sampled = Sampling(1.0, seed=3)
+    [other] = cluster.generate(Request(demo_prompts[1], max_new_tokens=1, sampling=sampled)).tokens
+    assert other != first
+    asked = [TextToRecord("code", name, Request(prompt, max_new_tokens=2, sampling=sampling, stop_ids=frozenset(stops),
+                                                params=PARAMS))
+             for name, prompt, stops in (("whole", demo_prompts[0], ()), ("empty", demo_prompts[1], (first,)))
+             for sampling in (Sampling(), sampled)]
+    texts = record(cluster, asked, about, Budget(4, 4), tmp_path / "work").texts
+    assert [(text.name, text.sampling.temperature) for text in texts] == [("whole", 0.0), ("whole", 1.0)]
+
+
 # ---- virtual time ------------------------------------------------------------------------------------------------
 
 
