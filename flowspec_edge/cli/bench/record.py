@@ -122,8 +122,8 @@ def record(
     print(f"{out}: {len(recording.texts)} answers of {found.shown}, {recording.positions} tokens, "
           f"{recording.nodes:,} nodes, {out.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
     if empty := len(asked) - len(recording.texts):
-        print(f"flowspec: note: {empty} of {len(asked)} answers are left out: they, or their prompt's answer at another "
-              "temperature, ended before the first token", file=sys.stderr)
+        print(f"flowspec: note: {empty} of {len(asked)} answers are left out: they, or their prompts' answers at "
+              "another temperature, ended before the first token", file=sys.stderr)
     print(f"Next: flowspec bench run --recording {out}", file=sys.stderr)
 
 
