@@ -51,6 +51,7 @@ def test_processes_measure_what_one_does(recording: Path, tmp_path: Path) -> Non
     assert len(figures[0]) == 4
 
 
+@pytest.mark.slow
 def test_what_a_recording_can_reproduce(recording: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of "all"; a name that it cannot is an error."""
     out = tmp_path / "out"

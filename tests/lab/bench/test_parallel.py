@@ -25,8 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("command", [
     pytest.param(["bench", "run", "--temperatures", "0,1", "--repeats", "2", "--warmup", "1"],
                  marks=pytest.mark.slow),
-    ["bench", "run", "--arrival-rate", "0.5"],
-    ["sweep", "bandwidth=50,200"], ["sweep", "stages=1,2"]], ids=" ".join)
+    pytest.param(["bench", "run", "--arrival-rate", "0.5"], marks=pytest.mark.slow),
+    ["sweep", "bandwidth=50,200"],
+    pytest.param(["sweep", "stages=1,2"], marks=pytest.mark.slow)], ids=" ".join)
 def test_the_report_of_two_processes_is_that_of_one(model: Path, tmp_path: Path, command: list[str]) -> None:
     command = [*command, "--model", str(model), "--strategies", "flowspec,autoregressive", "--limit", "2",
                "--max-new-tokens", "6"]
