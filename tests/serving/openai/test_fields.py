@@ -22,7 +22,8 @@ from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
-from flowspec_edge.serving.openai.fields import ENDPOINTS, FIELDS, Endpoint, Source, rows
+from flowspec_edge.serving.openai.field_table import Endpoint, Source
+from flowspec_edge.serving.openai.fields import ENDPOINTS, FIELDS, rows
 
 SERVING = Path(__file__).parents[3] / "docs" / "serving.md"
 OPENAI: dict[Endpoint, set[str]] = {
