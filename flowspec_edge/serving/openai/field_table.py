@@ -88,18 +88,23 @@ class FieldTable:
         return tuple(unknown)
 
     def rows(self) -> Iterator[str]:
-        """As a table of a document."""
-        yield "| field | documented by | here |"
-        yield "|---|---|---|"
+        """As a table of docs/reference/fields.md; fields of which it says the same share a row."""
+        yield "| field | here |"
+        yield "|---|---|"
+        named: dict[str, list[str]] = {}
         for field in sorted(self.fields.values(), key=lambda field: field.name):
-            everywhere = len(field.implemented) in (0, self._endpoints)
-            where = "" if everywhere else f" ({', '.join(field.implemented)})"
-            verdict = "implemented" if field.implemented else field.elsewhere
-            refused = field.elsewhere == "refused" and not field.implemented
-            neutral = [f"`{json.dumps(value)}`" for value in field.neutral] if refused else []
-            but = f"; accepted: {', '.join(neutral)}" if neutral else ""
-            says = field.says.replace("|", "\\|")
-            yield f"| `{field.name}` | {', '.join(field.sources)} | **{verdict}**{where}: {says}{but} |"
+            named.setdefault(self._described(field), []).append(f"`{field.name}`")
+        yield from (f"| {', '.join(names)} | {said} |" for said, names in named.items())
+
+    def _described(self, field: RequestField) -> str:
+        everywhere = len(field.implemented) in (0, self._endpoints)
+        where = "" if everywhere else f" ({', '.join(field.implemented)})"
+        verdict = "implemented" if field.implemented else field.elsewhere
+        refused = field.elsewhere == "refused" and not field.implemented
+        neutral = [f"`{json.dumps(value)}`" for value in field.neutral] if refused else []
+        but = f"; accepted: {', '.join(neutral)}" if neutral else ""
+        says = field.says.replace("|", "\\|")
+        return f"**{verdict}**{where}: {says}{but}"
 
     def _meant(self, name: str, endpoint: Endpoint) -> str | None:
         """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""

@@ -3,7 +3,6 @@ common ones of others (:mod:`.field_table` has the rules)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from flowspec_edge.serving.openai.field_table import Endpoint, FieldTable, RequestField, Source, Verdict
@@ -326,8 +325,3 @@ _ALL: tuple[RequestField, ...] = (
 
 TABLE = FieldTable(_ALL, len(ENDPOINTS))
 FIELDS = TABLE.fields
-
-
-def rows() -> Iterator[str]:
-    """The table of docs/serving.md."""
-    return TABLE.rows()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from kits.http_server import NAME, Running, Says, served
+from kits.tiny_model_dir import tiny_model_dir
 from openai.types.responses import Response
+from transformers import AutoTokenizer
 
 from flowspec_edge.model.chat import ReasoningFormat, recognise_reasoning_format
 from flowspec_edge.serving.openai.prepare import ServedModel
@@ -149,3 +152,26 @@ def test_a_silent_request_reads_the_same_tokens(what: ServedModel) -> None:
     asked = {"model": NAME, "messages": ASK, "seed": 3}
     usual, silent = (what.chat(body_of(ChatBody, asked | more, ())) for more in ({}, {"include_reasoning": False}))
     assert replace(usual, silent=True) == replace(silent, decode=usual.decode)
+
+
+def test_channels_of_special_tokens(tmp_path: Path) -> None:
+    """Which a decoder leaves out by default: without them the reasoning would run into the content."""
+    model = tiny_model_dir(tmp_path, layers=1, hidden=32)
+    tokenizer = AutoTokenizer.from_pretrained(model / "target")
+    words = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": words})
+    tokenizer.save_pretrained(model / "target")
+    config = model / "target" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"vocab_size": len(tokenizer)}))
+    (tmp_path / "harmony.jinja").write_text("{% for turn in messages %}<|start|>{{ turn.role }}<|channel|>final"
+                                            "<|message|>{{ turn.content }}<|end|>{% endfor %}<|start|>assistant")
+    what = served(model, str(tmp_path / "harmony.jinja"))
+    prepared = what.chat(body_of(ChatBody, {"model": NAME, "messages": ASK}, ()))
+    text = "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>Hello"
+    ids = what.tokenizer.encode(text, special=False)
+    assert len(ids) < len(text)  # a word is one token
+    detokenizer, parser = prepared.detokenizer(prepared.request), prepared.reasoning_parser()
+    assert parser is not None
+    found = [piece for token in ids for piece in parser.push(detokenizer.push([token]))]
+    assert "".join(piece.text for piece in found if isinstance(piece, ReasoningPiece)) == "why"
+    assert "".join(piece for piece in found if isinstance(piece, str)) == "Hello"
