@@ -1,5 +1,5 @@
-"""Chat messages, chat formats of models whose tokenizers have none (Llama-2-chat, Vicuna, base models), and
-the formats of tool calls that chat templates teach, with their grammars.
+"""Chat messages, chat formats of models whose tokenizers have none (Llama-2-chat, Vicuna, base models), the
+formats of tool calls that chat templates teach, with their grammars, and those of reasoning.
 """
 
 from __future__ import annotations
@@ -94,6 +94,32 @@ def recognise_tool_format(template: str) -> ToolFormat | None:
     if "tools" not in template:
         return None
     return next((known for known in _FORMATS if known.marker in template), None)
+
+
+@dataclass(frozen=True)
+class ReasoningFormat:
+    """How an answer has its reasoning: between the words ``open`` and ``close``, before the content; or, with
+    ``channels``, in messages of the channel analysis, as gpt-oss has it."""
+
+    open: str = ""
+    close: str = ""
+    channels: bool = False
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """Tokens without which a text cannot be split."""
+        return (_CHANNEL, "<|message|>") if self.channels else (self.open, self.close)
+
+
+# That of DeepSeek-R1, which Qwen3 and most others share, and Magistral's.
+_THOUGHTS = (ReasoningFormat("<think>", "</think>"), ReasoningFormat("[THINK]", "[/THINK]"))
+
+
+def recognise_reasoning_format(template: str) -> ReasoningFormat | None:
+    """The format of the reasoning in answers by a Jinja chat template; None: it has none, or an unknown one."""
+    if _CHANNEL in template:
+        return ReasoningFormat(channels=True)
+    return next((known for known in _THOUGHTS if known.open in template), None)
 
 
 _MAX_TEMPLATE = 1024 * 1024  # bytes

@@ -12,6 +12,7 @@ from flowspec_edge.model.chat import (
     BUILT_IN,
     Message,
     PromptPiece,
+    ReasoningFormat,
     Rendering,
     Tool,
     ToolFormat,
@@ -20,6 +21,7 @@ from flowspec_edge.model.chat import (
     no_template,
     read_template,
     recognise,
+    recognise_reasoning_format,
     recognise_tool_format,
     turn_ends,
     variables_of,
@@ -142,6 +144,16 @@ class Tokenizer:
     def tool_format(self) -> ToolFormat | None:
         """How the chat template has the model write tool calls; None: not, or in no known format."""
         return None if self._jinja is None else recognise_tool_format(self._jinja)
+
+    @property
+    def reasoning_format(self) -> ReasoningFormat | None:
+        """How answers by the chat template have reasoning; None: not, or in no known format."""
+        return None if self._jinja is None else recognise_reasoning_format(self._jinja)
+
+    def hides(self, words: Sequence[str]) -> bool:
+        """Whether one of ``words`` is a special token, which texts do not show."""
+        special = {str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special}
+        return not special.isdisjoint(words)
 
     @property
     def chat_stop_ids(self) -> frozenset[int]:

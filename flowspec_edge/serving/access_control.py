@@ -40,7 +40,7 @@ class AccessMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refused = self._refusal(scope) if scope["type"] == "http" else None
-        await (refused.response() if refused else self._app)(scope, receive, send)
+        await (refused.response(scope["path"]) if refused else self._app)(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         path: str = scope["path"]
@@ -52,15 +52,13 @@ class AccessMiddleware:
                                  "the request names another host")
         if path == "/health" or is_page(path):
             return None
-        given = _values(scope, b"authorization")
-        scheme, _, token = given[0].partition(b" ") if given else (b"", b"", b"")
-        bearer = token.strip() if scheme.lower() == b"bearer" else b""  # a scheme's case does not matter
-        known = [hmac.compare_digest(bearer, key) for key in self._expected] if given else []
+        given = _given(scope)
+        known = [max([hmac.compare_digest(one, key) for one in given], default=False) for key in self._expected]
         if any(known):
             scope[_KEY] = str(known.index(True))
             return None
         message = ("incorrect API key" if given else
-                   "no API key: send it as the header Authorization: Bearer KEY")
+                   "no API key: send it as the header Authorization: Bearer KEY, or x-api-key: KEY")
         return ApiError(401, message, code="invalid_api_key")
 
 
@@ -68,6 +66,15 @@ def is_loopback(hosts: list[bytes]) -> bool:
     """Return whether there is one Host header, and it is localhost, 127.0.0.0/8 or [::1], with any port."""
     match = _LOOPBACK.fullmatch(hosts[0]) if len(hosts) == 1 else None
     return match is not None and int(match[1] or 0) <= _MAX_PORT
+
+
+def _given(scope: Scope) -> list[bytes]:
+    """The keys that a request has, as OpenAI's clients send them and as Anthropic's do."""
+    keys = []
+    for header in _values(scope, b"authorization")[:1]:
+        scheme, _, token = header.partition(b" ")
+        keys.append(token.strip() if scheme.lower() == b"bearer" else b"")  # a scheme's case does not matter
+    return keys + [header.strip() for header in _values(scope, b"x-api-key")[:1]]
 
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:

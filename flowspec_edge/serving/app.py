@@ -17,24 +17,39 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from flowspec_edge.d0.fair_queue import Caller
 from flowspec_edge.serving.access_control import AccessMiddleware, caller_of
 from flowspec_edge.serving.access_log import GONE, AccessRecord
 from flowspec_edge.serving.admission import Admission
+from flowspec_edge.serving.anthropic import requests as anthropic
+from flowspec_edge.serving.anthropic.answers import MessageAnswer
 from flowspec_edge.serving.dashboard.live import Live
 from flowspec_edge.serving.dashboard.pages import page_routes
+from flowspec_edge.serving.door import Door, Ready
 from flowspec_edge.serving.intake import Intake, Work
 from flowspec_edge.serving.metrics import Metrics
+from flowspec_edge.serving.ollama import requests as ollama
+from flowspec_edge.serving.ollama.answers import ChatAnswer, GenerateAnswer
+from flowspec_edge.serving.ollama.model_card import ModelCard
 from flowspec_edge.serving.openai.errors import ApiError, api_error
 from flowspec_edge.serving.openai.handler import KEEP_ALIVE_S, ResponseHandler, StreamError
 from flowspec_edge.serving.openai.prepare import PreparedRequest, ServedModel
-from flowspec_edge.serving.openai.responses import Answer, model_object
+from flowspec_edge.serving.openai.responses import list_object, model_object
 from flowspec_edge.serving.openai.responses_endpoint import ResponseAnswer, ResponsesBody
-from flowspec_edge.serving.openai.schemas import B, Body, ChatBody, CompletionBody, read_body
+from flowspec_edge.serving.openai.schemas import Body, ChatBody, CompletionBody, parsed, read_body
 
 log = logging.getLogger(__name__)
 
 # Headers that web pages may read.
-_EXPOSED = ("x-request-id", "x-flowspec-position", "x-flowspec-ignored", "retry-after")
+_EXPOSED = ("x-request-id", "request-id", "x-flowspec-position", "x-flowspec-ignored", "retry-after")
+
+# Paths that clients know from other servers, and what to tell them.
+_NO_EMBEDDINGS = "embeddings are not served: the model here generates text"
+_ONE_MODEL = "models are not managed over HTTP: the server has the one that it was started with"
+_NOT_SERVED = {
+    **dict.fromkeys(("/v1/embeddings", "/api/embed", "/api/embeddings"), _NO_EMBEDDINGS),
+    **dict.fromkeys(("/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete"), _ONE_MODEL),
+    "/v1/messages/batches": "batches are not served: send the requests, which wait in the queue"}
 
 
 def make_app(admission: Admission, served: ServedModel, api_key: str | None = None,
@@ -47,7 +62,7 @@ def make_app(admission: Admission, served: ServedModel, api_key: str | None = No
                           int(served.model.config["vocab_size"]), served.model.hidden_width)
 
     async def models(http: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [listed]})
+        return JSONResponse(list_object([listed]))
 
     async def model(http: Request) -> Response:
         served.check_name(http.path_params["name"])
@@ -69,17 +84,35 @@ def make_app(admission: Admission, served: ServedModel, api_key: str | None = No
         return Response(text, media_type=kind)
 
     intake = Intake()
+
+    async def show(http: Request) -> Response:
+        async with intake.body(http) as data:
+            asked = parsed(data)
+        ollama.named(served, asked.get("model") or asked.get("name"))
+        return JSONResponse(card.show())
+
     shared = admission, intake, served, keep_alive_s, metrics
-    chat = CompletionEndpoint(*shared, ChatBody, served.chat)
-    completion = CompletionEndpoint(*shared, CompletionBody, served.completion)
-    responses = CompletionEndpoint(*shared, ResponsesBody, served.chat, ResponseAnswer)
+    card = ModelCard(served)
+    endpoints = {
+        "/v1/chat/completions": Door(partial(read_body, ChatBody)),
+        "/v1/completions": Door(partial(read_body, CompletionBody)),
+        "/v1/responses": Door(partial(read_body, ResponsesBody), ResponseAnswer),
+        "/api/chat": Door(partial(ollama.read_chat, served), ChatAnswer, ollama.NAMES),
+        "/api/generate": Door(partial(ollama.read_generate, served), GenerateAnswer, ollama.GENERATE_NAMES),
+        "/v1/messages": Door(partial(anthropic.read_messages, served), MessageAnswer, anthropic.NAMES)}
+    counted = Door(partial(anthropic.read_counted, served), names=anthropic.NAMES)
     app = Starlette(
         routes=[
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
-            Route("/v1/chat/completions", chat, methods=["POST"]),
-            Route("/v1/completions", completion, methods=["POST"]),
-            Route("/v1/responses", responses, methods=["POST"]),
+            *(Route(path, CompletionEndpoint(*shared, door), methods=["POST"]) for path, door in endpoints.items()),
+            Route("/v1/messages/count_tokens", CountEndpoint(*shared, counted), methods=["POST"]),
+            Route("/api/version", partial(_told, card.version)),
+            Route("/api/tags", partial(_told, card.tags)),
+            Route("/api/ps", partial(_told, card.running)),
+            Route("/api/show", show, methods=["POST"]),
+            *(Route(path, partial(_not_served, says), methods=["GET", "POST", "DELETE"])
+              for path, says in _NOT_SERVED.items()),
             Route("/health", health),
             Route("/ready", ready),
             *([Route("/metrics", prometheus)] if metrics else []),
@@ -102,53 +135,60 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 
 
 class CompletionEndpoint:
-    """One of OpenAI's endpoints, as an ASGI application."""
+    """An endpoint whose answers the model writes, as an ASGI application."""
 
     def __init__(self, admission: Admission, intake: Intake, served: ServedModel, keep_alive_s: float,
-                 metrics: Metrics | None, kind: type[B], prepare: Callable[[B], PreparedRequest],
-                 answer: Callable[[B, PreparedRequest], Answer] = Answer) -> None:
-        """``kind``: the type of its bodies; ``metrics`` gets the tokens as they come, and every finished
-        request's record."""
+                 metrics: Metrics | None, door: Door) -> None:
+        """``metrics`` gets the tokens as they come, and every finished request's record."""
         self._admission, self._intake, self._served = admission, intake, served
-        self._read: Callable[[bytes], Body] = partial(read_body, kind)
-        self._prepare: Callable[[Any], PreparedRequest] = prepare
-        self._answer: Callable[[Any, PreparedRequest], Answer] = answer
-        self._work: Work = "template" if issubclass(kind, ChatBody) else "text"
+        self._door = door
         self._keep_alive_s = keep_alive_s
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        record = AccessRecord(scope["path"])
+        record, to_tell = AccessRecord(scope["path"]), True
         try:
-            await self._serve(record, scope, receive, send)
+            to_tell = await self._serve(record, scope, receive, send)
         except ClientDisconnect:
             record.status = GONE
         except StreamError as sent:
             record.status, record.error = sent.error.status, str(sent)
         except Exception as error:
             failure = api_error(error)
-            record.status, record.error = failure.status, str(failure)
             if failure.status == 500 and failure is not error:
                 log.error("a fault of this program", exc_info=error)
-            await failure.response()(scope, receive, send)
+            failure = self._door.named(failure)
+            record.status, record.error = failure.status, str(failure)
+            await failure.response(record.path)(scope, receive, send)
         finally:
-            record.write()
-            if self._metrics:
-                self._metrics.request_ended(record)
+            if to_tell:
+                record.write()
+                if self._metrics:
+                    self._metrics.request_ended(record)
 
-    async def _serve(self, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve(self, record: AccessRecord, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Return whether the model was asked. Else the request is not logged: only requests that the pipeline
+        answers are bounded, so others could fill the disk."""
         http = Request(scope, receive)
         async with self._intake.body(http) as data:
-            body = await self._intake.run("body", caller_of(scope, None), lambda: self._read(data), receive)
+            body = await self._intake.run("body", caller_of(scope, None), lambda: self._door.read(data), receive)
+            if isinstance(body, Ready):
+                await JSONResponse(body.content)(scope, receive, send)
+                return False
             caller = caller_of(scope, body.user)
-            prepared = await self._intake.run(self._work, caller, lambda: self._prepare(body), receive)
+            work: Work = "template" if isinstance(body, ChatBody) else "text"
+            prepared = await self._intake.run(work, caller, lambda: self._served.prepared(body), receive)
+        record.prompt_tokens = prepared.prompt_tokens
+        return await self._respond(record, body, prepared, caller, scope, receive, send)
+
+    async def _respond(self, record: AccessRecord, body: Body, prepared: PreparedRequest, caller: Caller,
+                       scope: Scope, receive: Receive, send: Send) -> bool:
         if prepared.grammar is not None:
             work: Work = "text" if self._served.is_quick(prepared) else "grammar"
             prepared = await self._intake.run(work, caller, lambda: self._served.compiled(prepared), receive)
         record.stream = bool(body.stream)
-        answer = self._answer(body, prepared)
+        answer = self._door.answer(body, prepared)
         record.id, record.strategy = answer.id, prepared.request.strategy
-        record.prompt_tokens = prepared.prompt_tokens
 
         def arrived(count: int) -> None:
             is_first = record.first_token_s is None
@@ -167,16 +207,34 @@ class CompletionEndpoint:
             first = handler.choices[0] if handler.choices else None
             record.finish = first.finish if first else None
             record.queued_s = first.pending.waited_s if first else None
+        return True
+
+
+class CountEndpoint(CompletionEndpoint):
+    """Tells how many tokens a prompt has."""
+
+    async def _respond(self, record: AccessRecord, body: Body, prepared: PreparedRequest, caller: Caller,
+                       scope: Scope, receive: Receive, send: Send) -> bool:
+        await JSONResponse({"input_tokens": prepared.prompt_tokens})(scope, receive, send)
+        return False
+
+
+async def _told(what: Callable[[], dict[str, Any]], http: Request) -> Response:
+    return JSONResponse(what())
+
+
+async def _not_served(says: str, http: Request) -> Response:
+    raise ApiError(404, f"{http.scope['path']}: {says}", code="unsupported_endpoint")
 
 
 async def _http_error(http: Request, error: Exception) -> Response:
     """Convert Starlette's errors (404, 405) to OpenAI's format."""
     assert isinstance(error, HTTPException)
     message = f"{http.method} {http.scope['path']}: {error.detail.lower()}"
-    response = ApiError(error.status_code, message).response()
+    response = ApiError(error.status_code, message).response(http.scope["path"])
     response.headers.update(error.headers or {})
     return response
 
 
 async def _error(http: Request, error: Exception) -> Response:
-    return api_error(error).response()
+    return api_error(error).response(http.scope["path"])

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from flowspec_edge.d0.request import (
 )
 from flowspec_edge.d0.request_queue import RequestQueue, SharedCluster
 from flowspec_edge.d0.run_events import RunEvent, SegmentSent, SessionEnded
+from flowspec_edge.model.grammar import one_of
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.serving.access_log import AccessRecord, requests
@@ -140,6 +141,23 @@ class Held:
 
     def close(self) -> None:
         self._cluster.close()
+
+
+class Says(Held):
+    """Its requests' answers are ``text``, as far as their limits go; without one they are the model's own."""
+
+    def __init__(self, cluster: SharedCluster, tokenizer: Tokenizer) -> None:
+        super().__init__(cluster)
+        self.text: str | None = None
+        self._grammars = tokenizer.grammars
+
+    def enqueue(self, handle: RequestHandle) -> None:
+        if self.text is not None:
+            rule = one_of([self.text])
+            text = self._grammars.text(lambda _: f"start: {rule}")
+            grammar = self._grammars.compile(text, handle.request.stop_ids)
+            handle.request = replace(handle.request, grammar=grammar)
+        super().enqueue(handle)
 
 
 class Watch(Observer):

@@ -230,7 +230,7 @@ class Feed(Observer):
 
 
 class FlowEvents:
-    """Converts the timeline's events to the page's ``flow`` events (docs/serving.md)."""
+    """Converts the timeline's events to the page's ``flow`` events (docs/reference/metrics.md)."""
 
     def __init__(self) -> None:
         self._clocks = StageClocks(_DRIFT_S)

@@ -1,4 +1,4 @@
-"""GET /live: the cluster's activity as server-sent events (fields: docs/serving.md).
+"""GET /live: the cluster's activity as server-sent events (fields: docs/reference/metrics.md).
 
 Events are made in the event loop's thread, once for all viewers, and only if there are any.
 """

@@ -23,7 +23,11 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._keeps = keeps
         self._held = ""
-        self.found = False
+        self.stop: str | None = None  # the one that was found
+
+    @property
+    def found(self) -> bool:
+        return self.stop is not None
 
     def push(self, piece: str, may_stop: bool = True) -> str:
         """Return the text that may be sent now; empty after a stop string. ``may_stop``: a stop string that
@@ -33,8 +37,8 @@ class StopMatcher:
         text = self._held + piece
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches and may_stop:
-            self.found, self._held = True, ""
             end, start = min(matches)
+            self.stop, self._held = text[start:end], ""
             return text[: end if self._keeps else start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
@@ -71,6 +75,11 @@ class Detokenizer:
     def stopped(self) -> bool:
         """Whether a stop string ended the text."""
         return self._stops.found
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stops.stop
 
     def push(self, tokens: Sequence[int]) -> str:
         """Return the text that may be sent now; tokens after a stop string are not read."""

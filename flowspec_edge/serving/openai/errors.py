@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format: an HTTP status and an error object."""
+"""Errors: an HTTP status and an error object, in the format of the API whose path was asked."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ from flowspec_edge.model.untrusted.processes import ProcessesUnavailable
 from flowspec_edge.serving.admission import ClusterUnavailable, QueueFull
 
 _TYPES = {429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+                    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+_OLLAMA, _ANTHROPIC = "/api/", "/v1/messages"  # beginnings of paths
 _MAX_QUOTED = 500  # characters of a message or a field's name: they may quote the client, and are logged
 
 
@@ -30,11 +33,24 @@ class ApiError(FlowspecError):
         return {"error": {"message": str(self), "type": _TYPES.get(self.status, other),
                           "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    @property
+    def ollama_body(self) -> dict[str, Any]:
+        return {"error": str(self)}
+
+    @property
+    def anthropic_body(self) -> dict[str, Any]:
+        other = "invalid_request_error" if self.status < 500 else "api_error"
+        return {"type": "error", "error": {"type": _ANTHROPIC_TYPES.get(self.status, other),
+                                           "message": str(self)}}
+
+    def response(self, path: str = "") -> JSONResponse:
+        """``path``: that was asked."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body, self.status, headers)
+        body = (self.ollama_body if path.startswith(_OLLAMA) else
+                self.anthropic_body if path.startswith(_ANTHROPIC) else self.body)
+        return JSONResponse(body, self.status, headers)
 
 
 def api_error(error: Exception) -> ApiError:

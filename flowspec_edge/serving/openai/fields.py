@@ -1,67 +1,13 @@
-"""What each field of a request gets: all that OpenAI, vLLM, SGLang and llama.cpp's server document, and
-common ones of others.
-
-A field is implemented, refused because ignoring it would change the answer, or accepted without effect
-because the answer is the same without it. Values that ask for nothing are always accepted. A name that none
-of these servers documents is an error if it looks like a misspelt one; otherwise it has no effect, and the
-answer says so.
-"""
+"""What each field of OpenAI's endpoints gets: all that OpenAI, vLLM, SGLang and llama.cpp's server document, and
+common ones of others (:mod:`.field_table` has the rules)."""
 
 from __future__ import annotations
 
-import difflib
-import json
-import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from flowspec_edge.serving.openai.errors import ApiError
+from flowspec_edge.serving.openai.field_table import Endpoint, FieldTable, RequestField, Source, Verdict
 
-Endpoint = Literal["chat", "completions", "responses"]
 ENDPOINTS: tuple[Endpoint, ...] = ("chat", "completions", "responses")
-Verdict = Literal["implemented", "refused", "no effect"]
-Source = Literal["OpenAI", "vLLM", "SGLang", "llama.cpp", "others"]
-
-_SIMILAR = 0.85  # difflib's ratio, from which a name is taken for a misspelt one
-_MAX_TOLD, _MAX_NAME = 8, 40  # ignored names that an answer tells, and their characters
-
-
-@dataclass(frozen=True)
-class RequestField:
-    """sources      who documents it
-    implemented  the endpoints that do what it asks for
-    elsewhere    what it gets at the others
-    says         what it does here; else why not, and what to use instead
-    example      a value that asks for something
-    neutral      values that ask for nothing, besides null
-    """
-
-    name: str
-    sources: tuple[Source, ...]
-    implemented: tuple[Endpoint, ...]
-    elsewhere: Verdict
-    says: str
-    example: Any
-    neutral: tuple[Any, ...] = ()
-
-    def verdict(self, endpoint: Endpoint) -> Verdict:
-        return "implemented" if endpoint in self.implemented else self.elsewhere
-
-    def check(self, endpoint: Endpoint, value: Any) -> None:
-        """ApiError if the endpoint cannot do what ``value`` asks for."""
-        if self.verdict(endpoint) != "refused" or value is None or any(
-                value == other and isinstance(value, bool) == isinstance(other, bool)
-                for other in self.neutral):
-            return
-        advice = f", or send {json.dumps(self.neutral[0])}" if self.neutral else ""
-        where = f"/v1/{_PATHS[endpoint]}" if self.implemented else "this server"
-        raise ApiError(400, f"{self.name} is not supported by {where} ({self.says}): leave it out{advice}",
-                       self.name, "unsupported_parameter")
-
-
-_PATHS: dict[Endpoint, str] = {"chat": "chat/completions", "completions": "completions",
-                               "responses": "responses"}
 _SOURCES: dict[str, Source] = {"o": "OpenAI", "v": "vLLM", "s": "SGLang", "l": "llama.cpp", "x": "others"}
 _LETTERS: dict[str, Endpoint] = {"c": "chat", "t": "completions", "r": "responses"}
 
@@ -86,7 +32,6 @@ def _harmless(name: str, sources: str, says: str, example: Any) -> RequestField:
     return _field(name, sources, "", "no effect", says, example)
 
 
-_PLAIN_TEXT = "reasoning is a part of the content here"
 _FIGURES = 'figures are under "flowspec", beside usage'
 _IDS = 'it reports token ids; send "flowspec": {"tokens": true}'
 _LOGPROBS = "it reports further probabilities; use logprobs and top_logprobs"
@@ -198,10 +143,11 @@ _ALL: tuple[RequestField, ...] = (
              'chat_template_kwargs: {"enable_thinking": false}', 100, -1),
     _refused("thinking_budget", "x", "as thinking_token_budget", 100, -1),
     _refused("thinking_budget_tokens", "l", "as thinking_token_budget", 100, -1),
-    _refused("include_reasoning", "v", f"{_PLAIN_TEXT}, and cannot be left out", False, True),
-    _refused("separate_reasoning", "s", _PLAIN_TEXT, True, False),
-    _harmless("stream_reasoning", "s", _PLAIN_TEXT, False),
-    _refused("reasoning_format", "l", _PLAIN_TEXT, "deepseek", "none", "auto"),
+    _field("include_reasoning", "v", "cr", "no effect", "false: the answer is without the reasoning", False),
+    _field("separate_reasoning", "s", "cr", "no effect", "false: the reasoning is a part of the content", False),
+    _harmless("stream_reasoning", "s", "streams always have the reasoning as it comes", False),
+    _field("reasoning_format", "l", "cr", "no effect",
+           "auto and deepseek: reasoning apart, as by default; none: as separate_reasoning: false", "none"),
     _refused("reasoning_control", "l", "it would end reasoning while it is written; use max_tokens", True,
              False),
     _refused("verbosity", "o", "the model was not trained to it; say in the messages how long to answer",
@@ -377,52 +323,5 @@ _ALL: tuple[RequestField, ...] = (
     _harmless("keep_alive", "x", "the model stays loaded", "5m"),
 )
 
-FIELDS: dict[str, RequestField] = {field.name: field for field in _ALL}
-
-
-def ignored_fields(endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, ...]:
-    """Check every field of a body; return the undocumented names, which have no effect. ApiError for
-    a field that would change the answer, or that looks like a misspelt one."""
-    unknown = []
-    for name, value in body.items():
-        if field := FIELDS.get(name):
-            field.check(endpoint, value)
-        elif name.startswith("speculative."):  # llama.cpp's
-            continue
-        elif meant := _meant(name, endpoint):
-            raise ApiError(400, f"{name} is no field of a request: did you mean {meant}?", name,
-                           "unknown_parameter")
-        else:
-            unknown.append(name)
-    return tuple(unknown)
-
-
-def told(names: Iterable[str]) -> list[str]:
-    """As an answer lists ignored names: printable ASCII, and not too many."""
-    shown = [re.sub(r"[^ -+\--~]", "?", name[:_MAX_NAME]) for name in names]
-    return shown[:_MAX_TOLD] + (["…and more"] if len(shown) > _MAX_TOLD else [])
-
-
-def _meant(name: str, endpoint: Endpoint) -> str | None:
-    """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""
-    known = {_letters(field.name): field.name for field in _ALL if endpoint in field.implemented}
-    close = difflib.get_close_matches(_letters(name[:_MAX_NAME]), known, 1, _SIMILAR)
-    return known[close[0]] if close else None
-
-
-def _letters(name: str) -> str:
-    return re.sub("[^a-z0-9]", "", name.lower())
-
-
-def rows() -> Iterator[str]:
-    """The table of docs/serving.md."""
-    yield "| field | documented by | here |"
-    yield "|---|---|---|"
-    for field in sorted(_ALL, key=lambda field: field.name):
-        where = "" if len(field.implemented) in (0, len(ENDPOINTS)) else f" ({', '.join(field.implemented)})"
-        verdict = "implemented" if field.implemented else field.elsewhere
-        refused = field.elsewhere == "refused" and not field.implemented
-        neutral = [f"`{json.dumps(value)}`" for value in field.neutral] if refused else []
-        but = f"; accepted: {', '.join(neutral)}" if neutral else ""
-        says = field.says.replace("|", "\\|")
-        yield f"| `{field.name}` | {', '.join(field.sources)} | **{verdict}**{where}: {says}{but} |"
+TABLE = FieldTable(_ALL, len(ENDPOINTS))
+FIELDS = TABLE.fields

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any
@@ -15,11 +15,12 @@ from flowspec_edge.d0.fair_queue import Caller
 from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.serving import sse
 from flowspec_edge.serving.admission import Admission, Event, PendingRequest
-from flowspec_edge.serving.openai.detokenize import CallPiece, ToolCallParser
+from flowspec_edge.serving.openai.detokenize import ToolCallParser
 from flowspec_edge.serving.openai.errors import ApiError, api_error
-from flowspec_edge.serving.openai.fields import told
+from flowspec_edge.serving.openai.field_table import told
 from flowspec_edge.serving.openai.prepare import PreparedRequest
-from flowspec_edge.serving.openai.responses import Answer, Finish, TokenDecoder, TokenLogprob
+from flowspec_edge.serving.openai.reasoning import ReasoningPiece
+from flowspec_edge.serving.openai.responses import Answer, AnswerPiece, Finish, TokenDecoder, TokenLogprob
 
 
 class Choice:
@@ -27,6 +28,7 @@ class Choice:
     finish   None if it is incomplete
     result   None if it is incomplete, or a stop string ended it
     ids      its token ids, without those after a stop string
+    thought  how many of them are reasoning, if that is apart
     """
 
     def __init__(self, index: int, request: Request, prepared: PreparedRequest, pending: PendingRequest
@@ -37,12 +39,15 @@ class Choice:
         self.ids: list[int] = []
         self._detokenizer = prepared.detokenizer(request)
         self._shown_ends = prepared.shown_ends
+        self.thought = 0
+        self._reasoning, self._silent = prepared.reasoning_parser(), prepared.silent
         self._parser = ToolCallParser(prepared.calls) if prepared.calls else None
         self._token_decoder = TokenDecoder(prepared.decode)
         self._logprobs_sent = 0  # tokens whose log-probabilities were sent
 
-    def read(self, event: Event) -> list[str | CallPiece]:
-        """Return text and parts of tool calls that are certain now; ApiError if the request failed."""
+    def read(self, event: Event) -> list[AnswerPiece]:
+        """Return text, reasoning and parts of tool calls that are certain now; ApiError if the request
+        failed."""
         if isinstance(event, Exception):
             raise api_error(event)
         if isinstance(event, Result):
@@ -53,19 +58,38 @@ class Choice:
             shown = self._detokenizer.end(event.stop_id) if ended and event.stop_id is not None else ""
             return self._parsed(shown + self._detokenizer.close(), last=True)
         before = self.tokens
-        text = self._detokenizer.push(event)
+        pieces: list[AnswerPiece] = []
+        for tokens in [[token] for token in event] if self._reasoning else [event]:  # to count them
+            text = self._detokenizer.push(tokens)
+            if self._detokenizer.stopped:
+                self.finish = "stop"
+            pieces += self._parsed(text, last=self._detokenizer.stopped)
+            if self._reasoning and self._reasoning.inside:
+                self.thought += 1
+            if self._detokenizer.stopped:
+                break
         self.ids += event[:self.tokens - before]
-        if self._detokenizer.stopped:
-            self.finish = "stop"
-        return self._parsed(text, last=self._detokenizer.stopped)
+        return _joined(pieces)
 
-    def _parsed(self, text: str, last: bool) -> list[str | CallPiece]:
+    def _parsed(self, text: str, last: bool) -> list[AnswerPiece]:
+        pieces: list[AnswerPiece] = [text] if text else []
+        if self._reasoning is not None:
+            split = [*self._reasoning.push(text), *(self._reasoning.close() if last else ())]
+            pieces = [piece for piece in split if isinstance(piece, str) or not self._silent]
         if self._parser is None:
-            return [text] if text else []
-        pieces = [*self._parser.push(text), *(self._parser.close() if last else ())]
+            return pieces
+        found: list[AnswerPiece] = []
+        for piece in pieces:
+            found += self._parser.push(piece) if isinstance(piece, str) else [piece]
+        found += self._parser.close() if last else []
         if self.finish == "stop" and self._parser.calls:
             self.finish = "tool_calls"
-        return pieces
+        return found
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended it."""
+        return self._detokenizer.stop
 
     @property
     def tokens(self) -> int:
@@ -77,6 +101,20 @@ class Choice:
         new = self.pending.likelihoods[self._logprobs_sent:self.tokens]
         self._logprobs_sent += len(new)
         return self._token_decoder.decode(new)
+
+
+def _joined(pieces: Sequence[AnswerPiece]) -> list[AnswerPiece]:
+    """Neighbours of one kind as one piece, however many tokens came together."""
+    joined: list[AnswerPiece] = []
+    for piece in pieces:
+        last = joined[-1] if joined else None
+        if isinstance(piece, str) and isinstance(last, str):
+            joined[-1] = last + piece
+        elif isinstance(piece, ReasoningPiece) and isinstance(last, ReasoningPiece):
+            joined[-1] = ReasoningPiece(last.text + piece.text)
+        else:
+            joined.append(piece)
+    return joined
 
 
 _Arrival = tuple[int, Event]  # a choice's index and what came for it
@@ -108,16 +146,17 @@ class ResponseHandler:
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in one piece; raises ApiError or ClientDisconnect."""
         async with self._events(receive) as (events, gone):
-            answers: list[list[str | CallPiece]] = [[] for _ in self.choices]
+            answers: list[list[AnswerPiece]] = [[] for _ in self.choices]
             async for choice, pieces in self._pieces(events, gone):
                 if choice is not None:
                     answers[choice.index] += pieces
         texts = [self._answer.choice(choice.index, pieces, choice.finish, choice.new_logprobs(),
-                                     self._details(choice) if len(answers) > 1 else {})
+                                     self._details(choice) if len(answers) > 1 else {}, choice.stop)
                  for choice, pieces in zip(self.choices, answers, strict=True)]
         alone = self._details(self.choices[0]) if len(answers) == 1 else {}
         answer = self._answer.complete(texts, self._usage(), self._figures(), alone)
-        await JSONResponse(answer, headers=self._headers())(scope, receive, send)
+        headers = {name: value for name, value in self._headers().items() if name != "content-type"}
+        await JSONResponse(answer, headers=headers)(scope, receive, send)
 
     async def stream(self, receive: Receive, send: Send) -> None:
         """Answer as tokens come; the errors are the same until the first event or comment sends the headers.
@@ -130,7 +169,7 @@ class ResponseHandler:
                         await sse.begin(send, self._headers())
                         started = True
                     if choice is None:
-                        await sse.send_data(send, f": {self._status_line()}\n\n".encode())
+                        await sse.send_data(send, self._answer.keep_alive(self._status_line()))
                         continue
                     opening = [] if choice.index in opened else self._answer.opening(choice.index)
                     opened.add(choice.index)
@@ -138,7 +177,7 @@ class ResponseHandler:
                                      *self._answer.pieces(choice.index, pieces, choice.new_logprobs()))
                     if choice.finish:
                         await self._send(send, *self._answer.closing(choice.index, choice.finish,
-                                                                     self._details(choice)))
+                                                                     self._details(choice), choice.stop))
             except ApiError as error:
                 if not started:
                     raise
@@ -154,7 +193,7 @@ class ResponseHandler:
 
     async def _pieces(self, events: asyncio.Queue[_Arrival], gone: asyncio.Future[None],
                       patience: float | None = None
-                      ) -> AsyncIterator[tuple[Choice | None, list[str | CallPiece]]]:
+                      ) -> AsyncIterator[tuple[Choice | None, list[AnswerPiece]]]:
         """Yield what is certain of each choice, starting with the first token; None after ``patience`` idle
         seconds."""
         while any(choice.finish is None for choice in self.choices):
@@ -169,6 +208,7 @@ class ResponseHandler:
                 continue  # it came while the stop string was found
             pieces = choice.read(event)
             if choice.tokens > before:
+                self._answer.arrived()
                 self._on_tokens(choice.tokens - before)
             if choice.finish:
                 self._admission.cancel(choice.pending)  # after a stop string it would go on
@@ -182,7 +222,7 @@ class ResponseHandler:
         """The request id that OpenAI's clients show, the place in the queue at arrival, and the request's
         fields that have no effect."""
         ignored = ", ".join(told(self._prepared.ignored)).replace("…", "...")
-        return {"x-request-id": self._answer.id,
+        return {**self._answer.headers, "x-request-id": self._answer.id,
                 "x-flowspec-position": str(self.choices[0].pending.position),
                 **({"x-flowspec-ignored": ignored} if ignored else {})}
 
@@ -204,7 +244,8 @@ class ResponseHandler:
         return self._answer.figures([choice.result for choice in self.choices])
 
     def _usage(self) -> dict[str, Any]:
-        return self._answer.usage(self.completion_tokens, [choice.result for choice in self.choices])
+        return self._answer.usage(self.completion_tokens, [choice.result for choice in self.choices],
+                                  sum(choice.thought for choice in self.choices))
 
     @asynccontextmanager
     async def _events(self, receive: Receive) -> AsyncIterator[tuple[asyncio.Queue[_Arrival],

@@ -11,7 +11,15 @@ from typing import Any
 
 from flowspec_edge.d0.request import Request
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.chat import Message, Rendering, Tool, ToolCall, ToolFormat, check_values
+from flowspec_edge.model.chat import (
+    Message,
+    ReasoningFormat,
+    Rendering,
+    Tool,
+    ToolCall,
+    ToolFormat,
+    check_values,
+)
 from flowspec_edge.model.grammar import GrammarText
 from flowspec_edge.model.opened import OpenModel, choose_sampling
 from flowspec_edge.model.text import THINKING, Tokenizer
@@ -19,6 +27,7 @@ from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
 from flowspec_edge.serving.openai.answer_formats import wanted_answer
 from flowspec_edge.serving.openai.detokenize import Detokenizer
 from flowspec_edge.serving.openai.errors import ApiError
+from flowspec_edge.serving.openai.reasoning import ReasoningParser, reasoning_parser
 from flowspec_edge.serving.openai.schemas import (
     Body,
     ChatBody,
@@ -34,6 +43,7 @@ _SEEDS = 2**63
 _DRAWN_SEEDS = 2**53  # JavaScript reads them exactly: the seed is in the answer
 
 
+_OPENING = 16  # tokens of a prompt's end, more than its last word has
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -48,6 +58,9 @@ class PreparedRequest:
     least      tokens before which no stop string counts
     details    whether the client asked for the token ids and the run's statistics
     calls      how tool calls are written, if the answer may have some
+    reasoning  how reasoning is written, if the answer may have some and has it apart
+    thinks     whether the prompt has begun the reasoning
+    silent     whether the client wants no reasoning
     grammar    that every answer must match, and the field that asks for it
     ignored    names of the body's fields that have no effect here
     """
@@ -62,6 +75,9 @@ class PreparedRequest:
     continues: bool = False
     details: bool = False
     calls: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    thinks: bool = False
+    silent: bool = False
     grammar: tuple[GrammarText, str] | None = None
     ignored: Sequence[str] = ()
 
@@ -77,6 +93,12 @@ class PreparedRequest:
     def detokenizer(self, request: Request) -> Detokenizer:
         return Detokenizer(self.decode, self.stops, request.prompt if self.continues else (), self.keeps_stop,
                            self.least)
+
+    def reasoning_parser(self) -> ReasoningParser | None:
+        """None if the answer has no reasoning apart."""
+        if self.reasoning is None:
+            return None
+        return reasoning_parser(self.reasoning, self.thinks, self.calls.open if self.calls else "")
 
     def choices(self) -> list[Request]:
         """A request for each choice; one prompt's choices stand together. The seeds of each prompt's choices
@@ -130,9 +152,26 @@ class ServedModel:
         grammar = self._tool_grammar(body, form, tools) if tools and form else None
         prepared = self._prepared(body, [ids], stops, self.answer_tokens, grammar)
         prepared = replace(prepared, continues=rendering.continues, ignored=[*prepared.ignored, *ignored])
-        if not tools or form is None:
+        if tools and form is not None:
+            prepared = replace(prepared, calls=form, decode=partial(self.tokenizer.decode, special=True))
+        return self._with_reasoning(body, prepared)
+
+    def _with_reasoning(self, body: ChatBody, prepared: PreparedRequest) -> PreparedRequest:
+        """A grammar that fixes how the answer begins leaves no room for reasoning."""
+        form = self.tokenizer.reasoning_format
+        must_call = bool(prepared.calls) and body.tool_choice not in (None, "auto")
+        if form is None or not body.splits_reasoning or must_call or wanted_answer(body) is not None:
             return prepared
-        return replace(prepared, calls=form, decode=partial(self.tokenizer.decode, special=True))
+        if self.tokenizer.hides(form.words):
+            prepared = replace(prepared, decode=partial(self.tokenizer.decode, special=True))
+        if prepared.continues:
+            begun = body.turns[-1].content
+            thinks = begun.rfind(form.open) > begun.rfind(form.close)
+        else:
+            end = self.tokenizer.decode(prepared.request.prompt[-_OPENING:], special=True)
+            thinks = end.rstrip().endswith(form.open)
+        return replace(prepared, reasoning=form, thinks=thinks and not form.channels,
+                       silent=body.include_reasoning is False)
 
     def _rendering(self, body: ChatBody) -> tuple[Rendering, list[str]]:
         """How the chat becomes a prompt, and the names of the template's variables that it does not have."""
@@ -176,12 +215,20 @@ class ServedModel:
             raise ApiError(400, f"{field}: the model's chat template does not read {name}: put it into the "
                                 "messages", field)
 
+    def prepared(self, body: Body) -> PreparedRequest:
+        """Of a chat or a completion, as :meth:`chat` or :meth:`completion`."""
+        if isinstance(body, ChatBody):
+            return self.chat(body)
+        assert isinstance(body, CompletionBody)
+        return self.completion(body)
+
     def completion(self, body: CompletionBody) -> PreparedRequest:
         """ApiError for another model, or an invalid prompt."""
         self.check_name(body.model)
         special = body.add_special_tokens is not False
         prompts = [self._ids(prompt, special) for prompt in body.prompt]
-        return replace(self._prepared(body, prompts, self.model.stop_ids, _COMPLETION_TOKENS), continues=True)
+        usual = _COMPLETION_TOKENS if body.short else self.answer_tokens
+        return replace(self._prepared(body, prompts, self.model.stop_ids, usual), continues=True)
 
     def _ids(self, prompt: str | list[int], special: bool) -> list[int]:
         if isinstance(prompt, str):

@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any, Literal
 
 from flowspec_edge.d0.request import Likelihood, Result
 from flowspec_edge.serving.openai.detokenize import CallPiece
 from flowspec_edge.serving.openai.errors import ApiError
-from flowspec_edge.serving.openai.fields import told
+from flowspec_edge.serving.openai.field_table import told
 from flowspec_edge.serving.openai.prepare import PreparedRequest
+from flowspec_edge.serving.openai.reasoning import ReasoningPiece
 from flowspec_edge.serving.openai.schemas import Body, ChatBody
 
 Finish = Literal["stop", "length", "tool_calls"]
+AnswerPiece = str | ReasoningPiece | CallPiece  # content, reasoning, or a part of a tool call
 
 _PARTIAL = "\ufffd"  # the text of a token that holds a part of a character
 
@@ -25,6 +28,7 @@ class Answer:
     """An answer of either endpoint for completions, in one piece or as a stream's chunks."""
 
     end = b"data: [DONE]\n\n"  # of a stream
+    headers: Mapping[str, str] = {}  # besides those of every answer; content-type is a stream's
 
     def __init__(self, body: Body, prepared: PreparedRequest) -> None:
         self.chat = isinstance(body, ChatBody)  # or a plain completion
@@ -38,6 +42,13 @@ class Answer:
         """An object of the stream, as a server-sent event."""
         return b"data: " + json.dumps(item, ensure_ascii=False).encode() + b"\n\n"
 
+    def keep_alive(self, status: str) -> bytes:
+        """What a stream sends while no token comes."""
+        return f": {status}\n\n".encode()
+
+    def arrived(self) -> None:
+        """Tokens have come."""
+
     def failure(self, error: ApiError) -> dict[str, Any]:
         """The stream's last object, if it ends with an error."""
         return error.body
@@ -49,16 +60,19 @@ class Answer:
         kind = "chat.completion" if self.chat else "text_completion"
         return self._object(kind, choices, usage=usage, flowspec=figures | (extra or {}))
 
-    def choice(self, index: int, pieces: Sequence[str | CallPiece], finish: Finish | None,
-               logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    def choice(self, index: int, pieces: Sequence[AnswerPiece], finish: Finish | None,
+               logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None,
+               stop: str | None = None) -> dict[str, Any]:
         """``logprobs`` and ``extra`` (:meth:`details` of one of several choices) are given if the client
-        asked for them."""
+        asked for them. ``stop``: the stop string that ended it."""
         text = "".join(piece for piece in pieces if isinstance(piece, str))
         content: dict[str, Any] = {"text": text}
         if self.chat:
             calls = _joined([piece for piece in pieces if isinstance(piece, CallPiece)])
+            reasoning = "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece))
             message = {"role": "assistant", "content": None if calls and not text else text, "refusal": None}
-            content = {"message": message | ({"tool_calls": calls} if calls else {})}
+            content = {"message": message | ({"reasoning_content": reasoning} if reasoning else {})
+                       | ({"tool_calls": calls} if calls else {})}
         return self._choice(index, content, finish, logprobs) | ({"flowspec": extra} if extra else {})
 
     def opening(self, index: int) -> list[dict[str, Any]]:
@@ -67,21 +81,24 @@ class Answer:
             return []
         return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}})]
 
-    def pieces(self, index: int, pieces: Sequence[str | CallPiece], logprobs: Sequence[TokenLogprob] = ()
+    def pieces(self, index: int, pieces: Sequence[AnswerPiece], logprobs: Sequence[TokenLogprob] = ()
                ) -> list[dict[str, Any]]:
         """Chunks with new text and parts of tool calls; the first has the ``logprobs``."""
         contents = [self._content(piece) for piece in pieces or ([""] if logprobs else [])]
         return [self._chunk(index, content, logprobs=() if i else logprobs)
                 for i, content in enumerate(contents)]
 
-    def _content(self, piece: str | CallPiece) -> dict[str, Any]:
+    def _content(self, piece: AnswerPiece) -> dict[str, Any]:
         if isinstance(piece, CallPiece):
             return {"delta": {"tool_calls": [piece.as_delta()]}}
+        if isinstance(piece, ReasoningPiece):
+            return {"delta": {"reasoning_content": piece.text}}
         return {"delta": {"content": piece}} if self.chat else {"text": piece}
 
-    def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None
-                ) -> list[dict[str, Any]]:
-        """A choice's last chunk: the finish reason, with :meth:`details` if the client asked."""
+    def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None,
+                stop: str | None = None) -> list[dict[str, Any]]:
+        """A choice's last chunk: the finish reason, with :meth:`details` if the client asked. ``stop``: the
+        stop string that ended it."""
         last = self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, finish)
         return [last | ({"flowspec": extra} if extra else {})]
 
@@ -110,15 +127,18 @@ class Answer:
         figures = [_figures(result) for result in results]
         return details | (figures[0] if len(figures) == 1 else {"choices": figures})
 
-    def usage(self, tokens: int, results: Sequence[Result | None]) -> dict[str, Any]:
-        """Token counts of all choices, in OpenAI's fields alone; ``results`` as for :meth:`figures`."""
+    def usage(self, tokens: int, results: Sequence[Result | None], thought: int = 0) -> dict[str, Any]:
+        """Token counts of all choices, in OpenAI's fields alone; ``results`` as for :meth:`figures`.
+        ``thought``: how many of the tokens are reasoning."""
         prompt = self.prepared.prompt_tokens
-        cached: dict[str, Any] = {}
+        details: dict[str, Any] = {}
         reused = [result.stats.reused for result in results[::self.prepared.n] if result is not None]
         if len(reused) == len(self.prepared.prompts):
-            cached = {"prompt_tokens_details": {"cached_tokens": sum(reused)}}
+            details = {"prompt_tokens_details": {"cached_tokens": sum(reused)}}
+        if self.prepared.reasoning is not None:
+            details["completion_tokens_details"] = {"reasoning_tokens": thought}
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
-                **cached}
+                **details}
 
     @property
     def _kind(self) -> str:
@@ -165,17 +185,26 @@ def _joined(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
     return calls
 
 
+def list_object(models: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Models (:func:`model_object`) as a list, of OpenAI's API and of Anthropic's."""
+    ids = [model["id"] for model in models]
+    return {"object": "list", "data": [*models], "has_more": False, "first_id": ids[0], "last_id": ids[-1]}
+
+
 def model_object(name: str, created: int, context: int, positions: int, vocabulary: int, width: int
                  ) -> dict[str, Any]:
-    """A model as /v1/models lists it. The context has the names under which clients look for it: those of
-    vLLM and SGLang, OpenRouter, Groq, Mistral and LM Studio, and llama.cpp.
+    """A model as /v1/models lists it, for OpenAI's clients and Anthropic's. The context has the names under
+    which clients look for it: those of vLLM and SGLang, OpenRouter, Groq, Mistral and LM Studio, llama.cpp,
+    and Anthropic.
 
     context    tokens of prompt and answer together that the server admits
     positions  those of the model
     width      of its hidden states
     """
     return {"id": name, "object": "model", "created": created, "owned_by": "flowspec", "root": name,
-            "parent": None, "name": name, "max_model_len": context, "context_length": context,
+            "parent": None, "name": name, "type": "model", "display_name": name,
+            "created_at": datetime.fromtimestamp(created, timezone.utc).isoformat().replace("+00:00", "Z"),
+            "max_input_tokens": context, "lifecycle": "active", "max_model_len": context, "context_length": context,
             "context_window": context, "max_context_length": context,
             "meta": {"n_ctx": context, "n_ctx_train": positions, "n_vocab": vocabulary, "n_embd": width}}
 

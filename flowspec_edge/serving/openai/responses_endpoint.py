@@ -1,5 +1,5 @@
 """OpenAI's Responses API, for text and function calls: a body is a chat's under other names, and so is the
-answer, whose output is a list of items: messages and calls.
+answer, whose output is a list of items: reasoning, messages and calls.
 
 The server stores nothing, so a conversation is always in the request's ``input``.
 """
@@ -16,9 +16,9 @@ from pydantic import BeforeValidator, Field
 from flowspec_edge.d0.request import Result
 from flowspec_edge.serving.openai.detokenize import CallPiece
 from flowspec_edge.serving.openai.errors import ApiError
-from flowspec_edge.serving.openai.fields import Endpoint
+from flowspec_edge.serving.openai.field_table import Endpoint
 from flowspec_edge.serving.openai.prepare import PreparedRequest
-from flowspec_edge.serving.openai.responses import Answer, Finish, TokenLogprob
+from flowspec_edge.serving.openai.responses import Answer, AnswerPiece, Finish, TokenLogprob
 from flowspec_edge.serving.openai.schemas import (
     MAX_TOOLS,
     ChatBody,
@@ -47,11 +47,28 @@ def _messages(value: Any) -> Any:
             turns.append({"role": "tool", "tool_call_id": item.get("call_id"),
                           "content": _texts(item.get("output"))})
         elif kind == "message":
-            turns.append({"role": item.get("role"), "content": _texts(item.get("content"))})
+            turn = {"role": item.get("role"), "content": _texts(item.get("content"))}
+            thought = turns.pop() if turn["role"] == "assistant" and _only_thought(turns) else {}
+            turns.append({**thought, **turn})
+        elif kind == "reasoning":
+            turns.append({"role": "assistant", "content": None, "reasoning_content": _thought(item)})
         else:
             raise ValueError('must be a string, or messages {"role": …, "content": …}, function_call and '
                              "function_call_output: text is all that this server reads")
     return turns
+
+
+def _only_thought(turns: list[Any]) -> bool:
+    """Whether the last turn is the reasoning of one that is still to come."""
+    return bool(turns) and turns[-1].keys() == {"role", "content", "reasoning_content"}
+
+
+def _thought(item: dict[str, Any]) -> Any:
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str)
+                                              for part in parts):
+        raise ValueError('the content of reasoning must be parts of {"type": "reasoning_text"}')
+    return "".join(part["text"] for part in parts)
 
 
 def _add_call(turns: list[Any], item: dict[str, Any]) -> None:
@@ -154,8 +171,9 @@ class ResponseAnswer(Answer):
                  extra: dict[str, Any] | None = None) -> dict[str, Any]:
         return self._response(self._status, self._output, usage) | {"flowspec": figures | (extra or {})}
 
-    def choice(self, index: int, pieces: Sequence[str | CallPiece], finish: Finish | None,
-               logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    def choice(self, index: int, pieces: Sequence[AnswerPiece], finish: Finish | None,
+               logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None,
+               stop: str | None = None) -> dict[str, Any]:
         self.pieces(index, pieces)
         self.closing(index, finish or "stop")
         return {}  # the only one, whose items are the response's output
@@ -164,12 +182,13 @@ class ResponseAnswer(Answer):
         return f"event: {item['type']}\n".encode() + super().encoded(item)
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """A message is open from the start, unless a call may come in its place."""
+        """A message is open from the start, unless a call or reasoning may come in its place."""
         begun = [self._event(name, response=self._response("in_progress", []))
                  for name in ("created", "in_progress")]
-        return begun if self.prepared.calls else [*begun, *self._begin(_message_item())]
+        closed = self.prepared.calls or self.prepared.reasoning
+        return begun if closed else [*begun, *self._begin(_text_item("message"))]
 
-    def pieces(self, index: int, pieces: Sequence[str | CallPiece], logprobs: Sequence[TokenLogprob] = ()
+    def pieces(self, index: int, pieces: Sequence[AnswerPiece], logprobs: Sequence[TokenLogprob] = ()
                ) -> list[dict[str, Any]]:
         events: list[dict[str, Any]] = []
         for piece in pieces:
@@ -180,16 +199,19 @@ class ResponseAnswer(Answer):
                     self._output[-1]["arguments"] += piece.arguments
                     events.append(self._of_item("function_call_arguments.delta", delta=piece.arguments))
                 continue
-            if not self._open or self._output[-1]["type"] != "message":
-                events += [*self._finished(), *self._begin(_message_item())]
-            self._output[-1]["content"][0]["text"] += piece
-            events.append(self._of_item("output_text.delta", content_index=0, delta=piece, logprobs=[]))
+            kind: Literal["message", "reasoning"] = "message" if isinstance(piece, str) else "reasoning"
+            text = piece if isinstance(piece, str) else piece.text
+            if not self._open or self._output[-1]["type"] != kind:
+                events += [*self._finished(), *self._begin(_text_item(kind))]
+            self._output[-1]["content"][0]["text"] += text
+            of_part, more = _PARTS[kind]
+            events.append(self._of_item(f"{of_part}.delta", content_index=0, delta=text, **more))
         return events
 
-    def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None
-                ) -> list[dict[str, Any]]:
+    def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None,
+                stop: str | None = None) -> list[dict[str, Any]]:
         self._finish, self._details = finish, extra or {}
-        begun = [] if self._output else self._begin(_message_item())
+        begun = [] if self._output else self._begin(_text_item("message"))
         return [*begun, *self._finished(self._status)]
 
     def counts(self, usage: dict[str, Any], figures: dict[str, Any]) -> list[dict[str, Any]]:
@@ -197,10 +219,10 @@ class ResponseAnswer(Answer):
                             | {"flowspec": figures | self._details})]
 
     def _begin(self, item: dict[str, Any]) -> list[dict[str, Any]]:
-        """Open an item; a message's only part is opened with it."""
+        """Open an item; a text's only part is opened with it."""
         self._output.append(item)
         self._open = True
-        if item["type"] != "message":
+        if item["type"] == "function_call":
             return [self._event("output_item.added", output_index=self._at, item=dict(item))]
         return [self._event("output_item.added", output_index=self._at, item={**item, "content": []}),
                 self._of_item("content_part.added", content_index=0, part=dict(item["content"][0]))]
@@ -211,9 +233,10 @@ class ResponseAnswer(Answer):
             return []
         self._open, item = False, self._output[-1]
         item["status"] = status
-        if item["type"] == "message":
+        if item["type"] != "function_call":
             [part] = item["content"]
-            done = [self._of_item("output_text.done", content_index=0, text=part["text"], logprobs=[]),
+            of_part, more = _PARTS[item["type"]]
+            done = [self._of_item(f"{of_part}.done", content_index=0, text=part["text"], **more),
                     self._of_item("content_part.done", content_index=0, part=part)]
         else:
             done = [self._of_item("function_call_arguments.done", name=item["name"],
@@ -228,12 +251,12 @@ class ResponseAnswer(Answer):
         failed = {"error": {"code": error.code or "server_error", "message": str(error)}}
         return self._event("failed", response=self._response("failed", []) | failed)
 
-    def usage(self, tokens: int, results: Sequence[Result | None]) -> dict[str, Any]:
-        chat = super().usage(tokens, results)
+    def usage(self, tokens: int, results: Sequence[Result | None], thought: int = 0) -> dict[str, Any]:
+        chat = super().usage(tokens, results, thought)
         cached = chat.get("prompt_tokens_details", {"cached_tokens": 0})
         return {"input_tokens": chat["prompt_tokens"],
                 "input_tokens_details": {**cached, "cache_write_tokens": 0},
-                "output_tokens": tokens, "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens": tokens, "output_tokens_details": {"reasoning_tokens": thought},
                 "total_tokens": chat["total_tokens"]}
 
     @property
@@ -265,9 +288,17 @@ class ResponseAnswer(Answer):
         return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
 
 
-def _message_item() -> dict[str, Any]:
+# The type of an item's only part, and what its events have besides the text.
+_PARTS: dict[str, tuple[str, dict[str, Any]]] = {"message": ("output_text", {"logprobs": []}),
+                                                 "reasoning": ("reasoning_text", {})}
+
+
+def _text_item(kind: Literal["message", "reasoning"]) -> dict[str, Any]:
+    if kind == "reasoning":
+        return {"id": f"rs_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", "summary": [],
+                "content": [{"type": "reasoning_text", "text": ""}]}
     part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-    return {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "status": "in_progress", "role": "assistant",
+    return {"id": f"msg_{uuid.uuid4().hex}", "type": kind, "status": "in_progress", "role": "assistant",
             "content": [part]}
 
 

@@ -20,7 +20,8 @@ from pydantic import (
 )
 
 from flowspec_edge.serving.openai.errors import ApiError, invalid
-from flowspec_edge.serving.openai.fields import Endpoint, ignored_fields
+from flowspec_edge.serving.openai.field_table import Endpoint
+from flowspec_edge.serving.openai.fields import TABLE
 
 _MAX_STOPS = 64
 _MAX_STOP_CHARACTERS = 1000  # of one
@@ -147,7 +148,7 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class Reasoning(Ignoring):
-    """Of responses, and of chats as some servers take it; ``summary`` would be of reasoning apart."""
+    """Of responses, and of chats as some servers take it; a ``summary`` is not written."""
 
     effort: ReasoningEffort | None = None
 
@@ -396,6 +397,9 @@ class ChatBody(Body):
     reasoning_effort: ReasoningEffort | None = None
     reasoning: Reasoning | None = None
     enable_thinking: bool | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     add_special_tokens: bool | None = None
@@ -404,6 +408,11 @@ class ChatBody(Body):
     parallel_tool_calls: bool | None = None
     logprobs: Annotated[bool | None, BeforeValidator(_flag)] = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
+
+    @property
+    def splits_reasoning(self) -> bool:
+        """Whether the answer has its reasoning apart from its content."""
+        return self.separate_reasoning is not False and self.reasoning_format != "none"
 
     @property
     def effort(self) -> ReasoningEffort | None:
@@ -437,9 +446,10 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    """POST /v1/completions."""
+    """POST /v1/completions. ``short``: without a limit, an answer has OpenAI's few tokens."""
 
     endpoint: ClassVar[Endpoint] = "completions"
+    short: ClassVar[bool] = True
 
     prompt: Annotated[list[str | list[int]], BeforeValidator(_prompts)]
     add_special_tokens: bool | None = None
@@ -459,21 +469,23 @@ _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 def read_body(kind: type[B], data: bytes) -> B:
     """Parse a body; ApiError names a field that is invalid or not supported."""
-    fields = _parsed(data)
-    if not isinstance(fields, dict):
-        raise ApiError(400, "the body must be a JSON object")
-    ignored = ignored_fields(kind.endpoint, fields)
+    fields = parsed(data)
+    return body_of(kind, fields, TABLE.ignored(kind.endpoint, fields))
+
+
+def body_of(kind: type[B], fields: dict[str, Any], ignored: Sequence[str]) -> B:
+    """Validate a body's fields; ApiError names one that is invalid. ``ignored``: names that have no effect."""
     try:
         body = kind.model_validate(fields)
     except ValidationError as error:
         raise invalid(error) from error
-    body._ignored = ignored
+    body._ignored = tuple(ignored)
     return body
 
 
-def _parsed(data: bytes) -> Any:
-    """ApiError also for what Python's parser accepts although it is no JSON or no text: encodings other than
-    UTF-8, surrogates, NaN."""
+def parsed(data: bytes) -> dict[str, Any]:
+    """The JSON object that a body is. ApiError also for what Python's parser accepts although it is no JSON or
+    no text: encodings other than UTF-8, surrogates, NaN."""
     try:
         text = data.decode("utf-8-sig")
         fields = json.loads(text, parse_constant=_no_constant)
@@ -489,6 +501,8 @@ def _parsed(data: bytes) -> Any:
         raise ApiError(400, "the body has a number with too many digits") from error
     except RecursionError as error:
         raise ApiError(400, "the body is nested too deeply") from error
+    if not isinstance(fields, dict):
+        raise ApiError(400, "the body must be a JSON object")
     return fields
 
 

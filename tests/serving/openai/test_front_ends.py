@@ -92,7 +92,7 @@ def test_litellm(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def open_webui(server: Running, tmp_path: Path) -> Iterator[httpx2.Client]:
-    """Open WebUI as a process, with the three settings of docs/serving.md, and its first user logged in."""
+    """Open WebUI as a process, with the three settings of docs/guides/serving.md, and its first user logged in."""
     pytest.importorskip("open_webui")
     port = free_port()
     settings = {"OPENAI_API_BASE_URL": f"{server.url}/v1", "OPENAI_API_KEY": "none",

@@ -3,9 +3,10 @@
 import { askKey, headers } from "./key.js";
 import { events } from "./sse.js";
 
-/** Ask with `body`; `onText(piece)` gets the text as it comes, `onNote(words)` what it waits for.  Resolves to
- * its {usage, figures}, the token ids among the figures if asked for; an Error says why there is none. */
-export async function answer(body, { signal, onText, onNote }) {
+/** Ask with `body`; `onText(piece)` gets the text as it comes, `onThought(piece)` the reasoning before it,
+ * `onNote(words)` what it waits for.  Resolves to its {usage, figures}, the token ids among the figures if asked
+ * for; an Error says why there is none. */
+export async function answer(body, { signal, onText, onNote, onThought = () => {} }) {
   const request = () => fetch(body.messages ? "/v1/chat/completions" : "/v1/completions", {
     method: "POST", signal, headers: { "Content-Type": "application/json", ...headers() },
     body: JSON.stringify({ stream: true, stream_options: { include_usage: true }, ...body }),
@@ -23,6 +24,7 @@ export async function answer(body, { signal, onText, onNote }) {
     usage = chunk.usage ?? usage;
     figures = { ...figures, ...chunk.flowspec };
     const [choice] = chunk.choices;
+    if (choice?.delta?.reasoning_content) onThought(choice.delta.reasoning_content);
     onText((body.messages ? choice?.delta?.content : choice?.text) ?? "");
   }
   throw new Error("the answer was cut off");

@@ -82,13 +82,16 @@ async function ask() {
 
 /** Shows one answer, and before that what it waits for; resolves to what came of it. */
 async function single(body, turn, { signal }) {
-  const element = made("div", "answer"), note = made("p", "note");
-  turn.append(element, note);
+  const element = made("div", "answer"), note = made("p", "note"), thought = made("details", "thought");
+  turn.append(thought, element, note);
+  thought.append(made("summary", "", "Reasoning"), made("div", "text"));
+  thought.hidden = true;
   let whole = "";
   try {
     note.textContent = summary(await answer(body, {
       signal,
       onText(piece) { whole += piece; show(element, whole); },
+      onThought(piece) { thought.hidden = false; thought.lastChild.append(piece); },
       onNote(words) { note.textContent = words; },
     }));
   } catch (error) {

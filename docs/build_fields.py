@@ -1,0 +1,43 @@
+"""Renews docs/reference/fields.md from the tables of fields of :mod:`flowspec_edge.serving`.
+
+    python docs/build_fields.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from flowspec_edge.serving.anthropic.fields import TABLE as ANTHROPIC
+from flowspec_edge.serving.ollama.fields import OPTIONS
+from flowspec_edge.serving.ollama.fields import TABLE as OLLAMA
+from flowspec_edge.serving.openai.fields import TABLE as OPENAI
+
+DOCUMENT = Path(__file__).parent / "reference" / "fields.md"
+_HEAD = """# All fields of requests
+
+Made by `python docs/build_fields.py`. [http.md](http.md#fields) has the rules. "Implemented (chat)" means: at
+other endpoints it is refused, or has no effect where it would change nothing.
+"""
+_SECTIONS = {
+    "OpenAI's API": ("With the names of vLLM, SGLang, llama.cpp's server and other servers.", OPENAI),
+    "Ollama's API": ("", OLLAMA), "Ollama's `options`": ("", OPTIONS), "Anthropic's API": ("", ANTHROPIC)}
+
+
+def document() -> str:
+    """The whole document."""
+    parts = [_HEAD]
+    for title, (about, table) in _SECTIONS.items():
+        parts += [f"## {title}\n" + (f"{about}\n" if about else ""), "\n".join(table.rows()) + "\n"]
+    return "\n".join(parts)
+
+
+def main() -> int:
+    if "--check" in sys.argv[1:]:
+        return int(DOCUMENT.read_text(encoding="utf-8") != document())
+    DOCUMENT.write_text(document(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API; in order of use: ``fields``, ``requests``, ``answers``."""

@@ -1,0 +1,1 @@
+"""Ollama's API; in order of use: ``fields``, ``requests``, ``answers``, ``model_card``."""

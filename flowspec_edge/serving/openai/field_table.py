@@ -1,0 +1,124 @@
+"""What becomes of the fields of a request, and the tables that say so.
+
+A field is implemented, refused because ignoring it would change the answer, or accepted without effect
+because the answer is the same without it. Values that ask for nothing are always accepted. A name that is in
+no table is an error if it looks like a misspelt one; otherwise it has no effect, and the answer says so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from flowspec_edge.serving.openai.errors import ApiError
+
+Endpoint = Literal["chat", "completions", "responses", "api/chat", "api/generate", "options", "messages",
+                   "count_tokens"]
+Verdict = Literal["implemented", "refused", "no effect"]
+Source = Literal["OpenAI", "vLLM", "SGLang", "llama.cpp", "others", "Ollama", "Anthropic"]
+
+_SIMILAR = 0.85  # difflib's ratio, from which a name is taken for a misspelt one
+_MAX_TOLD, _MAX_NAME = 8, 40  # ignored names that an answer tells, and their characters
+_PATHS: dict[Endpoint, str] = {
+    "chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses",
+    "api/chat": "/api/chat", "api/generate": "/api/generate", "options": "/api", "messages": "/v1/messages",
+    "count_tokens": "/v1/messages/count_tokens"}
+
+
+@dataclass(frozen=True)
+class RequestField:
+    """sources      who documents it
+    implemented  the endpoints that do what it asks for
+    elsewhere    what it gets at the others
+    says         what it does here; else why not, and what to use instead
+    example      a value that asks for something
+    neutral      values that ask for nothing, besides null
+    """
+
+    name: str
+    sources: tuple[Source, ...]
+    implemented: tuple[Endpoint, ...]
+    elsewhere: Verdict
+    says: str
+    example: Any
+    neutral: tuple[Any, ...] = ()
+
+    def verdict(self, endpoint: Endpoint) -> Verdict:
+        return "implemented" if endpoint in self.implemented else self.elsewhere
+
+    def check(self, endpoint: Endpoint, value: Any, parent: str = "") -> None:
+        """ApiError if the endpoint cannot do what ``value`` asks for. ``parent``: put before the name."""
+        if self.verdict(endpoint) != "refused" or value is None or any(
+                value == other and isinstance(value, bool) == isinstance(other, bool)
+                for other in self.neutral):
+            return
+        advice = f", or send {json.dumps(self.neutral[0])}" if self.neutral else ""
+        where = _PATHS[endpoint] if self.implemented else "this server"
+        name = parent + self.name
+        raise ApiError(400, f"{name} is not supported by {where} ({self.says}): leave it out{advice}", name,
+                       "unsupported_parameter")
+
+
+class FieldTable:
+    """The fields of one or more endpoints, by name."""
+
+    def __init__(self, fields: Sequence[RequestField], endpoints: int, parent: str = "") -> None:
+        """``endpoints``: how many it is of; ``parent``: the field that has these, for errors."""
+        self.fields = {field.name: field for field in fields}
+        self._endpoints, self._parent = endpoints, f"{parent}." if parent else ""
+
+    def ignored(self, endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, ...]:
+        """Check every field of a body; return the undocumented names, which have no effect. ApiError for
+        a field that would change the answer, or that looks like a misspelt one."""
+        unknown = []
+        for name, value in body.items():
+            if field := self.fields.get(name):
+                field.check(endpoint, value, self._parent)
+            elif name.startswith("speculative."):  # llama.cpp's
+                continue
+            elif meant := self._meant(name, endpoint):
+                raise ApiError(400, f"{self._parent}{name} is no field of a request: did you mean {meant}?",
+                               self._parent + name, "unknown_parameter")
+            else:
+                unknown.append(self._parent + name)
+        return tuple(unknown)
+
+    def rows(self) -> Iterator[str]:
+        """As a table of docs/reference/fields.md; fields of which it says the same share a row."""
+        yield "| field | here |"
+        yield "|---|---|"
+        named: dict[str, list[str]] = {}
+        for field in sorted(self.fields.values(), key=lambda field: field.name):
+            named.setdefault(self._described(field), []).append(f"`{field.name}`")
+        yield from (f"| {', '.join(names)} | {said} |" for said, names in named.items())
+
+    def _described(self, field: RequestField) -> str:
+        everywhere = len(field.implemented) in (0, self._endpoints)
+        where = "" if everywhere else f" ({', '.join(field.implemented)})"
+        verdict = "implemented" if field.implemented else field.elsewhere
+        refused = field.elsewhere == "refused" and not field.implemented
+        neutral = [f"`{json.dumps(value)}`" for value in field.neutral] if refused else []
+        but = f"; accepted: {', '.join(neutral)}" if neutral else ""
+        says = field.says.replace("|", "\\|")
+        return f"**{verdict}**{where}: {says}{but}"
+
+    def _meant(self, name: str, endpoint: Endpoint) -> str | None:
+        """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""
+        known = {_letters(field.name): field.name for field in self.fields.values()
+                 if endpoint in field.implemented}
+        close = difflib.get_close_matches(_letters(name[:_MAX_NAME]), known, 1, _SIMILAR)
+        return known[close[0]] if close else None
+
+
+def told(names: Iterable[str]) -> list[str]:
+    """As an answer lists ignored names: printable ASCII, and not too many."""
+    shown = [re.sub(r"[^ -+\--~]", "?", name[:_MAX_NAME]) for name in names]
+    return shown[:_MAX_TOLD] + (["…and more"] if len(shown) > _MAX_TOLD else [])
+
+
+def _letters(name: str) -> str:
+    return re.sub("[^a-z0-9]", "", name.lower())

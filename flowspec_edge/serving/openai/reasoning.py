@@ -1,0 +1,170 @@
+"""Reasoning, apart from an answer's content: between two words, or in gpt-oss' channels."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flowspec_edge.model.chat import ReasoningFormat
+
+
+@dataclass(frozen=True)
+class ReasoningPiece:
+    """A part of an answer's reasoning."""
+
+    text: str
+
+
+Piece = str | ReasoningPiece  # content, or reasoning
+_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+
+
+def reasoning_parser(form: ReasoningFormat, begun: bool, call: str = "") -> ReasoningParser:
+    """The parser for answers in a format. ``begun``: the prompt has begun the reasoning; ``call``: the word
+    that begins a tool call, which ends the reasoning, too."""
+    return ChannelParser() if form.channels else ThinkParser(form, begun, call)
+
+
+class ReasoningParser:
+    """Splits a text into reasoning and content, regardless of how it is split into pieces. ``inside``: whether
+    the text so far ends within reasoning."""
+
+    inside = False
+
+    def __init__(self) -> None:
+        self._buffer = ""
+        self._step = self._first
+
+    def push(self, text: str) -> list[Piece]:
+        """Return what is certain now; no piece is empty."""
+        self._buffer += text
+        found: list[Piece] = []
+        step = None
+        while step != self._step:  # until a step needs more text
+            step = self._step
+            found += step()
+        return found
+
+    def close(self) -> list[Piece]:
+        """Return the rest: the text has ended."""
+        rest, self._buffer = self._buffer, ""
+        return self._rest(rest)
+
+    # Each step yields what it reads from the buffer, and sets the next step when it has read everything.
+
+    def _first(self) -> Iterator[Piece]:
+        raise NotImplementedError
+
+    def _rest(self, text: str) -> list[Piece]:
+        raise NotImplementedError
+
+    def _take(self, count: int) -> str:
+        text, self._buffer = self._buffer[:count], self._buffer[count:]
+        return text
+
+
+class ThinkParser(ReasoningParser):
+    """Reasoning between two words, with which the answer may begin. The space around it belongs to neither."""
+
+    def __init__(self, form: ReasoningFormat, begun: bool, call: str) -> None:
+        super().__init__()
+        self._open, self._close = form.open, form.close
+        self._ends = [word for word in (form.close, call) if word]
+        self._begun = self.inside = begun
+        self._said = False  # reasoning
+
+    def _first(self) -> Iterator[Piece]:
+        """Some models begin the reasoning again that the prompt has begun."""
+        text = self._buffer.lstrip()
+        if text.startswith(self._open):
+            self._buffer = text[len(self._open):]
+            self.inside, self._step = True, self._reasoning
+        elif text and not self._open.startswith(text):
+            self._step = self._reasoning if self._begun else self._content
+        return iter(())
+
+    def _reasoning(self) -> Iterator[Piece]:
+        if not self._said:
+            self._buffer = self._buffer.lstrip()
+        at, word = min(((at, word) for word in self._ends if (at := self._buffer.find(word)) >= 0),
+                       default=(-1, ""))
+        if word:
+            text = self._take(at).rstrip()
+            self._take(len(word) if word == self._close else 0)
+            self.inside, self._step = False, self._between
+        else:
+            text = self._take(len(self._buffer[:len(self._buffer) - _begun(self._buffer, self._ends)].rstrip()))
+        if text:
+            self._said = True
+            yield ReasoningPiece(text)
+
+    def _between(self) -> Iterator[Piece]:
+        self._buffer = self._buffer.lstrip()
+        if self._buffer:
+            self._step = self._content
+        return iter(())
+
+    def _content(self) -> Iterator[Piece]:
+        if self._buffer:
+            yield self._take(len(self._buffer))
+
+    def _rest(self, text: str) -> list[Piece]:
+        text = text.rstrip() if self.inside else text
+        return [] if not text else [ReasoningPiece(text)] if self.inside else [text]
+
+
+class ChannelParser(ReasoningParser):
+    """Messages of gpt-oss' format: analysis is reasoning, the other channels are content. Messages of one kind
+    have an empty line between them."""
+
+    _ENDS = ("<|end|>", "<|start|>", "<|channel|>", "<|return|>", "<|call|>")
+    _MESSAGE = "<|message|>"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._said: set[bool] = set()  # which kinds there were: reasoning, or not
+        self._begins = True
+
+    def _first(self) -> Iterator[Piece]:
+        """A message's head; a text without one is content."""
+        text = self._buffer.lstrip()
+        at = text.find(self._MESSAGE)
+        if not text.startswith("<|"):
+            if text and text != "<":
+                self._open("")
+        elif at >= 0:
+            channel = _CHANNEL.search(text, 0, at)
+            self._buffer = text[at + len(self._MESSAGE):]
+            self._open(channel[1] if channel else "")
+        return iter(())
+
+    def _open(self, channel: str) -> None:
+        self.inside, self._begins, self._step = channel == "analysis", True, self._body
+
+    def _body(self) -> Iterator[Piece]:
+        at, word = min(((at, word) for word in self._ENDS if (at := self._buffer.find(word)) >= 0),
+                       default=(-1, ""))
+        yield from self._part(self._take(at if word else len(self._buffer) - _begun(self._buffer, self._ENDS)))
+        if word:
+            if word not in ("<|start|>", "<|channel|>"):  # which belong to the next head
+                self._take(len(word))
+            self.inside, self._step = False, self._first
+
+    def _part(self, text: str) -> list[Piece]:
+        if not text:
+            return []
+        if self._begins and self.inside in self._said:
+            text = f"\n\n{text}"
+        self._begins = False
+        self._said.add(self.inside)
+        return [ReasoningPiece(text)] if self.inside else [text]
+
+    def _rest(self, text: str) -> list[Piece]:
+        in_head = self._step != self._body and text.lstrip().startswith("<|")
+        return [] if in_head else self._part(text)
+
+
+def _begun(text: str, words: Sequence[str]) -> int:
+    """Length of the longest beginning of one of ``words`` that ``text`` ends with."""
+    return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
