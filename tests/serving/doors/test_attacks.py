@@ -6,11 +6,15 @@ from __future__ import annotations
 import json
 import logging
 import random
+from collections.abc import Iterator
 from typing import Any
 
+import anthropic
+import ollama
 import pytest
-from kits.http_server import NAME, Running
+from kits.http_server import NAME, Running, Says
 
+from flowspec_edge.errors import RequestFailed
 from flowspec_edge.serving.intake import MAX_BODY_BYTES
 
 ASK: list[Any] = [{"role": "user", "content": "hello"}]
@@ -83,3 +87,29 @@ def test_odd_values_are_the_clients_errors(server: Running, path: str, caplog: p
                 assert "Traceback" not in said, data
     assert not caplog.records
     assert server.http.post(path, json=BODIES[path]).status_code == 200
+
+
+def test_an_error_within_a_stream_is_its_last_event(server: Running, cluster: Says, monkeypatch: pytest.MonkeyPatch
+                                                    ) -> None:
+    def fail() -> None:
+        raise RequestFailed("no more")
+
+    def ollamas() -> Iterator[Any]:
+        with ollama.Client(server.url, trust_env=False) as client:
+            yield from client.chat(NAME, ASK, stream=True, options={"num_predict": 1000})
+
+    def anthropics() -> Iterator[Any]:
+        with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as client:
+            yield from client.messages.create(model=NAME, messages=ASK, stream=True, max_tokens=1000)
+
+    for ask, kind in ((ollamas, ollama.ResponseError), (anthropics, anthropic.APIStatusError)):
+        cluster.forget()
+        cluster.may_go.clear()
+        events = ask()
+        next(events)  # the headers are sent
+        with monkeypatch.context() as patched:
+            patched.setattr(cluster, "on_piece", fail)
+            cluster.may_go.set()
+            with pytest.raises(kind, match="no more"):
+                list(events)
+    assert server.http.post("/v1/messages", json=BODIES["/v1/messages"]).status_code == 200
