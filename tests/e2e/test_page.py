@@ -357,6 +357,23 @@ def test_no_tree_is_clipped(browser: Browser, watched: Watchable, size: dict[str
         assert ends == {"top": 0, "bottom": 0, "right": 0}
 
 
+def test_reasoning_is_shown_apart_from_the_answer(page: Page) -> None:
+    told = page.evaluate("""async () => {
+        const {answer} = await import("/page/answers.js");
+        const chunk = (delta) => `data: ${JSON.stringify({choices: [{delta}]})}\\n\\n`;
+        const sent = chunk({reasoning_content: "wh"}) + chunk({reasoning_content: "y"}) + chunk({content: "Hello"});
+        const usual = window.fetch;
+        window.fetch = async () => new Response(sent + "data: [DONE]\\n\\n");
+        let text = "", thought = "";
+        try {
+            await answer({messages: []}, {onText(piece) { text += piece; }, onNote() {},
+                                          onThought(piece) { thought += piece; }});
+        } finally { window.fetch = usual; }
+        return [thought, text];
+    }""")
+    assert told == ["why", "Hello"]
+
+
 @examples(100, 25)
 @given(st.lists(st.tuples(st.integers(0, 200), st.integers(-9, 0)), max_size=150))
 def test_no_two_nodes_of_a_tree_stand_in_one_place(page: Page, drawn: list[tuple[int, int]]) -> None:

@@ -1,2 +1,2 @@
-"""OpenAI's API; in order of use: ``schemas``, ``prepare``, ``handler``, ``choice``, ``responses``,
-``responses_endpoint``."""
+"""OpenAI's API, and the path of every request; in order of use: ``field_table``, ``fields``, ``schemas``,
+``prepare``, ``handler``, ``detokenize``, ``reasoning``, ``responses``, ``responses_endpoint``."""

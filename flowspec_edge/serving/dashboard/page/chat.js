@@ -84,7 +84,7 @@ async function ask() {
 async function single(body, turn, { signal }) {
   const element = made("div", "answer"), note = made("p", "note"), thought = made("details", "thought");
   turn.append(thought, element, note);
-  thought.append(made("summary", "", "Reasoning"), made("div", "text"));
+  thought.append(made("summary", "", "Reasoning"), made("div", ""));
   thought.hidden = true;
   let whole = "";
   try {
