@@ -159,4 +159,4 @@ def test_safetensors(count: int, tmp_path: Path) -> None:
 def test_the_corpus_has_no_file_without_a_test() -> None:
     assert {path.name for path in CORPUS.iterdir()} <= {
         "frames", "manifest", "config", "toml", "safetensors", "http_chat", "http_completion",
-        "http_responses"}
+        "http_responses", "http_ollama_chat", "http_ollama_generate", "http_messages"}

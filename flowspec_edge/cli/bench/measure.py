@@ -102,6 +102,8 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
 
         left_out = groups(names)
         names = [name for name in names if name not in left_out]
+    if dict(params.own).get("plus_carry") is None:
+        params = params.changed(plus_carry=False)  # a prompt's figures must not depend on the prompts before it
     points = request.points(params, options.stages)
     for at_value, stages in points:
         if clock.profile is not None:

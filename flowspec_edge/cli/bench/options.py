@@ -42,9 +42,8 @@ from flowspec_edge.util.threads import cores
 if TYPE_CHECKING:
     from flowspec_edge.lab.bench.runner import ArrivalPattern
 
-# The same head for all, or what stands in for a missing one, no look-up in the text, and prompts that do not depend on
-# those before them.
-EQUAL = partial(Params, draft=EAGLE2.name, ngram=False, plus_carry=False)
+# The same head for all, or what stands in for a missing one, and no look-up in the text.
+EQUAL = partial(Params, draft=EAGLE2.name, ngram=False)
 # The FlowSpec paper's comparison, section V-A.
 PAPER = partial(EQUAL, pipedec_width=16)
 # Of right children that are not ranked first. With it FlowSpec makes the paper's 8.7 tokens a round (Table

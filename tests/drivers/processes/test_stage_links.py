@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import cast
 
 from kits.process_clusters import PATIENCE
+from kits.services import free_port, own_address
 from kits.worker_thread import segment
 
 from flowspec_edge.d0.core import DraftCore
@@ -85,9 +86,8 @@ def test_what_v1_had_no_room_for_leaves_when_it_has() -> None:
     """V1 says Hello over one connection and takes segments over another, which may be there later. The core
     sends no more before it has an output."""
     with two_transports() as (d0, v1):
-        gone = v1.pull("tcp://127.0.0.1:*", "V1 data in")
-        address = gone.endpoint
-        gone.close()
+        host = own_address()
+        address = f"tcp://{host}:{free_port(host)}"  # where V1 does not listen yet
         links = links_to(d0, address)
         loop = EventLoop(cast(DraftCore, OnePrompt()), links, None, Observer(), SessionEnergy(None),
                          ClusterTiming(None, 1, lambda kind: 0.0))

@@ -95,7 +95,7 @@ def test_launches_are_charged_where_the_gpu_does_not_hide_them(tiny_model, stage
     assert Devices.of(dear, 4).slot_seconds(16) == pytest.approx(slot_ms / 1e3)
     assert Devices.of(dear, 4).stage_seconds(1, 0) == 0
     emulated = Emulation(Devices.of(dear, 4)).charge(1)
-    assert emulated.seconds(16, 0) == Devices.of(dear, 4).stage_seconds(1, 16)
+    assert emulated.seconds(16, 0, 1.0) == Devices.of(dear, 4).stage_seconds(1, 16)
     request = Request(list(range(5, 25)), "flowspec", 12)
     cluster = VirtualCluster(tiny_model, 4, dear)
     found = cluster.generate(request)
