@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from kits.core_pipeline import PROMPTS, STAGES, STRATEGIES, TOKENS, Draw, Pipeline, plain, request
 from kits.hypothesis_examples import examples
@@ -37,6 +37,7 @@ events = st.lists(st.tuples(st.sampled_from(["start", "cancel", "give way", "los
 
 @given(choices, st.lists(st.sampled_from(STRATEGIES), min_size=4, max_size=4), events,
        st.sampled_from([0.0, 1.0]))
+@example([0, 1], ["flowspec"] * 4, [("cancel", 0, 1), ("give way", 0, 2)], 0.0)  # ends with a Close under way
 @examples(400, quick=12)
 def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int], strategies: list[str],
                                               script: list[tuple[str, int, int]], temperature: float) -> None:
@@ -71,6 +72,7 @@ def test_any_order_of_messages_gives_the_text(tiny_model: Path, order: list[int]
         assert result.tokens == (expected[:len(result.tokens)] if place in cancelled else expected)
     assert core.sessions == ()
     assert core.pool._open == {}
+    pipeline.deliver_all()
     for stage in pipeline.stages:
         assert not stage.counters.sessions
         while isinstance(action := stage.next(pipeline.now), Emit):

@@ -135,6 +135,12 @@ class Pipeline:
                 for link in self._control:
                     link.append(message)
 
+    def deliver_all(self) -> None:
+        """What is under way to the stages arrives, such as the Close of a request that ended at once."""
+        for i in range(STAGES):
+            while self._control[i]:
+                self._deliver_control(i)
+
     def _deliver_control(self, i: int) -> None:
         message = self._control[i].popleft()
         assert not isinstance(message, Segment | Batch)
