@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason=".ci/release needs tomllib")
 
 
 def release(sources: Path, tag: str) -> subprocess.CompletedProcess[str]:

@@ -116,7 +116,7 @@ class Devices:
         distinct = {id(p): p for p in self.stages}.values()
         n = len(self.stages)
         return [lambda rows, context, *_: max(tensor_seconds(p, parallelism, rows, n, context)
-                                                  for p in distinct)]
+                                              for p in distinct)]
 
     def latency_seconds(self, rows: int, parallelism: Parallelism) -> float:
         """Time of a segment from D0 through all stages to its tokens."""

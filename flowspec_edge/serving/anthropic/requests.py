@@ -145,7 +145,7 @@ def _of_message(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant":
             thought.append(_text(block, "thinking", where))
         elif kind == "redacted_thinking" and role == "assistant":
-            continue  # nobody here can read it
+            continue  # Anthropic encrypts it for its own models, so the served model cannot read it
         elif kind == "tool_use" and role == "assistant":
             calls.append(_call(block, where))
         elif kind == "tool_result" and role == "user":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ def reasoning_parser(form: ReasoningFormat, begun: bool, call: str = "") -> Reas
     return ChannelParser() if form.channels else ThinkParser(form, begun, call)
 
 
-class ReasoningParser:
+class ReasoningParser(ABC):
     """Splits a text into reasoning and content, regardless of how it is split into pieces. ``inside``: whether
     the text so far ends within reasoning."""
 
@@ -51,13 +52,14 @@ class ReasoningParser:
         rest, self._buffer = self._buffer, ""
         return self._rest(rest)
 
-    # Each step yields what it reads from the buffer, and sets the next step when it has read everything.
-
+    @abstractmethod
     def _first(self) -> Iterator[Piece]:
-        raise NotImplementedError
+        """The first step. A step yields what it reads from the buffer, and sets the next step when it has read
+        everything."""
 
+    @abstractmethod
     def _rest(self, text: str) -> list[Piece]:
-        raise NotImplementedError
+        """Return the pieces of what the buffer has at the end of the text."""
 
     def _take(self, count: int) -> str:
         text, self._buffer = self._buffer[:count], self._buffer[count:]
