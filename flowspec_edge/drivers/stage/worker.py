@@ -201,6 +201,7 @@ class Worker:
             self._energy.work_for()
         end = time.monotonic()
         self._core.feed(Passed(start, end), end)
+        self._step()  # before control messages are read: a Close's report counts this pass, so its times go first
 
     def _wait_for(self, begun: Pass, charge: Charge, start: float) -> None:
         """Wait until the emulated pass ends; a cancel may end it early."""
