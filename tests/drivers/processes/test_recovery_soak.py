@@ -76,6 +76,7 @@ def test_random_losses(model: Path, own_text: Callable[[Request], list[int]]) ->
     with ProcessCluster(ClusterSpec(model, 4, threads=1, dead_after=2.0, rejoin_within=PATIENCE,
                                     observer=striker)).start() as cluster:
         pids = strike_often(cluster, striker, own_text, PIPELINED, 2, seed=1)
+        cluster.generate(Request(LONG, "flowspec", 8))  # D0's head keeps a descriptor of its file from here on
         descriptors = len(os.listdir("/proc/self/fd"))
         pids |= strike_often(cluster, striker, own_text, PIPELINED, losses - 2, seed=2)
         assert len(os.listdir("/proc/self/fd")) <= descriptors
