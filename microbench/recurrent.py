@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from flowspec_edge.stage.layers.delta_net import TreeDeltaNet
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
-from flowspec_edge.stage.layers.delta_net import TreeDeltaNet
 from flowspec_edge.stage.layers.recurrent import GatedDelta, RecurrentCache, RecurrentPass
 from flowspec_edge.stage.layers.recurrent_layer import RecurrentLayer
 

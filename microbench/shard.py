@@ -38,7 +38,7 @@ from flowspec_edge.sharding.plan import make_plan, ranges_for, recipe_for
 from flowspec_edge.sharding.source import describe, open_source
 from flowspec_edge.sharding.writer import TensorFile
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.families import skeleton
+from flowspec_edge.stage.families.decoder import skeleton
 from flowspec_edge.stage.quant.grouped import GroupedScheme, pack
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.stage.weights import tensor_names

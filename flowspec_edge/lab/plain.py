@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from flowspec_edge.d0.request import FinishReason
+from flowspec_edge.lab.rounded_attention import register_rounded
 from flowspec_edge.model.experts import separate_experts
 from flowspec_edge.model.manifest import stage_part
 from flowspec_edge.model.opened import OpenModel, opened
@@ -21,7 +22,6 @@ from flowspec_edge.sampling.restrictions import AnswerRestrictions
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sampling.sampler import AnswerPenalties, choose
 from flowspec_edge.sampling.settings import Penalties, Restrictions
-from flowspec_edge.stage.layers.attention import register_rounded
 from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.quant.half import round_linears
 from flowspec_edge.stage.shard import load_lm_head

@@ -7,7 +7,7 @@ Importing this module imports neither torch nor transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -19,6 +19,8 @@ from flowspec_edge.util.bounded_read import read_json_object
 
 # Rotary embeddings whose angle depends only on the row's position.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+# Between the matrices of an MLP.
+ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 # The angle depends on the length of the text: rows cached before it grew would be wrong.
 _GROWING_ROPE = ("dynamic", "longrope")
 
@@ -50,6 +52,19 @@ def ropes(config: Any) -> Mapping[str, Mapping[str, Any]]:
     by_type = {kind: found[kind] for kind in dict.fromkeys(getattr(config, "layer_types", None) or ())
                if isinstance(found.get(kind), Mapping)}
     return by_type or {"": found}
+
+
+def head_width(config: Any) -> int:
+    """Return the values of a head; ``config``: transformers' configuration."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def types_of_layers(config: Any) -> Sequence[str]:
+    """Return each layer's type: "full_attention", "sliding_attention" or "linear_attention"."""
+    if family_of(config).always_windowed:
+        return ["sliding_attention"] * int(config.num_hidden_layers)
+    types: Sequence[str] | None = getattr(config, "layer_types", None)
+    return types or ["full_attention"] * int(config.num_hidden_layers)
 
 
 def position_limit(config: Mapping[str, Any]) -> int:
@@ -198,14 +213,12 @@ def _check_rope(config: Any, path: Path | str) -> None:
 
 
 def _check_shape(config: Any, path: Path | str) -> None:
-    from transformers.activations import ACT2FN
-
     heads, kv_heads, family = config.num_attention_heads, config.num_key_value_heads, family_of(config)
     if kv_heads < 1 or heads % kv_heads:
         raise UsageError(f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
     activation = config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act
-    if activation not in ACT2FN:
-        raise UsageError(f"{path}: transformers has no activation {activation!r}")
+    if activation not in ACTIVATIONS:
+        raise UsageError(f"{path}: no activation {activation!r}, only {', '.join(ACTIVATIONS)}")
     for name in _NOT_COMPUTED:
         if value := getattr(config, name, None):
             raise UsageError(f"{path}: {name} is {value!r}, which stages do not compute")

@@ -7,7 +7,7 @@ quantisation treat experts like any other matrix, one at a time.  Routers are tr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,7 +44,7 @@ class Expert(nn.Module):
 
 
 class Gated(nn.Module):
-    def __init__(self, activation: nn.Module) -> None:
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self._activation = activation
 
@@ -79,6 +79,12 @@ class Experts(nn.ModuleList):
         super().__init__(experts)
         self.__dict__["_gated"] = gated  # not one of the list
 
+    @classmethod
+    def of(cls, names: ExpertNames, width: int, inner: int, count: int, gated: nn.Module) -> Experts:
+        """``count`` experts on the meta device."""
+        one = Expert(names, width, inner)
+        return cls((_like(one) for _ in range(count)), gated)
+
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """[n, H] and each row's k experts with their weights [n, k] to [n, H].
 
@@ -111,8 +117,7 @@ def separated(stacked: Any, names: ExpertNames) -> Experts:
     shape = ((stacked.hidden_size, stacked.intermediate_size) if names.clamped else
              (stacked.hidden_dim, stacked.intermediate_dim))
     gated = ClampedGate(stacked.alpha, stacked.limit) if names.clamped else Gated(stacked.act_fn)
-    one = Expert(names, *shape)
-    return Experts((_like(one) for _ in range(stacked.num_experts)), gated)
+    return Experts.of(names, *shape, stacked.num_experts, gated)
 
 
 def _like(module: nn.Module) -> Any:
@@ -153,7 +158,7 @@ def touched(layers: Iterable[nn.Module], start: int, stop: int) -> tuple[int, fl
 def computed(layers: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
     """(experts, ``Experts.chosen``) of each sparse layer that has computed a pass."""
     for layer in layers:
-        experts = getattr(getattr(layer, "mlp", None), "experts", None)
+        experts = getattr(layer, "experts", None)
         if isinstance(experts, Experts) and experts.chosen is not None:
             yield len(experts), experts.chosen
 

@@ -7,15 +7,11 @@ layers are new: the record then names the module.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import MTP
-
-# Modules of ``stage.layers`` that make a loaded layer compute in few kernel launches, and the name in each.
-FUSED = "flowspec_edge.stage.layers.fused:FusedLayer"
-_DELTA = "flowspec_edge.stage.layers.delta_net:in_fewer_launches"
 
 
 @dataclass(frozen=True)
@@ -24,14 +20,45 @@ class ExpertNames:
 
     block           their module in the layer
     gate, up, down  an expert's matrices
-    clamped         the matrices have biases, and gate and up are clamped as gpt-oss clamps them
+    router          the module that chooses
+    clamped         matrices and router have biases, gate and up are clamped as gpt-oss clamps them, and weights are
+                    a softmax of the chosen experts alone
     """
 
     block: str = "mlp"
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    router: str = "gate"
     clamped: bool = False
+
+
+@dataclass(frozen=True)
+class LayerForm:
+    """How a family's decoder layers differ from Llama's.
+
+    query_biases       queries, keys and values have biases, outputs have none; else ``attention_bias`` says for all
+    one_matrix         checkpoints hold queries, keys and values as one matrix, and gate and up as one
+    head_norms         queries and keys are normed by head
+    centred_norms      weights of norms are stored as their differences from 1
+    norms_of_outputs   attention and MLP are normed before they are added, too
+    output_gates       the query projection has a gate for each output of attention, too
+    sinks              each head has a score that takes part in the softmax and has no value
+    scaled_embeddings  embeddings are multiplied by the root of the width
+    scaled_queries     queries grow with their position, as the parameters of the rotation say
+    delta_by_key_head  projections of recurrent layers are joined, ordered by key head
+    """
+
+    query_biases: bool = False
+    one_matrix: bool = False
+    head_norms: bool = False
+    centred_norms: bool = False
+    norms_of_outputs: bool = False
+    output_gates: bool = False
+    sinks: bool = False
+    scaled_embeddings: bool = False
+    scaled_queries: bool = False
+    delta_by_key_head: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,8 +87,7 @@ class Family:
 
     name            transformers' ``model_type``
     defaults        what transformers takes for fields that a config.json leaves out
-    layer           MODULE:NAME of what makes a loaded layer compute in few kernel launches, for CUDA; "":
-                    only transformers' own code computes it
+    form            how its layers differ from Llama's
     launches        kernel launches of a decoder layer in int4, without those of experts; an average if layers
                     differ.  Counted on torch 2.8 with 16 rows (tests/stage/test_launches.py)
     within          ``model_type`` of a multimodal checkpoint with such a language model in its text_config
@@ -75,7 +101,7 @@ class Family:
 
     name: str
     defaults: Mapping[str, int] = field(default_factory=dict, hash=False)
-    layer: str = FUSED
+    form: LayerForm = LayerForm()
     launches: int = 20
     within: str = ""
     experts: ExpertNames | None = None
@@ -93,9 +119,11 @@ class Family:
     @property
     def llama_like(self) -> bool:
         """Whether its layers are those of Llama, perhaps with biases, norms of heads or a window."""
-        return self.layer == FUSED and not self.sparse
+        form = replace(self.form, query_biases=False, head_norms=False)
+        return bool(self.name) and form == LayerForm() and not (self.sparse or self.recurrent)
 
 
+_DELTA = LayerForm(head_norms=True, centred_norms=True, output_gates=True)
 _EXPERTS = {"num_experts_per_tok": "expert_used_count"}
 LLAMA = Family("llama", {"vocab_size": 32_000, "num_attention_heads": 32, "max_position_embeddings": 2_048},
                launches=17, gguf=GgufNames("llama", permuted=True))
@@ -104,17 +132,18 @@ FAMILIES = {family.name: family for family in (
     Family("mistral", {"vocab_size": 32_000, "num_attention_heads": 32, "num_key_value_heads": 8,
                        "max_position_embeddings": 131_072}, always_windowed=True),
     Family("qwen2", {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 32,
-                     "max_position_embeddings": 32_768},
+                     "max_position_embeddings": 32_768}, LayerForm(query_biases=True),
            gguf=GgufNames("qwen2", constants={"use_sliding_window": False})),
     Family("qwen3", {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 32,
-                     "head_dim": 128, "max_position_embeddings": 32_768}, gguf=GgufNames("qwen3")),
+                     "head_dim": 128, "max_position_embeddings": 32_768}, LayerForm(head_norms=True),
+           gguf=GgufNames("qwen3")),
     Family("phi3", {"vocab_size": 32_064, "num_attention_heads": 32, "max_position_embeddings": 4_096},
-           layer="", always_windowed=True),
+           LayerForm(one_matrix=True), always_windowed=True),
     Family("ministral3", {"vocab_size": 131_072, "num_attention_heads": 32, "num_key_value_heads": 8,
-                          "max_position_embeddings": 262_144}, layer="", always_windowed=True),
+                          "max_position_embeddings": 262_144}, LayerForm(scaled_queries=True), always_windowed=True),
     Family("qwen3_moe", {"vocab_size": 151_936, "num_attention_heads": 32, "num_key_value_heads": 4,
                          "max_position_embeddings": 32_768},
-           launches=35, experts=ExpertNames(), always_windowed=True,
+           LayerForm(head_norms=True), launches=35, experts=ExpertNames(), always_windowed=True,
            gguf=GgufNames("qwen3moe", _EXPERTS | {"num_experts": "expert_count",
                                                   "moe_intermediate_size": "expert_feed_forward_length"},
                           {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []})),
@@ -125,27 +154,28 @@ FAMILIES = {family.name: family for family in (
                           permuted=True)),
     Family("gpt_oss", {"vocab_size": 201_088, "num_attention_heads": 64, "num_key_value_heads": 8,
                        "head_dim": 64, "max_position_embeddings": 131_072},
-           layer="", experts=ExpertNames(clamped=True), packed_as="mxfp4"),
+           LayerForm(sinks=True), experts=ExpertNames(router="router", clamped=True), packed_as="mxfp4"),
     Family("gemma3_text", {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4,
                            "head_dim": 256, "max_position_embeddings": 131_072},
-           layer="",
+           LayerForm(head_norms=True, centred_norms=True, norms_of_outputs=True, scaled_embeddings=True),
            gguf=GgufNames("gemma3", modules={"post_attention_norm": "post_attention_layernorm",
                                              "ffn_norm": "pre_feedforward_layernorm",
                                              "post_ffw_norm": "post_feedforward_layernorm"}, norm_offset=1.0)),
     Family("qwen3_next", {"vocab_size": 151_936, "num_attention_heads": 16, "num_key_value_heads": 2,
                           "head_dim": 256, "max_position_embeddings": 32_768},
-           layer=_DELTA, launches=81, experts=ExpertNames(), recurrent=True, draft_layers=(MTP,)),
+           replace(_DELTA, delta_by_key_head=True), launches=81, experts=ExpertNames(), recurrent=True,
+           draft_layers=(MTP,)),
     Family("qwen3_5_text", {"vocab_size": 248_320, "num_attention_heads": 16, "num_key_value_heads": 4,
                             "head_dim": 256, "max_position_embeddings": 32_768},
-           layer=_DELTA, launches=58, within="qwen3_5", recurrent=True, draft_layers=(MTP,)),
+           _DELTA, launches=58, within="qwen3_5", recurrent=True, draft_layers=(MTP,)),
     Family("qwen3_5_moe_text", {"vocab_size": 248_320, "num_attention_heads": 16, "num_key_value_heads": 2,
                                 "head_dim": 256, "max_position_embeddings": 32_768},
-           layer=_DELTA, launches=77, within="qwen3_5_moe", experts=ExpertNames(), recurrent=True,
+           _DELTA, launches=77, within="qwen3_5_moe", experts=ExpertNames(), recurrent=True,
            draft_layers=(MTP,)),
 )}
 # By the type of a multimodal checkpoint, the family of its language model.
 MULTIMODAL = {family.within: family for family in FAMILIES.values() if family.within}
-UNKNOWN = Family("", layer="")  # one that stages cannot run
+UNKNOWN = Family("")  # one that stages cannot run
 
 
 def family_of(config: Any) -> Family:

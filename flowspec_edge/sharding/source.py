@@ -22,7 +22,7 @@ from flowspec_edge.model.weights.checkpoint import check_shape, missing_tensor
 from flowspec_edge.model.weights.gguf_file import GgufFile
 from flowspec_edge.model.weights.located import shown
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
-from flowspec_edge.stage.families import skeleton
+from flowspec_edge.stage.families.decoder import skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
 from flowspec_edge.stage.quant.gguf_blocks import GgufImporter, gguf_importer
 from flowspec_edge.stage.weights import tensor_names

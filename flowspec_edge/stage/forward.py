@@ -14,14 +14,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from flowspec_edge.model.experts import touched
-from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
+from flowspec_edge.stage.families.decoder import DecoderLayer
+from flowspec_edge.stage.families.rotary import Rotary
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.stage_cache import CacheKind, Part
-from flowspec_edge.util.kernels import angles, rotation
 from flowspec_edge.util.tensors import indices, to_device, to_host, to_torch
 from flowspec_edge.util.weight_file import tokens_device
 
@@ -35,9 +34,9 @@ class Modules(Protocol):
     @property
     def layers(self) -> tuple[int, int]: ...
     @property
-    def modules(self) -> tuple[nn.Module, ...]: ...
+    def modules(self) -> tuple[DecoderLayer, ...]: ...
     @property
-    def rotary(self) -> nn.Module: ...
+    def rotary(self) -> Rotary: ...
     @property
     def embed(self) -> Any: ...
     @property
@@ -48,6 +47,8 @@ class Modules(Protocol):
     def turns(self) -> Sequence[str]: ...
     @property
     def dtype(self) -> torch.dtype: ...
+    @property
+    def row_step(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
     @property
@@ -75,7 +76,7 @@ def run(shard: Modules, parts: Sequence[Part], keep_going: Callable[[], bool],
     def tap(layer: int, inputs: Tensor) -> None:
         # The previous stage taps the states that it sends; of the inputs, only embeddings are computed here.
         if layer in wanted and (layer > first or shard.embed is not None):
-            taps.append((layer, inputs.clone()))  # fused layers write to their inputs
+            taps.append((layer, inputs.clone()))  # layers write to their inputs
 
     pacer = LaunchPacer.of(shard.device)
     hidden = _layers(shard, parts, tap, keep_going, pacer, graphs)
@@ -112,39 +113,34 @@ def _layers(shard: Modules, parts: Sequence[Part], tap: Callable[[int, Tensor], 
             keep_going: Callable[[], bool], pacer: LaunchPacer, graphs: Mapping[int, LayerGraphs]
             ) -> Tensor | None:
     """Hidden states [n, H] of all parts' rows; ``tap`` gets each layer's index and inputs."""
-    hidden, positions = _inputs(shard, parts), np.concatenate([part.segment.positions for part in parts])
+    states, positions = _inputs(shard, parts), np.concatenate([part.segment.positions for part in parts])
     n = len(positions)
-    fused = bool(shard.modules) and isinstance(shard.modules[0], FusedLayer)
-    padding = -n % ROW_STEP if fused else 0
-    # [1, n + padding, H]; fused layers write to it, and what it comes from may be a received message's.
-    x = F.pad(hidden, (0, 0, 0, padding))[None] if fused else hidden[None]
-    ids = to_device(torch.from_numpy(np.pad(positions.astype(np.int64), (0, padding))), shard.device)[None]
-    inputs = [kind.inputs(parts, index, shard.dtype, shard.device, n + padding)
+    rows = n + -n % shard.row_step
+    hidden = states.new_zeros(rows, states.shape[-1])  # layers write to it; ``states`` may be a received message's
+    hidden[:n] = states
+    ids = to_device(torch.from_numpy(np.pad(positions.astype(np.int64), (0, rows - n))), shard.device)
+    inputs = [kind.inputs(parts, index, shard.dtype, shard.device, rows)
               for index, kind in enumerate(shard.layers_of_kinds)]
-    rotated = {turn: angles(shard.rotary, x, ids, turn) for turn in dict.fromkeys(shard.turns)}
-    if fused:
-        rotated = {turn: rotation(*found) for turn, found in rotated.items()}
-    if (recorded := graphs.get(n + padding)) is not None:
-        [found] = rotated.values()  # of fused layers
-        recorded.load(x[0], found, n)
-        x = recorded.hidden[None]
+    rotations = {turn: shard.rotary(ids, turn, shard.dtype) for turn in dict.fromkeys(shard.turns)}
+    if (recorded := graphs.get(rows)) is not None:
+        recorded.load(hidden, rotations, n)
+        hidden = recorded.hidden
     for i, layer in enumerate(shard.modules):
         if recorded is not None:
             recorded.advance(i)
-        tap(shard.layers[0] + i, x[0, :n])
+        tap(shard.layers[0] + i, hidden[:n])
         if not keep_going():
             return None
         cache, mask = inputs[shard.kind_indexes[i]]
         if recorded is not None:
             recorded.attend(i, mask, cache)
         else:
-            x = layer(x, attention_mask=mask, position_ids=ids, past_key_values=cache,
-                      use_cache=True, position_embeddings=rotated[shard.turns[i]])
+            layer(hidden, rotations[shard.turns[i]], mask, cache, n)
         pacer.enqueued()
     if recorded is not None:
         recorded.advance(len(shard.modules))
-        x = x.clone()  # the next pass writes to the graphs' memory
-    return x[0, :n]
+        hidden = hidden.clone()  # the next pass writes to the graphs' memory
+    return hidden[:n]
 
 
 class Event(Protocol):

@@ -15,9 +15,8 @@ import torch
 from flowspec_edge.errors import first_line
 from flowspec_edge.messages import Int32, Open, Segment
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.layers.fused import ROW_STEP, FusedLayer
 from flowspec_edge.stage.layers.graphs import LayerGraphs
-from flowspec_edge.stage.shard import Shard
+from flowspec_edge.stage.shard import ROW_STEP, Shard
 from flowspec_edge.util.graphs import Clock, KernelChoice, Recorder, compare
 from flowspec_edge.util.tensors import from_torch
 
@@ -49,21 +48,25 @@ def choose_graphs(engine: StageEngine, record: Recorder, clock: Clock = time.per
     After :func:`warm_up`, before the first session.  Any failure leaves the layers as they are.
     """
     choice, shard = KernelChoice(), shard_of(engine)
-    layers = [layer for layer in shard.modules if isinstance(layer, FusedLayer)]
-    if not layers or len(layers) < len(shard.modules):
-        choice.reason = "layers run one by one: there are none to record"
+    if not shard.modules:
+        choice.reason = "there are no layers to record"
         return choice
-    heads = int(shard.config.num_attention_heads)
     try:
         for rows in RECORDED:
-            graphs = LayerGraphs(layers, rows, shard.hidden_size, shard.head_dim, heads * shard.head_dim,
-                                 shard.dtype, shard.device, record)
-            _compare(engine, rows, graphs, choice, clock)
+            _compare(engine, rows, record_layers(shard, rows, record), choice, clock)
     except Exception as error:  # of PyTorch, the driver, a kernel: the layers run without graphs as well
         engine.graphs.clear()
         choice = KernelChoice(reason=f"layers run one by one: they cannot be recorded: {first_line(error)}")
     engine.reset()
     return choice
+
+
+def record_layers(shard: Shard, rows: int, record: Recorder) -> LayerGraphs:
+    """Record a shard's layers for ``rows`` rows."""
+    hidden = torch.zeros(rows, shard.hidden_size, dtype=shard.dtype, device=shard.device)
+    places = torch.zeros(rows, dtype=torch.int64, device=shard.device)
+    rotations = {turn: shard.rotary(places, turn, shard.dtype) for turn in dict.fromkeys(shard.turns)}
+    return LayerGraphs(shard.modules, shard.turns, hidden, rotations, record)
 
 
 def _compare(engine: StageEngine, rows: int, graphs: LayerGraphs, choice: KernelChoice, clock: Clock) -> None:

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Payload
-from flowspec_edge.model.config import ropes
+from flowspec_edge.model.config import head_width, ropes
 from flowspec_edge.model.experts import correlation_of
-from flowspec_edge.model.families import family_of
 from flowspec_edge.model.manifest import DRAFT, CacheBits, stage_part
 from flowspec_edge.model.opened import OpenModel, opened
 from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.stage import forward
-from flowspec_edge.stage.families import embedding_scale, few_launches, skeleton
+from flowspec_edge.stage.families.decoder import DecoderLayer, embedding_scale, skeleton
+from flowspec_edge.stage.families.norm import Norm
+from flowspec_edge.stage.families.rotary import Rotary
 from flowspec_edge.stage.layers.graphs import LayerGraphs
 from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
 from flowspec_edge.stage.layers.stage_cache import CacheKind, LayerArena, Part, PartResult
@@ -31,11 +32,12 @@ from flowspec_edge.stage.quant.half import HalfLinear, halve_linears, is_mixed
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.load import load_modules, load_tensor, schemes_of
 from flowspec_edge.util.tensors import from_torch, parse_dtype, wire_name
-from flowspec_edge.util.torchdevice import allocation, available_bytes, release
+from flowspec_edge.util.torchdevice import allocation, available_bytes, release, use_exact_kernels
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 log = logging.getLogger(__name__)
 
+ROW_STEP = 16  # so that any number of rows runs the same kernels of a GPU
 _NEED_LESS = "lower the limits of the session, or give this stage fewer layers"
 _FEWER_LAYERS = "give this stage fewer layers, or quantise the model: flowspec models shard --dtype int4"
 
@@ -49,21 +51,23 @@ class Shard:
     norm     last stage only
     digest   fingerprint of the stored tensors, independent of ``dtype``
     kv_cache  how the cache keeps keys and values
+    row_step  rows of a pass are padded to a multiple of it
     """
 
     index: int
     stages: int
     layers: tuple[int, int]
     config: Any
-    modules: tuple[nn.Module, ...]
-    rotary: nn.Module
+    modules: tuple[DecoderLayer, ...]
+    rotary: Rotary
     embed: nn.Module | None
-    norm: nn.Module | None
+    norm: Norm | None
     dtype: torch.dtype
     device: torch.device
     digest: str
     kv_cache: CacheBits = field(default="16bit", kw_only=True)
     embed_scale: float = field(default=1.0, kw_only=True)
+    row_step: int = field(default=1, kw_only=True)
 
     @cached_property
     def turns(self) -> Sequence[str]:
@@ -102,8 +106,7 @@ class Shard:
 
     @property
     def head_dim(self) -> int:
-        return int(getattr(self.config, "head_dim", None)
-                   or self.config.hidden_size // self.config.num_attention_heads)
+        return head_width(self.config)
 
     @cached_property
     def kinds(self) -> Sequence[CacheKind]:
@@ -195,21 +198,21 @@ def even_runs(total: int, parts: int) -> list[tuple[int, int]]:
 
 
 def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: str,
-               device: torch.device | str = "cpu", fused: bool | None = None) -> Shard:
+               device: torch.device | str = "cpu", row_step: int | None = None) -> Shard:
     """Load stage ``index`` (from 0) of ``stages``: only its own tensors.
 
     model      a checkpoint, or a sharded model with this stage's part, whose files are all checked against
                the manifest
     dtype      "fp32", "bf16" or "fp16": of activations, caches and all weights that are not in 4 bits; "mixed":
                fp32, and matrices in 16 bits
-    fused      compute layers in few launches, as the family's record says (``Family.layer``); None: on CUDA
+    row_step   pad the rows of a pass to a multiple of it; None: of ``ROW_STEP`` on CUDA
 
     UsageError for an unusable model or split.  FlowspecError for too little memory, and for a missing,
     misshapen, truncated, altered or unexpected file or tensor, which it names.
     """
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
     halves = is_mixed(dtype, torch_device)
-    fused = torch_device.type == "cuda" if fused is None else fused
+    use_exact_kernels()
     found = opened(model)
     ranges = stage_ranges(found, stages)
     if not 0 <= index < stages:
@@ -217,9 +220,8 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
     lo, hi = ranges[index]
     with found.part(stage_part(index)) as part:
         config, checkpoint = part.parsed_config, part.checkpoint
-        core, family = skeleton(config), family_of(config)
-        few = few_launches(family) if fused and family.layer else None
-        parts: dict[str, nn.Module] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
+        core = skeleton(config)
+        parts: dict[str, Any] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
         if index == stages - 1:
             parts["model.norm"] = core.norm
         wanted = tensor_names.whole_model(core)
@@ -235,20 +237,19 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
                 embed = _embedding(checkpoint, config, torch_dtype, torch_device)
             for name, module in parts.items():  # one by one: no more than one layer is in memory twice
                 read += load_modules({name: module}, checkpoint, torch_dtype, torch_device, quantised)
+                module.prepare()
                 if halves:
                     halve_linears(module)
-                if few and name.startswith("model.layers."):
-                    parts[name] = few(module)
         release(torch_device)
         tensor_names.check_no_unexpected(part.directory, checkpoint.names, read if found.sharded else wanted)
-        rotary = type(core.rotary_emb)(config=config).to(device)  # computed from the config alone
         return Shard(
             index=index, stages=stages, layers=(lo, hi), config=config,
-            modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=rotary,
+            modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=Rotary(config, torch_device),
             embed=embed, norm=parts.get("model.norm"),
             dtype=torch_dtype, device=torch_device, digest=checkpoint.digest(read),
             kv_cache=found.manifest.kv_cache if found.manifest else "16bit",
-            embed_scale=embedding_scale(core, torch_dtype),
+            embed_scale=embedding_scale(config, torch_dtype),
+            row_step=row_step or (ROW_STEP if torch_device.type == "cuda" else 1),
         )
 
 

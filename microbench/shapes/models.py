@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead
-from flowspec_edge.stage.families import skeleton
-from flowspec_edge.stage.layers.fused import FusedLayer
+from flowspec_edge.stage.families.decoder import skeleton
+from flowspec_edge.stage.families.rotary import Rotary
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.stage.weights.load import fast_layout
@@ -60,10 +60,9 @@ def random_stage(shape: Shape, layers: int, dtype: str, device: str) -> Shard:
         if dtype == "int4":
             _pack(layer, computed, at)
         fill_random(layer, computed, at)
-    if at.type == "cuda":  # as load_shard does
-        modules = tuple(FusedLayer(layer) for layer in modules)
+        layer.prepare()
     return Shard(index=1, stages=3, layers=(0, layers), config=config, modules=modules,
-                 rotary=type(core.rotary_emb)(config=config).to(at), embed=None, norm=None, dtype=computed,
+                 rotary=Rotary(config, at), embed=None, norm=None, dtype=computed,
                  device=at, digest="")
 
 

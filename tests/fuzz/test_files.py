@@ -25,7 +25,7 @@ from flowspec_edge.model.gguf.header import read_header
 from flowspec_edge.model.gguf.tokenizer import tokenizer_of
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.weights.files import WeightFiles
-from flowspec_edge.stage.families import skeleton
+from flowspec_edge.stage.families.decoder import skeleton
 from flowspec_edge.util.bounded_read import parse_json
 from flowspec_edge.util.terminal import printable
 from flowspec_edge.util.tomlfile import parse_toml

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowspec_edge.stage.layers.fused import FusedLayer
 from flowspec_edge.stage.layers.graphs import LayerGraphs
+from flowspec_edge.stage.preparation import record_layers
 from flowspec_edge.stage.shard import Shard
 
 Made = TypeVar("Made")
@@ -55,8 +55,5 @@ def record(work: Callable[[], Made]) -> tuple[Made, Callable[[], None]]:
 
 @torch.inference_mode()
 def recorded(shard: Shard, *rows: int) -> dict[int, LayerGraphs]:
-    """A fused shard's layers, for each number of rows."""
-    layers = [layer for layer in shard.modules if isinstance(layer, FusedLayer)]
-    attended = int(shard.config.num_attention_heads) * shard.head_dim
-    return {n: LayerGraphs(layers, n, shard.hidden_size, shard.head_dim, attended, shard.dtype, shard.device,
-                           record) for n in rows}
+    """A shard's layers, for each number of rows."""
+    return {n: record_layers(shard, n, record) for n in rows}

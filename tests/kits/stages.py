@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
@@ -106,18 +106,35 @@ class Oracle:
 
 
 def engines(path: Path, stages: int, dtype: str = "fp32", capacity: int = 256,
-            device: str = "cpu", fused: bool | None = None) -> list[StageEngine]:
+            device: str = "cpu", row_step: int | None = None) -> list[StageEngine]:
     """A chain of opened stages for session 1, epoch 0; empty ones where layers run out."""
     ranges = stage_ranges(path, stages, allow_empty=True)
     if ranges[-1][0] == ranges[-1][1]:  # as in virtual time: real stages are never empty
-        whole = load_shard(path, 0, 1, dtype, device, fused=fused)
+        whole = load_shard(path, 0, 1, dtype, device, row_step)
         shards = [whole.subset(i, stages, layers) for i, layers in enumerate(ranges)]
     else:
-        shards = [load_shard(path, i, stages, dtype, device, fused=fused) for i in range(stages)]
+        shards = [load_shard(path, i, stages, dtype, device, row_step) for i in range(stages)]
     chain = [StageEngine(shard) for shard in shards]
     for engine in chain:
         engine.open(Open(session=1, epoch=0, capacity=capacity))
     return chain
+
+
+def stored_state(layer: nn.Module, heads: int, kv_heads: int) -> dict[str, Tensor]:
+    """A llama-like layer's tensors by their names in checkpoints, which it has joined by rows."""
+    joined = {"self_attn.qkv_proj": {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads},
+              "mlp.gate_up_proj": {"gate_proj": 1, "up_proj": 1}}
+    found: dict[str, Tensor] = {}
+    for name, tensor in layer.state_dict().items():
+        path, _, last = name.rpartition(".")
+        if path not in joined:
+            found[name] = tensor
+            continue
+        parts, parent = joined[path], path.rpartition(".")[0]
+        unit = len(tensor) // sum(parts.values())
+        pieces = tensor.split([unit * share for share in parts.values()])
+        found |= {f"{parent}.{part}.{last}": piece for part, piece in zip(parts, pieces, strict=True)}
+    return found
 
 
 def through(chain: list[StageEngine], segment: Segment) -> tuple[list[Tap], Output]:

@@ -89,7 +89,7 @@ def test_quantised_experts_keep_their_numbers(sparse: dict[str, Path], tmp_path:
     chain = engines(tmp_path / "out", 2, "fp32")
     _, output = through(chain, Book().text(text))
     torch.testing.assert_close(to_torch(output.hidden), Oracle(truth).forward(text), atol=1e-4, rtol=1e-4)
-    for expert in chain[0].model.modules[0].mlp.experts:
+    for expert in chain[0].model.modules[0].experts:
         parts = dict(expert.named_children())
         assert len(parts) == 2
         assert parts["joined"].out_features == 128

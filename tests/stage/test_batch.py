@@ -31,8 +31,8 @@ def oracle(model: Path) -> Oracle:
     return Oracle(model)
 
 
-def opened(model: Path, stages: int, sessions: int, fused: bool | None = None) -> list[StageEngine]:
-    chain = engines(model, stages, capacity=64, fused=fused)
+def opened(model: Path, stages: int, sessions: int, row_step: int = 1) -> list[StageEngine]:
+    chain = engines(model, stages, capacity=64, row_step=row_step)
     for engine in chain:
         for session in range(2, sessions + 1):
             engine.open(Open(session, 0, 64, concurrent=tuple(range(1, session))))
@@ -68,11 +68,11 @@ def grow(book: Book, choice: st.DataObject) -> Segment:
 
 
 @settings(max_examples=8, deadline=None)
-@given(sessions=st.integers(1, 5), stages=st.integers(1, 3), fused=st.booleans(), choice=st.data())
-def test_rows_of_several_texts(model: Path, oracle: Oracle, sessions: int, stages: int, fused: bool,
+@given(sessions=st.integers(1, 5), stages=st.integers(1, 3), row_step=st.sampled_from([1, 16]), choice=st.data())
+def test_rows_of_several_texts(model: Path, oracle: Oracle, sessions: int, stages: int, row_step: int,
                                choice: st.DataObject) -> None:
     """Texts of different lengths, any of them in a batch, prunes in between."""
-    chain = opened(model, stages, sessions, fused)
+    chain = opened(model, stages, sessions, row_step)
     books = [Book(session) for session in range(1, sessions + 1)]
     for i, book in enumerate(books):
         outputs = together(chain, [book.text(random_tokens(3 + 5 * i, 97, seed=i))])
@@ -105,11 +105,11 @@ ENDINGS = ("none", "close", "cancel", "reopen", "replace")
 
 
 @examples(400, quick=36)
-@given(fused=st.booleans(), data=st.data())
-def test_sessions_end_between_layers(model: Path, oracle: Oracle, fused: bool, data: st.DataObject) -> None:
+@given(row_step=st.sampled_from([1, 16]), data=st.data())
+def test_sessions_end_between_layers(model: Path, oracle: Oracle, row_step: int, data: st.DataObject) -> None:
     """Any of three parts may have no rows left, and any session may end before any layer: its rows come out
     empty, its memory may belong to another session at once, and the others' rows and caches stay exact."""
-    [engine] = opened(model, 1, 3, fused)
+    [engine] = opened(model, 1, 3, row_step)
     books = {session: Book(session) for session in (1, 2, 3)}
     together([engine], [book.text(random_tokens(6, 97, seed=i)) for i, book in books.items()])
     rows = {session: data.draw(st.integers(0, 2), f"rows of {session}") for session in books}

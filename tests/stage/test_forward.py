@@ -15,8 +15,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flowspec_edge.messages import Cancel, Output, Prune
 from flowspec_edge.stage.forward import AHEAD, LaunchPacer, to_host
-from flowspec_edge.stage.layers.attention import attend, folded_mask, register
+from flowspec_edge.stage.layers.attention import attend, folded_mask
 from flowspec_edge.util.tensors import to_device
+from flowspec_edge.util.torchdevice import use_exact_kernels
 
 LAYERS = 6
 
@@ -159,7 +160,7 @@ def test_masks_are_aligned_and_right(rows: int, groups: int, columns: int) -> No
     assert mask.shape == (1, 1, groups * rows, columns)
     assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
     assert mask.stride(-1) == 1
-    out, _ = attend(torch.nn.Identity(), query, keys, values, mask)
+    out = attend(query, keys, values, mask, query.shape[-1] ** -0.5)
     scores = query.double() @ keys.double().repeat_interleave(groups, 1).transpose(2, 3) / 8
     weights = scores.masked_fill(torch.from_numpy(~visible), float("-inf")).softmax(-1)
     expected = (weights @ values.double().repeat_interleave(groups, 1)).transpose(1, 2)
@@ -175,7 +176,7 @@ def test_padding_rows_see_everything() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_fused_kernel_is_chosen(device: str) -> None:
     """The CPU has one kernel with masks, CUDA two; cuDNN's would be planned for each length."""
-    register()
+    use_exact_kernels()
     dtype, wanted = ((torch.float32, SDPBackend.FLASH_ATTENTION) if device == "cpu" else
                      (torch.float16, SDPBackend.EFFICIENT_ATTENTION))
     for columns in (7, 16, 255):
@@ -190,5 +191,5 @@ def test_a_fused_kernel_is_chosen(device: str) -> None:
 def test_the_memory_efficient_kernel_copies_no_mask(groups: int, columns: int) -> None:
     query, keys, values, mask, _ = arguments(16, columns, groups, "cuda", torch.float16)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), torch.profiler.profile(acc_events=True) as profile:
-        attend(torch.nn.Identity(), query, keys, values, mask)
+        attend(query, keys, values, mask, query.shape[-1] ** -0.5)
     assert not [event.name for event in profile.events() if "pad" in event.name]

@@ -45,7 +45,7 @@ def test_the_same_bits(tmp_path: Path, family: str, extra: dict[str, object], ki
         cut(path, tmp_path / "cut", 1, kind)
         path = tmp_path / "cut"
     dtype = "bf16" if kind else "fp32"
-    (one,), (other,) = (engines(path, 1, dtype, fused=True, capacity=256) for _ in range(2))
+    (one,), (other,) = (engines(path, 1, dtype, row_step=16, capacity=256) for _ in range(2))
     other.graphs |= recorded(other.model, 16, 32)
     books = Book(), Book()
     for rows in (5, 16, 1, 17, 32, 40):  # 40: not recorded
@@ -72,7 +72,7 @@ class Clock:
 
 
 def prepared(model: Path, stage: int = 0, stages: int = 1, dtype: str = "fp32") -> StageEngine:
-    engine = StageEngine(load_shard(model, stage, stages, dtype, fused=True), 700)
+    engine = StageEngine(load_shard(model, stage, stages, dtype, row_step=16), 700)
     warm_up(engine)
     return engine
 
@@ -124,11 +124,6 @@ def test_what_cannot_be_recorded_runs_as_before(model: Path, error: Exception) -
     oracle, book = Oracle(model), Book()
     engine.open(Open(1, 0, 64))
     assert_rows(through([engine], book.text(random_tokens(9, VOCAB, seed=1)))[1], book, oracle)
-
-
-def test_layers_of_transformers_are_left_alone(model: Path) -> None:
-    engine = StageEngine(load_shard(model, 0, 1, "fp32", fused=False))
-    assert "none to record" in choose_graphs(engine, record).reason
 
 
 def test_a_piece_knows_no_place(model: Path) -> None:

@@ -53,9 +53,9 @@ def shards(model: Path, tmp_path_factory: pytest.TempPathFactory, request: pytes
             model = windowed(tmp_path_factory.mktemp("windows"), VOCAB, patch)
         if request.param == "recurrent":
             model = recurring(tmp_path_factory.mktemp("recurrent"), VOCAB, patch)
-        fused = request.param in ("recorded", "windows")
-        loaded = [load_shard(model, i, STAGES, "fp32", fused=fused) for i in range(STAGES)]
-        yield model, [(shard, recorded(shard, 16, 32) if fused else {}) for shard in loaded]
+        records = request.param in ("recorded", "windows")
+        loaded = [load_shard(model, i, STAGES, "fp32", row_step=16 if records else 1) for i in range(STAGES)]
+        yield model, [(shard, recorded(shard, 16, 32) if records else {}) for shard in loaded]
 
 
 @cache

@@ -82,18 +82,6 @@ def test_a_published_multimodal_checkpoint(sparse: Path, tmp_path: Path) -> None
     torch.testing.assert_close(own, exact, atol=5e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5"])
-def test_fewer_launches_compute_the_same(family: str, tmp_path: Path) -> None:
-    """A text and a tree, as layers run on a GPU."""
-    model = family_model(family, tmp_path)
-    oracle, chain, book = Oracle(model), engines(model, 2, fused=True), Book()
-    assert_rows(through(chain, book.text(random_tokens(21, VOCAB, seed=8)))[1], book, oracle)
-    below = [book.committed[-1]]
-    for token in random_tokens(9, VOCAB, seed=9):
-        below.append(book.add(token, below[len(below) // 2]))
-    assert_rows(through(chain, book.builder.seal())[1], book, oracle)
-
-
 def test_shards_of_it_in_4_bits(sparse: Path, tmp_path: Path) -> None:
     """As transformers computes the same matrices; small ones that make decays and gates stay as they are."""
     cut(published(sparse, tmp_path / "whole"), tmp_path / "out", dtype="int4", stages=2)
@@ -102,8 +90,8 @@ def test_shards_of_it_in_4_bits(sparse: Path, tmp_path: Path) -> None:
         exact = load_reference_model(tmp_path / "out", "fp32")(torch.tensor([text])).logits[0]
     torch.testing.assert_close(logits(tmp_path / "out", text), exact, atol=5e-4, rtol=0)
     plain: Any = load_shard(tmp_path / "out", 0, 2, "fp32").modules[0].linear_attn
-    assert isinstance(plain.in_proj_a, torch.nn.Linear)
-    assert not isinstance(plain.in_proj_qkv, torch.nn.Linear)
+    assert isinstance(plain.in_proj_ba, torch.nn.Linear)
+    assert not isinstance(plain.in_proj_qkvz, torch.nn.Linear)
 
 
 def test_the_manifest_counts_what_a_request_holds(sparse: Path, tmp_path: Path,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kits.stages import stored_state
 from kits.tiny_models import tiny_llama, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -65,9 +66,11 @@ def test_a_shard_holds_its_part_only(model: Path) -> None:
     for shard in shards:
         held = 0
         for i, module in zip(range(*shard.layers), shard.modules, strict=True):
+            stored = stored_state(module, shard.kv_heads * shard.kv_groups, shard.kv_heads)
             for name, weight in whole.layers[i].state_dict().items():
-                assert torch.equal(module.state_dict()[name], weight)
+                assert torch.equal(stored.pop(name), weight)
                 held += weight.nbytes
+            assert stored == {}
         held += whole.norm.weight.nbytes if shard.norm else 0
         assert shard.nbytes == held
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from kits.int4_matrices import DEVICES, grouped_weights
 from kits.sharded_models import all_tensors, as_bin, cut, edit
+from kits.stages import stored_state
 from kits.tiny_models import tiny_llama, tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -60,8 +61,9 @@ def test_a_stage_is_cut_where_the_manifest_says(model: Path, dense: Path) -> Non
         assert (shard.embed is not None, shard.norm is not None) == (index == 0, index == 2)
         assert shard.nbytes == manifest.part(f"stage-{index + 1}").weight_bytes
         for i, module in zip(range(lo, hi), shard.modules, strict=True):
+            stored = stored_state(module, shard.kv_heads * shard.kv_groups, shard.kv_heads)
             for name, weight in whole.layers[i].state_dict().items():
-                assert torch.equal(module.state_dict()[name], weight)
+                assert torch.equal(stored[name], weight)
     with pytest.raises(UsageError, match="was sharded into 3 stages, not 2"):
         load_shard(dense, 0, 2, "fp32")
     with pytest.raises(UsageError, match="was sharded into 3 stages, not 2"):
@@ -191,7 +193,7 @@ def test_a_quantised_stage_takes_what_the_manifest_says(int4: Path, dtype: str) 
         shard = load_shard(int4, index, 2, dtype)
         if dtype == manifest.compute_dtype:
             assert shard.nbytes == manifest.part(f"stage-{index + 1}").weight_bytes
-        assert "weight" not in dict(shard.modules[0].self_attn.q_proj.named_parameters())
+        assert "weight" not in dict(shard.modules[0].self_attn.qkv_proj.named_parameters())
 
 
 def test_a_foreign_tensor_in_a_part_is_named(model: Path, tmp_path: Path) -> None:

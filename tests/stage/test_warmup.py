@@ -23,19 +23,19 @@ from flowspec_edge.stage.shard import load_shard
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_all_layers_run_and_nothing_is_left(stage: int, device: str, tmp_path: Path) -> None:
     path = tiny_llama(tmp_path, layers=6, hidden=32)
-    shard = load_shard(path, stage, 3, "fp32", device, fused=True)
+    shard = load_shard(path, stage, 3, "fp32", device, row_step=16)
     engine = StageEngine(shard, 300)
     seen: list[tuple[tuple[int, ...], int]] = []  # shape of the rows, length of the text
 
-    def see(_: object, inputs: tuple[torch.Tensor], named: dict[str, torch.Tensor]) -> None:
-        seen.append((tuple(inputs[0].shape), named["attention_mask"].shape[-1]))
+    def see(_: object, inputs: tuple[torch.Tensor, object, torch.Tensor]) -> None:
+        seen.append((tuple(inputs[0].shape), inputs[2].shape[-1]))
 
-    hooks = [module.register_forward_pre_hook(see, with_kwargs=True) for module in shard.modules]
+    hooks = [module.register_forward_pre_hook(see) for module in shard.modules]
     warm_up(engine)
     for hook in hooks:
         hook.remove()
     # Rows are padded to 16; the last pass is at the full length.
-    assert seen == [((1, rows, 32), text) for rows, text in ((16, 1), (16, 16), (64, 300))
+    assert seen == [((rows, 32), text) for rows, text in ((16, 1), (16, 16), (64, 300))
                     for _ in shard.modules]
     assert (engine.sessions, engine.kept, engine.cache_rows) == ((), {}, 300)
     assert set(engine.counters.values()) == {0}

@@ -22,9 +22,9 @@ from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
 from flowspec_edge.drafting.load import SharedMemory
 from flowspec_edge.errors import FlowspecError, first_line
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.families import skeleton
+from flowspec_edge.stage.families.decoder import skeleton
+from flowspec_edge.stage.families.rotary import Rotary
 from flowspec_edge.stage.layers.attention import folded_mask
-from flowspec_edge.stage.layers.fused import FusedLayer
 from flowspec_edge.stage.preparation import choose_graphs, warm_up
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util.graphs import CudaRecorder, KernelChoice
@@ -143,9 +143,10 @@ def _layers_in_graphs(device: torch.device) -> KernelChoice:
         layer.to(torch.float16).to_empty(device=device).requires_grad_(False)
         for weight in layer.parameters():
             weight.normal_(0, 0.02)
+        layer.prepare()
     shard = Shard(index=1, stages=3, layers=(0, 2), config=config, embed=None, norm=None, digest="",
-                  modules=tuple(map(FusedLayer, core.layers)), dtype=torch.float16, device=device,
-                  rotary=type(core.rotary_emb)(config=config).to(device))
+                  modules=tuple(core.layers), dtype=torch.float16, device=device,
+                  rotary=Rotary(config, device))
     engine = StageEngine(shard, _CAPACITY)
     warm_up(engine)
     return choose_graphs(engine, CudaRecorder(device))

@@ -41,7 +41,7 @@ from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.model.weights.located import locate
 from flowspec_edge.sharding.drafts import open_draft
 from flowspec_edge.sharding.plan import IN_16_BITS
-from flowspec_edge.stage.families import skeleton
+from flowspec_edge.stage.families.decoder import skeleton
 from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.layers.recurrent import GatedDelta
@@ -132,7 +132,7 @@ def _shape(config: Any, core: Any, drafts: dict[str, HeadShape], repack: GgufImp
     layers = [part_shape(layer, bits) for layer, bits in zip(core.layers, own, strict=True)]
     sizes = [layer.nbytes(2, "int4" if repack else None, group) for layer in layers]
     largest = sizes.index(max(sizes))
-    mixtures = [layer.mlp.experts for layer in core.layers if hasattr(layer.mlp, "experts")]
+    mixtures = [layer.experts for layer in core.layers if layer.experts is not None]
     return ModelParts(
         family=config.model_type, count=int(config.num_hidden_layers), layers=_distinct(layers),
         norm=_numel(core.norm.parameters()), hidden=int(config.hidden_size), vocabulary=int(config.vocab_size),

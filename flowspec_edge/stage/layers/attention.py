@@ -1,7 +1,6 @@
-"""Attention for transformers' layers that reads grouped key/value heads in place.
+"""Attention that reads grouped key/value heads in place.
 
-transformers' "sdpa" first repeats keys and values per query head.  Here the query heads of a group become
-rows of one head, so the cache is never copied.
+The query heads of a group become rows of one head, so that the cache is never copied.
 
 A batch has rows of several sessions in one pass. The linear layers see all rows at once; attention runs
 session by session, each over its own cache: a call over one pool of all sessions' rows would read every
@@ -18,15 +17,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from torch import Tensor
 
-from flowspec_edge.stage.layers.kv_cache import from_int8, in_int8
 from flowspec_edge.stage.layers.stage_cache import Part
 from flowspec_edge.util.tensors import to_device
-from flowspec_edge.util.torchdevice import use_exact_kernels
 
 
 class BatchMask:
@@ -56,17 +50,12 @@ class BatchMask:
 
 
 class BatchCache:
-    """The parts' caches of a kind; transformers' ``past_key_values`` in a pass with a :class:`BatchMask`."""
+    """The parts' caches of a kind, in a pass with a :class:`BatchMask`."""
 
     def __init__(self, parts: Sequence[Part], kind: int) -> None:
         """``kind``: index in ``StageCache.parts``, of keys and values."""
         self._parts = parts
         self._kind = kind
-
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object
-               ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
-        """As ``KVCache.update``, by part; None for parts that have ended."""
-        return self.write(torch.stack((keys[0], values[0])).permute(2, 0, 1, 3), layer_idx)
 
     def write(self, rows: Tensor, layer_idx: int
               ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
@@ -79,15 +68,7 @@ class BatchCache:
         return keys, values
 
 
-NAME = "flowspec"
-_ROUNDED = "flowspec-int8-kv"
 _ALIGNED = 8  # elements: the mask stride that the memory-efficient kernel requires
-
-
-def register() -> None:
-    """Register ``attn_implementation=NAME`` with transformers, and select exact kernels; idempotent."""
-    AttentionInterface.register(NAME, attend)
-    use_exact_kernels()
 
 
 def folded_mask(visible: NDArray[np.bool_], groups: int, dtype: torch.dtype, device: torch.device,
@@ -107,48 +88,26 @@ def folded_mask(visible: NDArray[np.bool_], groups: int, dtype: torch.dtype, dev
     return additive.view(1, 1, groups * rows, width)[..., :m]
 
 
-def attend(module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Tensor | BatchMask,
-           scaling: float | None = None, s_aux: Tensor | None = None, **_: Any) -> tuple[Tensor, None]:
+def attend(query: Tensor, key: Any, value: Any, mask: Tensor | BatchMask, scaling: float,
+           sinks: Tensor | None = None) -> Tensor:
     """query [1, heads, n, d], key and value [1, kv_heads, m, d], or those of each part of a batch; returns
-    [1, n, heads, d].  ``s_aux`` [heads]: attention sinks."""
-    one = partial(_attend, scaling) if s_aux is None else partial(_attend_with_sinks, s_aux, scaling)
-    if isinstance(attention_mask, BatchMask):
-        return attention_mask.attend(one, query, key, value), None
-    return one(query, key, value, attention_mask), None
+    [1, n, heads, d].  ``sinks`` [heads]: scores of columns whose value is 0."""
+    one = partial(_attend, scaling) if sinks is None else partial(_attend_with_sinks, sinks, scaling)
+    return mask.attend(one, query, key, value) if isinstance(mask, BatchMask) else one(query, key, value, mask)
 
 
-def register_rounded() -> str:
-    """Register transformers' "sdpa" over keys and values as an ``Int8KVCache`` keeps them; return its
-    name."""
-    AttentionInterface.register(_ROUNDED, _attend_rounded)
-    AttentionMaskInterface.register(_ROUNDED, sdpa_mask)
-    return _ROUNDED
-
-
-def _attend_rounded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any
-                    ) -> tuple[Tensor, None]:
-    key, value = (from_int8(in_int8(states), states.dtype) for states in (key, value))
-    if (sinks := options.get("s_aux")) is not None:
-        visible = args[0]
-        mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
-        mask.masked_fill_(~visible, float("-inf"))
-        return _attend_with_sinks(sinks, options.get("scaling"), query, key, value,
-                                  mask.repeat(1, 1, query.shape[1] // key.shape[1], 1)), None
-    return sdpa_attention_forward(module, query, key, value, *args, **options)
-
-
-def _attend(scaling: float | None, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def _attend(scaling: float, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     # Query head h becomes row block h % groups of key head h // groups.
     folded = query.reshape(1, key.shape[1], -1, query.shape[-1])
     return _unfolded(F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling), query)
 
 
-def _attend_with_sinks(sinks: Tensor, scaling: float | None, query: Tensor, key: Tensor, value: Tensor,
+def _attend_with_sinks(sinks: Tensor, scaling: float, query: Tensor, key: Tensor, value: Tensor,
                        mask: Tensor) -> Tensor:
     """Every head has one more column, whose score is its sink's [heads] and whose value is 0."""
     n, d = query.shape[2:]
     kv_heads = key.shape[1]
-    folded = query.reshape(1, kv_heads, -1, d) * (d**-0.5 if scaling is None else scaling)
+    folded = query.reshape(1, kv_heads, -1, d) * scaling
     scores = (folded @ key.mT).float() + mask
     own = sinks.float().view(kv_heads, -1).repeat_interleave(n, 1)[None, :, :, None]
     top = torch.maximum(scores.amax(-1, keepdim=True), own)

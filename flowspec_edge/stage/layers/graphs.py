@@ -1,31 +1,31 @@
 """The layers of a stage as CUDA graphs, cut at attention: one launch where a layer makes ten.
 
 A graph repeats its kernels on the memory that they had when it was recorded.  What changes with the text,
-keys, values and their mask, concerns attention alone, which stays outside; what is between the attention of
-two layers is one graph: the end of one layer and the beginning of the next.  So graphs depend on the number
+keys, values and their mask, or a recurrent layer's states, concerns attention alone, which stays outside; what is
+between the attention of two layers is one graph: the end of one layer and the beginning of the next.  So graphs depend on the number
 of rows, and on no session, place or length.  Experts run between two graphs: which of them is known only
 when the router has run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from flowspec_edge.stage.layers.attention import BatchCache, BatchMask
-from flowspec_edge.stage.layers.fused import FusedLayer, Routed
-from flowspec_edge.stage.layers.kv_cache import KVCache
+from flowspec_edge.stage.families.decoder import Begun, DecoderLayer
+from flowspec_edge.stage.families.feed_forward import Routed
+from flowspec_edge.stage.families.rotary import Rotation
 from flowspec_edge.util.graphs import Recorder, Replay
 
 
 class LayerGraphs:
-    """The layers for ``rows`` rows.
+    """The layers for a number of rows.
 
-        graphs.load(hidden, rotation, new)
+        graphs.load(hidden, rotations, new)
         for i in range(layers):
             graphs.advance(i)             # the end of layer i - 1, the beginning of layer i
             graphs.attend(i, mask, cache)
@@ -33,56 +33,66 @@ class LayerGraphs:
         graphs.hidden
     """
 
-    def __init__(self, layers: Sequence[FusedLayer], rows: int, width: int, rotated: int, attended: int,
-                 dtype: torch.dtype, device: torch.device, record: Recorder) -> None:
-        """width     of the hidden states
-        rotated   head_dim
-        attended  heads * head_dim
+    def __init__(self, layers: Sequence[DecoderLayer], turns: Sequence[str], hidden: Tensor,
+                 rotations: Mapping[str, Rotation], record: Recorder) -> None:
+        """turns      by layer, the rotation that it takes
+        hidden     [rows, width], like those that will be loaded
+        rotations  like those that will be loaded
         """
-        new = partial(torch.zeros, dtype=dtype, device=device)
-        self.hidden = new(rows, width)  # of the layer that ``advance`` has begun, or of the last one's output
-        self._attended = new(rows, attended)
-        self._rotation = new(rows, 1, rotated), new(rows, 1, rotated)
-        self._layers = layers
-        self._splits: list[Tensor | None] = []
-        ends = zip([None, *layers], [*layers, None], strict=True)
-        self._steps = [self._between(*pair, record) for pair in ends]
+        self.hidden = hidden.clone()  # of the layer that ``advance`` has begun, or of the last one's output
+        self._rotations = {turn: Rotation(*(None if part is None else part.clone() for part in rotation))
+                           for turn, rotation in rotations.items()}
+        self._layers, self._turns = layers, turns
+        rooms: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # of layers that do not run at once
+        self._attended = [rooms.setdefault((room.shape, room.dtype), room)
+                          for room in (layer.room(len(hidden), self.hidden) for layer in layers)]
+        self._begun: list[Begun] = []
+        self._new = len(hidden)
+        self._steps = [self._between(place, record) for place in range(len(layers) + 1)]
 
-    def _between(self, done: FusedLayer | None, begun: FusedLayer | None, record: Recorder) -> list[Replay]:
-        """What runs between the attention of two layers; adds to ``_splits``."""
+    def _between(self, place: int, record: Recorder) -> list[Replay]:
+        """What runs between the attention of layers ``place`` - 1 and ``place``; adds to ``_begun``."""
+        done = self._layers[place - 1] if place else None
+        last = place == len(self._layers)
+
         def ends() -> Routed | None:
-            return None if done is None else done.after(self.hidden, self._attended)
+            return None if done is None else done.after(self.hidden, self._begun[place - 1], self._attended[place - 1])
 
-        def begins() -> Tensor | None:
-            return None if begun is None else begun.before(self.hidden, self._rotation)
+        def begins() -> Begun | None:
+            return None if last else self._layers[place].before(self.hidden, self._rotations[self._turns[place]])
 
-        if done is None or not done.sparse:
-            (_, split), replay = record(lambda: (ends(), begins()))
-            self._splits.append(split)
+        if done is None or done.experts is None:
+            (_, begun), replay = record(lambda: (ends(), begins()))
+            self._keep(begun)
             return [replay]
         routed, first = record(ends)
-
-        def mixes() -> None:
-            done.mix(self.hidden, cast(Routed, routed), self._new)
-
-        if begun is None:
+        mixes = partial(self._mix, done, cast(Routed, routed))
+        if last:
             return [first, mixes]
-        split, second = record(begins)
-        self._splits.append(split)
+        begun, second = record(begins)
+        self._keep(begun)
         return [first, mixes, second]
 
-    def load(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], new: int) -> None:
-        """hidden [rows, width], of which ``new`` are no padding; ``rotation`` as for ``FusedLayer``."""
+    def _keep(self, begun: Begun | None) -> None:
+        if begun is not None:
+            self._begun.append(begun)
+
+    def _mix(self, layer: DecoderLayer, routed: Routed) -> None:
+        layer.mix(self.hidden, routed, self._new)
+
+    def load(self, hidden: Tensor, rotations: Mapping[str, Rotation], new: int) -> None:
+        """hidden [rows, width], of which ``new`` are no padding."""
         self._new = new
         self.hidden.copy_(hidden)
-        for own, given in zip(self._rotation, rotation, strict=True):
-            own.copy_(given)
+        for turn, rotation in rotations.items():
+            for own, given in zip(self._rotations[turn], rotation, strict=True):
+                if own is not None and given is not None:
+                    own.copy_(given)
 
     def advance(self, layer: int) -> None:
         for step in self._steps[layer]:
             step()
 
-    def attend(self, layer: int, mask: Tensor | BatchMask, cache: KVCache | BatchCache) -> None:
-        split = self._splits[layer]
-        assert split is not None
-        self._attended.copy_(self._layers[layer].attend(split, mask, cache))
+    def attend(self, layer: int, mask: Any, cache: Any) -> None:
+        """``mask`` and ``cache`` of ``CacheKind.inputs``."""
+        self._attended[layer].copy_(self._layers[layer].attend(self._begun[layer], mask, cache, self._new))

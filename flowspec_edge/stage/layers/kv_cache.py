@@ -128,9 +128,9 @@ class KVArena:
 
 
 class KVCache:
-    """Keys and values of up to ``capacity`` rows; transformers' ``past_key_values``; a ``LayerCache``.
+    """Keys and values of up to ``capacity`` rows; a ``LayerCache``.
 
-    A pass writes its rows behind the last slot with ``update``; ``append`` makes them part of the cache,
+    A pass writes its rows behind the last slot with ``write``; ``append`` makes them part of the cache,
     otherwise the next pass overwrites them.
     """
 
@@ -170,15 +170,11 @@ class KVCache:
                                 f"capacity {self.capacity}: shorten the request or raise the capacity")
         self._reserved = rows
 
-    def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: object) -> tuple[Tensor, Tensor]:
-        """Write one layer's new rows [1, kv_heads, n, head_dim] behind the last slot.
-
-        Returns all keys and values of the layer, new rows included: [1, kv_heads, len + n, head_dim].
-        """
-        return self.write(torch.stack((keys[0], values[0])).permute(2, 0, 1, 3), layer_idx)
-
     def write(self, rows: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """``update`` for keys and values in one tensor [n, 2, kv_heads, head_dim]."""
+        """Write one layer's new keys and values [n, 2, kv_heads, head_dim] behind the last slot.
+
+        Returns all keys and all values of the layer, new rows included: [1, kv_heads, len + n, head_dim] each.
+        """
         held = self._held(layer_idx, len(rows))
         held[:, self._length :].copy_(rows.transpose(0, 1))
         return _views(held)

@@ -91,8 +91,7 @@ def test_a_random_router_touches_what_independent_rows_do(rows: int) -> None:
     mixture, counts = Experts(), []
     mixture.extend(nn.Identity() for _ in range(experts))
     layer = nn.Module()
-    layer.mlp = nn.Module()
-    layer.mlp.experts = mixture
+    layer.experts = mixture
     for _ in range(segments):
         mixture.chosen = torch.rand(rows + 2, experts).topk(chosen).indices
         found, expected = touched([layer], 1, rows + 1)
@@ -109,8 +108,7 @@ def test_correlation_of_equal_and_of_independent_rows(rows: int, same: float) ->
     layers = []
     for seed in range(60):
         layer, mixture = nn.Module(), Experts(nn.Identity() for _ in range(128))
-        layer.mlp = nn.Module()
-        layer.mlp.experts = mixture
+        layer.experts = mixture
         draws = torch.rand(1 if same else rows, 128, generator=torch.Generator().manual_seed(seed))
         mixture.chosen = draws.topk(8).indices.expand(rows, -1)
         layers.append(layer)
@@ -136,7 +134,7 @@ def test_a_stage_counts_by_segment_and_by_session(model: Path) -> None:
     before = first.counters_of(1)
     through(chain, book.builder.seal())
     added = {name: value - before[name] for name, value in first.counters_of(1).items()}
-    mixtures = [layer.mlp.experts for layer in first.model.modules]
+    mixtures = [layer.experts for layer in first.model.modules]
     assert added["experts"] == sum(len(set(mixture.chosen.flatten().tolist())) for mixture in mixtures)
     assert added["experts_independent"] == pytest.approx(2 * independent(8, 3, 4))
     assert last.counters["experts"] > 0

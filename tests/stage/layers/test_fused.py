@@ -1,4 +1,4 @@
-"""Fused layers against transformers, and the number of their launches."""
+"""Layers against transformers, and the number of their launches."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from kits.tiny_models import tiny_llama, tiny_model
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.messages import Open
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.quant.schemes import scheme
@@ -45,7 +46,7 @@ def test_texts_and_trees_equal_transformers(tmp_path: Path, family: str, extra: 
     """With and without padding; keys and values too."""
     path = tiny_model(family, tmp_path, layers=3, hidden=32, vocab=VOCAB, **extra)
     shake(path / "model.safetensors")  # or all norms are alike
-    book, oracle, chain = Book(), Oracle(path), engines(path, 2, device=device, fused=True)
+    book, oracle, chain = Book(), Oracle(path), engines(path, 2, device=device, row_step=16)
     rng = np.random.default_rng(0)
     for rows in (24, 1, 16):
         text = random_tokens(rows, VOCAB, seed=rows)
@@ -64,7 +65,7 @@ def test_texts_and_trees_equal_transformers(tmp_path: Path, family: str, extra: 
 def test_a_layer_leaves_its_inputs_as_they_were(tmp_path: Path, device: str) -> None:
     """Inputs of a layer may be tapped, and are copied when all layers have run."""
     path, text = tiny_llama(tmp_path, layers=3, hidden=32), random_tokens(20, VOCAB, seed=2)
-    chain, oracle = engines(path, 1, device=device, fused=True), Oracle(path)
+    chain, oracle = engines(path, 1, device=device, row_step=16), Oracle(path)
     taps, _ = through(chain, replace(Book().text(text), taps=(0, 1, 2)))
     assert [tap.layer for tap in taps] == [0, 1, 2]
     for tap in taps:
@@ -78,7 +79,7 @@ def test_a_layer_leaves_its_inputs_as_they_were(tmp_path: Path, device: str) -> 
 def test_16_bits_are_no_worse_than_transformers(tmp_path: Path, dtype: str, torch_dtype: torch.dtype,
                                                 device: str) -> None:
     path, text = tiny_llama(tmp_path, layers=8, hidden=32), random_tokens(24, VOCAB, seed=1)
-    _, output = through(engines(path, 1, dtype, device=device, fused=True), Book().text(text))
+    _, output = through(engines(path, 1, dtype, device=device, row_step=16), Book().text(text))
     truth = Oracle(path).forward(text)
     ours = (to_torch(output.hidden).float() - truth).abs().mean()
     theirs = (Oracle(path, torch_dtype).forward(text).float() - truth).abs().mean()
@@ -87,15 +88,16 @@ def test_16_bits_are_no_worse_than_transformers(tmp_path: Path, dtype: str, torc
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", ["int4", "nf4"])
-def test_joined_4_bit_matrices_give_what_each_gives(kind: str, dtype: str, tmp_path: Path) -> None:
-    """Joined products differ by the order of sums alone."""
+def test_joined_4_bit_matrices_give_what_transformers_gives(kind: str, dtype: str, tmp_path: Path) -> None:
+    """transformers' layers multiply with each of the same matrices."""
     path = tiny_model("qwen2", tmp_path / "model", layers=2, hidden=128, heads=4, kv_heads=2, vocab=VOCAB)
     cut(path, tmp_path / "cut", 1, kind)
-    apart, joined = (through(engines(tmp_path / "cut", 1, dtype, fused=fused), Book().text(range(1, 25)))[1]
-                     for fused in (False, True))
-    a, b = to_torch(apart.hidden).float(), to_torch(joined.hidden).float()
-    assert (a - b).abs().max() < (1e-4 if dtype == "fp32" else 0.1)
-    assert (a - b).abs().mean() < (1e-5 if dtype == "fp32" else 0.02)
+    text = list(range(1, 25))
+    joined = to_torch(through(engines(tmp_path / "cut", 1, dtype), Book().text(text))[1].hidden).float()
+    with torch.inference_mode():
+        apart = load_reference_model(tmp_path / "cut", dtype).model(torch.tensor([text])).last_hidden_state[0].float()
+    assert (apart - joined).abs().max() < (1e-4 if dtype == "fp32" else 0.15)
+    assert (apart - joined).abs().mean() < (1e-5 if dtype == "fp32" else 0.02)
 
 
 @pytest.mark.parametrize("rows", [(64, 64), (128, 64, 48), (48, 64), (64, 0)])
@@ -134,10 +136,7 @@ def test_joining_keeps_biases(biases: tuple[bool, bool]) -> None:
 
 def test_nothing_is_in_memory_twice(tmp_path: Path) -> None:
     path = tiny_llama(tmp_path, layers=3, hidden=136)  # a width that no other test has
-    apart, fused = (load_shard(path, 0, 1, "fp32", fused=fused) for fused in (False, True))
-    assert fused.digest == apart.digest
-    assert fused.nbytes == apart.nbytes
-    del apart
+    shard = load_shard(path, 0, 1, "fp32")
     gc.collect()
     held = Counter(tuple(t.shape) for t in gc.get_objects() if type(t) is nn.Parameter and not t.is_meta)
     assert held[272, 136] == 3  # q, k and v, with two key/value heads to four; gate or up would be as large
@@ -162,11 +161,11 @@ class Launches(TorchDispatchMode):
         return out
 
 
-def launches_a_layer(path: Path, dtype: str, fused: bool) -> Counter[str]:
+def launches_a_layer(path: Path, dtype: str) -> Counter[str]:
     """The launches that one layer adds to a segment of 16 rows."""
     counted = []
     for layers in (1, 2):
-        shard: Shard = load_shard(path, 0, 1, dtype, fused=fused)
+        shard: Shard = load_shard(path, 0, 1, dtype)
         shard = Shard(**{**vars(shard), "layers": (0, layers), "modules": shard.modules[:layers]})
         engine = StageEngine(shard)
         engine.open(Open(session=1, epoch=0, capacity=64))
@@ -191,7 +190,6 @@ def test_launches_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, famil
     if kind is not None:
         cut(path, tmp_path / "cut", 1, kind)
         path = tmp_path / "cut"
-    fused, apart = (launches_a_layer(path, "bf16", fused) for fused in (True, False))
+    found = launches_a_layer(path, "bf16")
     copies = 2 if kind else 0  # packed products want contiguous rows
-    assert fused.total() == most + (0 if fuses else 2 + copies), fused
-    assert apart.total() >= 2 * most, apart
+    assert found.total() == most + (0 if fuses else 2 + copies), found

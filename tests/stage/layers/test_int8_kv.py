@@ -59,15 +59,13 @@ def test_every_operation_against_a_list_of_rows(data: st.DataObject) -> None:
     cache = arena.take(40)
     held: list[torch.Tensor] = []  # [2 layers, 2, heads, width] each
     for step in range(data.draw(st.integers(1, 8))):
-        action = data.draw(st.sampled_from(["write", "update", "keep", "retain"]))
-        if action in ("write", "update") and len(held) < 30:
+        action = data.draw(st.sampled_from(["write", "keep", "retain"]))
+        if action == "write" and len(held) < 30:
             n = data.draw(st.integers(1, 5))
             rows = torch.from_numpy(random.normal(size=(n, 2, 2, HEADS, WIDTH))).float()
             expected = torch.stack([*held, *(from_int8(in_int8(row), torch.float32) for row in rows)])
             for layer in (0, 1):
-                found = (cache.write(rows[:, layer], layer + 3) if action == "write" else
-                         cache.update(*(rows[:, layer, part].transpose(0, 1)[None] for part in (0, 1)),
-                                      layer + 3))
+                found = cache.write(rows[:, layer], layer + 3)
                 for part in (0, 1):
                     assert torch.equal(found[part][0].transpose(0, 1), expected[:, layer, part]), step
             cache.append(n)

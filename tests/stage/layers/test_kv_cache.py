@@ -36,8 +36,7 @@ def filled(rows: int, capacity: int = 64) -> tuple[StageCache, torch.Tensor]:
 @torch.inference_mode()  # as a stage computes
 def write(cache: StageCache, rows: torch.Tensor, numbers: np.ndarray) -> None:
     for i, (keys, values) in enumerate(rows):
-        all_keys, all_values = cache.parts[0].update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None],
-                                            LAYERS[0] + i)
+        all_keys, all_values = cache.parts[0].write(torch.stack((keys, values), 1), LAYERS[0] + i)
         assert all_keys.shape == all_values.shape == (1, KV_HEADS, len(cache) + len(numbers), HEAD_DIM)
     cache.append(numbers, numbers)
 
@@ -209,8 +208,7 @@ def test_only_numbers_that_are_held_have_slots() -> None:
 
 def test_a_pass_that_is_given_up_leaves_no_trace() -> None:
     cache, truth = filled(5)
-    junk = torch.randn(1, KV_HEADS, 3, HEAD_DIM)
-    cache.parts[0].update(junk, junk, LAYERS[0])
+    cache.parts[0].write(torch.randn(3, 2, KV_HEADS, HEAD_DIM), LAYERS[0])
     assert len(cache) == 5
     assert torch.equal(torch.stack(cache.rows()), truth)
 

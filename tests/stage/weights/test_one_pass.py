@@ -22,6 +22,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kits.sharded_models import cut
+from kits.stages import stored_state
 from kits.tiny_models import tiny_llama, tiny_model
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -104,7 +105,7 @@ def test_a_stage_reads_once_and_leaves_nothing(large: Path, model: str) -> None:
     assert cached(files) < 8e6
     truth = {name: tensor for path in files.glob("*.safetensors") for name, tensor in load_file(path).items()}
     for i, layer in enumerate(shard.modules):
-        for name, tensor in layer.state_dict().items():
+        for name, tensor in stored_state(layer, shard.kv_heads * shard.kv_groups, shard.kv_heads).items():
             assert same(tensor, truth[f"model.layers.{i}.{name}"])
 
 

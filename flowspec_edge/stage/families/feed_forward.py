@@ -1,0 +1,127 @@
+"""The second half of a decoder layer: an MLP, or a router and experts, perhaps with a shared expert."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flowspec_edge.model.config import ACTIVATIONS
+from flowspec_edge.model.experts import ClampedGate, Experts, Gated
+from flowspec_edge.model.families import ExpertNames, LayerForm
+from flowspec_edge.util.linears import add_product, detach_and_join
+
+_TANH = partial(F.gelu, approximate="tanh")
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = dict(zip(
+    ACTIVATIONS, (F.silu, F.silu, F.relu, F.gelu, _TANH, _TANH), strict=True))
+
+
+def activation_of(config: Any) -> Callable[[Tensor], Tensor]:
+    name = config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act
+    return _ACTIVATIONS[name]
+
+
+class Routed(NamedTuple):
+    """rows [N, H], the experts that each has chosen and their weights [N, k]."""
+
+    rows: Tensor
+    chosen: Tensor
+    weights: Tensor
+
+
+class Mlp(nn.Module):
+    def __init__(self, config: Any, inner: int, biases: bool = False, one_matrix: bool = False) -> None:
+        super().__init__()
+        hidden = int(config.hidden_size)
+        if one_matrix:
+            self.gate_up_proj: nn.Module = nn.Linear(hidden, 2 * inner, bias=biases)
+        else:
+            self.gate_proj = nn.Linear(hidden, inner, bias=biases)
+            self.up_proj = nn.Linear(hidden, inner, bias=biases)
+        self.down_proj: nn.Module = nn.Linear(inner, hidden, bias=biases)
+        self._activation = activation_of(config)
+
+    def prepare(self) -> None:
+        """Join what is loaded."""
+        if hasattr(self, "gate_proj"):
+            self.gate_up_proj = detach_and_join(self, "gate_proj", "up_proj")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, H] to [N, H]."""
+        made: Tensor = self.down_proj(self._inner(x))
+        return made
+
+    def add_to(self, rows: Tensor, x: Tensor) -> None:
+        """Add the output for normed rows ``x`` to ``rows``."""
+        add_product(rows, self.down_proj, self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, -1)
+        return self._activation(gate) * up
+
+
+class Router(nn.Module):
+    """Its matrix stays in the layers' dtype: which experts run depends on it."""
+
+    def __init__(self, config: Any, names: ExpertNames, experts: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, int(config.hidden_size)), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if names.clamped else None
+        self._chosen, self._among_chosen = int(config.num_experts_per_tok), names.clamped
+        self._normed = bool(getattr(config, "norm_topk_prob", True))
+
+    def forward(self, x: Tensor) -> Routed:
+        """[N, H] normed rows."""
+        scores = F.linear(x, self.weight, self.bias)
+        if self._among_chosen:  # the softmax of the chosen experts' scores
+            top, chosen = scores.topk(self._chosen, -1)
+            return Routed(x, chosen, top.softmax(-1))
+        weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(self._chosen, -1)
+        if self._normed:
+            weights /= weights.sum(-1, keepdim=True)
+        return Routed(x, chosen, weights.to(x.dtype))
+
+
+class Mixture(nn.Module):
+    """A router and experts; its modules have the names that checkpoints give them."""
+
+    def __init__(self, config: Any, names: ExpertNames) -> None:
+        super().__init__()
+        count = int(getattr(config, "num_local_experts", None) or config.num_experts)
+        inner = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
+        self._router = names.router
+        self.add_module(names.router, Router(config, names, count))
+        gated = (ClampedGate(float(getattr(config, "swiglu_alpha", None) or 1.702),
+                             float(getattr(config, "swiglu_limit", None) or 7.0))
+                 if names.clamped else Gated(activation_of(config)))
+        self.experts = Experts.of(names, int(config.hidden_size), inner, count, gated)
+        if shared := getattr(config, "shared_expert_intermediate_size", None):
+            self.shared_expert = Mlp(config, int(shared))
+            self.shared_expert_gate: nn.Module = nn.Linear(int(config.hidden_size), 1, bias=False)
+
+    def prepare(self) -> None:
+        if hasattr(self, "shared_expert"):
+            self.shared_expert.prepare()
+
+    def route(self, rows: Tensor, x: Tensor) -> Routed:
+        """Choose experts for normed rows ``x``; the shared expert's part is added to ``rows``."""
+        routed: Routed = getattr(self, self._router)(x)
+        if hasattr(self, "shared_expert"):
+            rows += self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+        return routed
+
+
+def feed_forward(config: Any, form: LayerForm, names: ExpertNames | None, index: int) -> Mlp | Mixture:
+    """Make layer ``index``'s."""
+    if names is not None and _is_sparse(config, index):
+        return Mixture(config, names)
+    return Mlp(config, int(config.intermediate_size), bool(getattr(config, "mlp_bias", False)), form.one_matrix)
+
+
+def _is_sparse(config: Any, index: int) -> bool:
+    every = int(getattr(config, "decoder_sparse_step", None) or 1)
+    return index not in (getattr(config, "mlp_only_layers", None) or ()) and (index + 1) % every == 0

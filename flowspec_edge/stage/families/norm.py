@@ -1,0 +1,37 @@
+"""Root mean square norms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flowspec_edge.util.kernels import HeadNorms, RmsNorm
+
+
+class Norm(nn.Module):
+    """A norm of rows; call :meth:`prepare` once the weight is loaded."""
+
+    _kernel: RmsNorm
+
+    def __init__(self, width: int, eps: float, centred: bool = False) -> None:
+        """``centred``: the weight is stored as its difference from 1, and rows are normed in float32."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.eps, self.centred = eps, centred
+
+    @property
+    def factors(self) -> Tensor:
+        """By which normed values are multiplied."""
+        return 1.0 + self.weight.float() if self.centred else self.weight.detach()
+
+    def prepare(self) -> None:
+        self._kernel = RmsNorm(self.factors, self.eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] to the same shape and dtype."""
+        return self._kernel(x.float()).to(x.dtype) if self.centred else self._kernel(x)
+
+
+def head_norms(*norms: tuple[Norm, int]) -> HeadNorms:
+    """Join norms of heads, each with the number of its heads, which are side by side."""
+    return HeadNorms(torch.cat([norm.factors.expand(heads, -1) for norm, heads in norms]), norms[0][0].eps)

@@ -1,0 +1,104 @@
+"""Rotary position embeddings whose angles depend on the position alone.
+
+Sources: RoFormer (arXiv 2104.09864); linear interpolation (arXiv 2306.15595); YaRN (arXiv 2309.00071, sections 3.2
+and 3.4); Llama 3.1's frequencies and Llama 4's scale of queries as their published code computes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flowspec_edge.model.config import head_width, ropes
+from flowspec_edge.model.families import family_of
+
+
+class Rotation(NamedTuple):
+    """Of N rows: cosines and signed sines [N, 1, d], as ``kernels.rotate_in_place`` takes them, for the first d
+    values of each head; and a factor of queries [N, 1, 1], or None."""
+
+    cos: Tensor
+    sin: Tensor
+    scale: Tensor | None = None
+
+
+class Rotary:
+    """``config``: of the model, whose embeddings may differ by the type of the layer."""
+
+    def __init__(self, config: Any, device: torch.device) -> None:
+        width, scaled = head_width(config), family_of(config).form.scaled_queries
+        self._bases = {}
+        for kind, rope in ropes(config).items():
+            frequencies, factor = _frequencies(rope, width, int(config.max_position_embeddings))
+            self._bases[kind] = frequencies.to(device), factor, _query_scale(rope) if scaled else None
+
+    def __call__(self, positions: Tensor, kind: str, dtype: torch.dtype) -> Rotation:
+        """``positions`` [N] int64; ``kind``: of layers, "" if all have the same angles."""
+        frequencies, factor, scale = self._bases[kind]
+        angles = positions[:, None].float() * frequencies
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        scaled = None
+        if scale is not None:
+            beta, per = scale
+            scaled = (1 + beta * torch.log(1 + torch.floor(positions / per)))[:, None, None].to(dtype)
+        return Rotation(torch.cat((cos, cos), -1)[:, None].to(dtype), torch.cat((-sin, sin), -1)[:, None].to(dtype),
+                        scaled)
+
+
+def _frequencies(rope: Mapping[str, Any], width: int, positions: int) -> tuple[Tensor, float]:
+    """Angles a position [d / 2] in float32, and a factor of cosines and sines."""
+    turned, kind = int(width * rope.get("partial_rotary_factor", 1.0)), rope.get("rope_type", "default")
+    powers = rope["rope_theta"] ** (torch.arange(0, turned, 2, dtype=torch.float32, device="cpu") / turned)
+    if kind == "linear":
+        return 1.0 / powers / rope["factor"], 1.0
+    if kind == "llama3":
+        return _llama3(1.0 / powers, rope), 1.0
+    if kind == "yarn":
+        return _yarn(powers, rope, positions)
+    return 1.0 / powers, 1.0
+
+
+def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
+    """Long waves are stretched by the factor, short ones are not, those between in part."""
+    low, high, text = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+    turns = text * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / rope["factor"])
+
+
+def _yarn(powers: Tensor, rope: Mapping[str, Any], positions: int) -> tuple[Tensor, float]:
+    text, turned = rope["original_max_position_embeddings"], 2 * len(powers)
+    factor = positions / text if rope.get("factor") is None else rope["factor"]
+
+    def place(turns: float) -> float:
+        """Of the frequency that turns so often in the original text."""
+        return turned * math.log(text / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+
+    first, last = place(rope.get("beta_fast") or 32), place(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, turned - 1)
+    ramp = (torch.arange(len(powers), dtype=torch.float32, device="cpu") - first) / (last - first or 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return (1 - kept) / (factor * powers) + kept / powers, _attention_factor(rope, factor)
+
+
+def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
+    if (given := rope.get("attention_factor")) is not None:
+        return float(given)
+    of, all_of = rope.get("mscale"), rope.get("mscale_all_dim")
+    return _grown(factor, of) / _grown(factor, all_of) if of and all_of else _grown(factor, 1.0)
+
+
+def _grown(factor: float, by: float) -> float:
+    return 0.1 * by * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _query_scale(rope: Mapping[str, Any]) -> tuple[float, int] | None:
+    """By what queries grow with each stretch of so many positions."""
+    beta = rope.get("llama_4_scaling_beta")
+    return None if beta is None else (float(beta), int(rope["original_max_position_embeddings"]))

@@ -1,0 +1,104 @@
+"""Attention of a decoder layer: projections, norms of heads, rotation, and the cache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flowspec_edge.model.config import head_width
+from flowspec_edge.model.families import LayerForm
+from flowspec_edge.stage.families.norm import Norm, head_norms
+from flowspec_edge.stage.families.rotary import Rotation
+from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, attend
+from flowspec_edge.stage.layers.kv_cache import KVCache
+from flowspec_edge.util.kernels import HeadNorms, rotate_in_place
+from flowspec_edge.util.linears import add_product, detach_and_join
+
+
+class Projected(NamedTuple):
+    """Of N rows: queries [N, heads, d], and keys, then values, [N, 2 * kv_heads, d]; gates of the outputs as the
+    queries, or None.  Views of one product."""
+
+    queries: Tensor
+    cached: Tensor
+    gates: Tensor | None
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: Any, form: LayerForm, index: int) -> None:
+        super().__init__()
+        self._index, self._width = index, head_width(config)
+        self._heads = int(config.num_attention_heads)
+        self._kv_heads = int(config.num_key_value_heads or self._heads)
+        self._gated, self._scaling = form.output_gates, _scaling(config, self._width)
+        self._head_norms: HeadNorms | None = None
+        hidden, d = int(config.hidden_size), self._width
+        biases = form.query_biases or bool(getattr(config, "attention_bias", False))
+        queries = self._heads * d * (2 if form.output_gates else 1)
+        if form.one_matrix:
+            self.qkv_proj: nn.Module = nn.Linear(hidden, queries + 2 * self._kv_heads * d, bias=biases)
+        else:
+            self.q_proj = nn.Linear(hidden, queries, bias=biases)
+            self.k_proj = nn.Linear(hidden, self._kv_heads * d, bias=biases)
+            self.v_proj = nn.Linear(hidden, self._kv_heads * d, bias=biases)
+        self.o_proj: nn.Module = nn.Linear(self._heads * d, hidden, bias=biases and not form.query_biases)
+        if form.head_norms:
+            self.q_norm = Norm(d, config.rms_norm_eps, form.centred_norms)
+            self.k_norm = Norm(d, config.rms_norm_eps, form.centred_norms)
+        self.sinks = nn.Parameter(torch.empty(self._heads), requires_grad=False) if form.sinks else None
+
+    def prepare(self) -> None:
+        """Join what is loaded."""
+        if hasattr(self, "q_proj"):
+            self.qkv_proj = detach_and_join(self, "q_proj", "k_proj", "v_proj")
+        if hasattr(self, "q_norm"):
+            self._head_norms = head_norms((self.q_norm, self._heads), (self.k_norm, self._kv_heads))
+
+    def room(self, rows: int, like: Tensor) -> Tensor:
+        """Memory for what ``attend`` returns."""
+        return like.new_zeros(rows, self._heads * self._width)
+
+    def before(self, x: Tensor, rotation: Rotation) -> Projected:
+        """Compute what attention needs of normed rows [N, H]."""
+        split = self.qkv_proj(x).view(len(x), -1, self._width)
+        if not self._gated:
+            self._turn(split[:, : self._heads + self._kv_heads], rotation)
+            if rotation.scale is not None:
+                split[:, : self._heads] *= rotation.scale
+            return Projected(split[:, : self._heads], split[:, self._heads :], None)
+        pairs = 2 * self._heads  # each head's query, then its gate
+        turned = torch.cat((split[:, :pairs:2], split[:, pairs : pairs + self._kv_heads]), 1)
+        self._turn(turned, rotation)
+        cached = torch.cat((turned[:, self._heads :], split[:, pairs + self._kv_heads :]), 1)
+        return Projected(turned[:, : self._heads], cached, split[:, 1:pairs:2])
+
+    def _turn(self, queries_keys: Tensor, rotation: Rotation) -> None:
+        if self._head_norms is not None:
+            self._head_norms.in_place(queries_keys)
+        rotate_in_place(queries_keys[..., : rotation.cos.shape[-1]], (rotation.cos, rotation.sin))
+
+    def attend(self, projected: Projected, mask: Tensor | BatchMask, cache: KVCache | BatchCache, new: int) -> Tensor:
+        """Add the keys and values of the first ``new`` rows to the cache; [N, heads * d]."""
+        queries, cached, _ = projected
+        keys, values = cache.write(cached[:new].unflatten(1, (2, self._kv_heads)), self._index)
+        out = attend(queries[None].transpose(1, 2), keys, values, mask, self._scaling, self.sinks)
+        return out.reshape(len(queries), -1)
+
+    def out(self, projected: Projected, attended: Tensor) -> Tensor:
+        """Project what ``attend`` returned: [N, H]."""
+        made: Tensor = self.o_proj(self._passed(projected, attended))
+        return made
+
+    def add_to(self, rows: Tensor, projected: Projected, attended: Tensor) -> None:
+        """Add :meth:`out` to ``rows`` [N, H]."""
+        add_product(rows, self.o_proj, self._passed(projected, attended))
+
+    def _passed(self, projected: Projected, attended: Tensor) -> Tensor:
+        return attended if projected.gates is None else attended * projected.gates.flatten(1).sigmoid()
+
+
+def _scaling(config: Any, width: int) -> float:
+    """Of scores."""
+    return float((getattr(config, "query_pre_attn_scalar", None) or width) ** -0.5)
