@@ -30,7 +30,6 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from flowspec_edge.messages import Open, Segment, pack_bits
-from flowspec_edge.model.config import load_config
 from flowspec_edge.model.manifest import Manifest, ShardDtype
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sharding.job import run
@@ -106,7 +105,7 @@ class RandomWeights:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        core = skeleton(load_config(directory))
+        core = skeleton(OpenModel(directory).decoder)
         self._shapes = {f"model.{name}": value.shape for name, value in core.state_dict().items()}
         self._shapes[tensor_names.LM_HEAD] = self._shapes[tensor_names.EMBEDDING]
         self._noise = torch.randn(_PIECE, generator=torch.Generator().manual_seed(0)).mul_(0.02).half()

@@ -46,15 +46,15 @@ MAY_IMPORT: dict[str, set[str]] = {
 # The sub-packages and modules of a package, lowest first: each may import those before it.  Every child of a
 # package that is listed here must be listed; the others are checked for circles alone.
 ORDER: dict[str, list[str]] = {
-    "stage": ["quant", "weights", "layers", "rows", "families", "output_head", "forward", "shard",
+    "stage": ["quant", "weights", "layers", "rows", "families", "layer_graphs", "output_head", "forward", "shard",
               "engine", "preparation", "counters", "core"],
     "drivers": ["observe", "stage", "ring", "processes", "virtual"],
     "serving": ["sse", "access_log", "admission", "metrics", "openai", "door", "ollama", "anthropic",
                 "conversation", "dashboard", "access_control", "intake", "app", "server"],
     "boards": ["paths", "inventory", "commands", "links", "ssh_stages", "transfer", "gpu_check",
                "probe", "planning", "measurement", "services", "deploy", "doctor"],
-    "lab": ["plain", "emulation", "links", "predictions", "record", "token_check", "training", "spd", "bench",
-            "reproduce"],
+    "lab": ["rounded_attention", "plain", "emulation", "links", "predictions", "record", "token_check", "training", "spd",
+            "bench", "reproduce"],
     "lab.bench": ["samples", "exactness", "estimates", "rows", "paper_results", "axes", "results", "host_info",
                   "tasks", "runner", "near_ties", "parallel", "weight_loss", "styles", "tables", "compare",
                   "paper_tables", "timeline", "plots"],
@@ -356,6 +356,12 @@ def test_what_starts_processes_for_us_is_guarded() -> None:
         starts = ("get_context(" in text or "joblib.Parallel(" in text or "ProcessPoolExecutor" in text
                   or "set_start_method" in text)
         assert not starts or "guarded_starts(" in text, name
+
+
+def test_stages_know_no_transformers() -> None:
+    """Boards need neither its imports' memory nor their seconds; the tests take it as the oracle."""
+    assert_none([f"{module} imports {name}" for module in trees() if module.startswith("stage.")
+                 for name in imported(module) if name.split(".")[0] == "transformers"])
 
 
 def test_the_command_line_starts_without_the_heavy_libraries() -> None:

@@ -61,7 +61,7 @@ class DraftModels(DraftSessions):
         with allocation("lm_head on the draft device", 0, _MEMORY_ADVICE):
             self._lm_head = LmHead(load_output_head(self._model, dtype, device))
         # Refuses a model that stages cannot run.
-        self.kinds = layer_kinds(self._model.parsed_config)
+        self.kinds = layer_kinds(self._model.decoder)
         super().__init__(self._lm_head, self._model, self._model.max_positions)
         self._drafters: dict[str, Callable[[], Drafter]] = {}
         if self._lm_head.head.device.type == "cuda":

@@ -32,4 +32,5 @@ def _attend_rounded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
         mask.masked_fill_(~visible, float("-inf"))
         groups = query.shape[1] // key.shape[1]
         return attend(query, key, value, mask.repeat(1, 1, groups, 1), options["scaling"], sinks), None
-    return sdpa_attention_forward(module, query, key, value, *args, **options)
+    out, _ = sdpa_attention_forward(module, query, key, value, *args, **options)
+    return out, None

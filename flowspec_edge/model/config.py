@@ -7,22 +7,16 @@ Importing this module imports neither torch nor transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config
 from flowspec_edge.model.families import family_of, text_config
 from flowspec_edge.model.recognise import refuse_quantised, refuse_unless_runnable, require_family
 from flowspec_edge.util.bounded_read import read_json_object
-
-# Rotary embeddings whose angle depends only on the row's position.
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-# Between the matrices of an MLP.
-ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
-# The angle depends on the length of the text: rows cached before it grew would be wrong.
-_GROWING_ROPE = ("dynamic", "longrope")
 
 
 def cache_values(config: Mapping[str, Any]) -> int:
@@ -41,30 +35,6 @@ def recurrent_layers(config: Mapping[str, Any]) -> int:
     kinds = config.get("layer_types") or [
         "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
     return sum(kind == "linear_attention" for kind in kinds)
-
-
-def ropes(config: Any) -> Mapping[str, Mapping[str, Any]]:
-    """Return the parameters of rotary embeddings by type of layer; by "" if all layers have the same.
-
-    ``config``: transformers' configuration.
-    """
-    found: Mapping[str, Any] = config.rope_parameters
-    by_type = {kind: found[kind] for kind in dict.fromkeys(getattr(config, "layer_types", None) or ())
-               if isinstance(found.get(kind), Mapping)}
-    return by_type or {"": found}
-
-
-def head_width(config: Any) -> int:
-    """Return the values of a head; ``config``: transformers' configuration."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def types_of_layers(config: Any) -> Sequence[str]:
-    """Return each layer's type: "full_attention", "sliding_attention" or "linear_attention"."""
-    if family_of(config).always_windowed:
-        return ["sliding_attention"] * int(config.num_hidden_layers)
-    types: Sequence[str] | None = getattr(config, "layer_types", None)
-    return types or ["full_attention"] * int(config.num_hidden_layers)
 
 
 def position_limit(config: Mapping[str, Any]) -> int:
@@ -99,8 +69,6 @@ _SIZES = {  # field -> the most of any model, with room
 }
 _MAY_BE_NULL = {"num_key_value_heads", "head_dim", "sliding_window", "draft_vocab_size", "target_hidden_size"}
 _POSITIVE = ("rms_norm_eps", "rope_theta")
-# Of Gemma's configurations: limits of scores and logits by tanh, and attention in both directions.
-_NOT_COMPUTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 
 
 def check_config(config: Mapping[str, Any], path: Path, required: Collection[str] = ()) -> None:
@@ -142,18 +110,29 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "…"
 
 
-def load_config(directory: Path, quantised: bool = False) -> Any:
-    """Read config.json as transformers does; UsageError if it is missing or stages cannot run the model.
+def read_decoder_config(directory: Path, quantised: bool = False) -> DecoderConfig:
+    """Read what decoder layers need of config.json; UsageError if it is missing or stages cannot run the model.
 
     ``quantised`` accepts AWQ and GPTQ checkpoints, which must be sharded before a stage loads them.
     """
+    path = directory / "config.json"
+    refuse_unless_runnable(directory, quantised)
+    fields = text_config(read_json_object(path))
+    check_config(fields, path)
+    require_family(fields, path)
+    found = decoder_config(fields, path)
+    refuse_quantised(fields, path, quantised)
+    return found
+
+
+def load_config(directory: Path, quantised: bool = False) -> Any:
+    """Read config.json as transformers does; errors as for :func:`read_decoder_config`."""
     from transformers import AutoConfig  # slow to import
 
     path = directory / "config.json"
-    refuse_unless_runnable(directory, quantised)
+    read_decoder_config(directory, quantised)
     raw = read_json_object(path)
     fields = text_config(raw)
-    check_config(fields, path)
     try:
         if "text_config" in raw and "text_config" not in fields:
             config = AutoConfig.for_model(**fields)
@@ -163,7 +142,6 @@ def load_config(directory: Path, quantised: bool = False) -> Any:
     except Exception as error:  # transformers and huggingface_hub raise many types, even bare Exceptions
         reason = shorten(str(error), 200, placeholder=" …")
         raise UsageError(f"{path} is not a model configuration: {reason}") from error
-    _check(config, path, quantised)
     _without_storage_dtype(config)
     return config
 
@@ -183,59 +161,8 @@ def parse_config(fields: Mapping[str, Any], origin: str) -> Any:
     """Make transformers' configuration of the ``fields`` of a config.json; errors as for :func:`load_config`."""
     from transformers import AutoConfig  # slow to import
 
+    require_family(text_config(fields), origin)
+    decoder_config(fields, origin)
     config = AutoConfig.for_model(**text_config(fields))
-    _check(config, origin, quantised=False)
     _without_storage_dtype(config)
     return config
-
-
-def _check(config: Any, path: Path | str, quantised: bool) -> None:
-    require_family({"model_type": config.model_type}, path)
-    _check_rope(config, path)
-    _check_shape(config, path)
-    _check_layers(config, path)
-    refuse_quantised(config.to_dict(), path, quantised)
-
-
-def _check_rope(config: Any, path: Path | str) -> None:
-    for rope in ropes(config).values():
-        kind = str(rope.get("rope_type", "default"))
-        if kind in _GROWING_ROPE:
-            raise UsageError(f"{path}: rope type {kind!r} turns rows by an angle that changes as the text grows, "
-                             "which rows already in a cache cannot follow; where the model permits, set "
-                             f"rope_type to one of: {', '.join(ROPE_TYPES)}")
-        if kind not in ROPE_TYPES:
-            raise UsageError(f"{path}: no rope type {kind!r}, only {', '.join(ROPE_TYPES)}")
-        for name in {"rope_theta", "factor"} & set(rope):
-            value = rope[name]
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise UsageError(f"{path}: the rope's {name} must be a number, not {value!r}")
-
-
-def _check_shape(config: Any, path: Path | str) -> None:
-    heads, kv_heads, family = config.num_attention_heads, config.num_key_value_heads, family_of(config)
-    if kv_heads < 1 or heads % kv_heads:
-        raise UsageError(f"{path}: {heads} attention heads cannot share {kv_heads} key/value heads evenly")
-    activation = config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act
-    if activation not in ACTIVATIONS:
-        raise UsageError(f"{path}: no activation {activation!r}, only {', '.join(ACTIVATIONS)}")
-    for name in _NOT_COMPUTED:
-        if value := getattr(config, name, None):
-            raise UsageError(f"{path}: {name} is {value!r}, which stages do not compute")
-    experts = (getattr(config, "num_local_experts", None) or config.num_experts
-               ) if family.sparse else 0
-    if experts and config.num_experts_per_tok > experts:
-        raise UsageError(f"{path}: a row cannot choose {config.num_experts_per_tok} experts of {experts}")
-    if family.recurrent and config.linear_num_value_heads % config.linear_num_key_heads:
-        raise UsageError(f"{path}: {config.linear_num_value_heads} heads of recurrent layers cannot share "
-                         f"{config.linear_num_key_heads} key heads evenly")
-    if family.recurrent and config.hidden_act != "silu":
-        raise UsageError(f"{path}: the convolution's activation is silu, not {config.hidden_act!r}")
-
-
-def _check_layers(config: Any, path: Path | str) -> None:
-    known = {"full_attention", "linear_attention" if family_of(config).recurrent else "sliding_attention"}
-    others = {*(getattr(config, "layer_types", None) or ())} - known
-    if others:
-        raise UsageError(f"{path}: layers of type {', '.join(sorted(others))} cannot be run, only "
-                         f"{' and '.join(sorted(known))}")

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.config import check_config, check_stop_ids, load_config, position_limit
+from flowspec_edge.model.config import check_config, check_stop_ids, load_config, position_limit, read_decoder_config
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import draft_kind_named, stored_kinds
 from flowspec_edge.model.families import FAMILIES, Family, family_of, text_config, with_defaults
@@ -136,6 +137,11 @@ class OpenModel:
         return self.target
 
     @cached_property
+    def decoder(self) -> DecoderConfig:
+        """What the target's layers are; UsageError if stages cannot run the model."""
+        return read_decoder_config(self.home, self.quantised)
+
+    @cached_property
     def parsed_config(self) -> Any:
         """The target's configuration as transformers reads it; UsageError if stages cannot run the model."""
         return load_config(self.home, self.quantised)
@@ -242,9 +248,9 @@ class OpenPart:
         return Checkpoint(self.directory, self.files)
 
     @cached_property
-    def parsed_config(self) -> Any:
+    def decoder(self) -> DecoderConfig:
         """As of the model."""
-        return load_config(self.directory, self.quantised)
+        return read_decoder_config(self.directory, self.quantised)
 
 
 def opened(model: OpenModel | Path | str) -> OpenModel:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from flowspec_edge.drafting.format import TargetFacts
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.catalogue import download, is_repository_name
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.families import text_config
 from flowspec_edge.model.opened import OpenModel, is_here, resolve_model
 from flowspec_edge.model.weights.checkpoint import check_shape, missing_tensor
@@ -85,7 +86,7 @@ class SourceModel:
 
     name: str
     revision: str | None
-    config: Any
+    config: DecoderConfig
     raw: bytes
     weights: WeightSource
     tensors: dict[str, TensorInfo]
@@ -97,7 +98,7 @@ class SourceModel:
 
     @property
     def layers(self) -> int:
-        return int(self.config.num_hidden_layers)
+        return self.config.num_hidden_layers
 
     @property
     def tied(self) -> bool:
@@ -142,9 +143,9 @@ def open_source(model: str, drafts: Sequence[Path] = ()) -> SourceModel:
 def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], name: str,
              revision: str | None = None) -> SourceModel:
     """Check ``weights`` against ``model``'s configuration; errors as for ``open_source``."""
-    config = model.parsed_config
+    config = model.decoder
     core = skeleton(config)
-    reads = importer(config) or gguf_importer(weights.gguf)
+    reads = importer(model.config) or gguf_importer(weights.gguf)
     linears = [[Linear(f"model.layers.{i}.{path}", *module.weight.shape)
                 for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
                for i, layer in enumerate(core.layers)]
@@ -155,7 +156,7 @@ def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], na
                 packed |= set(names)
                 prefixes.add(linear.prefix)
         wanted -= {f"{prefix}.weight" for prefix in prefixes} if reads.only_int4 else set()
-    tied = bool(config.tie_word_embeddings)
+    tied = config.tie_word_embeddings
     gone = tensor_names.missing(wanted, weights.names, tied)
     if gone:
         prefix = gone[0].removesuffix(".weight")

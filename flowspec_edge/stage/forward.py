@@ -19,7 +19,7 @@ from torch import Tensor
 from flowspec_edge.model.experts import touched
 from flowspec_edge.stage.families.decoder import DecoderLayer
 from flowspec_edge.stage.families.rotary import Rotary
-from flowspec_edge.stage.layers.graphs import LayerGraphs
+from flowspec_edge.stage.layer_graphs import LayerGraphs
 from flowspec_edge.stage.layers.stage_cache import CacheKind, Part
 from flowspec_edge.util.tensors import indices, to_device, to_host, to_torch
 from flowspec_edge.util.weight_file import tokens_device

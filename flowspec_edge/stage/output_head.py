@@ -42,7 +42,7 @@ def load_output_head(model: OpenModel | Path | str, dtype: str, device: torch.de
 
 def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, scheme: Scheme | None) -> OutputHead:
     """``scheme``: of a matrix that is stored quantised."""
-    config, checkpoint = part.parsed_config, part.checkpoint
+    config, checkpoint = part.decoder, part.checkpoint
     torch_dtype, at = parse_dtype(dtype), torch.device(device)
     halves = scheme is None and is_mixed(dtype, at)
     held = torch.float16 if halves else torch_dtype

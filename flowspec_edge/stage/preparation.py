@@ -15,7 +15,7 @@ import torch
 from flowspec_edge.errors import first_line
 from flowspec_edge.messages import Int32, Open, Segment
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.layers.graphs import LayerGraphs
+from flowspec_edge.stage.layer_graphs import LayerGraphs
 from flowspec_edge.stage.shard import ROW_STEP, Shard
 from flowspec_edge.util.graphs import Clock, KernelChoice, Recorder, compare
 from flowspec_edge.util.tensors import from_torch
@@ -110,7 +110,7 @@ def _chain(engine: StageEngine, first: int, rows: int) -> Segment:
     return Segment(
         session=0, epoch=0, run=0, first=first, stop=first + rows, numbers=numbers, positions=numbers,
         base=first, bits=np.packbits(np.tri(rows, dtype=np.uint8), axis=1, bitorder="little"),
-        tokens=numbers % int(shard.config.vocab_size) if embeds else None,
+        tokens=numbers % shard.config.vocab_size if embeds else None,
         hidden=None if embeds else from_torch(states), committed=_numbers(0, first))
 
 

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.messages import Payload
-from flowspec_edge.model.config import head_width, ropes
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.experts import correlation_of
 from flowspec_edge.model.manifest import DRAFT, CacheBits, stage_part
 from flowspec_edge.model.opened import OpenModel, opened
 from flowspec_edge.model.weights.checkpoint import Checkpoint
 from flowspec_edge.stage import forward
-from flowspec_edge.stage.families.decoder import DecoderLayer, embedding_scale, skeleton
+from flowspec_edge.stage.families.decoder import DecoderLayer, embedding_scale, layers_on_meta, norm_on_meta, skeleton
 from flowspec_edge.stage.families.norm import Norm
 from flowspec_edge.stage.families.rotary import Rotary
-from flowspec_edge.stage.layers.graphs import LayerGraphs
+from flowspec_edge.stage.layer_graphs import LayerGraphs
 from flowspec_edge.stage.layers.kinds import by_kind, layer_kinds
 from flowspec_edge.stage.layers.stage_cache import CacheKind, LayerArena, Part, PartResult
 from flowspec_edge.stage.quant.half import HalfLinear, halve_linears, is_mixed
@@ -57,7 +57,7 @@ class Shard:
     index: int
     stages: int
     layers: tuple[int, int]
-    config: Any
+    config: DecoderConfig
     modules: tuple[DecoderLayer, ...]
     rotary: Rotary
     embed: nn.Module | None
@@ -71,15 +71,12 @@ class Shard:
 
     @cached_property
     def turns(self) -> Sequence[str]:
-        """By layer: the type by which the rotary embedding tells its angles (``model.config.ropes``)."""
-        if "" in ropes(self.config):
-            return [""] * len(self.modules)
-        turns: list[str] = self.config.layer_types[slice(*self.layers)]
-        return turns
+        """By layer: the type by which the rotary embedding tells its angles."""
+        return self.config.turns[slice(*self.layers)]
 
     @property
     def hidden_size(self) -> int:
-        return int(self.config.hidden_size)
+        return self.config.hidden_size
 
     @property
     def wire(self) -> str:
@@ -89,7 +86,7 @@ class Shard:
     @property
     def vocabulary(self) -> int | None:
         """Of the tokens that the first stage takes; None on the others."""
-        return None if self.embed is None else int(self.config.vocab_size)
+        return None if self.embed is None else self.config.vocab_size
 
     @property
     def is_last(self) -> bool:
@@ -97,21 +94,21 @@ class Shard:
 
     @property
     def kv_heads(self) -> int:
-        return int(self.config.num_key_value_heads)
+        return self.config.num_key_value_heads
 
     @property
     def kv_groups(self) -> int:
         """Query heads per key/value head."""
-        return int(self.config.num_attention_heads) // self.kv_heads
+        return self.config.num_attention_heads // self.kv_heads
 
     @property
     def head_dim(self) -> int:
-        return head_width(self.config)
+        return self.config.head_dim
 
     @cached_property
     def kinds(self) -> Sequence[CacheKind]:
         """How each of its layers remembers rows."""
-        return layer_kinds(self.config, self.kv_cache, self.kv_heads, self.kv_groups)[slice(*self.layers)]
+        return layer_kinds(self.config, self.kv_cache)[slice(*self.layers)]
 
     @cached_property
     def layers_of_kinds(self) -> dict[CacheKind, list[int]]:
@@ -188,7 +185,7 @@ def stage_ranges(model: OpenModel | Path | str, stages: int, allow_empty: bool =
     if found.manifest:
         found.manifest.check_stages(stages)
         return list(found.manifest.ranges)
-    return split_layers(found.parsed_config.num_hidden_layers, stages, allow_empty)
+    return split_layers(found.decoder.num_hidden_layers, stages, allow_empty)
 
 
 def even_runs(total: int, parts: int) -> list[tuple[int, int]]:
@@ -219,12 +216,11 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
         raise UsageError(f"no stage {index} of {stages}: stages count from 0")
     lo, hi = ranges[index]
     with found.part(stage_part(index)) as part:
-        config, checkpoint = part.parsed_config, part.checkpoint
-        core = skeleton(config)
-        parts: dict[str, Any] = {f"model.layers.{i}": core.layers[i] for i in range(lo, hi)}
+        config, checkpoint = part.decoder, part.checkpoint
+        parts: dict[str, Any] = {f"model.layers.{i}": layer for i, layer in
+                                 zip(range(lo, hi), layers_on_meta(config, lo, hi), strict=True)}
         if index == stages - 1:
-            parts["model.norm"] = core.norm
-        wanted = tensor_names.whole_model(core)
+            parts["model.norm"] = norm_on_meta(config)
         embed = None
         read = [tensor_names.EMBEDDING] if index == 0 else []
         quantised = schemes_of(found)
@@ -241,7 +237,8 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
                 if halves:
                     halve_linears(module)
         release(torch_device)
-        tensor_names.check_no_unexpected(part.directory, checkpoint.names, read if found.sharded else wanted)
+        wanted = read if found.sharded else tensor_names.whole_model(skeleton(config))
+        tensor_names.check_no_unexpected(part.directory, checkpoint.names, wanted)
         return Shard(
             index=index, stages=stages, layers=(lo, hi), config=config,
             modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=Rotary(config, torch_device),
@@ -261,10 +258,10 @@ def find_embedding(model: OpenModel | Path | str, dtype: str, device: torch.devi
     checkpoint = found.checkpoint()
     if tensor_names.EMBEDDING not in checkpoint:
         return None
-    return _embedding(checkpoint, found.parsed_config, parse_dtype(dtype), torch.device(device))
+    return _embedding(checkpoint, found.decoder, parse_dtype(dtype), torch.device(device))
 
 
-def _embedding(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: torch.device) -> Embedding:
+def _embedding(checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Embedding:
     """Rows in the file; all of them in memory if it is not safetensors."""
     name, shape = tensor_names.EMBEDDING, torch.Size((config.vocab_size, config.hidden_size))
     table = checkpoint.table(name, shape, dtype, device)
@@ -274,7 +271,7 @@ def _embedding(checkpoint: Checkpoint, config: Any, dtype: torch.dtype, device: 
 def load_lm_head(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor:
     """The output matrix [V, H], stored in plain form; the embeddings if the model ties the two."""
     with opened(model).part(DRAFT) as part:
-        name, checkpoint, config = tensor_names.LM_HEAD, part.checkpoint, part.parsed_config
+        name, checkpoint, config = tensor_names.LM_HEAD, part.checkpoint, part.decoder
         if config.tie_word_embeddings and name not in checkpoint:
             name = tensor_names.EMBEDDING
         shape = torch.Size((config.vocab_size, config.hidden_size))

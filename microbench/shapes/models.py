@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead
-from flowspec_edge.stage.families.decoder import skeleton
+from flowspec_edge.model.decoder_config import decoder_config
+from flowspec_edge.stage.families.decoder import layers_on_meta
 from flowspec_edge.stage.families.rotary import Rotary
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.shard import Shard
@@ -53,9 +54,9 @@ def compute_dtype(dtype: str) -> torch.dtype:
 
 
 def random_stage(shape: Shape, layers: int, dtype: str, device: str) -> Shard:
-    config, computed, at = shape.config(layers), compute_dtype(dtype), torch.device(device)
-    core = skeleton(config)
-    modules = tuple(core.layers)
+    config = decoder_config(shape.config(layers).to_dict(), shape.family)
+    computed, at = compute_dtype(dtype), torch.device(device)
+    modules = tuple(layers_on_meta(config, 0, layers))
     for layer in modules:
         if dtype == "int4":
             _pack(layer, computed, at)

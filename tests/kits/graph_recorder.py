@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flowspec_edge.stage.layers.graphs import LayerGraphs
+from flowspec_edge.stage.layer_graphs import LayerGraphs
 from flowspec_edge.stage.preparation import record_layers
 from flowspec_edge.stage.shard import Shard
 

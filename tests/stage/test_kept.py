@@ -31,7 +31,7 @@ from kits.tiny_models import tiny_llama
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Close, Open, Output, Segment
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.layers.graphs import LayerGraphs
+from flowspec_edge.stage.layer_graphs import LayerGraphs
 from flowspec_edge.stage.layers.stage_cache import CacheKind, reusable
 from flowspec_edge.stage.shard import Shard, load_shard
 

@@ -21,8 +21,10 @@ from transformers import LlamaConfig
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
 from flowspec_edge.drafting.load import SharedMemory
 from flowspec_edge.errors import FlowspecError, first_line
+from flowspec_edge.model.decoder_config import decoder_config
+from flowspec_edge.model.families import LLAMA
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.families.decoder import skeleton
+from flowspec_edge.stage.families.decoder import layers_on_meta
 from flowspec_edge.stage.families.rotary import Rotary
 from flowspec_edge.stage.layers.attention import folded_mask
 from flowspec_edge.stage.preparation import choose_graphs, warm_up
@@ -136,16 +138,17 @@ def _sdpa_backend(device: torch.device, dtype: torch.dtype) -> str:
 @torch.inference_mode()
 def _layers_in_graphs(device: torch.device) -> KernelChoice:
     """What a stage with two layers of a small Llama's shape chooses at its start."""
-    config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=2, vocab_size=16,
-                         num_attention_heads=32, num_key_value_heads=8, head_dim=64)
-    core = skeleton(config)
-    for layer in core.layers:
+    config = decoder_config({"model_type": LLAMA.name, "hidden_size": 2048, "intermediate_size": 5632,
+                             "num_hidden_layers": 2, "vocab_size": 16, "num_attention_heads": 32,
+                             "num_key_value_heads": 8}, "this check")
+    layers = layers_on_meta(config, 0, config.num_hidden_layers)
+    for layer in layers:
         layer.to(torch.float16).to_empty(device=device).requires_grad_(False)
         for weight in layer.parameters():
             weight.normal_(0, 0.02)
         layer.prepare()
     shard = Shard(index=1, stages=3, layers=(0, 2), config=config, embed=None, norm=None, digest="",
-                  modules=tuple(core.layers), dtype=torch.float16, device=device,
+                  modules=tuple(layers), dtype=torch.float16, device=device,
                   rotary=Rotary(config, device))
     engine = StageEngine(shard, _CAPACITY)
     warm_up(engine)

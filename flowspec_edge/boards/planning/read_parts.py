@@ -1,4 +1,4 @@
-"""Reads the shapes of a model's parts from its config.json, through transformers' classes on the meta device; weight
+"""Reads the shapes of a model's parts from its config.json, through modules on the meta device; weight
 files must agree.
 
 ``python -m flowspec_edge.boards.planning.read_parts`` writes those of the catalogue's models to models/parts.json.
@@ -7,9 +7,9 @@ files must agree.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -31,7 +31,8 @@ from flowspec_edge.boards.planning.planned_draft import PlannedDraft, StoredDraf
 from flowspec_edge.drafting.format import head_format_of
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import download_config, find_known, is_repository_name, known_models
-from flowspec_edge.model.config import parse_config, position_limit
+from flowspec_edge.model.config import parse_config
+from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config
 from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import OWN_LAYERS, WantedDraft, head_kinds
 from flowspec_edge.model.families import family_of
@@ -41,7 +42,7 @@ from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.model.weights.located import locate
 from flowspec_edge.sharding.drafts import open_draft
 from flowspec_edge.sharding.plan import IN_16_BITS
-from flowspec_edge.stage.families.decoder import skeleton
+from flowspec_edge.stage.families.decoder import Decoder, skeleton
 from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.layers.recurrent import GatedDelta
@@ -60,17 +61,18 @@ def read_model(name_or_path: str, packed: bool, draft: WantedDraft, using: Store
 
     packed  whether the layers' matrices are planned in 4 bits: those of a GGUF file keep their blocks then
     """
-    name, target, here, config = _locate(name_or_path)
-    if importer(config) is not None:
+    found = _locate(name_or_path)
+    name, target, here, config = found.name, found.target, found.drafts, found.decoder
+    if importer(found.fields) is not None:
         raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
-    core = _decoder(_Source(config.to_json_string(), config))
+    core = _decoder(config)
     from_weights = target is not None and locate(target) is not None
     if target and from_weights:
         _check(target, config, core)
     planned = PlannedDraft(using.kind, "here") if using else planned_for(
         name_or_path, draft, here, config.model_type, OpenModel(target) if target else None, from_weights)
     directory = using.directory if using else here.get(planned.kind.name)
-    drafts = {} if planned.by_ngrams else {planned.kind.name: _draft_shape(config, planned.kind, directory)}
+    drafts = {} if planned.by_ngrams else {planned.kind.name: _draft_shape(found.parsed, planned.kind, directory)}
     repack = gguf_importer(Checkpoint(target).gguf) if target and from_weights and packed else None
     return name, planned, _shape(config, core, drafts, repack, from_weights)
 
@@ -78,44 +80,55 @@ def read_model(name_or_path: str, packed: bool, draft: WantedDraft, using: Store
 def target_config(name_or_path: str) -> Any:
     """transformers' configuration of the target, without a download of weights; errors as for
     :func:`read_model`."""
-    return _locate(name_or_path)[3]
+    return _locate(name_or_path).parsed()
 
 
-def _locate(name_or_path: str) -> tuple[str, Path | None, Mapping[str, Path], Any]:
-    """(name, directory of the target or None, its draft models here by kind, the target's configuration)."""
+@dataclass(frozen=True)
+class _Located:
+    """target   its directory, or None
+    drafts   its draft models here, by kind
+    fields   of config.json
+    decoder  what they mean
+    parsed   makes transformers' configuration, from which usual draft heads are derived
+    """
+
+    name: str
+    target: Path | None
+    drafts: Mapping[str, Path]
+    fields: Mapping[str, Any]
+    decoder: DecoderConfig
+    parsed: Callable[[], Any]
+
+
+def _locate(name_or_path: str) -> _Located:
     path = model_path(name_or_path)
     given = Path(name_or_path)
     if path is None and given.name == "config.json" and given.is_file():
         path = given.parent
     if path is None and (known := find_known(name_or_path)):
         name, entry = known
-        return name, None, {}, parse_config(entry.config, f"the catalogue's {name}")
+        origin = f"the catalogue's {name}"
+        return _Located(name, None, {}, entry.config, decoder_config(entry.config, origin),
+                        partial(parse_config, entry.config, origin))
     if path is None and is_repository_name(name_or_path):
-        return given.name, None, {}, OpenModel(download_config(name_or_path), quantised=True).parsed_config
+        remote = OpenModel(download_config(name_or_path), quantised=True)
+        return _Located(given.name, None, {}, remote.config, remote.decoder, lambda: remote.parsed_config)
     model = OpenModel(path, quantised=True) if path else resolve_model(name_or_path)  # an error that says what there is
     refuse_two_targets(model)
     if model.sharded:
         raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
     here = {kind.name: path for kind in (*head_kinds(), *OWN_LAYERS) if (path := model.draft(kind.name))}
-    return model.name, model.target, here, model.parsed_config
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A configuration that equals every other with the same text."""
-
-    text: str
-    config: Any = field(compare=False)
+    return _Located(model.name, model.target, here, model.config, model.decoder, lambda: model.parsed_config)
 
 
 @lru_cache(maxsize=1)  # a plan asks for one model over and over; with 512 experts a layer it takes seconds
-def _decoder(of: _Source) -> Any:
+def _decoder(config: DecoderConfig) -> Decoder:
     """``skeleton``'s, to read only."""
-    return skeleton(of.config)
+    return skeleton(config)
 
 
-def _check(target: Path, config: Any, core: Any) -> None:
+def _check(target: Path, config: DecoderConfig, core: Decoder) -> None:
     checkpoint = Checkpoint(target)
     wanted = {f"model.{name}": parameter.shape for name, parameter in core.named_parameters()}
     if not config.tie_word_embeddings:
@@ -125,8 +138,8 @@ def _check(target: Path, config: Any, core: Any) -> None:
         check_shape(target, name, stored[name].shape, shape)
 
 
-def _shape(config: Any, core: Any, drafts: dict[str, HeadShape], repack: GgufImporter | None, from_weights: bool
-           ) -> ModelParts:
+def _shape(config: DecoderConfig, core: Any, drafts: dict[str, HeadShape], repack: GgufImporter | None,
+           from_weights: bool) -> ModelParts:
     group = repack.group if repack else DEFAULT_GROUP
     own = [_own_bits(repack, i, layer) for i, layer in enumerate(core.layers)]
     layers = [part_shape(layer, bits) for layer, bits in zip(core.layers, own, strict=True)]
@@ -134,11 +147,11 @@ def _shape(config: Any, core: Any, drafts: dict[str, HeadShape], repack: GgufImp
     largest = sizes.index(max(sizes))
     mixtures = [layer.experts for layer in core.layers if layer.experts is not None]
     return ModelParts(
-        family=config.model_type, count=int(config.num_hidden_layers), layers=_distinct(layers),
-        norm=_numel(core.norm.parameters()), hidden=int(config.hidden_size), vocabulary=int(config.vocab_size),
-        max_positions=position_limit(config.to_dict()),
+        family=config.model_type, count=config.num_hidden_layers, layers=_distinct(layers),
+        norm=_numel(core.norm.parameters()), hidden=config.hidden_size, vocabulary=config.vocab_size,
+        max_positions=config.max_position_embeddings,
         experts=ExpertsShape(
-            count=len(mixtures[0]), chosen=int(config.num_experts_per_tok),
+            count=len(mixtures[0]), chosen=config.num_experts_per_tok,
             expert=part_shape(mixtures[0][0], _below(own[largest], "mlp.experts.0."))) if mixtures else None,
         drafts=drafts,
         caches={bits: {str(width): _cache_bytes(config, bits, width) for width in _WIDTHS}
@@ -154,7 +167,7 @@ def _distinct(layers: Iterable[PartShape]) -> list[PartShape]:
     return found
 
 
-def _cache_bytes(config: Any, kv_cache: CacheBits, width: int) -> CacheBytes:
+def _cache_bytes(config: DecoderConfig, kv_cache: CacheBits, width: int) -> CacheBytes:
     kinds = layer_kinds(config, kv_cache)
     windows = [kind.window for kind in kinds if kind.window is not None]
     recurrent = [kind for kind in kinds if isinstance(kind, GatedDelta)]
@@ -165,13 +178,13 @@ def _cache_bytes(config: Any, kv_cache: CacheBits, width: int) -> CacheBytes:
         state_read=sum(kind.read_bytes() for kind in recurrent) // len(kinds))
 
 
-def _draft_shape(config: Any, kind: DraftKind, directory: Path | None) -> HeadShape:
-    """Of the draft model in ``directory``; None: of a usual one for a target of ``config``."""
+def _draft_shape(parsed: Callable[[], Any], kind: DraftKind, directory: Path | None) -> HeadShape:
+    """Of the draft model in ``directory``; None: of a usual one for a target of transformers' configuration."""
     if directory and not kind.is_head:  # a model of its own, which is not packed
         files = open_draft(directory)
         values = files.weight_bytes(2) - files.weight_bytes(1)
         return HeadShape(part=PartShape(kept=values, matrices=[]), own_lm_head=True, drafted=0, kv_row=files.kv_row)
-    return head_shape(kind, head_format_of(kind).on_meta(directory) if directory else assumed_head(config, kind))
+    return head_shape(kind, head_format_of(kind).on_meta(directory) if directory else assumed_head(parsed(), kind))
 
 
 def assumed_head(config: Any, kind: DraftKind) -> nn.Module:
@@ -230,14 +243,15 @@ def _numel(parameters: Iterable[torch.Tensor]) -> int:
 
 def read_shipped(name: str) -> ModelParts:
     """A model of the catalogue, with a draft model of every kind that a plan can choose for it."""
-    config = parse_config(known_models()[name].config, f"the catalogue's {name}")
-    return _shape(config, skeleton(config), usual_heads(config), None, False)
+    fields, origin = known_models()[name].config, f"the catalogue's {name}"
+    config = decoder_config(fields, origin)
+    return _shape(config, skeleton(config), usual_heads(parse_config(fields, origin)), None, False)
 
 
 def usual_heads(config: Any) -> dict[str, HeadShape]:
     """Of every kind that a target of transformers' ``config`` can have."""
     kinds = (*head_kinds(), *family_of(config).draft_layers)
-    return {kind.name: _draft_shape(config, kind, None) for kind in kinds}
+    return {kind.name: _draft_shape(lambda: config, kind, None) for kind in kinds}
 
 
 def main() -> None:

@@ -165,7 +165,7 @@ def _about(model: OpenModel, kind: str, dtype: str, licence: str, prompts: list[
     made = {"program": f"flowspec-edge {__version__}", "dtype": dtype, "licence": licence,
             "prompts": hashlib.sha256(said.encode()).hexdigest(), "digest": _digest(model),
             "head": _digest(model, kind)}
-    return Recording(model.name, model.layers, int(model.parsed_config.vocab_size), frozenset(stops), kind,
+    return Recording(model.name, model.layers, model.decoder.vocab_size, frozenset(stops), kind,
                      ranking.rank, ranking.tau, (), made)
 
 

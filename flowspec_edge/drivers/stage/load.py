@@ -1,4 +1,4 @@
-"""Loads a worker's part of the model; importing this module imports transformers, which takes seconds."""
+"""Loads a worker's part of the model; importing this module imports torch, which takes seconds."""
 
 from __future__ import annotations
 

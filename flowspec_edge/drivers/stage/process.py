@@ -73,7 +73,7 @@ def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | 
     try:
         links = connect(config, parts.transport)
         try:
-            from flowspec_edge.drivers.stage.load import load_engine  # here: it imports transformers
+            from flowspec_edge.drivers.stage.load import load_engine  # here: it imports torch
 
             engine, hello = load_engine(config)
             with board_meter(wanted=parts.charge is None) as meter:

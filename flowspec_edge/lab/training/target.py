@@ -12,7 +12,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.lab.training.loop import device
-from flowspec_edge.model.config import ropes
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import digest
 from flowspec_edge.model.weights.located import shown
@@ -29,7 +28,7 @@ def check_target(model: OpenModel) -> int:
     if model.sharded:
         raise UsageError(f"{model.shown} is cut into shards, and training needs the whole model: "
                          "give the checkpoint that it was made from")
-    _ = model.parsed_config  # refuses what stages cannot run
+    _ = model.decoder  # refuses what stages cannot run
     if not model.stop_ids:
         raise UsageError(f"{model.target / 'config.json'} has no eos_token_id, which ends a training text")
     return min(model.stop_ids)
@@ -82,9 +81,10 @@ def fingerprint(model: OpenModel) -> str:
 def layer_shape(config: Any) -> dict[str, Any]:
     """Return the fields of a target's configuration that a draft layer takes over; rows turn as in the target's layers
     that see all of them."""
-    fields, by_type = config.to_dict(), ropes(config)
+    fields, rope = config.to_dict(), config.rope_parameters
     shape = {key: fields[key] for key in _SHAPE if fields.get(key) is not None}
-    return shape | {"rope_parameters": dict(by_type.get("full_attention") or next(iter(by_type.values())))}
+    by_type = [rope[kind] for kind in ("full_attention", *(getattr(config, "layer_types", None) or ())) if kind in rope]
+    return shape | {"rope_parameters": dict(by_type[0] if by_type else rope)}
 
 
 def layer_config(config: Any, **own: Any) -> LlamaConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from textwrap import shorten
 from typing import Any, cast
 
@@ -9,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.config import types_of_layers
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.experts import Experts
-from flowspec_edge.model.families import Family, family_of
 from flowspec_edge.stage.families.delta_net import DeltaNet, Inputs
 from flowspec_edge.stage.families.feed_forward import Mixture, Mlp, Routed, feed_forward
 from flowspec_edge.stage.families.norm import Norm
@@ -26,16 +27,16 @@ class DecoderLayer(nn.Module):
 
     A pass is ``before``, ``attend``, ``after`` and, with experts, ``mix``.  What depends on the text's length is in
     ``attend``, what depends on the rows' values in ``mix``: between them nothing changes from pass to pass but
-    values, so that a GPU can repeat the launches (``layers.graphs``).
+    values, so that a GPU can repeat the launches (``stage.layer_graphs``).
     """
 
-    def __init__(self, config: Any, family: Family, index: int) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        form, width, eps = family.form, int(config.hidden_size), config.rms_norm_eps
-        self._mixer = "linear_attn" if types_of_layers(config)[index] == "linear_attention" else "self_attn"
-        self.add_module(self._mixer, DeltaNet(config, index, form.delta_by_key_head)
-                        if self._mixer == "linear_attn" else SelfAttention(config, form, index))
-        half = feed_forward(config, form, family.experts, index)
+        family, width, eps = config.family, config.hidden_size, config.rms_norm_eps
+        form, recurrent = family.form, config.layer_types[index] == "linear_attention"
+        self._mixer = "linear_attn" if recurrent else "self_attn"
+        self.add_module(self._mixer, (DeltaNet if recurrent else SelfAttention)(config, index))
+        half = feed_forward(config, index)
         self._half = family.experts.block if family.experts and isinstance(half, Mixture) else "mlp"
         self.add_module(self._half, half)
         self._norms_of_outputs = form.norms_of_outputs
@@ -116,26 +117,44 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The whole decoder of a model; its state has the names of a checkpoint's tensors behind ``model.``."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        family, width = family_of(config), int(config.hidden_size)
-        self.embed_tokens = nn.Embedding(int(config.vocab_size), width)
-        self.layers = nn.ModuleList(DecoderLayer(config, family, i) for i in range(int(config.num_hidden_layers)))
-        self.norm = Norm(width, config.rms_norm_eps, family.form.centred_norms)
+        rows = torch.empty(config.vocab_size, config.hidden_size)  # given: to draw them would import torch._dynamo
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=rows)
+        self.layers = nn.ModuleList(layers_on_meta(config, 0, config.num_hidden_layers))
+        self.norm = norm_on_meta(config)
 
 
-def skeleton(config: Any) -> Decoder:
-    """Make a decoder on the meta device, with all layers.  UsageError for values that do not fit together."""
+def skeleton(config: DecoderConfig) -> Decoder:
+    """Make a decoder on the meta device.  UsageError for values that do not fit together."""
+    with _on_meta(config):
+        return Decoder(config)
+
+
+def layers_on_meta(config: DecoderConfig, first: int, stop: int) -> list[DecoderLayer]:
+    """Make layers [first, stop) on the meta device; errors as for :func:`skeleton`."""
+    with _on_meta(config):
+        return [DecoderLayer(config, i) for i in range(first, stop)]
+
+
+def norm_on_meta(config: DecoderConfig) -> Norm:
+    """Make the norm behind the last layer on the meta device."""
+    with torch.device("meta"):
+        return Norm(config.hidden_size, config.rms_norm_eps, config.family.form.centred_norms)
+
+
+@contextmanager
+def _on_meta(config: DecoderConfig) -> Iterator[None]:
     try:
         with torch.device("meta"):
-            return Decoder(config)
+            yield
     except (RuntimeError, TypeError, ValueError, OverflowError) as error:  # of PyTorch, about shapes
         reason = shorten(str(error), 200, placeholder=" …")
-        raise UsageError(f"{config.name_or_path}/config.json describes no model: {reason}") from error
+        raise UsageError(f"{config.origin} describes no model: {reason}") from error
 
 
-def embedding_scale(config: Any, dtype: torch.dtype) -> float:
+def embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
     """Return by what the rows of the embeddings are multiplied, rounded to ``dtype``."""
-    if not family_of(config).form.scaled_embeddings:
+    if not config.family.form.scaled_embeddings:
         return 1.0
     return float(torch.tensor(float(config.hidden_size) ** 0.5, device="cpu").to(dtype))

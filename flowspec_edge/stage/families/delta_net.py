@@ -5,12 +5,13 @@ The convolution and the recurrence, in float32, are those of a ``RecurrentLayer`
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.stage.families.norm import Norm
 from flowspec_edge.stage.families.rotary import Rotation
 from flowspec_edge.stage.layers.recurrent import RecurrentPass
@@ -30,13 +31,12 @@ class Inputs(NamedTuple):
 
 
 class DeltaNet(nn.Module):
-    def __init__(self, config: Any, index: int, by_key_head: bool) -> None:
-        """``by_key_head``: projections are joined in the checkpoint, ordered by key head."""
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        self._index, self._by_key_head = index, by_key_head
+        self._index, self._by_key_head = index, config.family.form.delta_by_key_head
         self._shape = shape = DeltaShape.of(config)
-        hidden, values = int(config.hidden_size), shape.heads * shape.value_width
-        if by_key_head:
+        hidden, values = config.hidden_size, shape.heads * shape.value_width
+        if self._by_key_head:
             self.in_proj_qkvz: nn.Module = nn.Linear(hidden, shape.channels + values, bias=False)
             self.in_proj_ba: nn.Module = nn.Linear(hidden, 2 * shape.heads, bias=False)
         else:

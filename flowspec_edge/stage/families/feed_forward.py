@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowspec_edge.model.config import ACTIVATIONS
+from flowspec_edge.model.decoder_config import ACTIVATIONS, DecoderConfig
 from flowspec_edge.model.experts import ClampedGate, Experts, Gated
-from flowspec_edge.model.families import ExpertNames, LayerForm
+from flowspec_edge.model.families import ExpertNames
 from flowspec_edge.util.linears import add_product, detach_and_join
 
 _TANH = partial(F.gelu, approximate="tanh")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = dict(zip(
     ACTIVATIONS, (F.silu, F.silu, F.relu, F.gelu, _TANH, _TANH), strict=True))
-
-
-def activation_of(config: Any) -> Callable[[Tensor], Tensor]:
-    name = config.hidden_activation if hasattr(config, "hidden_activation") else config.hidden_act
-    return _ACTIVATIONS[name]
 
 
 class Routed(NamedTuple):
@@ -34,16 +29,16 @@ class Routed(NamedTuple):
 
 
 class Mlp(nn.Module):
-    def __init__(self, config: Any, inner: int, biases: bool = False, one_matrix: bool = False) -> None:
+    def __init__(self, config: DecoderConfig, inner: int) -> None:
         super().__init__()
-        hidden = int(config.hidden_size)
-        if one_matrix:
+        hidden, biases = config.hidden_size, config.mlp_bias
+        if config.family.form.one_matrix:
             self.gate_up_proj: nn.Module = nn.Linear(hidden, 2 * inner, bias=biases)
         else:
             self.gate_proj = nn.Linear(hidden, inner, bias=biases)
             self.up_proj = nn.Linear(hidden, inner, bias=biases)
         self.down_proj: nn.Module = nn.Linear(inner, hidden, bias=biases)
-        self._activation = activation_of(config)
+        self._activation = _ACTIVATIONS[config.activation]
 
     def prepare(self) -> None:
         """Join what is loaded."""
@@ -67,12 +62,12 @@ class Mlp(nn.Module):
 class Router(nn.Module):
     """Its matrix stays in the layers' dtype: which experts run depends on it."""
 
-    def __init__(self, config: Any, names: ExpertNames, experts: int) -> None:
+    def __init__(self, config: DecoderConfig, names: ExpertNames) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(experts, int(config.hidden_size)), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(experts), requires_grad=False) if names.clamped else None
-        self._chosen, self._among_chosen = int(config.num_experts_per_tok), names.clamped
-        self._normed = bool(getattr(config, "norm_topk_prob", True))
+        self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if names.clamped else None
+        self._chosen, self._among_chosen = config.num_experts_per_tok, names.clamped
+        self._normed = config.normed_weights
 
     def forward(self, x: Tensor) -> Routed:
         """[N, H] normed rows."""
@@ -89,19 +84,16 @@ class Router(nn.Module):
 class Mixture(nn.Module):
     """A router and experts; its modules have the names that checkpoints give them."""
 
-    def __init__(self, config: Any, names: ExpertNames) -> None:
+    def __init__(self, config: DecoderConfig, names: ExpertNames) -> None:
         super().__init__()
-        count = int(getattr(config, "num_local_experts", None) or config.num_experts)
-        inner = int(getattr(config, "moe_intermediate_size", None) or config.intermediate_size)
         self._router = names.router
-        self.add_module(names.router, Router(config, names, count))
-        gated = (ClampedGate(float(getattr(config, "swiglu_alpha", None) or 1.702),
-                             float(getattr(config, "swiglu_limit", None) or 7.0))
-                 if names.clamped else Gated(activation_of(config)))
-        self.experts = Experts.of(names, int(config.hidden_size), inner, count, gated)
-        if shared := getattr(config, "shared_expert_intermediate_size", None):
-            self.shared_expert = Mlp(config, int(shared))
-            self.shared_expert_gate: nn.Module = nn.Linear(int(config.hidden_size), 1, bias=False)
+        self.add_module(names.router, Router(config, names))
+        gated = (ClampedGate(config.swiglu_alpha, config.swiglu_limit) if names.clamped
+                 else Gated(_ACTIVATIONS[config.activation]))
+        self.experts = Experts.of(names, config.hidden_size, config.expert_width, config.num_experts, gated)
+        if config.shared:
+            self.shared_expert = Mlp(config, config.shared)
+            self.shared_expert_gate: nn.Module = nn.Linear(config.hidden_size, 1, bias=False)
 
     def prepare(self) -> None:
         if hasattr(self, "shared_expert"):
@@ -115,13 +107,7 @@ class Mixture(nn.Module):
         return routed
 
 
-def feed_forward(config: Any, form: LayerForm, names: ExpertNames | None, index: int) -> Mlp | Mixture:
+def feed_forward(config: DecoderConfig, index: int) -> Mlp | Mixture:
     """Make layer ``index``'s."""
-    if names is not None and _is_sparse(config, index):
-        return Mixture(config, names)
-    return Mlp(config, int(config.intermediate_size), bool(getattr(config, "mlp_bias", False)), form.one_matrix)
-
-
-def _is_sparse(config: Any, index: int) -> bool:
-    every = int(getattr(config, "decoder_sparse_step", None) or 1)
-    return index not in (getattr(config, "mlp_only_layers", None) or ()) and (index + 1) % every == 0
+    names = config.family.experts
+    return Mixture(config, names) if names and config.sparse[index] else Mlp(config, config.intermediate_size)

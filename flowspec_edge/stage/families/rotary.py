@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flowspec_edge.model.config import head_width, ropes
-from flowspec_edge.model.families import family_of
+from flowspec_edge.model.decoder_config import DecoderConfig
 
 
 class Rotation(NamedTuple):
@@ -27,13 +26,13 @@ class Rotation(NamedTuple):
 
 
 class Rotary:
-    """``config``: of the model, whose embeddings may differ by the type of the layer."""
+    """Embeddings may differ by the type of the layer."""
 
-    def __init__(self, config: Any, device: torch.device) -> None:
-        width, scaled = head_width(config), family_of(config).form.scaled_queries
+    def __init__(self, config: DecoderConfig, device: torch.device) -> None:
+        scaled = config.family.form.scaled_queries
         self._bases = {}
-        for kind, rope in ropes(config).items():
-            frequencies, factor = _frequencies(rope, width, int(config.max_position_embeddings))
+        for kind, rope in config.ropes.items():
+            frequencies, factor = _frequencies(rope, config.head_dim, config.max_position_embeddings)
             self._bases[kind] = frequencies.to(device), factor, _query_scale(rope) if scaled else None
 
     def __call__(self, positions: Tensor, kind: str, dtype: torch.dtype) -> Rotation:
@@ -51,7 +50,7 @@ class Rotary:
 
 def _frequencies(rope: Mapping[str, Any], width: int, positions: int) -> tuple[Tensor, float]:
     """Angles a position [d / 2] in float32, and a factor of cosines and sines."""
-    turned, kind = int(width * rope.get("partial_rotary_factor", 1.0)), rope.get("rope_type", "default")
+    turned, kind = int(width * rope["partial_rotary_factor"]), rope["rope_type"]
     powers = rope["rope_theta"] ** (torch.arange(0, turned, 2, dtype=torch.float32, device="cpu") / turned)
     if kind == "linear":
         return 1.0 / powers / rope["factor"], 1.0

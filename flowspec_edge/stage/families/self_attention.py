@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from flowspec_edge.model.config import head_width
-from flowspec_edge.model.families import LayerForm
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.stage.families.norm import Norm, head_norms
 from flowspec_edge.stage.families.rotary import Rotation
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, attend
@@ -27,15 +26,14 @@ class Projected(NamedTuple):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: Any, form: LayerForm, index: int) -> None:
+    def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
-        self._index, self._width = index, head_width(config)
-        self._heads = int(config.num_attention_heads)
-        self._kv_heads = int(config.num_key_value_heads or self._heads)
-        self._gated, self._scaling = form.output_gates, _scaling(config, self._width)
+        form, self._index, self._width = config.family.form, index, config.head_dim
+        self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self._gated, self._scaling = form.output_gates, config.score_width**-0.5
         self._head_norms: HeadNorms | None = None
-        hidden, d = int(config.hidden_size), self._width
-        biases = form.query_biases or bool(getattr(config, "attention_bias", False))
+        hidden, d = config.hidden_size, self._width
+        biases = form.query_biases or config.attention_bias
         queries = self._heads * d * (2 if form.output_gates else 1)
         if form.one_matrix:
             self.qkv_proj: nn.Module = nn.Linear(hidden, queries + 2 * self._kv_heads * d, bias=biases)
@@ -97,8 +95,3 @@ class SelfAttention(nn.Module):
 
     def _passed(self, projected: Projected, attended: Tensor) -> Tensor:
         return attended if projected.gates is None else attended * projected.gates.flatten(1).sigmoid()
-
-
-def _scaling(config: Any, width: int) -> float:
-    """Of scores."""
-    return float((getattr(config, "query_pre_attn_scalar", None) or width) ** -0.5)

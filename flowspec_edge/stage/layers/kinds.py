@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flowspec_edge.model.config import head_width, types_of_layers
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.manifest import CacheBits, reserved
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, folded_mask
 from flowspec_edge.stage.layers.kv_cache import KVArena, row_bytes, window_reusable, window_rows
@@ -63,17 +63,12 @@ class KeysValues:
         return BatchCache(parts, index), BatchMask(masks, [len(part) for part in parts])
 
 
-def layer_kinds(config: Any, kept_in: CacheBits = "16bit", kv_heads: int | None = None, groups: int = 1
-                ) -> list[KeysValues | GatedDelta]:
-    """Of every layer of a model.  ``kv_heads`` and ``groups``: those of this device, if it has not all."""
-    heads = int(config.num_attention_heads)
-    if kv_heads is None:
-        kv_heads = int(config.num_key_value_heads or heads)
-        groups = heads // kv_heads
-    head_dim = head_width(config)
+def layer_kinds(config: DecoderConfig, kept_in: CacheBits = "16bit") -> list[KeysValues | GatedDelta]:
+    """Of every layer of a model."""
+    heads = config.num_key_value_heads
     return [GatedDelta.of(config) if of == "linear_attention" else
-            KeysValues(kv_heads, groups, head_dim, kept_in,
-                       config.sliding_window if of == "sliding_attention" else None) for of in types_of_layers(config)]
+            KeysValues(heads, config.num_attention_heads // heads, config.head_dim, kept_in,
+                       config.sliding_window if of == "sliding_attention" else None) for of in config.layer_types]
 
 
 def by_kind(kinds: Iterable[CacheKind], first: int = 0) -> dict[CacheKind, list[int]]:

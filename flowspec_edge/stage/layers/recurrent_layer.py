@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.stage.layers import delta_rule
 from flowspec_edge.stage.layers.delta_rule import DeltaRows, Entries, Sight
 from flowspec_edge.util.kernels import HeadNorms
@@ -34,10 +35,9 @@ class DeltaShape:
     kernel: int
 
     @classmethod
-    def of(cls, config: Any) -> Self:
-        return cls(int(config.linear_num_key_heads), int(config.linear_num_value_heads),
-                   int(config.linear_key_head_dim), int(config.linear_value_head_dim),
-                   int(config.linear_conv_kernel_dim))
+    def of(cls, config: DecoderConfig) -> Self:
+        return cls(config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim,
+                   config.linear_value_head_dim, config.linear_conv_kernel_dim)
 
     @property
     def channels(self) -> int:

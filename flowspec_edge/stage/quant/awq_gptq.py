@@ -30,12 +30,14 @@ _AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # position of column i of eight
 _MIDDLE = 8
 
 
-def importer(config: Any) -> Importer | None:
-    """None without quantisation; UsageError for an unsupported method, format or number of bits."""
-    stated = getattr(config, "quantization_config", None)
-    if stated is None:
+def importer(config: Mapping[str, Any]) -> Importer | None:
+    """What repacks a checkpoint with such a config.json; None without quantisation.
+
+    UsageError for an unsupported method, format or number of bits.
+    """
+    facts = config.get("quantization_config")
+    if facts is None:
         return None
-    facts: dict[str, Any] = stated if isinstance(stated, dict) else stated.to_dict()
     method = str(facts.get("quant_method", "unknown")).lower()
     if method == "mxfp4":  # read as 16 bits: ``weights.stacked``
         return None

@@ -142,6 +142,7 @@ def test_nothing_is_in_memory_twice(tmp_path: Path) -> None:
     assert held[272, 136] == 3  # q, k and v, with two key/value heads to four; gate or up would be as large
     assert held[544, 136] == 3  # gate and up
     assert held[68, 136] == 0  # k, v
+    assert len(shard.modules) == 3
 
 
 class Launches(TorchDispatchMode):

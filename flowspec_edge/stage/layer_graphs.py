@@ -2,9 +2,9 @@
 
 A graph repeats its kernels on the memory that they had when it was recorded.  What changes with the text,
 keys, values and their mask, or a recurrent layer's states, concerns attention alone, which stays outside; what is
-between the attention of two layers is one graph: the end of one layer and the beginning of the next.  So graphs depend on the number
-of rows, and on no session, place or length.  Experts run between two graphs: which of them is known only
-when the router has run.
+between the attention of two layers is one graph: the end of one layer and the beginning of the next.  So graphs
+depend on the number of rows, and on no session, place or length.  Experts run between two graphs: which of them is
+known only when the router has run.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class LayerGraphs:
         rotations  like those that will be loaded
         """
         self.hidden = hidden.clone()  # of the layer that ``advance`` has begun, or of the last one's output
-        self._rotations = {turn: Rotation(*(None if part is None else part.clone() for part in rotation))
-                           for turn, rotation in rotations.items()}
+        self._rotations = {turn: Rotation(cos.clone(), sin.clone(), None if scale is None else scale.clone())
+                           for turn, (cos, sin, scale) in rotations.items()}
         self._layers, self._turns = layers, turns
         rooms: dict[tuple[torch.Size, torch.dtype], Tensor] = {}  # of layers that do not run at once
         self._attended = [rooms.setdefault((room.shape, room.dtype), room)
