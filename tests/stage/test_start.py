@@ -19,7 +19,8 @@ from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import load_shard
 engine = StageEngine(load_shard(OpenModel(Path(sys.argv[1])), 0, 2, "fp32"))
 engine.open(Open(0, 0, 64))
-print([name for name in ("transformers", "tokenizers", "huggingface_hub", "sympy", "torch._dynamo") if name in sys.modules])
+heavy = "transformers", "tokenizers", "huggingface_hub", "sympy", "torch._dynamo"
+print([name for name in heavy if name in sys.modules])
 """
 
 

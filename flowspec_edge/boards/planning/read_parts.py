@@ -119,7 +119,8 @@ def _locate(name_or_path: str) -> _Located:
         raise UsageError(f"{model.path} is sharded already: give the checkpoint that it was made from, or "
                          f"see the sizes of its parts with: flowspec models inspect {model.path}")
     here = {kind.name: path for kind in (*head_kinds(), *OWN_LAYERS) if (path := model.draft(kind.name))}
-    return _Located(model.name, model.target, here, model.config, model.decoder, lambda: model.parsed_config)
+    decoder = model.decoder  # first: it says what else a directory without a configuration is
+    return _Located(model.name, model.target, here, model.config, decoder, lambda: model.parsed_config)
 
 
 @lru_cache(maxsize=1)  # a plan asks for one model over and over; with 512 experts a layer it takes seconds
