@@ -14,12 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from flowspec_edge.stage.layers.delta_net import TreeDeltaNet
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, Qwen3NextConfig
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
+from flowspec_edge.model.decoder_config import decoder_config
+from flowspec_edge.stage.families.delta_net import DeltaNet
 from flowspec_edge.stage.layers.recurrent import GatedDelta, RecurrentCache, RecurrentPass
 from flowspec_edge.stage.layers.recurrent_layer import RecurrentLayer
 
@@ -48,10 +49,23 @@ def shaped(small: bool = False) -> Qwen3NextConfig:
     return Qwen3NextConfig(num_hidden_layers=2)
 
 
-def run(net: TreeDeltaNet, cache: RecurrentCache, x: Tensor, mask: NDArray[np.bool_]) -> Tensor:
+def ours_of(net: Any, config: Qwen3NextConfig) -> DeltaNet:
+    """A stage's module with the weights of transformers' ``net``."""
+    made = DeltaNet(decoder_config(config.to_dict(), "this benchmark"), 0)
+    made.load_state_dict(net.state_dict(), assign=True)
+    made.requires_grad_(False).prepare()
+    return made
+
+
+def cache_of(config: Qwen3NextConfig, dtype: torch.dtype) -> RecurrentCache:
+    kind = GatedDelta.of(decoder_config(config.to_dict(), "this benchmark"))
+    return RecurrentCache(kind, [0], 400, dtype, torch.device("cpu"))
+
+
+def run(net: DeltaNet, cache: RecurrentCache, x: Tensor, mask: NDArray[np.bool_]) -> Tensor:
     cache.begin(mask)
-    out: Tensor = net(x[None], cache_params=_Pass(cache, len(x)))[0]
-    return out
+    inputs = net.before(x)
+    return net.out(inputs, net.attend(inputs, None, _Pass(cache, len(x)), len(x)))
 
 
 def causal(cache: RecurrentCache, rows: int) -> NDArray[np.bool_]:
@@ -59,7 +73,7 @@ def causal(cache: RecurrentCache, rows: int) -> NDArray[np.bool_]:
     return np.tri(rows, held + rows, held, dtype=bool)
 
 
-def read_in(net: TreeDeltaNet, cache: RecurrentCache, x: Tensor) -> Tensor:
+def read_in(net: DeltaNet, cache: RecurrentCache, x: Tensor) -> Tensor:
     out = []
     for piece in x.split(64):
         out.append(run(net, cache, piece, causal(cache, len(piece))))
@@ -83,7 +97,7 @@ def times() -> None:
     torch.set_num_threads(1)
     config, dtype = shaped(), torch.float32
     net = net_of(config, dtype)
-    ours = TreeDeltaNet(net)
+    ours = ours_of(net, config)
     print(f"processor ms a layer, {config.hidden_size} wide, {config.linear_num_value_heads} heads, fp32")
     for context in (1_000, 32_000):
         text = torch.randn(context, config.hidden_size)
@@ -92,7 +106,7 @@ def times() -> None:
         one = text[None, :1]
         print(f"context {context}: transformers' step, one row: "
               f"{milliseconds(partial(net, one, cache_params=theirs)):.2f}")
-        cache = RecurrentCache(GatedDelta.of(config), [0], 400, dtype, torch.device("cpu"))
+        cache = cache_of(config, dtype)
         read_in(ours, cache, text)
         for waiting in (0, 100, 300):
             while len(cache) < waiting:
@@ -121,8 +135,8 @@ def drift() -> None:
         wide = net_of(config, dtype).float()
         truth = wide(x[None].to(dtype).float(), cache_params=exact)[0]
         out = [net(row[None, None].to(dtype), cache_params=theirs)[0] for row in x]
-        cache = RecurrentCache(GatedDelta.of(config), [0], 400, dtype, torch.device("cpu"))
-        own, ours = [], TreeDeltaNet(net)
+        cache = cache_of(config, dtype)
+        own, ours = [], ours_of(net, config)
         for piece in x.to(dtype).split(7):
             own.append(run(ours, cache, piece, causal(cache, len(piece))))
             cache.append(len(piece))

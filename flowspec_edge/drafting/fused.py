@@ -2,7 +2,7 @@
 
 A launch costs tens of microseconds on a board's CPU, and D0 waits for each pass: nothing hides them.  In
 float32 the arithmetic is that of transformers' layers; in 16 bits a few intermediate results are rounded
-once less.  Stages have their own such layer (``stage.layers.fused``): their caches differ.
+once less.  Stages have layers of their own (``stage.families``): their caches differ.
 """
 
 from __future__ import annotations

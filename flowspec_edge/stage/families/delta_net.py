@@ -63,7 +63,7 @@ class DeltaNet(nn.Module):
         """Memory for what ``attend`` returns."""
         return like.new_zeros(rows, self._shape.heads, self._shape.value_width, dtype=torch.float32)
 
-    def before(self, x: Tensor, rotation: Rotation) -> Inputs:
+    def before(self, x: Tensor, rotation: Rotation | None = None) -> Inputs:
         """Compute what the recurrence needs of normed rows [N, H]; it knows no positions."""
         convolved, gates, b, a = self._interleaved(x) if self._by_key_head else self._projected(x)
         return Inputs(convolved, gates, self._rates * F.softplus(a + self._bias), b.float().sigmoid())
