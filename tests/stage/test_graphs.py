@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from kits.family_checkpoints import FAMILIES, family_model
 from kits.graph_recorder import Recording, record, recorded
 from kits.session_messages import VOCAB
 from kits.sharded_models import cut
@@ -32,19 +33,23 @@ SPARSE = ("qwen3_moe", {"head_dim": 16, "num_experts": 8, "num_experts_per_tok":
 
 
 @pytest.mark.parametrize("fuses", [True, False])
-@pytest.mark.parametrize(("family", "extra", "kind"), [
-    ("llama", {}, None), ("llama", {"attention_bias": True, "mlp_bias": True}, None), ("qwen2", {}, None),
-    ("qwen3", {}, None), ("llama", {}, "int4"), (*SPARSE, None), (*SPARSE, "int4"),
-])
-def test_the_same_bits(tmp_path: Path, family: str, extra: dict[str, object], kind: str | None, fuses: bool,
-                       monkeypatch: pytest.MonkeyPatch) -> None:
-    """At any place in the text, with taps, with and without padding."""
+@pytest.mark.parametrize(("family", "extra"), [("llama", {}), SPARSE])
+def test_the_same_bits_in_4_bits(tmp_path: Path, family: str, extra: dict[str, object], fuses: bool,
+                                 monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "fuses_rms_norm", lambda device: fuses)
     path = tiny_model(family, tmp_path / "model", layers=3, hidden=64, vocab=VOCAB, **extra)
-    if kind:
-        cut(path, tmp_path / "cut", 1, kind)
-        path = tmp_path / "cut"
-    dtype = "bf16" if kind else "fp32"
+    cut(path, tmp_path / "cut", 1, "int4")
+    assert_the_same_bits(tmp_path / "cut", "bf16")
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if "tied" not in name and "llama-l" not in name])
+def test_the_same_bits_of_every_family(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "fuses_rms_norm", lambda device: False)
+    assert_the_same_bits(family_model(family, tmp_path, vocab=VOCAB), "fp32")
+
+
+def assert_the_same_bits(path: Path, dtype: str) -> None:
+    """At any place in the text, with taps, with and without padding."""
     (one,), (other,) = (engines(path, 1, dtype, row_step=16, capacity=256) for _ in range(2))
     other.graphs |= recorded(other.model, 16, 32)
     books = Book(), Book()
