@@ -91,7 +91,7 @@ def test_launches_a_layer(name: str, dtype: str, fused: int, composed: int, monk
 
 
 @pytest.mark.parametrize(("family", "fuses", "alone", "beside_graphs"), [
-    ("qwen3_moe", True, 32, 15), ("qwen3_moe", False, 35, 15), ("mixtral", False, 32, 16)])
+    ("qwen3_moe", True, 32, 15), ("qwen3_moe", False, 35, 15), ("mixtral", False, 32, 15)])
 def test_launches_of_experts(tmp_path: Path, family: str, fuses: bool, alone: int, beside_graphs: int,
                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Two an expert, and a number that depends on neither rows nor experts; of a layer's graphs there are
@@ -111,7 +111,7 @@ def test_launches_of_experts(tmp_path: Path, family: str, fuses: bool, alone: in
 
 
 @pytest.mark.parametrize(("family", "fuses", "recurrent", "attention"), [
-    ("qwen3.5", True, 60, 43), ("qwen3.5", False, 62, 47), ("qwen3.5-moe", False, 81, 66)])
+    ("qwen3.5", True, 59, 34), ("qwen3.5", False, 61, 36), ("qwen3.5-moe", False, 81, 56)])
 def test_launches_of_recurrent_layers(tmp_path: Path, family: str, fuses: bool, recurrent: int,
                                       attention: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without those of experts."""

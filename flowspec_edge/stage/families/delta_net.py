@@ -70,11 +70,13 @@ class DeltaNet(nn.Module):
 
     def attend(self, inputs: Inputs, mask: None, cache: RecurrentPass, new: int) -> Tensor:
         """Add the first ``new`` rows to what the layer keeps; [N, heads, v] in float32."""
+        made = [(rows, layer.update(inputs.convolved[rows], self._kernel, inputs.log_decays[rows], inputs.betas[rows]))
+                for rows, layer in cache.recurrent(self._index) if layer is not None]
+        if len(made) == 1 and len(made[0][1]) == len(inputs.gates):
+            return made[0][1]
         outputs = self.room(len(inputs.gates), inputs.log_decays)
-        for rows, layer in cache.recurrent(self._index):
-            if layer is not None:
-                outputs[rows] = layer.update(inputs.convolved[rows], self._kernel, inputs.log_decays[rows],
-                                             inputs.betas[rows])
+        for rows, output in made:
+            outputs[rows] = output
         return outputs
 
     def out(self, inputs: Inputs, mixed: Tensor) -> Tensor:
