@@ -80,7 +80,7 @@ class Parameter:
             raise UsageError(f"{self.name} must be {what} ({self.range}), not {shown!r}") from None
 
     def check(self, value: Any) -> None:
-        name, choices = self.name.replace("_", "-"), get_args(self.kind) or self.words
+        name, choices = self.name, get_args(self.kind) or self.words
         if self.is_switch and not (isinstance(value, bool) or (value is None and self.kind is not bool)):
             raise UsageError(f"{name} must be one of {self.range}, not {value!r}")
         if choices is not None and not self.is_switch and value not in choices:

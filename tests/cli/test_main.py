@@ -114,9 +114,12 @@ def test_lists_have_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip()
 
 
-def test_a_command_that_moved_names_its_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "train-demo", "--out", "my-demo", "--quick"]) == 2
-    assert "python models/recipe/train_demo.py --out DIR" in capsys.readouterr().err
+@pytest.mark.parametrize("arguments", [
+    ["generate", "x", "--tau", "1"], ["generate", "x", "--pipedec-width", "8"], ["serve", "--local"],
+    ["sweep", "bandwidth", "--mbps", "1000"], ["up"]])
+def test_a_setting_has_one_spelling(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.lower().startswith("flowspec: error: no ")
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,7 @@ _SEGMENTED = "chunk_pp,pruned_pp,flowspec,flowspec_plus"  # PipeDec's layers hav
 _ALL_DRAFT = "flowspec,flowspec_plus"  # over a parameter that every strategy has
 # One temperature; --links decides the clock; requests run one by one.
 _HIDDEN_OPTIONS = ("temperatures", "clock", "emulate", "clients", "arrival_rate")
-_RARE = ("top_k", "top_p", "min_p", "repeats")
+_RARE = ("top_k", "top_p", "min_p", "repeats", "stages")
 _MOST = 1e9  # Mbit/s or ms: more than any link
 
 AxesArgument = Annotated[list[str], typer.Argument(
@@ -103,32 +103,11 @@ _NAMED = {
 _DEPTHS = ("depth", "expand_depth")  # Figure 6's pair
 _EVERY_DEPTH = "3,4,5,6,7,8"
 
-# Options of the release before, which had a command for each axis: --mbps 1000,125 was bandwidth=1000,125.
-_OLD_OPTIONS = {"bandwidth": {"--mbps": "bandwidth"}, "latency": {"--ms": "latency"},
-                "stages": {"--stages": "stages"}, "segment": {"--rows": "segment"},
-                "acceptance": {"--acceptance": "acceptance"},
-                "depth": {"--depths": "depth", "--expand-depths": "expand_depth"}}
-
-
 class _SweepCommand(TyperCommand):
-    """Shows its help if it has no arguments, and reads an axis' values from the option that the release before
-    had for them, until the next one."""
+    """Shows its help if it has no arguments."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "no_args_is_help": True})
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        old = _OLD_OPTIONS.get(args[0], {}) if args else {}
-        values: dict[str, str] = {}
-        left, rest = iter(args), []
-        for arg in left:
-            option, equals, value = arg.partition("=")
-            if option in old:
-                values[old[option]] = value if equals else next(left, "")
-            else:
-                rest.append(arg)
-        given = [f"{axis}={text}" for axis, text in values.items()]
-        return super().parse_args(ctx, [*given, *rest[1:]] if given else args)
 
 
 @dataclass(frozen=True)
@@ -248,7 +227,7 @@ def sweep(
       sudo flowspec sweep bandwidth --links namespaces --limit 2 --max-new-tokens 48
       flowspec sweep bandwidth --cluster cluster.toml --model llama-2-7b --json real.json
       flowspec sweep depth=3,5,8 expand_depth=3,5 --json depth.json --out depth.png
-      flowspec sweep stages=4,8 --strategies all --set draft=own --out stages.svg
+      flowspec sweep stages=4,8 --strategies all --draft own --out stages.svg
       flowspec sweep segment=16,32,48 --profile orin-nano-8gb
       flowspec sweep latency=0,1,20 --strategies flowspec,megatron
       flowspec sweep acceptance=1,1.5,2 --temperature 1 --stages 8 --json a.json

@@ -44,8 +44,7 @@ class QuickGroup(TyperGroup):
         if name not in commands and not name.startswith("-") and not ctx.resilient_parsing:
             raise UsageError(f"no command {name!r}; {did_you_mean(name, commands)}"
                              f"{ctx.command_path} --help lists them")
-        resolved, command, rest = super().resolve_command(ctx, args)
-        return resolved, command, _with_settings(rest, command)
+        return super().resolve_command(ctx, args)
 
 
 class LazyGroup(QuickGroup):
@@ -83,35 +82,6 @@ class LazyGroup(QuickGroup):
             _add_full_help(command)
             self.commands[name] = command
         return self.commands[name]
-
-
-def _with_settings(args: list[str], command: Any) -> list[str]:
-    """``args`` with ``--set pipedec_width=16`` for ``--pipedec-width 16``, if ``command`` takes ``--set``: a
-    parameter of a strategy, which only its strategy knows, is an option, too."""
-    known = {"--help", *(option for p in command.params for option in (*p.opts, *p.secondary_opts))}
-    if "--set" not in known or not any(arg.startswith("--") for arg in args):
-        return args
-    read: list[str] = []
-    left = iter(args)
-    for arg in left:
-        option, equals, value = arg.partition("=")
-        if arg == "--":
-            return [*read, arg, *left]
-        if option in known or not option.startswith("--"):
-            read.append(arg)
-            continue
-        from flowspec_edge.strategies.params import all_parameters  # imports numpy: only if need be
-
-        name, every = option[2:].replace("-", "_"), all_parameters()
-        if name in every and every[name].is_switch:
-            read += ["--set", f"{name}={value if equals else 'true'}"]
-        elif name in every:
-            read += ["--set", f"{name}={value if equals else next(left, '')}"]
-        elif name.startswith("no_") and name[3:] in every:
-            read += ["--set", f"{name[3:]}=false"]
-        else:
-            read.append(arg)
-    return read
 
 
 def _add_full_help(command: Any) -> None:

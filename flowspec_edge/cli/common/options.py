@@ -1,8 +1,7 @@
 """Options that several commands share, and the defaults of ``--stages``, ``--dtype`` and ``--device`` for a
 model; torch is imported only for a GPU.
 
-A hidden option of a panel is for rare needs: ``--help-all`` shows it.  A hidden one without a panel is a
-former spelling that keeps working.
+A hidden option of a panel is for rare needs: ``--help-all`` shows it.
 """
 
 from __future__ import annotations

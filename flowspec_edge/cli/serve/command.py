@@ -54,9 +54,6 @@ if TYPE_CHECKING:
 
 @with_dataclasses(params=Params)
 def serve(
-    local: Annotated[bool, typer.Option(
-        "--local", show_default=False, hidden=True,
-        help="Run all devices as processes on this machine (the default).")] = False,
     cluster: Annotated[Path | None, typer.Option(
         "--cluster", metavar="FILE", show_default=False, rich_help_panel=TIME,
         help="Serve on the boards of this cluster.toml; this machine is the draft device.")] = None,
@@ -141,7 +138,7 @@ def serve(
         if problem := origin_problem(origin):
             raise UsageError(f"--cors-origin: {problem}")
     found = resolve_model(model or (DEMO if cluster else answering_model()))
-    boards = _boards(cluster, board_model, local, stages, emulate, device)
+    boards = _boards(cluster, board_model, stages, emulate, device)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
     stages = stages_of(found, len(boards.verify) if boards else stages, clock_settings.profile)
     at_once = at_once or max(2, stages)
@@ -188,13 +185,13 @@ def serve(
                     log_json)
 
 
-def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: int, emulate: str | None,
+def _boards(cluster: Path | None, board_model: str | None, stages: int, emulate: str | None,
             device: str) -> Inventory | None:
     if cluster is None:
         if board_model is not None:
             raise UsageError("--board-model works with --cluster only")
         return None
-    others = {"--local": local, "--stages": stages > 0, "--emulate": emulate is not None,
+    others = {"--stages": stages > 0, "--emulate": emulate is not None,
               "--device": device != "auto"}
     if given := [name for name, is_given in others.items() if is_given]:
         raise UsageError(f"give --cluster or {given[0]}, not both: the cluster file names the devices")

@@ -238,19 +238,6 @@ def test_a_parameter_is_swept_over_the_strategies_that_have_it(given: list[str],
     assert [[row["strategy"] for row in point["rows"]] for point in data["points"]] == [["pearl"], ["pearl"]]
 
 
-@pytest.mark.parametrize(("old", "new"), [
-    (["bandwidth", "--mbps", "1000"], ["bandwidth=1000"]),
-    (["depth", "--depths=2", "--expand-depths", "1"], ["depth=2", "expand_depth=1"]),
-    (["stages", "--stages", "1"], ["stages=1"]),
-])
-def test_options_of_the_release_before_still_name_the_values(given: list[str], tmp_path: Path, old: list[str],
-                                                             new: list[str]) -> None:
-    (first, *options), (second, *others) = old, new
-    shared = [*given, "--strategies", "flowspec", "--limit", "1"]
-    before = sweep(first, tmp_path / "old.json", *options, *shared)
-    assert before == sweep(second, tmp_path / "new.json", *others, *shared)
-
-
 def test_the_first_example_of_each_axis_in_the_help_runs(given: list[str], tmp_path: Path,
                                                          monkeypatch: pytest.MonkeyPatch,
                                                          capsys: pytest.CaptureFixture[str]) -> None:

@@ -154,7 +154,7 @@ def test_without_a_head_a_text_is_looked_up(no_head: Path, capsys: pytest.Captur
     asked = ["generate", "abc", "--model", str(no_head), "--stages", "1", "--clock", "virtual",
              "--max-new-tokens", "8", "--json"]
     texts = []
-    for way in ([], ["--draft", "ngram", "--ngram-max", "6", "--ngram"], ["--strategy", "autoregressive"]):
+    for way in ([], ["--draft", "ngram", "--set", "ngram_max=6", "--set", "ngram=true"], ["--strategy", "autoregressive"]):
         assert main([*asked, *way]) == 0
         out, err = capsys.readouterr()
         assert ("flowspec models head" in err) == (not way)
