@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flowspec_edge.serving.openai.errors import ApiError
 
@@ -22,6 +22,7 @@ Verdict = Literal["implemented", "refused", "no effect"]
 Source = Literal["OpenAI", "vLLM", "SGLang", "llama.cpp", "others", "Ollama", "Anthropic"]
 
 _SIMILAR = 0.85  # difflib's ratio, from which a name is taken for a misspelt one
+_GOES_WITH = re.compile(r"it goes with (\w+)(?:, which is refused)?")
 _MAX_TOLD, _MAX_NAME = 8, 40  # ignored names that an answer tells, and their characters
 _PATHS: dict[Endpoint, str] = {
     "chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses",
@@ -88,23 +89,24 @@ class FieldTable:
         return tuple(unknown)
 
     def rows(self) -> Iterator[str]:
-        """As a table of docs/reference/fields.md; fields of which it says the same share a row."""
-        yield "| field | here |"
-        yield "|---|---|"
-        named: dict[str, list[str]] = {}
-        for field in sorted(self.fields.values(), key=lambda field: field.name):
-            named.setdefault(self._described(field), []).append(f"`{field.name}`")
-        yield from (f"| {', '.join(names)} | {said} |" for said, names in named.items())
+        """Yield the lists of docs/reference/fields.md, one for each verdict; fields of which the same is said share a
+        line."""
+        for verdict in get_args(Verdict):
+            named: dict[str, list[str]] = {}
+            for field in sorted(self.fields.values(), key=lambda field: field.name):
+                if verdict == ("implemented" if field.implemented else field.elsewhere):
+                    named.setdefault(self._described(field), []).append(f"`{field.name}`")
+            if named:
+                yield from (f"{verdict.capitalize()}:", "")
+                yield from (f"- {', '.join(names)}: {said}" for said, names in named.items())
+                yield ""
 
     def _described(self, field: RequestField) -> str:
         everywhere = len(field.implemented) in (0, self._endpoints)
-        where = "" if everywhere else f" ({', '.join(field.implemented)})"
-        verdict = "implemented" if field.implemented else field.elsewhere
-        refused = field.elsewhere == "refused" and not field.implemented
-        neutral = [f"`{json.dumps(value)}`" for value in field.neutral] if refused else []
-        but = f"; accepted: {', '.join(neutral)}" if neutral else ""
-        says = field.says.replace("|", "\\|")
-        return f"**{verdict}**{where}: {says}{but}"
+        where = "" if everywhere else f"({', '.join(field.implemented)}) "
+        if goes := _GOES_WITH.fullmatch(field.says):
+            return f"goes with {goes[1]}"
+        return where + field.says
 
     def _meant(self, name: str, endpoint: Endpoint) -> str | None:
         """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""
