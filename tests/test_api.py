@@ -189,7 +189,7 @@ class Listing(Undescribed):
     (f"{__name__}:ROOT", "is not a strategy"), (f"{__name__}:Abstract", "is not a strategy"),
     (f"{__name__}:Nameless", "needs two class attributes"), (f"{__name__}:Impostor", "another strategy, f"),
     (f"{__name__}:Undescribed", "does not describe its parameter levels"),
-    (f"{__name__}:BadDefault", "that it does not allow: out-share must be at most 1, not 1.5"),
+    (f"{__name__}:BadDefault", "that it does not allow: out_share must be at most 1, not 1.5"),
     (":Nothing", "write package.module:Class"), ("./mine.py:Mine", "without a path"),
     ("nowhere_at_all.module:X", "in the current directory or among the"),
     (f"{__name__}:Listing", "must declare its parameters as a dataclass"),
