@@ -17,8 +17,8 @@ DOCUMENT = Path(__file__).parent / "reference" / "fields.md"
 _HEAD = """# All fields of requests
 
 Made by `python docs/build_fields.py`. [http.md](http.md#fields) has the rules. "(chat)" means: other
-endpoints refuse the field, or take it without effect where the answer is the same. Every field takes `null` and the value
-that asks for nothing, such as `best_of: 1`.
+endpoints refuse the field, or take it without effect where the answer is the same. Every field takes `null`
+and the value that asks for nothing, such as `best_of: 1`.
 """
 _SECTIONS = {
     "OpenAI's API": ("With the names of vLLM, SGLang, llama.cpp's server and other servers.", OPENAI),

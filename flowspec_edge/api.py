@@ -210,7 +210,7 @@ class Cluster:
                                     request.stop_ids, request.penalties, request.restrictions)[0]
 
     def different_tokens(self, request: Request, answer: Completion) -> int:
-        """Count the places at which ``answer`` and :meth:`plain` differ, tokens after the shorter text's end included."""
+        """Count the places at which ``answer`` and :meth:`plain` differ, also after the end of the shorter text."""
         return different_tokens(answer.tokens, self.plain(request))
 
     def close(self) -> None:

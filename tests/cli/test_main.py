@@ -94,7 +94,7 @@ def test_help_is_short_and_help_all_complete(command: tuple[str, ...]) -> None:
         help_of(command), printed(*command, "--help-all")))
     assert {"--set", "--help-all"} < short < full
     assert len(short) <= 20
-    assert not {"--tau", "--pipedec-width", "--answer-tokens"} & full  # spellings that --set replaced
+    assert not {"--tau", "--pipedec-width"} & full
 
 
 def test_every_parameter_is_listed_by_a_strategy_that_reads_it() -> None:

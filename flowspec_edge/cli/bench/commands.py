@@ -208,12 +208,12 @@ def plot(
 def timeline(
     strategy: StrategyOption = "flowspec",
     prompt: Annotated[str | None, typer.Option(
-        "--prompt", help="The text to continue; default: a prompt of the demonstration.", metavar="TEXT",
+        "--prompt", help="The text to continue.  Default: a prompt of the demonstration.", metavar="TEXT",
         show_default=False)] = None,
     turns: Annotated[int, typer.Option(
-        "--turns", min=1, max=MOST_REPEATS, help="How many turns to draw.")] = 12,
+        "--turns", min=1, max=MOST_REPEATS, help="Turns to draw.")] = 12,
     skip_turns: Annotated[int, typer.Option(
-        "--skip-turns", min=0, max=MOST_REPEATS, help="Start so many turns after the first token.")] = 0,
+        "--skip-turns", min=0, max=MOST_REPEATS, help="Turns between the first token and the drawing.")] = 0,
     model: ModelOption = DEMO,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
@@ -227,7 +227,8 @@ def timeline(
 ) -> None:
     """Show when each device is busy: a real run in virtual time, one line per device.
 
-    The timeline starts at the first token; prefill is not shown.
+    The timeline starts at the first token; prefill is not shown.  It runs a model: a recording has no times of
+    its own, and the demonstration model, the default, needs no download.
 
     Examples:
 

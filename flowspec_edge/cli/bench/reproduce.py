@@ -50,11 +50,11 @@ def reproduce(
         "--by-category", help="Each category of the files is a task, as in Spec-Bench.")] = False,
     limit: Annotated[int | None, typer.Option(
         "--limit", min=1, max=MOST_REPEATS, show_default=False,
-        help=f"Only a task's first N prompts.  [default: all; {_DEMO_PROMPTS} of the demonstration's]",
+        help=f"Maximum prompts of a task: its first N.  Default: all; {_DEMO_PROMPTS} of the demonstration's.",
     )] = None,
     truncate: Annotated[int | None, typer.Option(
-        "--truncate", min=1, max=MOST_TOKENS, help="Only the last N tokens of a prompt.", metavar="N",
-    )] = None,
+        "--truncate", min=1, max=MOST_TOKENS, metavar="N",
+        help="Maximum tokens of a prompt: its last N.  Default: all.")] = None,
     max_new_tokens: MaxNewTokensOption = 128,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the noise at T = 1.")] = 0,
     model: ModelOption = DEMO,

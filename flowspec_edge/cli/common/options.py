@@ -85,15 +85,13 @@ BoardModelOption = Annotated[str | None, typer.Option(
     metavar="DIR", show_default=False, hidden=True, rich_help_panel=MODEL)]
 ChatTemplateOption = Annotated[str | None, typer.Option(
     "--chat-template", metavar="NAME|FILE", show_default=False, hidden=True, rich_help_panel=MODEL,
-    help="llama-2, vicuna, bare (no format), or a file with a Jinja template; by default the "
+    help="llama-2, vicuna, bare (no format), or a file with a Jinja template.  Default: the "
          "tokenizer's own.")]
 TemplateKwargsOption = Annotated[str | None, typer.Option(
     "--chat-template-kwargs", metavar="JSON", show_default=False, hidden=True, rich_help_panel=MODEL,
     help="Variables of the model's chat template; '{\"enable_thinking\": false}' tells Qwen3 not to think.")]
 MaxNewTokensOption = Annotated[int, typer.Option(
-    "--max-new-tokens", min=1, max=MOST_TOKENS, metavar="N", help="Most tokens of an answer.")]
-FormerTokensOption = Annotated[int | None, typer.Option(
-    "--answer-tokens", min=1, max=MOST_TOKENS, hidden=True)]
+    "--max-new-tokens", min=1, max=MOST_TOKENS, metavar="N", help="Maximum tokens of an answer.")]
 ClockOption = Annotated[Clock, typer.Option(
     "--clock", rich_help_panel=TIME, help="wall: one process per device.  virtual: simulated by a profile.")]
 ProfileOption = Annotated[str, typer.Option(
