@@ -147,7 +147,7 @@ class Parameters:
         if not self.tau > 0:
             raise UsageError(f"tau must be positive, not {self.tau}")
         if not self.ngram_min <= self.ngram_max <= LONGEST_LOOK_UP:
-            raise UsageError(f"ngram-max must be ngram-min ({self.ngram_min}) to {LONGEST_LOOK_UP}, "
+            raise UsageError(f"ngram_max must be ngram_min ({self.ngram_min}) to {LONGEST_LOOK_UP}, "
                              f"not {self.ngram_max}")
         if (rows := self.largest_segment()) > _MOST_ROWS:
             raise UsageError(f"a segment of {rows} rows is more than {_MOST_ROWS}: lower the tree, width, "

@@ -28,7 +28,7 @@ SETTINGS = [name for name, one in all_parameters().items() if one.kind in (int, 
 GIVEN = {("generate",): ["x = "], ("models", "shard"): ["--model", "demo", "--out", "OUT"],
          ("models", "inspect"): ["NONE"], ("models", "train-head"): ["--model", "NONE"],
          ("serve",): ["--model", "NONE"], ("deploy", "init"): ["none.invalid"],
-         ("plan",): ["--devices", "NONE"], ("sweep",): ["bandwidth"]}
+         ("plan",): ["--devices", "NONE"], ("record",): ["--out", "OUT"], ("sweep",): ["bandwidth"]}
 LARGE = {"--seed": 2**64}  # else 10^18
 
 

@@ -131,7 +131,7 @@ def _deviations(records: Sequence[Record], of_the_demo: bool) -> list[str]:
     return [" ".join(filter(None, (
         f"More than two standard errors from the paper's {_NAMES[quantity]}, with {acceptance}: "
         f"{', '.join(which)}.", _BECAUSE[quantity],
-        of_the_demo and (_HEADS if acceptance == OF_THE_HEAD else _CALIBRATED))))
+        (_HEADS if acceptance == OF_THE_HEAD else _CALIBRATED) if of_the_demo else "")))
         for (quantity, acceptance), which in found.items()]
 
 

@@ -169,8 +169,8 @@ def test_spd_still_needs_its_module(no_head: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"ngram_min": 5}, "ngram_max must be ngram-min (5) to 32, not 4"),
-    ({"ngram_max": 33}, "ngram_max must be ngram-min (2) to 32, not 33"),
+    ({"ngram_min": 5}, "ngram_max must be ngram_min (5) to 32, not 4"),
+    ({"ngram_max": 33}, "ngram_max must be ngram_min (2) to 32, not 33"),
     ({"ngram_min": 0}, "ngram_min must be at least 1, not 0"),
 ])
 def test_lengths_that_cannot_be_are_refused(given: dict[str, int], message: str) -> None:
