@@ -68,7 +68,7 @@ class Parameter:
         return bool in (self.kind, *get_args(self.kind))
 
     def read(self, text: str) -> Any:
-        """UsageError for a text that is not of the type; :meth:`check` is for the range."""
+        """Raise UsageError for a text that is not of the type; :meth:`check` is for the range."""
         try:
             if self.is_switch:
                 words = _SWITCH if self.kind is bool else {**_SWITCH, _OWN: None}

@@ -48,7 +48,7 @@ class BestFirstTree(DraftTree):
         self._naming: _Queue = []  # nodes with named children, by their likeliest one
 
     def probability(self, node: Node) -> float:
-        """P(``node`` becomes text)."""
+        """Return the probability that ``node`` becomes text."""
         return math.exp(node.score - self.root.score)
 
     def evidence(self, node: Node) -> Evidence:

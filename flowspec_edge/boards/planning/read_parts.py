@@ -82,7 +82,8 @@ def target_config(name_or_path: str) -> Any:
 
 
 def _locate(name_or_path: str) -> tuple[str, Path | None, Mapping[str, Path], Any]:
-    """(name, directory of the target or None, its draft models here by kind, the target's configuration)."""
+    """Return the model's name, the target's directory or None, its draft models here by kind, and the target's
+    configuration."""
     path = model_path(name_or_path)
     given = Path(name_or_path)
     if path is None and given.name == "config.json" and given.is_file():
@@ -111,7 +112,7 @@ class _Source:
 
 @lru_cache(maxsize=1)  # a plan asks for one model over and over; with 512 experts a layer it takes seconds
 def _decoder(of: _Source) -> Any:
-    """``skeleton``'s, to read only."""
+    """Return ``skeleton``'s decoder, to read only."""
     return skeleton(of.config)
 
 
@@ -199,7 +200,7 @@ def head_shape(kind: DraftKind, head: nn.Module) -> HeadShape:
 
 
 def part_shape(module: nn.Module, own: Mapping[str, HeadBits] = MappingProxyType({})) -> PartShape:
-    """``own``: how a GGUF file stores linears, by name."""
+    """Return the shape of a part; ``own`` says how a GGUF file stores each linear, by name."""
     linears = {name: m.weight.shape for name, m in module.named_modules()
                if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS)}
     kept = _numel(module.parameters()) - sum(map(prod, linears.values()))
@@ -235,7 +236,7 @@ def read_shipped(name: str) -> ModelParts:
 
 
 def usual_heads(config: Any) -> dict[str, HeadShape]:
-    """Of every kind that a target of transformers' ``config`` can have."""
+    """Return a usual head of every kind that a target of transformers' ``config`` can have."""
     kinds = (*head_kinds(), *family_of(config).draft_layers)
     return {kind.name: _draft_shape(config, kind, None) for kind in kinds}
 

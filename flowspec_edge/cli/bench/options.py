@@ -157,11 +157,11 @@ class BenchOptions:
 
     @property
     def right_children(self) -> float:
-        """UsageError for what is neither a word nor a share."""
+        """Raise UsageError for what is neither a word nor a share."""
         return parse_acceptance(self.acceptance)
 
     def require_recorded(self) -> None:
-        """UsageError for options that need a model with weights."""
+        """Raise UsageError for options that need a model with weights."""
         given = {"--model": self.model != DEMO, "--prompts": self.prompts, "--chat": self.chat,
                  "--truncate": self.truncate, "--clock wall": self.clock == "wall", "--emulate": self.emulate,
                  "--device": self.device != "auto", "--dtype": self.dtype != "auto",
@@ -187,7 +187,7 @@ class BenchOptions:
 
 
 def parse_acceptance(text: str) -> float:
-    """As ``CalibratedDrafter``'s share; UsageError for anything else."""
+    """Read ``--acceptance`` as ``CalibratedDrafter``'s share. UsageError for anything else."""
     if text in (words := {"head": 1.0, "paper": PUBLISHED_SHARE}):
         return words[text]
     try:
@@ -206,7 +206,7 @@ def measured_by_default(names: str) -> StrategiesOf:
 
 
 def parse_strategies(text: str) -> list[str]:
-    """Without duplicates; errors as for ``strategy_class``."""
+    """Return the names without duplicates. Errors are those of ``strategy_class``."""
     from flowspec_edge.strategies.registry import require_strategy, strategy_class, strategy_names
 
     if text.strip() == "all":

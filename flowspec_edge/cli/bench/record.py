@@ -172,7 +172,7 @@ def _about(model: OpenModel, kind: str, dtype: str, licence: str, prompts: list[
 
 
 def _digest(model: OpenModel, kind: str | None = None) -> str:
-    """Of the target's stored tensors, or of the bytes of a head's files."""
+    """Hash the target's stored tensors, or the bytes of a head's files."""
     import hashlib
 
     if kind is None:

@@ -139,8 +139,8 @@ def reproduce(
 
 
 def _possible(wanted: Sequence[Artefact], subject: BenchSubject, leaves_out: bool) -> list[Artefact]:
-    """What ``subject`` can measure.  UsageError for the first that it cannot; ``leaves_out``: a note for each, as long
-    as any remains."""
+    """Return what ``subject`` can measure. The rest is an error, or with ``leaves_out`` a note each, as long as any
+    remains."""
     possible: list[Artefact] = []
     for artefact in wanted:
         try:
@@ -158,7 +158,7 @@ def _possible(wanted: Sequence[Artefact], subject: BenchSubject, leaves_out: boo
 
 
 def _command(artefact: Artefact, options: BenchOptions, seed: int) -> str:
-    """What to type for the same figures; files by their names alone."""
+    """Return the command for the same figures, with files by their names alone."""
     parts = ["flowspec", "reproduce", artefact.name]
     for name in ("model", "limit", "truncate", "max_new_tokens"):
         value = getattr(options, name)

@@ -55,7 +55,7 @@ PublishedOption = Annotated[bool, typer.Option(
 
 
 def _numbers(text: str, name: str, zero: bool = False) -> list[Scalar]:
-    """Numbers separated by commas; ``zero``: 0 is allowed."""
+    """Read numbers separated by commas; ``zero`` allows 0."""
     kind = "numbers of at least 0" if zero else "positive numbers"
     try:
         found = [float(part) for part in text.split(",")]
@@ -120,7 +120,7 @@ class _Asked:
 
 
 def _asked(arguments: Sequence[str]) -> _Asked:
-    """UsageError for what is no axis, and for values that the axis cannot have."""
+    """Raise UsageError for what is no axis, and for values that the axis cannot have."""
     from flowspec_edge.lab.bench.axes import AXES, parameter_axis
 
     given: dict[str, str] = {}
@@ -148,7 +148,7 @@ def _asked(arguments: Sequence[str]) -> _Asked:
 
 
 def _parameter_values(name: str, text: str) -> list[Scalar]:
-    """Numbers as such; values of other parameters as their texts."""
+    """Read numbers as such, and values of other parameters as texts."""
     from flowspec_edge.strategies.params import all_parameters
 
     parameter = all_parameters()[name]
@@ -247,7 +247,7 @@ def sweep(
 
 
 def _require_room(axis: Axis, links: str, cluster: Path | None, options: BenchOptions, params: Params) -> None:
-    """UsageError for options that hold what the axis changes, and for an axis that the links do not have."""
+    """Raise UsageError for options that hold what the axis changes, and for an axis that the links do not have."""
     if cluster is not None and links == "namespaces":
         raise UsageError("give --cluster or --links namespaces, not both: a cluster has its own links")
     if links == "namespaces" and axis.name != "bandwidth":

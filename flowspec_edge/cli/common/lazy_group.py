@@ -56,7 +56,7 @@ class LazyGroup(QuickGroup):
         return [*self.lazy, *(name for name in super().list_commands(ctx) if name not in self.lazy)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Without its options, which a list of commands does not need."""
+        """Return the command without its options, which a list does not need."""
         if cmd_name in self.commands or cmd_name not in self.lazy:
             return super().get_command(ctx, cmd_name)
         about = self.lazy[cmd_name]
@@ -68,7 +68,7 @@ class LazyGroup(QuickGroup):
         return super().resolve_command(ctx, args)
 
     def load(self, name: str) -> Any:
-        """The whole command."""
+        """Import the command with its options."""
         if name not in self.commands:
             loaded = self.lazy[name].load()
             if isinstance(loaded, typer.Typer):
@@ -85,7 +85,7 @@ class LazyGroup(QuickGroup):
 
 
 def _add_full_help(command: Any) -> None:
-    """``--help-all`` for commands with hidden options of a panel (see ``options``)."""
+    """Add ``--help-all`` to commands that have hidden options of a panel."""
     for child in getattr(command, "commands", {}).values():
         _add_full_help(child)
     rare = [p for p in command.params if getattr(p, "hidden", False) and getattr(p, "rich_help_panel", None)]

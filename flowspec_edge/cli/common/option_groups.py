@@ -75,7 +75,7 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | N
 
 
 def of_strategy(given: Mapping[str, Any]) -> Sequence[str]:
-    """The strategy of ``--strategy``."""
+    """Return the strategy of ``--strategy``."""
     return [given["strategy"]]
 
 
@@ -102,7 +102,7 @@ def _drafting(params: Params, draft: str | None, settings: Sequence[str]) -> Par
 
 
 def _fields(group: Any, without: Collection[str]) -> list[Field[Any]]:
-    """Those that become options of their own."""
+    """Return the fields that become options."""
     return [field for field in fields(group) if field.name not in without]
 
 

@@ -153,7 +153,7 @@ def device_of(requested: str, model: OpenModel, dtype: Dtype, *, processes: int 
 
 
 def plain_device_of(device: str, model: OpenModel, dtype: Dtype, processes: int) -> str:
-    """``device`` for plain decoding beside a cluster; the CPU, with a note, if the weights do not fit
+    """Return the device of plain decoding beside a cluster: the CPU, with a note, if the weights do not fit
     twice."""
     if device == "cpu":
         return "cpu"

@@ -195,7 +195,7 @@ def _stored_dtype(dtype: StoredDtype | None, kernels: Path | None) -> ShardDtype
 
 
 def _fastest_here() -> QuantKind:
-    """Measuring takes some seconds."""
+    """Return the fastest 4-bit kind on this machine; measuring takes some seconds."""
     import torch
 
     from flowspec_edge.boards.measurement.kernels import measure_kernels
@@ -226,7 +226,7 @@ def _summary(plan: ShardingPlan) -> str:
 
 
 def _figures(manifest: Manifest, context: int) -> list[dict[str, Any]]:
-    """One row per part, D0's last."""
+    """Return a row for each part, D0's last."""
     from flowspec_edge.model.manifest import DRAFT
 
     found = []

@@ -52,7 +52,7 @@ class RequestField:
         return "implemented" if endpoint in self.implemented else self.elsewhere
 
     def check(self, endpoint: Endpoint, value: Any, parent: str = "") -> None:
-        """ApiError if the endpoint cannot do what ``value`` asks for. ``parent``: put before the name."""
+        """Raise ApiError if the endpoint cannot do what ``value`` asks for. ``parent``: put before the name."""
         if self.verdict(endpoint) != "refused" or value is None or any(
                 value == other and isinstance(value, bool) == isinstance(other, bool)
                 for other in self.neutral):
@@ -117,7 +117,7 @@ class FieldTable:
 
 
 def told(names: Iterable[str]) -> list[str]:
-    """As an answer lists ignored names: printable ASCII, and not too many."""
+    """List ignored names for an answer: printable ASCII, and not too many."""
     shown = [re.sub(r"[^ -+\--~]", "?", name[:_MAX_NAME]) for name in names]
     return shown[:_MAX_TOLD] + (["…and more"] if len(shown) > _MAX_TOLD else [])
 
