@@ -109,7 +109,8 @@ def signature(function: Any) -> str:
             if p.kind is p.KEYWORD_ONLY and "*" not in parts:
                 parts.append("*")
             parts.append(f"{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {p.default!r}"))
-    return f"({', '.join(parts)}) -> {found.return_annotation}"
+    returned = "" if found.return_annotation == "None" else f" -> {found.return_annotation}"
+    return f"({', '.join(parts)}){returned}"
 
 
 def text(thing: Any, said: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:

@@ -131,13 +131,13 @@ class Parameters:
 
     prefill_chunk: Annotated[int, "prompt tokens a segment"] = 64
     segment: Annotated[int, "l: the longest segment; a turn is the time of a full one"] = 16
-    draft: Annotated[str, "the draft model: each strategy's own kind, or this one for all that can draft with others; "
-                          "ngram looks up in the text and needs no model", DRAFTS] = OWN
-    rank: Annotated[Rank, "how children are ranked when sampling: by the draft's confidence alone, or with "
-                          "the noise that the target will be sampled with"] = "noise"
+    draft: Annotated[str, "what guesses: own, the strategy's own kind of draft model, or another; ngram needs none",
+                     DRAFTS] = OWN
+    rank: Annotated[Rank, "order of children when sampling: by the draft's confidence (draft), or with the noise that "
+                          "the target will be sampled with (noise)"] = "noise"
     tau: Annotated[float, "softness of the noise ranking"] = 0.6
-    ngram: Annotated[bool | None, "whether continuations from earlier in the text are drafted beside the "
-                                  "draft model's; own: by FlowSpec+ alone, which looks up by itself"] = None
+    ngram: Annotated[bool | None, "whether continuations from earlier in the text are drafted, too; own: by FlowSpec+ "
+                                  "alone"] = None
     ngram_max: Annotated[int, "the longest run of tokens that is looked up in the text"] = 4
     ngram_min: Annotated[int, "the shortest run of tokens that is looked up"] = 2
 

@@ -95,13 +95,16 @@ class FieldTable:
             named: dict[str, list[str]] = {}
             for field in sorted(self.fields.values(), key=lambda field: field.name):
                 if verdict == ("implemented" if field.implemented else field.elsewhere):
-                    named.setdefault(self._described(field), []).append(f"`{field.name}`")
+                    named.setdefault(self._described(field, verdict), []).append(f"`{field.name}`")
             if named:
                 yield from (f"{verdict.capitalize()}:", "")
                 yield from (f"- {', '.join(names)}: {said}" for said, names in named.items())
                 yield ""
 
-    def _described(self, field: RequestField) -> str:
+    def _described(self, field: RequestField, verdict: Verdict) -> str:
+        """Say what becomes of a field. Without effect it is said only where the user has another way to the effect."""
+        if verdict == "no effect" and not re.search(r"\bsee\b|\buse\b|--|^it goes with|usage|refused", field.says):
+            return "the answer is the same"
         everywhere = len(field.implemented) in (0, self._endpoints)
         where = "" if everywhere else f"({', '.join(field.implemented)}) "
         if goes := _GOES_WITH.fullmatch(field.says):
