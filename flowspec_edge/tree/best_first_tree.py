@@ -29,7 +29,10 @@ Named = tuple[int, float, float]
 
 @dataclass(slots=True)
 class _Scores:
-    """Log scores given the parent (-inf: not named); ``named``: children without nodes, likeliest last."""
+    """A node's log scores given its parent, by the draft model and by the look-up; -inf if that one did not name it.
+
+    named  its named children that have no node yet, likeliest last
+    """
 
     draft_score: float = -math.inf
     lookup_score: float = -math.inf

@@ -270,7 +270,7 @@ class ArrivalPattern:
     rate: float | None = None
 
     def groups(self, requests: int, seed: int) -> list[ArrivalGroup]:
-        """The last group of clients is filled up with the first requests. ``seed`` is of the arrivals; the
+        """The last group of clients is filled up with the first requests. ``seed`` draws the arrivals; the
         first one is at 0."""
         if self.rate is not None:
             gaps = random.Random(seed)
