@@ -135,7 +135,6 @@ def test_published_figures_are_shown_only_where_they_belong(given: list[str], tm
     (["rank=noise,loud"], "rank must be draft or noise, not 'loud'"),
     (["width=4,x"], "width must be a whole number"),
     (["widht=4"], "no axis and no strategy's parameter 'widht'; did you mean width?"),
-    (["stages", "--stages", "x"], "stages must be whole numbers from 1"),  # the option of the release before
     (["stages=2", "--stages", "4"], "stages is the axis of this sweep: leave --stages out"),
     (["tau=1,2", "--set", "tau=3"], "tau is the axis of this sweep: leave --set tau out"),
     (["latency", "--links", "namespaces"], "--links namespaces is for the axis bandwidth, not latency"),
