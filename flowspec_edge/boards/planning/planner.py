@@ -294,8 +294,9 @@ class _Table:
                     "slowest stage")
         if self.stage[1] > slowest:
             return f"one layer takes {self.stage[1] / 1e6:.3g} ms there, longer than the slowest stage"
-        return ("a longer way through more stages would cost more than their shorter slots gain"
-                if slowest > shortest else "would not make the slowest stage faster")
+        if slowest > shortest:
+            return "adding it would give fewer tokens/s"
+        return "adding it would not make the slowest stage faster"
 
 
 def _ns(seconds: float) -> int:

@@ -96,6 +96,7 @@ def reproduce(
                               for a in ARTEFACTS.values()]))
         else:
             print_columns([(a.name, a.paper, a.what, f"{a.minutes} min") for a in ARTEFACTS.values()])
+            print("Run one: flowspec reproduce NAME --out DIR; with --limit N it takes fewer prompts", file=sys.stderr)
         return
     wanted = chosen(names)
 
