@@ -30,8 +30,8 @@ SetOption = Annotated[list[str] | None, typer.Option(
 _DRAFT = "draft"
 DraftOption = Annotated[str | None, typer.Option(
     "--draft", metavar="KIND", show_default=False, rich_help_panel=STRATEGY,
-    help="What guesses: a kind of draft model that the model has, such as eagle3; mtp; ngram, which needs none; own: the "
-         "strategy's own kind.  Default: own, in bench and sweep the model's head for all.")]
+    help="What guesses: a kind of draft model that the model has, such as eagle3; mtp; ngram, which needs none; own: "
+         "the strategy's own kind.  Default: own, in bench and sweep the model's head for all.")]
 # From the values of a command's parameters to the strategies that it runs; None: any.
 StrategiesOf = Callable[[Mapping[str, Any]], Sequence[str] | None]
 
