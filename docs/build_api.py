@@ -9,14 +9,20 @@ import dataclasses
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, get_origin, get_type_hints
 
 from flowspec_edge import api
 
 DOCUMENT = Path(__file__).resolve().parent / "reference" / "python.md"
 BEGIN = "<!-- from here on made by build_api.py -->\n"
+# Members that drivers call, and no user of the API.
+_FOR_DRIVERS = {
+    "Profile": ("stage_seconds", "draft_seconds", "pass_ms", "verify_seconds", "link_seconds", "check_stages"),
+    "Params": ("of", "largest_segment", "largest_tree"), "Restrictions": ("tokens",), "Sampling": ("least_log",),
+    "Penalties": ("cost",), "SegmentBuilder": ("skip_prune",)}
 _ROLE = re.compile(r":(?:class|meth|func|attr):`~?([^`]+)`")
 
 
@@ -30,33 +36,58 @@ def reference() -> str:
 
 def section(name: str, thing: Any) -> Iterator[str]:
     yield from (f"### `{name}`", "")
-    if inspect.isclass(thing):
-        yield from (f"From `{thing.__module__}`.", "")
-    else:
+    if not inspect.isclass(thing):
         yield from (f"`{name}{signature(thing)}`", "")
-    yield from text(thing)
+    said = own_comments(thing) if dataclasses.is_dataclass(thing) else {}
+    yield from text(thing, said)
     if not inspect.isclass(thing) or issubclass(thing, Exception):
         return
     if dataclasses.is_dataclass(thing):
-        yield from fields(thing)
+        yield from fields(thing, said)
+    bases = [base for base in thing.__mro__[1:] if getattr(api, base.__name__, None) is base]
     for member, value in vars(thing).items():
+        if any(inspect.getdoc(getattr(base, member, None)) == inspect.getdoc(getattr(thing, member)) for base in bases):
+            continue  # described there
+        if member in _FOR_DRIVERS.get(name, ()):
+            continue
         if not member.startswith("_") and (inspect.getdoc(value) or inspect.isabstract(thing)):
             yield from described(member, value)
 
 
-def fields(thing: Any) -> Iterator[str]:
-    """The fields with what the names do not say: an annotation, or a comment in the source."""
+def own_comments(thing: Any) -> dict[str, str]:
+    """What the docstring's table says of the fields, if it has a line for fields alone."""
+    names = {field.name for field in dataclasses.fields(thing)}
+    for paragraph in (inspect.getdoc(thing) or "").split("\n\n"):
+        lines = re.split(r"\n(?=\w)", paragraph)
+        found = dict(line.split(None, 1) for line in lines if re.match(r"\w+  +\S", line))
+        if len(found) == len(lines) and found.keys() <= names:
+            return {name: " ".join(said.split()).replace("``", "") for name, said in found.items()}
+    return {}
+
+
+def fields(thing: Any, said: dict[str, str]) -> Iterator[str]:
+    """The fields with what the names do not say: a line of the docstring's table, an annotation, or a comment in the
+    source. Those of a base that is documented itself are left out."""
     source = inspect.getsource(thing)
     hints = get_type_hints(thing, include_extras=True)
+    base = next((one for one in thing.__mro__[1:] if getattr(api, one.__name__, None) is one
+                 and dataclasses.is_dataclass(one)), None)
+    inherited = {field.name for field in dataclasses.fields(base)} if base else set()
+    if base:
+        yield from (f"With the fields of [`{base.__name__}`](#{base.__name__.lower()})" + (
+            ", and:" if inherited < {field.name for field in dataclasses.fields(thing)} else "."), "")
     yield "```python"
     for field in dataclasses.fields(thing):
+        if field.name in inherited:
+            continue
         found = re.search(rf"^    {field.name}: .*$", source, re.MULTILINE)
         if get_origin(hints[field.name]) is Annotated:
             kind = re.match(r"Annotated\[([\w |]+)", str(field.type))
             assert kind
             yield f"{field.name}: {kind[1]} = {field.default!r}  # {hints[field.name].__metadata__[0]}"
         else:
-            yield found.group().strip() if found else field.name
+            written = found.group().strip() if found else field.name
+            yield f"{written}  # {said[field.name]}" if field.name in said and "#" not in written else written
     yield from ("```", "")
 
 
@@ -78,15 +109,18 @@ def signature(function: Any) -> str:
             if p.kind is p.KEYWORD_ONLY and "*" not in parts:
                 parts.append("*")
             parts.append(f"{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {p.default!r}"))
-    return f"({', '.join(parts)}) -> {found.return_annotation}"
+    returned = "" if found.return_annotation == "None" else f" -> {found.return_annotation}"
+    return f"({', '.join(parts)}){returned}"
 
 
-def text(thing: Any) -> Iterator[str]:
-    """A docstring's paragraphs; indented ones, and tables of names, as they are."""
+def text(thing: Any, said: Mapping[str, str] = MappingProxyType({})) -> Iterator[str]:
+    """A docstring's paragraphs; indented ones, and tables of names, as they are. The table ``said`` is left out."""
     written = inspect.getdoc(thing) or ""
     if dataclasses.is_dataclass(thing) and written.startswith(f"{getattr(thing, '__name__', '')}("):
         return  # the one that dataclass makes
     for paragraph in _ROLE.sub(r"``\1``", written).split("\n\n"):
+        if said and paragraph.split(None, 1)[0] in said and re.match(r"\w+  +\S", paragraph):
+            continue
         if re.search(r"^(\w+|    .*)  +\S", paragraph, re.MULTILINE) or paragraph.startswith("    "):
             yield from ("```", *paragraph.splitlines(), "```", "")
         elif paragraph:

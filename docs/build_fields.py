@@ -16,8 +16,9 @@ from flowspec_edge.serving.openai.fields import TABLE as OPENAI
 DOCUMENT = Path(__file__).parent / "reference" / "fields.md"
 _HEAD = """# All fields of requests
 
-Made by `python docs/build_fields.py`. [http.md](http.md#fields) has the rules. "Implemented (chat)" means: at
-other endpoints it is refused, or has no effect where it would change nothing.
+Made by `python docs/build_fields.py`. [http.md](http.md#fields) has the rules. "(chat)" means: other
+endpoints refuse the field, or take it without effect where the answer is the same. Every field takes `null`
+and the value that asks for nothing, such as `best_of: 1`.
 """
 _SECTIONS = {
     "OpenAI's API": ("With the names of vLLM, SGLang, llama.cpp's server and other servers.", OPENAI),
@@ -28,7 +29,7 @@ def document() -> str:
     """The whole document."""
     parts = [_HEAD]
     for title, (about, table) in _SECTIONS.items():
-        parts += [f"## {title}\n" + (f"{about}\n" if about else ""), "\n".join(table.rows()) + "\n"]
+        parts += [f"## {title}\n" + (f"{about}\n" if about else ""), "\n".join(table.rows())]
     return "\n".join(parts)
 
 

@@ -104,18 +104,15 @@ class Cluster:
     def virtual(cls, model: str | Path = DEMO, *, stages: int | None = None,
                 profile: str | Path | Profile = "paper-7b", dtype: RunDtype | None = None,
                 device: str = "cpu", scheduling_policy: SchedulingPolicy = "fair") -> Cluster:
-        """Return a cluster in virtual time: one process, every token computed, every time from ``profile``.
-        The same requests give the same figures to the last digit.
+        """Return a cluster in virtual time, in one process. The same requests give the same figures.
 
-        model    "demo", or a directory: a Hugging Face checkpoint, or one with a target and draft models
+        model    "demo", or a model's directory
         stages   verification devices; None: those of a sharded model or of a testbed, else 4
-        profile  name or TOML file of device and link speeds (``flowspec profiles``), or a testbed of boards
-                 by the planner's rule, BOARD:N[,BOARD:N]/MODEL/DTYPE
-        dtype    "fp32", "bf16", "fp16", or "mixed" (fp32, and matrices in 16 bits, on CPUs); None: a sharded
+        profile  a name of ``flowspec profiles``, a TOML file, or a testbed BOARD:N[,BOARD:N]/MODEL/DTYPE
+        dtype    "fp32", "bf16", "fp16", or "mixed" (fp32 with 16-bit matrices, on CPUs); None: a sharded
                  model's own, else "fp32"
         device   torch device for all weights
-        scheduling_policy  of concurrent requests. "fair": rows by weight and worth; "fcfs": the oldest
-                           request's first
+        scheduling_policy  of concurrent requests: "fair", or "fcfs", the oldest first
 
         UsageError for an unknown model or profile, or more stages than layers of the profile's model.
         """
@@ -133,8 +130,7 @@ class Cluster:
 
         threads  torch threads per process; None divides the cores
 
-        Arguments and errors otherwise as for :meth:`virtual`, but the layers are the model's own. PeerLost,
-        from a request, if a stage ends.
+        Arguments and errors otherwise as for :meth:`virtual`. A request raises PeerLost if a stage ends.
         """
         found, stages, dtype = _choose(model, stages, dtype)
         return cls(found, stages, dtype, device, Here(), threads, scheduling_policy)
@@ -145,15 +141,13 @@ class Cluster:
 
     @property
     def types(self) -> str:
-        """In which types weights and activations are, such as "weights int4, computed in bf16". In fp32 every
-        strategy gives the tokens of :meth:`plain`. In 16 bits sums are rounded, and near ties may be decided
-        differently: :meth:`different_tokens` counts."""
+        """The types of weights and activations, such as "weights int4, computed in bf16"."""
         stored = self.model.manifest.stored if self.model.manifest else self._dtype
         return types_text(self._dtype, stored)
 
     @property
     def spans(self) -> list[Span]:
-        """What each device did, and when, in the last request: for timelines. UsageError unless virtual."""
+        """What each device did, and when, in the last request. UsageError unless virtual."""
         from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 
         if not isinstance(self._backend, VirtualCluster):
@@ -171,11 +165,11 @@ class Cluster:
         strategy  a name (:func:`strategy_names`), or "package.module:Class"
         sampling  temperature, top_p, top_k, min_p and seed; None: greedy
         params    the strategies' parameters; None: the papers' values
-        penalties on what the text repeats, and on single tokens; None: none
+        penalties  on what the text repeats, and on single tokens; None: none
         restrictions  on the tokens that may come next; None: none
         stop_ids  further tokens that end the answer
         ignore_eos  the model's end-of-sequence ids do not end the answer
-        priority  beside other requests: lower is earlier, and one less quadruples the guaranteed rows
+        priority  lower is earlier, and one less quadruples the guaranteed rows
 
         UsageError for an unknown strategy or an empty prompt.
         """
@@ -206,8 +200,8 @@ class Cluster:
         return [self._completion(result) for result in self._backend.generate_many(requests)]
 
     def plain(self, request: Request) -> list[int]:
-        """Return the tokens of plain decoding, without a pipeline: what every strategy has to give, near ties
-        of 16 bits aside. The first call loads the model a second time."""
+        """Return the tokens of plain decoding. In fp32 every strategy gives the same; in 16 bits near ties may differ.
+        The first call loads the model a second time."""
         if self._plain is None:
             from flowspec_edge.lab.plain import PlainDecoder
 
@@ -216,8 +210,7 @@ class Cluster:
                                     request.stop_ids, request.penalties, request.restrictions)[0]
 
     def different_tokens(self, request: Request, answer: Completion) -> int:
-        """Count the places at which ``answer``'s token is not that of :meth:`plain` for ``request``; tokens
-        after the end of the shorter text count, too."""
+        """Count the places at which ``answer`` and :meth:`plain` differ, also after the end of the shorter text."""
         return different_tokens(answer.tokens, self.plain(request))
 
     def close(self) -> None:

@@ -22,7 +22,6 @@ _ArgumentError: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__na
 
 
 _RUN, _MEASURE, _BOARDS = "Run a model", "Measure", "Boards"
-_PROGRAMS = "Programs of the boards' services"
 
 
 class Commands(LazyGroup):
@@ -39,7 +38,6 @@ class Commands(LazyGroup):
             _RUN),
         "serve": LazyCommand(
             "serve.command:serve", "Serve OpenAI's API, with a page that shows the cluster at work.", _RUN),
-        "up": LazyCommand("serve.command:serve", "The same as serve.", hidden=True),
         "models": LazyCommand(
             "models.commands:app", "Models: list and fetch them, cut them into shards, train draft parts.",
             _RUN),
@@ -72,11 +70,11 @@ class Commands(LazyGroup):
             "deploy.keys:app", "The keys that encrypt the links between boards.", _BOARDS),
         "worker": LazyCommand(
             "serve.daemons:worker",
-            "Run one stage of a cluster until SIGTERM: the program of flowspec-verify@.service.", _PROGRAMS),
+            "Run one stage of a cluster until SIGTERM: the program of flowspec-verify@.service.", hidden=True),
         "draft": LazyCommand(
             "serve.daemons:draft",
             "Run the draft device of a cluster until SIGTERM: the program of flowspec-draft.service.",
-            _PROGRAMS),
+            hidden=True),
     }
 
 

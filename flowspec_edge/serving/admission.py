@@ -178,7 +178,7 @@ class Admission:
         return self._closed or self._ending
 
     def _reason(self) -> str | None:
-        """Why no request can start; None if one can."""
+        """Say why no request can start; None if one can."""
         if self._closed:
             return _ENDING
         if self._fault is None and self._cluster is not None:

@@ -19,7 +19,7 @@ THINK_EFFORT = "medium"  # of a client that says only that the model shall think
 
 @dataclass(frozen=True)
 class Ready:
-    """An answer without the model."""
+    """An answer that needs no model."""
 
     content: dict[str, Any]
 
@@ -79,5 +79,5 @@ def list_of(value: Any, name: str) -> list[Any]:
 
 
 def given(**fields: Any) -> dict[str, Any]:
-    """The fields that have a value."""
+    """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}

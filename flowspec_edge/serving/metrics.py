@@ -195,7 +195,7 @@ class StageMetrics(Observer, Collector):
 
     def __init__(self, stages: int, system_stats: Callable[[], HeartbeatCounters],
                  clock: Callable[[], float] = time.monotonic) -> None:
-        """``system_stats``: D0's own; ``clock``: of heartbeats' arrivals, in seconds."""
+        """``system_stats`` are D0's own; ``clock`` tells the seconds at which heartbeats arrive."""
         self._draft_graph_sizes: int | None = None  # of D0's draft model, once it is loaded
         self._system_stats = system_stats
         self._clock = clock
@@ -270,7 +270,7 @@ def _family(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], about: tu
 
 
 def _links(grown: dict[int, HeartbeatCounters]) -> Metric:
-    """Each link as its sender counts it; D0's as V1 does."""
+    """Count each link by its sender, and D0's by V1."""
     family = CounterMetricFamily(
         "flowspec_link_bytes", "Bytes over the data links, without control messages and collectives.",
         labels=["sender", "receiver"])

@@ -108,7 +108,7 @@ class Strategy(ABC):
 
     @property
     def prompt_taps(self) -> tuple[int, ...]:
-        """``Segment.taps`` of the prompt's rows."""
+        """The ``Segment.taps`` of the prompt's rows."""
         return ()
 
     @property
@@ -128,7 +128,7 @@ class Strategy(ABC):
         return False
 
     def begin(self, text: Sequence[int], sampling: Sampling) -> None:
-        """Called before :meth:`start` with the text so far."""
+        """Take the text so far; called before :meth:`start`."""
         return
 
     @abstractmethod
@@ -137,8 +137,8 @@ class Strategy(ABC):
 
     @abstractmethod
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
-        """``successors[i]`` is the target's token after row ``numbers[i]`` of ``run``; returns what became
-        text."""
+        """Take a verdict and return what became text. ``successors[i]`` is the target's token after row ``numbers[i]``
+        of ``run``."""
 
     @abstractmethod
     def next_segment(self, rows: int | None = None) -> Segment | None:
@@ -152,7 +152,7 @@ class Strategy(ABC):
         return None
 
     def next_draft(self) -> DraftRequest | None:
-        """Called when D0 is idle."""
+        """Say what to draft; D0 is idle."""
         return None
 
     def on_tap(self, run: int, layer: int) -> None:

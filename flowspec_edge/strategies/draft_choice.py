@@ -68,7 +68,7 @@ def draft_label(chosen: type[Strategy], params: Parameters, kind: str | None) ->
 
 def require_draft(chosen: type[Strategy], params: Parameters, model: OpenModel, write: Written = AS_OPTION
                   ) -> None:
-    """UsageError if ``model`` lacks the draft model that ``chosen`` uses."""
+    """Raise UsageError if ``model`` lacks the draft model that ``chosen`` uses."""
     kind = draft_kind(chosen, params, model)
     if kind is not None and kind != NGRAM.name and model.draft(kind) is None:
         raise UsageError(missing_draft(chosen, kind, model, write))

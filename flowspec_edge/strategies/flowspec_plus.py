@@ -59,7 +59,7 @@ class FlowSpecPlusParameters(Parameters):
     def disabled_ideas(self) -> frozenset[str]:
         names = frozenset(part.strip() for part in self.plus_without.split(",") if part.strip())
         if unknown := sorted(names - set(IDEAS)):
-            raise UsageError(f"plus-without knows {', '.join(IDEAS)}, not {unknown[0]!r}")
+            raise UsageError(f"plus_without knows {', '.join(IDEAS)}, not {unknown[0]!r}")
         return names
 
     def largest_segment(self) -> int:

@@ -68,7 +68,7 @@ class Parameter:
         return bool in (self.kind, *get_args(self.kind))
 
     def read(self, text: str) -> Any:
-        """UsageError for a text that is not of the type; :meth:`check` is for the range."""
+        """Raise UsageError for a text that is not of the type; :meth:`check` is for the range."""
         try:
             if self.is_switch:
                 words = _SWITCH if self.kind is bool else {**_SWITCH, _OWN: None}
@@ -80,7 +80,7 @@ class Parameter:
             raise UsageError(f"{self.name} must be {what} ({self.range}), not {shown!r}") from None
 
     def check(self, value: Any) -> None:
-        name, choices = self.name.replace("_", "-"), get_args(self.kind) or self.words
+        name, choices = self.name, get_args(self.kind) or self.words
         if self.is_switch and not (isinstance(value, bool) or (value is None and self.kind is not bool)):
             raise UsageError(f"{name} must be one of {self.range}, not {value!r}")
         if choices is not None and not self.is_switch and value not in choices:
@@ -131,13 +131,13 @@ class Parameters:
 
     prefill_chunk: Annotated[int, "prompt tokens a segment"] = 64
     segment: Annotated[int, "l: the longest segment; a turn is the time of a full one"] = 16
-    draft: Annotated[str, "the draft model: each strategy's own kind, or this one for all that can draft with others; "
-                          "ngram looks up in the text and needs no model", DRAFTS] = OWN
-    rank: Annotated[Rank, "how children are ranked when sampling: by the draft's confidence alone, or with "
-                          "the noise that the target will be sampled with"] = "noise"
+    draft: Annotated[str, "what guesses: own, the strategy's own kind of draft model, or another; ngram needs none",
+                     DRAFTS] = OWN
+    rank: Annotated[Rank, "order of children when sampling: by the draft's confidence (draft), or with the noise that "
+                          "the target will be sampled with (noise)"] = "noise"
     tau: Annotated[float, "softness of the noise ranking"] = 0.6
-    ngram: Annotated[bool | None, "whether continuations from earlier in the text are drafted beside the "
-                                  "draft model's; own: by FlowSpec+ alone, which looks up by itself"] = None
+    ngram: Annotated[bool | None, "whether continuations from earlier in the text are drafted, too; own: by FlowSpec+ "
+                                  "alone"] = None
     ngram_max: Annotated[int, "the longest run of tokens that is looked up in the text"] = 4
     ngram_min: Annotated[int, "the shortest run of tokens that is looked up"] = 2
 
@@ -147,7 +147,7 @@ class Parameters:
         if not self.tau > 0:
             raise UsageError(f"tau must be positive, not {self.tau}")
         if not self.ngram_min <= self.ngram_max <= LONGEST_LOOK_UP:
-            raise UsageError(f"ngram-max must be ngram-min ({self.ngram_min}) to {LONGEST_LOOK_UP}, "
+            raise UsageError(f"ngram_max must be ngram_min ({self.ngram_min}) to {LONGEST_LOOK_UP}, "
                              f"not {self.ngram_max}")
         if (rows := self.largest_segment()) > _MOST_ROWS:
             raise UsageError(f"a segment of {rows} rows is more than {_MOST_ROWS}: lower the tree, width, "

@@ -99,7 +99,7 @@ class PipeInfer(TreeStrategy):
         return None
 
     def controls(self) -> list[Prune | Cancel]:
-        """Cancels, newest run first; PipeInfer has no prunes."""
+        """Return cancels, the newest run first; PipeInfer has no prunes."""
         self._prunes.clear()
         if not self._cancels:
             return []

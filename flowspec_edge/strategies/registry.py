@@ -94,7 +94,7 @@ def strategy_meanwhile(place: str) -> Iterator[str]:
 
 
 def require_strategy(name: str) -> None:
-    """UsageError for an unknown name; nothing is imported."""
+    """Raise UsageError for an unknown name; nothing is imported."""
     if name in STRATEGIES or name in _loaded or ":" in name:
         return
     raise UsageError(f"no strategy {name!r}; {did_you_mean(name, strategy_names())}"
@@ -124,7 +124,7 @@ def groups_note(names: Iterable[str]) -> str:
 
 
 def require_pipelines(names: Iterable[str]) -> None:
-    """UsageError for a strategy that processes and boards cannot run."""
+    """Raise UsageError for a strategy that processes and boards cannot run."""
     for name in groups(names):
         raise UsageError(f"{name} exists in virtual time only, computed whole and charged as a group of devices "
                          f"that share every layer; try: flowspec bench run --strategies chunk_pp,{name}")
@@ -138,7 +138,7 @@ def parameters_of(chosen: type[Strategy]) -> dict[str, Parameter]:
 
 
 def declared_by_strategies() -> list[type[Parameters]]:
-    """What all strategies declare, but for those of entry points that cannot be loaded."""
+    """Return what all strategies declare, without entry points that cannot be loaded."""
     found = []
     for name in strategy_names():
         with suppress(UsageError):

@@ -120,7 +120,7 @@ class STPPParameters(Parameters):
         except ValueError:
             levels = ()
         if not levels or min(levels) < 1:
-            raise UsageError("stpp-branching must be positive numbers separated by commas, "
+            raise UsageError("stpp_branching must be positive numbers separated by commas, "
                              f"not {self.stpp_branching!r}")
         return levels
 

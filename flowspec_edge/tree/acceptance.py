@@ -41,8 +41,8 @@ _STEEPEST = 8.0  # log odds of a source are clipped here
 
 
 class Evidence(NamedTuple):
-    """Log scores of an unverified child (-inf: not named); ``parent_expanded``: by a draft
-    model."""
+    """Log scores of an unverified child; -inf if that source did not name it. ``parent_expanded`` says whether a
+    draft model expanded its parent."""
 
     draft_score: float
     lookup_score: float

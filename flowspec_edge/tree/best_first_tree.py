@@ -29,7 +29,10 @@ Named = tuple[int, float, float]
 
 @dataclass(slots=True)
 class _Scores:
-    """Log scores given the parent (-inf: not named); ``named``: children without nodes, likeliest last."""
+    """A node's log scores given its parent, by the draft model and by the look-up; -inf if that one did not name it.
+
+    named  its named children that have no node yet, likeliest last
+    """
 
     draft_score: float = -math.inf
     lookup_score: float = -math.inf
@@ -48,7 +51,7 @@ class BestFirstTree(DraftTree):
         self._naming: _Queue = []  # nodes with named children, by their likeliest one
 
     def probability(self, node: Node) -> float:
-        """P(``node`` becomes text)."""
+        """Return the probability that ``node`` becomes text."""
         return math.exp(node.score - self.root.score)
 
     def evidence(self, node: Node) -> Evidence:

@@ -73,7 +73,7 @@ class SegmentBuilder:
         return segment
 
     def commit(self, number: int) -> None:
-        """``number`` becomes text; every older uncommitted number is dead."""
+        """Make ``number`` text; every older uncommitted number is dead."""
         if not self.base <= number < self.next_number or self._rows:
             raise ValueError(f"cannot commit number {number}: base {self.base}, "
                              f"next {self.next_number}, {len(self._rows)} rows unsealed")
@@ -101,7 +101,7 @@ class SegmentBuilder:
         return self._sent_positions.pop(run)
 
     def sent_numbers(self, run: int) -> Int32 | None:
-        """The numbers of ``run``; None if it is not in flight."""
+        """Return the numbers of ``run``; None if it is not in flight."""
         sent = self._sent_positions.get(run)
         return None if sent is None else sent[0]
 

@@ -93,7 +93,7 @@ def test_the_guides_show_what_is_printed(tmp_path: Path, capsys: pytest.CaptureF
     assert (tmp_path / "copied").read_text().split() == [f"me@10.0.0.{10 + place}" for place in range(len(BOARDS))]
     settings = file.read_text().splitlines()
     assert len([line for line in settings if line.startswith('role = "auto"')]) == len(BOARDS)
-    assert len([line for line in settings if line.startswith('model = "qwen3-8b"')]) == 1
+    assert len([line for line in settings if line.startswith('model = "qwen3-14b"')]) == 1
     assert not wrong, "\n".join(wrong)
 
 

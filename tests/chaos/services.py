@@ -163,7 +163,7 @@ class LocalService(Service):
                            check=True)
 
     def _command(self) -> Sequence[str]:
-        return [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--local", *self._arguments]
+        return [sys.executable, "-m", "flowspec_edge.cli.main", "serve", *self._arguments]
 
     @property
     def fork_server(self) -> int | None:

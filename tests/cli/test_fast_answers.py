@@ -35,7 +35,6 @@ ERRORS = [  # and a part of the line
     (["generate", "x", "--profile", "papr-7b"], "did you mean paper-7b"),
     (["generate", "x", "--model", "demoo"], "did you mean demo"),
     (["generate", "x", "--stages", "0"], "0 is not at least 1"),
-    (["generate", "x", "--tau", "0"], "tau must be positive"),
     (["generate", "--prompt-file", "nowhere.txt"], "nowhere.txt"),
     (["generate", "x", "--chat"], "has no chat template"),
     (["chat", "--chat-template", "nowhere.jinja"], "no chat template 'nowhere.jinja'"),
@@ -58,7 +57,8 @@ ERRORS = [  # and a part of the line
     (["plan", "--devices", "orin-nano"], "no profile 'orin-nano'"),
     (["plan", "--devices", "nosuch.toml"], "flowspec deploy init HOST HOST… --out nosuch.toml"),
     (["plan", "--devices", "nosuch.toml:3"], "flowspec device profile --out nosuch.toml"),
-    (["generate", "x", "--taau", "1"], "--tau"),
+    (["generate", "x", "--set", "tau=0"], "tau must be positive"),
+    (["generate", "x", "--set", "taau=1"], "did you mean tau?"),
     (["plan", "--model", "demoo", "--devices", "orin-nano-8gb:2"], "did you mean demo"),
     (["sweep", "bandwidth", "--cluster", "nowhere.toml"], "there is no cluster file nowhere.toml"),
 ]
@@ -90,8 +90,8 @@ def test_help_and_usage_errors_import_nothing_heavy() -> None:
     assert [(code, heavy) for _, code, _, heavy in found[:len(HELP)]] == [(0, [])] * len(HELP)
     for arguments, _, _, heavy in found[len(HELP):]:
         # pydantic checks profiles, plan computes with numpy, and strategies, which need it, know their
-        # parameters: whether --taau is one, and sweep's default of pipedec_width.
-        with_numpy = arguments[0] in ("plan", "sweep") or "--taau" in arguments
+        # parameters: what --set names, and sweep's default of pipedec_width.
+        with_numpy = arguments[0] in ("plan", "sweep") or "--set" in arguments
         assert set(heavy) <= {"pydantic", *(["numpy"] if with_numpy else [])}, arguments
     for (arguments, says), (_, code, said, _) in zip(ERRORS, found[len(HELP):], strict=True):
         assert (code, said.count("\n")) == (2, 1), (arguments, said)

@@ -30,7 +30,7 @@ COMMANDS = (
     ("generate", "x = ", "--stages", "2", "--clock", "wall"),
     ("models", "shard", "--model", "demo", "--stages", "2", "--out", "OUT"),
     ("generate", "x = ", "--stages", "1", "--strategy", "autoregressive", "--clock", "virtual"),
-    ("serve", "--local", "--stages", "1", "--port", "0"),
+    ("serve", "--stages", "1", "--port", "0"),
     ("bench", "run", "--strategies", "chunk_pp", "--limit", "1"),
     ("plan", "--model", "demo", "--profile", "orin-nano-8gb"),
     ("strategies",),

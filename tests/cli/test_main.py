@@ -94,7 +94,7 @@ def test_help_is_short_and_help_all_complete(command: tuple[str, ...]) -> None:
         help_of(command), printed(*command, "--help-all")))
     assert {"--set", "--help-all"} < short < full
     assert len(short) <= 20
-    assert not {"--tau", "--pipedec-width", "--answer-tokens"} & full  # spellings that --set replaced
+    assert not {"--tau", "--pipedec-width"} & full
 
 
 def test_every_parameter_is_listed_by_a_strategy_that_reads_it() -> None:
@@ -114,9 +114,12 @@ def test_lists_have_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.strip()
 
 
-def test_a_command_that_moved_names_its_script(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "train-demo", "--out", "my-demo", "--quick"]) == 2
-    assert "python models/recipe/train_demo.py --out DIR" in capsys.readouterr().err
+@pytest.mark.parametrize("arguments", [
+    ["generate", "x", "--tau", "1"], ["generate", "x", "--pipedec-width", "8"], ["serve", "--local"],
+    ["sweep", "bandwidth", "--mbps", "1000"], ["up"]])
+def test_a_setting_has_one_spelling(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.lower().startswith("flowspec: error: no ")
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

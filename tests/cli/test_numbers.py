@@ -17,20 +17,18 @@ from flowspec_edge.strategies.params import Params, all_parameters, set_paramete
 
 # Each option once: commands share their definitions.
 NUMBERS = {(name, info.min, info.max, str(info.callback)): (path, name) for path, function in all_commands()
-           if path[0] != "up"  # the same as serve
            for name, types, info in options(function) if types & {int, float}}
 # Numbers that are lists in a text.
 LISTS = [*((("sweep",), axis) for axis in ("bandwidth", "depth", "stages", "segment", "latency", "acceptance", "tau")),
          (("bench", "run"), "--temperatures"), (("models", "shard"), "--split"),
-         (("device", "kernels"), "--rows"), (("device", "kernels"), "--shape"),
-         (("generate",), "--stpp-branching")]
+         (("device", "kernels"), "--rows"), (("device", "kernels"), "--shape")]
 # Parameters of strategies: --set NAME=VALUE.
 SETTINGS = [name for name, one in all_parameters().items() if one.kind in (int, float)]
 # What the commands must be given; none of it exists.
 GIVEN = {("generate",): ["x = "], ("models", "shard"): ["--model", "demo", "--out", "OUT"],
          ("models", "inspect"): ["NONE"], ("models", "train-head"): ["--model", "NONE"],
          ("serve",): ["--model", "NONE"], ("deploy", "init"): ["none.invalid"],
-         ("plan",): ["--devices", "NONE"], ("sweep",): ["bandwidth"]}
+         ("plan",): ["--devices", "NONE"], ("record",): ["--out", "OUT"], ("sweep",): ["bandwidth"]}
 LARGE = {"--seed": 2**64}  # else 10^18
 
 

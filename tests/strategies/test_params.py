@@ -12,22 +12,22 @@ from flowspec_edge.strategies.pearl import PearlParameters
 
 @pytest.mark.parametrize(("given", "message"), [
     ({"width": 0}, "width must be at least 1, not 0"),
-    ({"pearl_gamma": -1}, "pearl-gamma must be at least 0, not -1"),
-    ({"pipeinfer_recovery": -0.1}, "pipeinfer-recovery must be at least 0, not -0.1"),
-    ({"pipeinfer_accept": float("nan")}, "pipeinfer-accept must be a number (0 to 2), not nan"),
+    ({"pearl_gamma": -1}, "pearl_gamma must be at least 0, not -1"),
+    ({"pipeinfer_recovery": -0.1}, "pipeinfer_recovery must be at least 0, not -0.1"),
+    ({"pipeinfer_accept": float("nan")}, "pipeinfer_accept must be a number (0 to 2), not nan"),
     ({"tau": 0.0}, "tau must be positive, not 0.0"),
     ({"rank": "score"}, "rank must be draft or noise, not 'score'"),
     ({"draft": "medusa"},
      "draft must be own or eagle2 or eagle2-deep or eagle3 or dflash or dspark or mtp or lm or ngram, "
      "not 'medusa'"),
-    ({"pipeinfer_canonical": "none"}, "pipeinfer-canonical must be all or needed, not 'none'"),
-    ({"stpp_branching": "2,x"}, "stpp-branching must be positive numbers separated by commas, not '2,x'"),
+    ({"pipeinfer_canonical": "none"}, "pipeinfer_canonical must be all or needed, not 'none'"),
+    ({"stpp_branching": "2,x"}, "stpp_branching must be positive numbers separated by commas, not '2,x'"),
     ({"stpp_branching": "100,100"}, "a segment of 10101 rows is more than 8192: lower the tree, width, gamma "
                                     "or branching that asks for it"),
-    ({"plus_without": "nonsense"}, "plus-without knows ahead, curve, learn, lookup, not 'nonsense'"),
-    ({"plus_without": "learn, ahed"}, "plus-without knows ahead, curve, learn, lookup, not 'ahed'"),
-    ({"plus_rows": -1}, "plus-rows must be at least 0, not -1"),
-    ({"stpp_branching": "2,0"}, "stpp-branching must be positive numbers separated by commas, not '2,0'"),
+    ({"plus_without": "nonsense"}, "plus_without knows ahead, curve, learn, lookup, not 'nonsense'"),
+    ({"plus_without": "learn, ahed"}, "plus_without knows ahead, curve, learn, lookup, not 'ahed'"),
+    ({"plus_rows": -1}, "plus_rows must be at least 0, not -1"),
+    ({"stpp_branching": "2,0"}, "stpp_branching must be positive numbers separated by commas, not '2,0'"),
 ])
 def test_what_cannot_be_is_refused(given: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError) as caught:

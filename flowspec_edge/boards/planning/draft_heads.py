@@ -24,12 +24,12 @@ _WIDTH = 2  # bytes of an unpacked value
 
 @dataclass(frozen=True)
 class HeadCost:
-    """kind       of draft model
-    bits       of its matrices and of lm_head
+    """kind       the kind of draft model
+    bits       bits of its matrices and of lm_head
     memory_mb  10^6 bytes of the head and the target's lm_head, without caches; embeddings stay in their file
-    fits       beside D0's process in the board's memory
-    pass_ms    to read what a pass needs
-    tree_ms    for a tree of eight depths: as many passes, but one of a block drafter
+    fits       whether it fits into the board's memory beside D0's process
+    pass_ms    time to read what a pass needs
+    tree_ms    time of a tree of eight depths: eight passes, or one of a block drafter
     """
 
     kind: str

@@ -31,7 +31,7 @@ _CPU_GB_PER_S = 20.0  # of two cores and more, as measured for the profile cpu-2
 _CORE = (10.0, 20.0)  # GB/s and 10^9 operations a second of one core, without other work
 _CPU_SEGMENT_MS = 1.7  # of a segment, whatever its layers, by the same profile
 _UNKNOWN_CORES = 1
-# Llama-2-7B in fp16, in MB: a layer, lm_head, a small draft model of 1.1B; and a row's 10^9 operations.
+# Of Llama-2-7B in fp16: MB of a layer, of lm_head, of a draft model with 1.1B parameters; 10^9 operations of a row.
 _LAYER, _LM_HEAD, _SMALL, _ROW = 405.0, 262.0, 2200.0, 0.404
 
 

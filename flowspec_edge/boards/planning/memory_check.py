@@ -77,7 +77,7 @@ class MemoryCheck:
 
 def check_parts(manifest: Manifest, cluster: ClusterSettings, concurrency: int, stages: Stages,
                 profiles: Mapping[str, Profile]) -> None:
-    """As :meth:`MemoryCheck.check`, of the stages of a sharded model; D0's live memory is checked with the board's."""
+    """Check the stages of a sharded model as :meth:`MemoryCheck.check` does. D0's memory is checked with its board."""
     from flowspec_edge.d0.capacity import cache_rows, tentative_rows
     from flowspec_edge.strategies.params import Params
 

@@ -37,7 +37,7 @@ class Matrices(StrictModel):
     stored: HeadBits | None = None
 
     def nbytes(self, width: int, packed: Packed | None, group: int = DEFAULT_GROUP) -> int:
-        """Of all, in ``width`` bytes a value or ``packed``."""
+        """Return the bytes of all parts, at ``width`` bytes a value or ``packed``."""
         how = packed if self.stored is None else packed_as(self.stored)
         # Of a GGUF file only blocks of 4 bits keep their groups.
         return self.count * matrix_bytes(self.rows, self.columns, width, how,
@@ -129,6 +129,6 @@ class ShippedParts(StrictModel):
 
 @cache
 def shipped_parts() -> Mapping[str, ModelParts]:
-    """Of the catalogue's models, by name."""
+    """Return the parts of the catalogue's models, by name."""
     path = resource_dir("models") / FILE
     return ShippedParts.model_validate_json(read_bytes(path)).models

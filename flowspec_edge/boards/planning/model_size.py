@@ -75,7 +75,7 @@ class ModelBytes:
 
     @property
     def bytes_per_value(self) -> int:
-        """Of a hidden state on the wire."""
+        """Return the bytes a value of a hidden state on the wire."""
         return _WIDTH[self.dtype]
 
     @property
@@ -85,7 +85,7 @@ class ModelBytes:
 
     @property
     def d0_weights(self) -> int:
-        """lm_head and the draft head."""
+        """Return the bytes of lm_head and the draft head."""
         return self.lm_head + self.draft
 
     @property

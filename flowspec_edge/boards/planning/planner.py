@@ -47,7 +47,7 @@ class CandidateBoard:
 
     @property
     def memory(self) -> Memory:
-        """UsageError for a profile without [memory]."""
+        """Raise UsageError for a profile without [memory]."""
         if self.profile.memory is None:
             raise UsageError(f"profile {self.profile.name} has no [memory]: a plan needs total_mb, usable_mb "
                              "and process_mb; measure the board with: flowspec device profile")
@@ -55,7 +55,7 @@ class CandidateBoard:
 
     @property
     def room(self) -> int:
-        """Bytes for weights and caches."""
+        """Return the bytes for weights and caches."""
         return round((self.memory.usable_mb - self.memory.process_mb) * 1e6)
 
 
@@ -78,12 +78,12 @@ class SplitProblem:
 
     @property
     def layer(self) -> int:
-        """Bytes of one layer with its cache."""
+        """Return the bytes of a layer with its cache."""
         return self.size.layer + self.layer_cache
 
     @property
     def layer_cache(self) -> int:
-        """Bytes of one layer's cache."""
+        """Return the bytes of a layer's cache."""
         return self.size.layer_cache(self.cached, self.requests, self.tentative // self.requests)
 
     def stage(self, layers: int) -> int:
@@ -294,8 +294,9 @@ class _Table:
                     "slowest stage")
         if self.stage[1] > slowest:
             return f"one layer takes {self.stage[1] / 1e6:.3g} ms there, longer than the slowest stage"
-        return ("a longer way through more stages would cost more than their shorter slots gain"
-                if slowest > shortest else "would not make the slowest stage faster")
+        if slowest > shortest:
+            return "adding it would give fewer tokens/s"
+        return "adding it would not make the slowest stage faster"
 
 
 def _ns(seconds: float) -> int:

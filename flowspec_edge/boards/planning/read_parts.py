@@ -213,7 +213,7 @@ def head_shape(kind: DraftKind, head: nn.Module) -> HeadShape:
 
 
 def part_shape(module: nn.Module, own: Mapping[str, HeadBits] = MappingProxyType({})) -> PartShape:
-    """``own``: how a GGUF file stores linears, by name."""
+    """Return the shape of a part; ``own`` says how a GGUF file stores each linear, by name."""
     linears = {name: m.weight.shape for name, m in module.named_modules()
                if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS)}
     kept = _numel(module.parameters()) - sum(map(prod, linears.values()))
@@ -250,7 +250,7 @@ def read_shipped(name: str) -> ModelParts:
 
 
 def usual_heads(config: Any) -> dict[str, HeadShape]:
-    """Of every kind that a target of transformers' ``config`` can have."""
+    """Return a usual head of every kind that a target of transformers' ``config`` can have."""
     kinds = (*head_kinds(), *family_of(config).draft_layers)
     return {kind.name: _draft_shape(lambda: config, kind, None) for kind in kinds}
 

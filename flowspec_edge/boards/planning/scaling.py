@@ -153,7 +153,7 @@ def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:
 
 def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequence[float], correlation: float
               ) -> list[float]:
-    """Of the profile's layers, by rows."""
+    """Return the milliseconds of the profile's layers, by rows."""
     measured, curve, kernel = profile.model, profile.stage, profile.int4
     assert measured.layer_mb
     by_bytes = {n: size.layer_read(n, correlation) / 1e6 / measured.layer_mb for n in corners}

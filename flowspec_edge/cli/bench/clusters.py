@@ -86,7 +86,7 @@ def _processes(setup: ClusterSetup) -> Iterator[OpenPoint]:
 
 @contextmanager
 def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
-    """Points share the weights."""
+    """Open clusters whose points share the weights."""
     loaded: list[VirtualCluster] = []
 
     @contextmanager

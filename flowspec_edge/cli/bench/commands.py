@@ -43,12 +43,12 @@ from flowspec_edge.strategies.params import Params
 app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 
 
-@with_dataclasses(strategies=measured_by_default(FLOWSPEC_AND_ABLATIONS), rare=("top_k", "top_p", "min_p"),
+@with_dataclasses(strategies=measured_by_default(FLOWSPEC_AND_ABLATIONS), rare=("top_k", "top_p", "min_p", "clock"),
                   options=BenchOptions, sampling=Sampling, params=EQUAL)
 def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     """Run strategies on the same prompts and check every token against plain decoding.
 
-    All draft with the model's EAGLE head, but for those that cannot; --set draft=own compares each method with
+    All draft with the model's EAGLE head, but for those that cannot; --draft own compares each method with
     the kind of draft model of its paper.
 
     The file of --json is updated after every strategy and task.
@@ -57,7 +57,7 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
 
       flowspec bench run --limit 16
       flowspec bench run --strategies chunk_pp,flowspec --temperature 1 --set rank=draft --json out.json
-      flowspec bench run --strategies all --set draft=own --limit 8
+      flowspec bench run --strategies all --draft own --limit 8
       flowspec bench run --strategies all --prompts mt_bench.jsonl --prompts gsm8k.jsonl --temperatures 0,1
       --repeats 3 --truncate 1024 --json out.json --resume
       flowspec bench run --prompts spec_bench/question.jsonl --by-category --limit 10
@@ -82,7 +82,7 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
     fail_if_different(report.different_texts())
 
 
-@with_dataclasses(without=("temperature",), rare=("top_k", "top_p", "min_p", "clients", "acceptance"),
+@with_dataclasses(without=("temperature",), rare=("top_k", "top_p", "min_p", "clients", "acceptance", "clock"),
                   options=BenchOptions, sampling=Sampling, params=PAPER)
 def tables(
     files: FromOption = None,
@@ -208,12 +208,12 @@ def plot(
 def timeline(
     strategy: StrategyOption = "flowspec",
     prompt: Annotated[str | None, typer.Option(
-        "--prompt", help="The text to continue; default: a prompt of the demonstration.", metavar="TEXT",
+        "--prompt", help="The text to continue.  Default: a prompt of the demonstration.", metavar="TEXT",
         show_default=False)] = None,
     turns: Annotated[int, typer.Option(
-        "--turns", min=1, max=MOST_REPEATS, help="How many turns to draw.")] = 12,
+        "--turns", min=1, max=MOST_REPEATS, help="Turns to draw.")] = 12,
     skip_turns: Annotated[int, typer.Option(
-        "--skip-turns", min=0, max=MOST_REPEATS, help="Start so many turns after the first token.")] = 0,
+        "--skip-turns", min=0, max=MOST_REPEATS, help="Turns between the first token and the drawing.")] = 0,
     model: ModelOption = DEMO,
     stages: StagesOption = 0,
     dtype: DtypeOption = "auto",
@@ -227,7 +227,8 @@ def timeline(
 ) -> None:
     """Show when each device is busy: a real run in virtual time, one line per device.
 
-    The timeline starts at the first token; prefill is not shown.
+    The timeline starts at the first token; prefill is not shown.  It runs a model: a recording has no times of
+    its own, and the demonstration model, the default, needs no download.
 
     Examples:
 

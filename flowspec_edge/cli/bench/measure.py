@@ -72,6 +72,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
     """Run everything and save it to ``options.out`` step by step: a Sweep along ``request.axis``, or a
     BenchReport."""
     names = parse_strategies(request.strategies if options.strategies is None else options.strategies)
+    every = options.strategies is not None and options.strategies.strip() == "all"
     subject = subject_of(options)
     clock = request.clock(options)
     profile = None if request.axis and request.axis.name == "stages" else clock.profile
@@ -96,19 +97,27 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
             raise UsageError("give --cluster or --device, not both: the cluster file says torch_device")
         inventory = load_inventory(request.cluster)
         options = replace(options, stages=len(inventory.verify), device="cpu")
-    left_out: Sequence[str] = ()  # what exists in virtual time only, unless it was named
-    if clock.clock == "wall" and (options.strategies is None or options.strategies.strip() == "all"):
+    left_out: list[str] = []  # why, of strategies that cannot run here and that nobody named
+    if clock.clock == "wall" and (options.strategies is None or every):
         from flowspec_edge.strategies.registry import groups
 
-        left_out = groups(names)
-        names = [name for name in names if name not in left_out]
+        if virtual := groups(names):
+            left_out.append(f"{' and '.join(virtual)} exist in virtual time only, and are left out")
+            names = [name for name in names if name not in virtual]
     if dict(params.own).get("plus_carry") is None:
         params = params.changed(plus_carry=False)  # a prompt's figures must not depend on the prompts before it
     points = request.points(params, options.stages)
     for at_value, stages in points:
         if clock.profile is not None:
             clock.profile.check_stages(stages)
-        subject.require(names, at_value, clock.clock, stages)
+        for name in list(names):
+            try:
+                subject.require([name], at_value, clock.clock, stages)
+            except UsageError as error:
+                if not every or len(names) == 1:
+                    raise
+                names.remove(name)
+                left_out.append(f"{name} is left out: {error}")
     if inventory is None:
         processes = clock.processes(max(stages for _, stages in points))
         options = replace(options, device=subject.device(options.device, dtype, processes))
@@ -127,9 +136,8 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
         if options.out is not None:
             saved(options.out, partial(results.save, options.out))
 
-    if left_out:
-        print(f"flowspec: note: {' and '.join(left_out)} exist in virtual time only, and are left out",
-              file=sys.stderr)
+    for why in left_out:
+        print(f"flowspec: note: {why}", file=sys.stderr)
     total = steps(results, plans)
     results.complete = results.complete or not total
     if not total:

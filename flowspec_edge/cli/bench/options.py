@@ -53,16 +53,16 @@ FLOWSPEC_AND_ABLATIONS = "autoregressive,chunk_pp,pruned_pp,flowspec_no_sbd,flow
 
 AcceptanceOption = Annotated[str, typer.Option(
     "--acceptance", metavar="head|paper|SHARE", rich_help_panel=TIME,
-    help="In virtual time.  head: the draft model's own acceptance.  SHARE below 1: it misses right tokens "
-         "that it ranks second or lower at all but this share of the positions; from 1 to 2: it also has the "
-         "right token first at SHARE - 1 of the positions.  paper: the share that gives the demonstration "
-         "model the FlowSpec paper's tokens a round.  No text changes.")]
+    help="How often guesses are right, in virtual time; no text changes.  head: as the draft model's are.  SHARE from "
+         "0 to 1: a right guess that is not the first is kept with this probability.  From 1 to 2: the right token "
+         "is also put first at SHARE - 1 of the positions.  paper: 0.65, which gives the demonstration model the "
+         "FlowSpec paper's tokens a round.")]
 FromOption = Annotated[list[Path] | None, typer.Option(
     "--from", help="A file that bench run or bench tables wrote with --json; may be given several times.",
     metavar="OUT.json")]
 StrategiesOption = Annotated[str | None, typer.Option(
-    "--strategies", help="Names of flowspec strategies, separated by commas, or all.", show_default=False,
-    metavar="NAME,NAME", rich_help_panel=STRATEGY)]
+    "--strategies", help="Names of flowspec strategies, separated by commas; all: those that the model can draft.",
+    metavar="NAME,NAME", show_default=False, rich_help_panel=STRATEGY)]
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,11 @@ class BenchOptions:
         "--chat", help="The prompts are questions: apply the model's chat template.  Default of --prompts: 24 "
                        "questions of six kinds that come with smollm2-135m.", rich_help_panel=PROMPTS)] = False
     limit: Annotated[int | None, typer.Option(
-        "--limit", min=1, max=MOST_REPEATS, help="Only a task's first N prompts.", metavar="N",
+        "--limit", min=1, max=MOST_REPEATS, help="Maximum prompts of a task: its first N.  Default: all.", metavar="N",
         rich_help_panel=PROMPTS)] = None
     truncate: Annotated[int | None, typer.Option(
-        "--truncate", min=1, max=MOST_TOKENS, help="Only the last N tokens of a prompt.", metavar="N",
-        hidden=True, rich_help_panel=PROMPTS)] = None
+        "--truncate", min=1, max=MOST_TOKENS, metavar="N", hidden=True, rich_help_panel=PROMPTS,
+        help="Maximum tokens of a prompt: its last N.  Default: all.")] = None
     temperatures: Annotated[str | None, typer.Option(
         "--temperatures", help="Several temperatures, separated by commas, instead of --temperature.",
         metavar="T,T", show_default=False, rich_help_panel=SAMPLING)] = None
@@ -96,7 +96,7 @@ class BenchOptions:
                                  "deviation.  Greedy text in virtual time runs once.", metavar="R",
         hidden=True, rich_help_panel=SAMPLING)] = 1
     warmup: Annotated[int, typer.Option(
-        "--warmup", min=0, max=MOST_REPEATS, help="Requests per strategy before measuring.", metavar="W",
+        "--warmup", min=0, max=MOST_REPEATS, help="Requests of a strategy before its first measured one.", metavar="W",
         hidden=True, rich_help_panel=TIME)] = 0
     clients: Annotated[int | None, typer.Option(
         "--clients", min=1, max=64, metavar="K", show_default=False, rich_help_panel=PROMPTS,
@@ -108,8 +108,8 @@ class BenchOptions:
              "answers.")] = None
     idle_seconds: Annotated[float, typer.Option(
         "--idle-seconds", min=0, max=3600, callback=not_nan,
-        help="On boards that measure power: idle for so long before the first request; idle power is "
-             "measured after the first second.", metavar="S", hidden=True, rich_help_panel=TIME)] = 5.0
+        help="Seconds of idling before the first request, on boards that measure power; idle power is measured after "
+             "the first second.", metavar="S", hidden=True, rich_help_panel=TIME)] = 5.0
     model: ModelOption = DEMO
     recording: Annotated[Path | None, typer.Option(
         "--recording", help="What a model said (flowspec record), in place of --model: virtual time needs no tensors "
@@ -157,11 +157,11 @@ class BenchOptions:
 
     @property
     def right_children(self) -> float:
-        """UsageError for what is neither a word nor a share."""
+        """Raise UsageError for what is neither a word nor a share."""
         return parse_acceptance(self.acceptance)
 
     def require_recorded(self) -> None:
-        """UsageError for options that need a model with weights."""
+        """Raise UsageError for options that need a model with weights."""
         given = {"--model": self.model != DEMO, "--prompts": self.prompts, "--chat": self.chat,
                  "--truncate": self.truncate, "--clock wall": self.clock == "wall", "--emulate": self.emulate,
                  "--device": self.device != "auto", "--dtype": self.dtype != "auto",
@@ -187,7 +187,7 @@ class BenchOptions:
 
 
 def parse_acceptance(text: str) -> float:
-    """As ``CalibratedDrafter``'s share; UsageError for anything else."""
+    """Read ``--acceptance`` as ``CalibratedDrafter``'s share. UsageError for anything else."""
     if text in (words := {"head": 1.0, "paper": PUBLISHED_SHARE}):
         return words[text]
     try:
@@ -206,7 +206,7 @@ def measured_by_default(names: str) -> StrategiesOf:
 
 
 def parse_strategies(text: str) -> list[str]:
-    """Without duplicates; errors as for ``strategy_class``."""
+    """Return the names without duplicates. Errors are those of ``strategy_class``."""
     from flowspec_edge.strategies.registry import require_strategy, strategy_class, strategy_names
 
     if text.strip() == "all":

@@ -44,14 +44,16 @@ def record(
     chat: Annotated[bool, typer.Option(
         "--chat", help="The prompts are questions: apply the model's chat template.")] = False,
     limit: Annotated[int | None, typer.Option(
-        "--limit", min=1, max=MOST_REPEATS, help="Only the first N prompts of a file.", metavar="N")] = None,
+        "--limit", min=1, max=MOST_REPEATS, metavar="N",
+        help="Maximum prompts of a file: its first N.  Default: all.")] = None,
     truncate: Annotated[int | None, typer.Option(
-        "--truncate", min=1, max=MOST_TOKENS, help="Only the last N tokens of a prompt.", metavar="N")] = None,
+        "--truncate", min=1, max=MOST_TOKENS, metavar="N",
+        help="Maximum tokens of a prompt: its last N.  Default: all.")] = None,
     temperatures: Annotated[str, typer.Option(
         "--temperatures", help="Each prompt is answered at each of these.", metavar="T,T")] = "0,1",
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of sampled answers.", metavar="N")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of sampled answers.", metavar="N")] = 0,
     max_new_tokens: Annotated[int, typer.Option(
-        "--max-new-tokens", min=1, max=MOST_TOKENS, help="Tokens of an answer.", metavar="N")] = 64,
+        "--max-new-tokens", min=1, max=MOST_TOKENS, help="Maximum tokens of an answer.", metavar="N")] = 64,
     draft: Annotated[str, typer.Option(
         "--draft", help="The kind of head, such as eagle3.  Default: eagle2, or the one that the model has.",
         metavar="KIND", show_default=False)] = "",
@@ -170,7 +172,7 @@ def _about(model: OpenModel, kind: str, dtype: str, licence: str, prompts: list[
 
 
 def _digest(model: OpenModel, kind: str | None = None) -> str:
-    """Of the target's stored tensors, or of the bytes of a head's files."""
+    """Hash the target's stored tensors, or the bytes of a head's files."""
     import hashlib
 
     if kind is None:

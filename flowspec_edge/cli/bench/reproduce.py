@@ -50,11 +50,11 @@ def reproduce(
         "--by-category", help="Each category of the files is a task, as in Spec-Bench.")] = False,
     limit: Annotated[int | None, typer.Option(
         "--limit", min=1, max=MOST_REPEATS, show_default=False,
-        help=f"Only a task's first N prompts.  [default: all; {_DEMO_PROMPTS} of the demonstration's]",
+        help=f"Maximum prompts of a task: its first N.  Default: all; {_DEMO_PROMPTS} of the demonstration's.",
     )] = None,
     truncate: Annotated[int | None, typer.Option(
-        "--truncate", min=1, max=MOST_TOKENS, help="Only the last N tokens of a prompt.", metavar="N",
-    )] = None,
+        "--truncate", min=1, max=MOST_TOKENS, metavar="N",
+        help="Maximum tokens of a prompt: its last N.  Default: all.")] = None,
     max_new_tokens: MaxNewTokensOption = 128,
     seed: Annotated[int, typer.Option("--seed", help="Seed of the noise at T = 1.")] = 0,
     model: ModelOption = DEMO,
@@ -96,6 +96,7 @@ def reproduce(
                               for a in ARTEFACTS.values()]))
         else:
             print_columns([(a.name, a.paper, a.what, f"{a.minutes} min") for a in ARTEFACTS.values()])
+            print("Run one: flowspec reproduce NAME --out DIR; with --limit N it takes fewer prompts", file=sys.stderr)
         return
     wanted = chosen(names)
 
@@ -139,8 +140,8 @@ def reproduce(
 
 
 def _possible(wanted: Sequence[Artefact], subject: BenchSubject, leaves_out: bool) -> list[Artefact]:
-    """What ``subject`` can measure.  UsageError for the first that it cannot; ``leaves_out``: a note for each, as long
-    as any remains."""
+    """Return what ``subject`` can measure. The rest is an error, or with ``leaves_out`` a note each, as long as any
+    remains."""
     possible: list[Artefact] = []
     for artefact in wanted:
         try:
@@ -158,7 +159,7 @@ def _possible(wanted: Sequence[Artefact], subject: BenchSubject, leaves_out: boo
 
 
 def _command(artefact: Artefact, options: BenchOptions, seed: int) -> str:
-    """What to type for the same figures; files by their names alone."""
+    """Return the command for the same figures, with files by their names alone."""
     parts = ["flowspec", "reproduce", artefact.name]
     for name in ("model", "limit", "truncate", "max_new_tokens"):
         value = getattr(options, name)

@@ -62,10 +62,10 @@ class BenchSubject(Protocol):
         """Return the types of the weights, for results."""
 
     def require(self, strategies: Sequence[str], params: Params, clock: Clock, stages: int) -> None:
-        """UsageError if a strategy cannot run."""
+        """Raise UsageError if a strategy cannot run."""
 
     def require_temperatures(self, temperatures: Sequence[float]) -> None:
-        """UsageError if there is no text at one of them."""
+        """Raise UsageError if there is no text at one of them."""
 
     def device(self, requested: str, dtype: Dtype, processes: int) -> str:
         """Return the torch device."""
@@ -82,7 +82,7 @@ class BenchSubject(Protocol):
 
 
 def subject_of(options: BenchOptions) -> BenchSubject:
-    """UsageError for a model or a recording that is not there, and for options that a recording does not have."""
+    """Raise UsageError for a model or a recording that is not there, and for options that a recording does not have."""
     if options.recording is None:
         return ModelSubject(resolve_model(options.model))
     from flowspec_edge.drivers.virtual.recording import load_recording
@@ -203,7 +203,7 @@ class RecordedSubject:
 
     @cached_property
     def _prompts(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """Prompts by task and name."""
+        """Return the prompts by task and name."""
         found: dict[str, dict[str, tuple[int, ...]]] = {}
         for text in self.recording.texts:
             found.setdefault(text.task, {})[text.name] = text.prompt

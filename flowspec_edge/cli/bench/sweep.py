@@ -35,7 +35,7 @@ _SEGMENTED = "chunk_pp,pruned_pp,flowspec,flowspec_plus"  # PipeDec's layers hav
 _ALL_DRAFT = "flowspec,flowspec_plus"  # over a parameter that every strategy has
 # One temperature; --links decides the clock; requests run one by one.
 _HIDDEN_OPTIONS = ("temperatures", "clock", "emulate", "clients", "arrival_rate")
-_RARE = ("top_k", "top_p", "min_p", "repeats")
+_RARE = ("top_k", "top_p", "min_p", "repeats", "stages")
 _MOST = 1e9  # Mbit/s or ms: more than any link
 
 AxesArgument = Annotated[list[str], typer.Argument(
@@ -55,7 +55,7 @@ PublishedOption = Annotated[bool, typer.Option(
 
 
 def _numbers(text: str, name: str, zero: bool = False) -> list[Scalar]:
-    """Numbers separated by commas; ``zero``: 0 is allowed."""
+    """Read numbers separated by commas; ``zero`` allows 0."""
     kind = "numbers of at least 0" if zero else "positive numbers"
     try:
         found = [float(part) for part in text.split(",")]
@@ -103,32 +103,11 @@ _NAMED = {
 _DEPTHS = ("depth", "expand_depth")  # Figure 6's pair
 _EVERY_DEPTH = "3,4,5,6,7,8"
 
-# Options of the release before, which had a command for each axis: --mbps 1000,125 was bandwidth=1000,125.
-_OLD_OPTIONS = {"bandwidth": {"--mbps": "bandwidth"}, "latency": {"--ms": "latency"},
-                "stages": {"--stages": "stages"}, "segment": {"--rows": "segment"},
-                "acceptance": {"--acceptance": "acceptance"},
-                "depth": {"--depths": "depth", "--expand-depths": "expand_depth"}}
-
-
 class _SweepCommand(TyperCommand):
-    """Shows its help if it has no arguments, and reads an axis' values from the option that the release before
-    had for them, until the next one."""
+    """Shows its help if it has no arguments."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "no_args_is_help": True})
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        old = _OLD_OPTIONS.get(args[0], {}) if args else {}
-        values: dict[str, str] = {}
-        left, rest = iter(args), []
-        for arg in left:
-            option, equals, value = arg.partition("=")
-            if option in old:
-                values[old[option]] = value if equals else next(left, "")
-            else:
-                rest.append(arg)
-        given = [f"{axis}={text}" for axis, text in values.items()]
-        return super().parse_args(ctx, [*given, *rest[1:]] if given else args)
 
 
 @dataclass(frozen=True)
@@ -141,7 +120,7 @@ class _Asked:
 
 
 def _asked(arguments: Sequence[str]) -> _Asked:
-    """UsageError for what is no axis, and for values that the axis cannot have."""
+    """Raise UsageError for what is no axis, and for values that the axis cannot have."""
     from flowspec_edge.lab.bench.axes import AXES, parameter_axis
 
     given: dict[str, str] = {}
@@ -169,7 +148,7 @@ def _asked(arguments: Sequence[str]) -> _Asked:
 
 
 def _parameter_values(name: str, text: str) -> list[Scalar]:
-    """Numbers as such; values of other parameters as their texts."""
+    """Read numbers as such, and values of other parameters as texts."""
     from flowspec_edge.strategies.params import all_parameters
 
     parameter = all_parameters()[name]
@@ -248,7 +227,7 @@ def sweep(
       sudo flowspec sweep bandwidth --links namespaces --limit 2 --max-new-tokens 48
       flowspec sweep bandwidth --cluster cluster.toml --model llama-2-7b --json real.json
       flowspec sweep depth=3,5,8 expand_depth=3,5 --json depth.json --out depth.png
-      flowspec sweep stages=4,8 --strategies all --set draft=own --out stages.svg
+      flowspec sweep stages=4,8 --strategies all --draft own --out stages.svg
       flowspec sweep segment=16,32,48 --profile orin-nano-8gb
       flowspec sweep latency=0,1,20 --strategies flowspec,megatron
       flowspec sweep acceptance=1,1.5,2 --temperature 1 --stages 8 --json a.json
@@ -268,7 +247,7 @@ def sweep(
 
 
 def _require_room(axis: Axis, links: str, cluster: Path | None, options: BenchOptions, params: Params) -> None:
-    """UsageError for options that hold what the axis changes, and for an axis that the links do not have."""
+    """Raise UsageError for options that hold what the axis changes, and for an axis that the links do not have."""
     if cluster is not None and links == "namespaces":
         raise UsageError("give --cluster or --links namespaces, not both: a cluster has its own links")
     if links == "namespaces" and axis.name != "bandwidth":

@@ -62,7 +62,8 @@ def profile(
         "--dtype", help="Element type of weights and caches.  [default: fp32 on a CPU, fp16 on a GPU]",
         show_default=False)] = None,
     threads: ThreadsOption = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="20 seconds instead of one or two minutes.")] = False,
+    quick: Annotated[bool, typer.Option(
+        "--quick", help="Measure for 20 seconds instead of one or two minutes.")] = False,
     force: Annotated[bool, typer.Option(
         "--force", help="Overwrite an existing file; with --cluster, measure all boards again.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile as JSON, not a table.")] = False,
@@ -170,7 +171,7 @@ def peer_command(
         "--port", min=0, max=65535, help="0: any free port.")] = PEER_PORT,
     seconds: Annotated[float | None, typer.Option(
         "--for", min=0.1, max=MOST_SECONDS, callback=not_nan,
-        help="Stop after so many seconds.", metavar="SECONDS", show_default=False)] = None,
+        help="Seconds after which to stop.  Default: never.", metavar="SECONDS", show_default=False)] = None,
 ) -> None:
     """Answer another device's link test, until interrupted.
 
@@ -214,7 +215,7 @@ def kernels(
     device: Annotated[Device, typer.Option(
         "--device", help="auto: the GPU if PyTorch sees one, else the CPU.")] = "auto",
     rows: Annotated[str, typer.Option(
-        "--rows", help="Rows of activations; a segment has 16 by default.", metavar="N,N,…")] = "1,4,16,32",
+        "--rows", help="Rows of activations; a full segment has 16.", metavar="N,N,…")] = "1,4,16,32",
     shape: Annotated[str, typer.Option(
         "--shape", help="Outputs and inputs of the matrix.", metavar="NxK")] = "4096x4096",
     dtype: Annotated[ShardedDtype, typer.Option(

@@ -38,8 +38,8 @@ def plan(
                           "be given several times.", show_default=False,
         metavar="PROFILE[:N]|CLUSTER")] = None,
     context: Annotated[int, typer.Option(
-        "--context", min=1, max=MOST_TOKENS, help="Tokens of prompt and answer that the caches hold, and "
-                                                  "that every pass reads in the plan's times.",
+        "--context", min=1, max=MOST_TOKENS, help="Maximum tokens of prompt and answer, of all requests "
+                                                  "together; all times are those at this length.",
         metavar="N")] = 2048,
     at_once: Annotated[int, typer.Option(
         "--at-once", min=1, max=4096, help="Concurrent requests, which share the --context tokens.",

@@ -66,11 +66,11 @@ class Case:
 
     @property
     def expected(self) -> float:
-        """The best split's rate; 0 without one."""
+        """Return the best split's rate; 0 without one."""
         return max((self.rate(p.d0, p.slowest, p.latency) for p in self.plans), default=0.0)
 
     def shortlist(self) -> list[PipelinePlan]:
-        """Those worth a run: the best by the rate, and the one with the fastest slowest stage.
+        """Return the splits worth a run: the best by the rate, and the one with the fastest slowest stage.
 
         A run is of one request; for several at once the rate alone decides.
         """
@@ -301,7 +301,7 @@ class Runs:
 
     @property
     def steps(self) -> int:
-        """Runs of each request, at most."""
+        """Return the maximum number of runs of a request."""
         every = (self._cases.main, *self._cases.others)
         count = sum(len(self._shortlist(case)) + len(predictions.ALONE) * bool(case.alone) for case in every)
         return count + max((len(self._names) * (1 + self._tokens(case).calibrates) - 1

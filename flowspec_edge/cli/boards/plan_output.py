@@ -111,7 +111,7 @@ class PlanReport:
                           self.torch_device)
 
     def drafts_with(self, strategy: str) -> str:
-        """As ``draft_choice.draft_label``."""
+        """Name what drafts, as ``draft_choice.draft_label`` does."""
         chosen, params = strategy_class(strategy), Params(draft=self.size.planned.kind.name)
         return draft_label(chosen, params, chosen.drafts_with(params))
 
@@ -131,7 +131,7 @@ class PlanReport:
 
     @property
     def notes(self) -> list[str]:
-        """Which figures are not measured."""
+        """Say which figures are not measured."""
         found = [f"profile {row.profile} is {row.provenance}"
                  + (f" ({row.assumed})" if row.assumed else "") for row in self.boards
                  if row.provenance != "measured"]
@@ -149,7 +149,7 @@ class PlanReport:
         return list(dict.fromkeys(found))
 
     def _draft_note(self) -> str:
-        """What is not known of the draft model, or has to be done to get it."""
+        """Say what is unknown of the draft model, or what has to be done to get it."""
         size, planned = self.size, self.size.planned
         name, known = size.name, find_known(size.name)
         called = known[0] if known else "MODEL"
@@ -386,7 +386,7 @@ def _span(ends: tuple[float, float] | None) -> str:
 
 
 def _range(rates: Collection[float]) -> str:
-    """From the least to the largest."""
+    """Write the range from the least to the largest."""
     return f"{rate_text(min(rates))} to {rate_text(max(rates))}" if rates else "–"
 
 

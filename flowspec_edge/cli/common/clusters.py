@@ -52,7 +52,7 @@ class ClockSettings:
 
 
 def choose_clock(clock: Clock, profile: str, emulate: str | None) -> ClockSettings:
-    """UsageError for an unknown profile."""
+    """Raise UsageError for an unknown profile."""
     from flowspec_edge.boards.planning.testbed import profile_or_testbed  # pydantic takes a while
 
     described = profile_or_testbed(profile)  # in real time, too: a wrong name is an error

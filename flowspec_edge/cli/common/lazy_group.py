@@ -44,8 +44,7 @@ class QuickGroup(TyperGroup):
         if name not in commands and not name.startswith("-") and not ctx.resilient_parsing:
             raise UsageError(f"no command {name!r}; {did_you_mean(name, commands)}"
                              f"{ctx.command_path} --help lists them")
-        resolved, command, rest = super().resolve_command(ctx, args)
-        return resolved, command, _with_settings(rest, command)
+        return super().resolve_command(ctx, args)
 
 
 class LazyGroup(QuickGroup):
@@ -57,7 +56,7 @@ class LazyGroup(QuickGroup):
         return [*self.lazy, *(name for name in super().list_commands(ctx) if name not in self.lazy)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Without its options, which a list of commands does not need."""
+        """Return the command without its options, which a list does not need."""
         if cmd_name in self.commands or cmd_name not in self.lazy:
             return super().get_command(ctx, cmd_name)
         about = self.lazy[cmd_name]
@@ -69,7 +68,7 @@ class LazyGroup(QuickGroup):
         return super().resolve_command(ctx, args)
 
     def load(self, name: str) -> Any:
-        """The whole command."""
+        """Import the command with its options."""
         if name not in self.commands:
             loaded = self.lazy[name].load()
             if isinstance(loaded, typer.Typer):
@@ -85,37 +84,8 @@ class LazyGroup(QuickGroup):
         return self.commands[name]
 
 
-def _with_settings(args: list[str], command: Any) -> list[str]:
-    """``args`` with ``--set pipedec_width=16`` for ``--pipedec-width 16``, if ``command`` takes ``--set``: a
-    parameter of a strategy, which only its strategy knows, is an option, too."""
-    known = {"--help", *(option for p in command.params for option in (*p.opts, *p.secondary_opts))}
-    if "--set" not in known or not any(arg.startswith("--") for arg in args):
-        return args
-    read: list[str] = []
-    left = iter(args)
-    for arg in left:
-        option, equals, value = arg.partition("=")
-        if arg == "--":
-            return [*read, arg, *left]
-        if option in known or not option.startswith("--"):
-            read.append(arg)
-            continue
-        from flowspec_edge.strategies.params import all_parameters  # imports numpy: only if need be
-
-        name, every = option[2:].replace("-", "_"), all_parameters()
-        if name in every and every[name].is_switch:
-            read += ["--set", f"{name}={value if equals else 'true'}"]
-        elif name in every:
-            read += ["--set", f"{name}={value if equals else next(left, '')}"]
-        elif name.startswith("no_") and name[3:] in every:
-            read += ["--set", f"{name[3:]}=false"]
-        else:
-            read.append(arg)
-    return read
-
-
 def _add_full_help(command: Any) -> None:
-    """``--help-all`` for commands with hidden options of a panel (see ``options``)."""
+    """Add ``--help-all`` to commands that have hidden options of a panel."""
     for child in getattr(command, "commands", {}).values():
         _add_full_help(child)
     rare = [p for p in command.params if getattr(p, "hidden", False) and getattr(p, "rich_help_panel", None)]

@@ -79,7 +79,7 @@ def profiles() -> None:
 
 
 def print_columns(rows: list[tuple[str, ...]]) -> None:
-    """Left-aligned, two spaces apart."""
+    """Print columns, left-aligned and two spaces apart."""
     rows = [tuple(map(printable, row)) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

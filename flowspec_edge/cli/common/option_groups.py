@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_origin, get_type_hints
 import typer
 
 from flowspec_edge.cli.common.options import SAMPLING, STRATEGY
+from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 
@@ -26,6 +27,11 @@ _SET = "set"  # the name is also what errors call it
 SetOption = Annotated[list[str] | None, typer.Option(
     "--set", metavar="NAME=VALUE", show_default=False, rich_help_panel=STRATEGY,
     help="A parameter of the strategy; may be given several times.  flowspec strategies NAME lists them.")]
+_DRAFT = "draft"
+DraftOption = Annotated[str | None, typer.Option(
+    "--draft", metavar="KIND", show_default=False, rich_help_panel=STRATEGY,
+    help="What guesses: a kind of draft model that the model has, such as eagle3; mtp; ngram, which needs none; own: "
+         "the strategy's own kind.  Default: own, in bench and sweep the model's head for all.")]
 # From the values of a command's parameters to the strategies that it runs; None: any.
 StrategiesOf = Callable[[Mapping[str, Any]], Sequence[str] | None]
 
@@ -36,9 +42,8 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | N
     """Replace each named parameter of a command by one option per dataclass field not in ``without``; a group
     is a dataclass, or a ``partial`` of one with other defaults, which is called when the command runs.
 
-    ``rare`` fields are shown by ``--help-all`` alone.  ``Params`` become ``--set``, which takes the
-    parameters of ``strategies`` alone, and a hidden option for each that all strategies have; ``QuickGroup``
-    reads options of the others.
+    ``rare`` fields are shown by ``--help-all`` alone.  ``Params`` become ``--set``, which takes the parameters of
+    ``strategies`` alone, and ``--draft``, which every strategy that drafts takes.
     """
     shapes = {name: group.func() if isinstance(group, partial) else group() for name, group in groups.items()}
 
@@ -51,11 +56,11 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | N
         def run(**given: Any) -> Any:
             built = {}
             for name, group in shapes.items():
-                values = {f.name: given.pop(f.name) for f in _fields(group, without)}
                 if isinstance(group, Params):
-                    values = {field: value for field, value in values.items() if value is not None}
-                    settings = given.pop(_SET) or []
-                built[name] = replace(groups[name](), **values)
+                    settings, draft = given.pop(_SET) or [], given.pop(_DRAFT)
+                    built[name] = _drafting(groups[name](), draft, settings)
+                    continue
+                built[name] = replace(groups[name](), **{f.name: given.pop(f.name) for f in _fields(group, without)})
             for name, group in shapes.items():
                 if isinstance(group, Params) and settings:
                     named = strategies({**given, **built}) if strategies else None
@@ -70,7 +75,7 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | N
 
 
 def of_strategy(given: Mapping[str, Any]) -> Sequence[str]:
-    """The strategy of ``--strategy``."""
+    """Return the strategy of ``--strategy``."""
     return [given["strategy"]]
 
 
@@ -85,32 +90,35 @@ def _set(params: Params, settings: Sequence[str], names: Sequence[str] | None, w
     return set_parameters(params, settings, known, whose)
 
 
+def _drafting(params: Params, draft: str | None, settings: Sequence[str]) -> Params:
+    """``params`` with the kind of ``--draft``."""
+    if draft is None:
+        return params
+    if any(setting.partition("=")[0].strip() == _DRAFT for setting in settings):
+        raise UsageError("give --draft KIND or --set draft=KIND, not both")
+    from flowspec_edge.strategies.params import all_parameters
+
+    return params.changed(draft=all_parameters()[_DRAFT].read(draft))
+
+
 def _fields(group: Any, without: Collection[str]) -> list[Field[Any]]:
-    """Those that become options; ``Params.own`` has names of its own."""
-    return [field for field in fields(group) if field.name not in (*without, "own")]
+    """Return the fields that become options."""
+    return [field for field in fields(group) if field.name not in without]
 
 
 def _options(group: Any, without: Collection[str], rare: Collection[str]) -> list[inspect.Parameter]:
-    hints = get_type_hints(type(group), include_extras=True)
-    found = [
-        inspect.Parameter(
-            field.name, inspect.Parameter.KEYWORD_ONLY,
-            default=None if isinstance(group, Params) else getattr(group, field.name),
-            annotation=_annotated(hints[field.name], group, field.name, field.name in rare))
-        for field in _fields(group, without)
-    ]
     if isinstance(group, Params):
-        found.append(inspect.Parameter(_SET, inspect.Parameter.KEYWORD_ONLY, default=None,
-                                       annotation=SetOption))
-    return found
+        return [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+                for name, option in ((_DRAFT, DraftOption), (_SET, SetOption))]
+    hints = get_type_hints(type(group), include_extras=True)
+    return [inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, field.name),
+        annotation=_annotated(hints[field.name], group, field.name, field.name in rare))
+        for field in _fields(group, without)]
 
 
 def _annotated(hint: Any, group: Any, name: str, rare: bool) -> Any:
     option = name.replace("_", "-")
-    if isinstance(group, Params):
-        kind = hint.__origin__
-        declared = f"--{option}/--no-{option}" if kind is bool else f"--{option}"
-        return Annotated[kind | None, typer.Option(declared, hidden=True)]
     if isinstance(group, Sampling):
         return Annotated[hint, typer.Option(f"--{option}", help=_SAMPLING_HELP[name],
                                             rich_help_panel=SAMPLING, hidden=rare)]

@@ -1,8 +1,7 @@
 """Options that several commands share, and the defaults of ``--stages``, ``--dtype`` and ``--device`` for a
 model; torch is imported only for a GPU.
 
-A hidden option of a panel is for rare needs: ``--help-all`` shows it.  A hidden one without a panel is a
-former spelling that keeps working.
+A hidden option of a panel is for rare needs: ``--help-all`` shows it.
 """
 
 from __future__ import annotations
@@ -86,15 +85,13 @@ BoardModelOption = Annotated[str | None, typer.Option(
     metavar="DIR", show_default=False, hidden=True, rich_help_panel=MODEL)]
 ChatTemplateOption = Annotated[str | None, typer.Option(
     "--chat-template", metavar="NAME|FILE", show_default=False, hidden=True, rich_help_panel=MODEL,
-    help="llama-2, vicuna, bare (no format), or a file with a Jinja template; by default the "
+    help="llama-2, vicuna, bare (no format), or a file with a Jinja template.  Default: the "
          "tokenizer's own.")]
 TemplateKwargsOption = Annotated[str | None, typer.Option(
     "--chat-template-kwargs", metavar="JSON", show_default=False, hidden=True, rich_help_panel=MODEL,
     help="Variables of the model's chat template; '{\"enable_thinking\": false}' tells Qwen3 not to think.")]
 MaxNewTokensOption = Annotated[int, typer.Option(
-    "--max-new-tokens", min=1, max=MOST_TOKENS, metavar="N", help="Most tokens of an answer.")]
-FormerTokensOption = Annotated[int | None, typer.Option(
-    "--answer-tokens", min=1, max=MOST_TOKENS, hidden=True)]
+    "--max-new-tokens", min=1, max=MOST_TOKENS, metavar="N", help="Maximum tokens of an answer.")]
 ClockOption = Annotated[Clock, typer.Option(
     "--clock", rich_help_panel=TIME, help="wall: one process per device.  virtual: simulated by a profile.")]
 ProfileOption = Annotated[str, typer.Option(
@@ -156,7 +153,7 @@ def device_of(requested: str, model: OpenModel, dtype: Dtype, *, processes: int 
 
 
 def plain_device_of(device: str, model: OpenModel, dtype: Dtype, processes: int) -> str:
-    """``device`` for plain decoding beside a cluster; the CPU, with a note, if the weights do not fit
+    """Return the device of plain decoding beside a cluster: the CPU, with a note, if the weights do not fit
     twice."""
     if device == "cpu":
         return "cpu"

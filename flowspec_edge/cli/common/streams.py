@@ -42,7 +42,7 @@ class _Dropping(io.FileIO):
 
 
 def prepare_streams() -> None:
-    """FlowspecError if standard output is closed: the result would be lost after the work."""
+    """Raise FlowspecError if standard output is closed: the result would be lost after the work."""
     if sys.stdin is None:
         _fill(0, os.O_RDONLY)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 - for the whole process

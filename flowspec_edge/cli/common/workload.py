@@ -63,7 +63,7 @@ def requests_for(tokenizer: Tokenizer, model: OpenModel, prompts: Sequence[Promp
 
 def require_fitting(length: int, model: OpenModel, max_new_tokens: int, name: str = "the prompt",
                     advice: str = "lower --max-new-tokens") -> None:
-    """UsageError if a prompt of ``length`` tokens and its answer exceed the model's positions."""
+    """Raise UsageError if a prompt of ``length`` tokens and its answer exceed the model's positions."""
     if length + max_new_tokens > model.max_positions:
         raise UsageError(f"{name} has {length} tokens and {max_new_tokens} more are asked for, but the model "
                          f"stops at {model.max_positions}; {advice}")
@@ -71,7 +71,7 @@ def require_fitting(length: int, model: OpenModel, max_new_tokens: int, name: st
 
 def require_runnable(strategies: Sequence[str], model: OpenModel, params: Params, clock: Clock,
                      stages: int) -> None:
-    """UsageError if a strategy lacks its draft model, or processes cannot run it: they need a layer each;
+    """Raise UsageError if a strategy lacks its draft model, or processes cannot run it: they need a layer each;
     without torch."""
     from flowspec_edge.strategies.draft_choice import require_draft
     from flowspec_edge.strategies.registry import require_pipelines, strategy_class
@@ -86,7 +86,7 @@ def require_runnable(strategies: Sequence[str], model: OpenModel, params: Params
 
 
 def with_a_draft(strategy: str, model: OpenModel, params: Params) -> Params:
-    """As ``draft_choice.with_a_draft``, whose note is printed."""
+    """Do as ``draft_choice.with_a_draft``, and print its note."""
     from flowspec_edge.strategies import draft_choice
     from flowspec_edge.strategies.registry import strategy_class
 

@@ -28,21 +28,22 @@ app = typer.Typer(help="A cluster of boards: from bare to running, and back.", n
 def init(
     hosts: Annotated[list[str], typer.Argument(
         metavar="[USER@]HOST[:PORT]...", help="The boards: IPv4 addresses, or names that all boards know.")],
-    user: Annotated[str, typer.Option("--user", help="The user for ssh; default: ssh's choice.",
+    user: Annotated[str, typer.Option("--user", help="The user for ssh.  Default: ssh's choice.",
                                       metavar="USER", show_default=False)] = "",
     port: Annotated[int | None, typer.Option(
-        "--port", min=1, max=65535, help="Port of sshd; default: ssh's choice.", metavar="PORT",
+        "--port", min=1, max=65535, help="Port of sshd.  Default: ssh's choice.", metavar="PORT",
         show_default=False)] = None,
     key: Annotated[Path | None, typer.Option(
-        "--key", help="The private key for ssh; default: ssh's choice.", metavar="FILE",
+        "--key", help="The private key for ssh.  Default: ssh's choice.", metavar="FILE",
         show_default=False)] = None,
     ssh_config: Annotated[Path | None, typer.Option(
-        "--ssh-config", help="For ssh's -F; default: your own.", metavar="FILE", show_default=False)] = None,
+        "--ssh-config", metavar="FILE", show_default=False,
+        help="A configuration for ssh's -F.  Default: your own.")] = None,
     model: Annotated[str, typer.Option(
         "--model", help="What the cluster is to run: a name of flowspec models list, a GGUF file, or a directory.",
         metavar="MODEL")] = DEMO,
     power_mode: Annotated[str, typer.Option(
-        "--power-mode", help="The boards' power mode, by its name in /etc/nvpmodel.conf; default: unchanged.",
+        "--power-mode", help="The boards' power mode, by its name in /etc/nvpmodel.conf.  Default: unchanged.",
         metavar="NAME", show_default=False)] = "",
     all_boards: Annotated[bool, typer.Option(
         "--all-boards", help="Give every board a part; the one with the most memory drafts.  Default: the "

@@ -145,7 +145,7 @@ def _print_steps(report: DeployReport, dry_run: bool) -> None:
 
 
 def show_roles(deployment: Deployment) -> None:
-    """On stderr."""
+    """Print the boards' roles on stderr."""
     from rich.console import Console
 
     console = Console(stderr=True, highlight=False)

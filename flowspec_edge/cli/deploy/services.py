@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ClusterOption = Annotated[Path, typer.Option("--cluster", help="The cluster's file.", metavar="FILE")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON object, not a table.")]
 BoardsArgument = Annotated[list[str] | None, typer.Argument(
-    metavar="[BOARD]...", help="Names in the cluster file; default: all boards.", show_default=False)]
+    metavar="[BOARD]...", help="Names in the cluster file.  Default: all boards.", show_default=False)]
 CLUSTER = Path("cluster.toml")
 
 _COLOURS = {"active": "green", "activating": "yellow", "reloading": "yellow", "failed": "red",
@@ -55,12 +55,12 @@ def status(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> Non
 
 def logs(
     board: Annotated[str | None, typer.Argument(
-        metavar="[BOARD]", help="A name in the cluster file; default: the draft device.",
+        metavar="[BOARD]", help="A name in the cluster file.  Default: the draft device.",
         show_default=False)] = None,
     cluster: ClusterOption = CLUSTER,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Print new lines as they come.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, max=MOST_REPEATS,
-                                      help="The number of last lines.")] = 50,
+                                      help="Last lines to print.")] = 50,
 ) -> None:
     """Show a service's journal.
 

@@ -23,7 +23,6 @@ from flowspec_edge.cli.common.options import (
     DeviceOption,
     DtypeOption,
     EmulateOption,
-    FormerTokensOption,
     MaxNewTokensOption,
     StagesOption,
     StrategyOption,
@@ -79,7 +78,6 @@ def chat(
     dtype: DtypeOption = "auto",
     device: DeviceOption = "auto",
     max_new_tokens: MaxNewTokensOption = 1024,
-    answer_tokens: FormerTokensOption = None,
     emulate: EmulateOption = None,
     live: Annotated[bool, typer.Option(
         "--live", help="Print a line per stage during an answer.", rich_help_panel=OUTPUT)] = False,
@@ -126,7 +124,7 @@ def chat(
     from flowspec_edge.serving.conversation import Conversation
 
     tokenizer = Tokenizer(found, chat_template)
-    conversation = Conversation(tokenizer, found, answer_tokens or max_new_tokens, system, rendering)
+    conversation = Conversation(tokenizer, found, max_new_tokens, system, rendering)
     spec = ClusterSpec(found.path, stages, answering_dtype(found, dtype, device), device=device, at_once=1,
                        cache_rows=cache_rows(found.max_positions, 1, params, stages), rejoin_within=_REJOIN_S)
     with (ChatScreen() as screen,

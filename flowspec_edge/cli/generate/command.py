@@ -247,7 +247,7 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
 
 
 def _schema(path: Path | None, any_object: bool) -> dict[str, Any] | None:
-    """What the answer must match; None: any text."""
+    """Return what the answer must match; None: any text."""
     if path is None:
         return _ANY_OBJECT if any_object else None
     if any_object:
@@ -257,7 +257,7 @@ def _schema(path: Path | None, any_object: bool) -> dict[str, Any] | None:
 
 def _grammar(tokenizer: Tokenizer, schema: dict[str, Any] | None, stop_ids: frozenset[int], path: Path | None
              ) -> Grammar | None:
-    """UsageError, which names ``path``, for a schema that cannot be enforced."""
+    """Raise UsageError, which names ``path``, for a schema that cannot be enforced."""
     if schema is None:
         return None
     compiler = tokenizer.grammars

@@ -52,7 +52,7 @@ def demo(
         "--max-new-tokens", min=2, max=MOST_TOKENS, help="Maximum tokens of the answer.", metavar="N")] = 40,
     seconds: Annotated[float, typer.Option(
         "--seconds", min=1, max=MOST_SECONDS, callback=not_nan, metavar="S",
-        help="Begin no further measurement after this time, and say what is left out.")] = 45.0,
+        help="Seconds after which no further measurement begins; it says what is left out.")] = 45.0,
 ) -> None:
     """Ask a question twice, plainly and with FlowSpec: the same words at two speeds.
 

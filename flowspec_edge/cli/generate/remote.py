@@ -64,7 +64,7 @@ class RemoteRequest:
 
 
 def refuse_local(options: Collection[str]) -> None:
-    """UsageError for an option that only applies to a run on this machine."""
+    """Raise UsageError for an option that only applies to a run on this machine."""
     if others := sorted(set(options) - _ACCEPTED):
         option = others[0].replace("_", "-")
         raise UsageError(f"--{option} does not work with --cluster: the service determines it; see its "

@@ -26,8 +26,8 @@ _MEGA, _GIGA = 1e6, 1e9
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """``way``: a name for programs; ``ready``: whether it needs nothing that is not on this machine;
-    ``commands`` in their order."""
+    """A way to draft: ``way`` names it for programs, ``ready`` says whether all that it needs is on this machine, and
+    ``commands`` are in their order."""
 
     way: str
     ready: bool
@@ -44,7 +44,7 @@ def head(
         "--steps", min=1, max=MOST_REPEATS, metavar="N",
         help="Training steps of 4096 tokens.  Default: those of train-head, 900.")] = None,
     stages: Annotated[int, typer.Option(
-        "--stages", min=1, max=MOST_STAGES, help="Stages of the commands that shard.")] = 4,
+        "--stages", min=1, max=MOST_STAGES, help="Number of stages in the printed commands.")] = 4,
     measure: Annotated[bool, typer.Option(
         "--measure/--no-measure", help="Time a training step here, to estimate the hours.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead.")] = False,

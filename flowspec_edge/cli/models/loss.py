@@ -30,7 +30,7 @@ def loss(
         "--text", help="A text file to measure on.  Default: the demonstration's prompts.",
         metavar="FILE")] = None,
     tokens: Annotated[int, typer.Option(
-        "--tokens", min=2, max=1 << 20, help="Tokens of the text to use.", metavar="N")] = 1024,
+        "--tokens", min=2, max=1 << 20, help="Maximum tokens of the text.", metavar="N")] = 1024,
     device: Annotated[str, typer.Option(
         "--device", callback=torch_device_name, metavar="DEVICE",
         help="cpu, cuda or cuda:N; auto: the GPU if PyTorch sees one, else the CPU.")] = "auto",

@@ -37,7 +37,7 @@ def shard(
         metavar="DIR|FILE|HUB_ID")],
     out: Annotated[Path, typer.Option("--out", help="The directory of the sharded model.", metavar="DIR")],
     stages: Annotated[int | None, typer.Option(
-        "--stages", help="Split evenly into so many stages.", max=MOST_STAGES, metavar="N")] = None,
+        "--stages", help="Number of stages, which share the layers evenly.", max=MOST_STAGES, metavar="N")] = None,
     split: Annotated[str | None, typer.Option(
         "--split", help="Layers of each stage, such as 8,8,8,8.", metavar="N,N,…")] = None,
     dtype: Annotated[StoredDtype | None, typer.Option(
@@ -114,7 +114,7 @@ def shard(
 def inspect(
     directory: _Directory,
     context: Annotated[int, typer.Option(
-        "--context", help="Tokens that the caches hold.", metavar="N", min=1, max=MOST_TOKENS)] = 4096,
+        "--context", help="Maximum tokens that the caches hold.", metavar="N", min=1, max=MOST_TOKENS)] = 4096,
     as_json: _Json = False,
 ) -> None:
     """Print the layers, files and memory of each part of a sharded model.
@@ -195,7 +195,7 @@ def _stored_dtype(dtype: StoredDtype | None, kernels: Path | None) -> ShardDtype
 
 
 def _fastest_here() -> QuantKind:
-    """Measuring takes some seconds."""
+    """Return the fastest 4-bit kind on this machine; measuring takes some seconds."""
     import torch
 
     from flowspec_edge.boards.measurement.kernels import measure_kernels
@@ -226,7 +226,7 @@ def _summary(plan: ShardingPlan) -> str:
 
 
 def _figures(manifest: Manifest, context: int) -> list[dict[str, Any]]:
-    """One row per part, D0's last."""
+    """Return a row for each part, D0's last."""
     from flowspec_edge.model.manifest import DRAFT
 
     found = []

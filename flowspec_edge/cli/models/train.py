@@ -64,8 +64,8 @@ def train_head(
         "32000, or the target's whole vocabulary if that is smaller.", metavar="N")] = None,
     depth: Annotated[int | None, typer.Option(
         "--depth", min=1, max=64,
-        help="Steps for which an EAGLE head is unrolled on its own outputs, by default 6; slots of the block "
-        "of a dflash or dspark head, by default 16.",
+        help="Steps for which an EAGLE head is unrolled on its own outputs (default: 6); slots of the block "
+        "of a dflash or dspark head (default: 16).",
         metavar="N")] = None,
     start: Annotated[Path | None, typer.Option(
         "--start", help="Continue from this EAGLE-2 head: unrolled from the first step, and the learning "

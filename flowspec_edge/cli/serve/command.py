@@ -24,7 +24,6 @@ from flowspec_edge.cli.common.options import (
     DeviceOption,
     DtypeOption,
     EmulateOption,
-    FormerTokensOption,
     LogJsonOption,
     StagesOption,
     answering_dtype,
@@ -54,16 +53,13 @@ if TYPE_CHECKING:
 
 @with_dataclasses(params=Params)
 def serve(
-    local: Annotated[bool, typer.Option(
-        "--local", show_default=False, hidden=True,
-        help="Run all devices as processes on this machine (the default).")] = False,
     cluster: Annotated[Path | None, typer.Option(
         "--cluster", metavar="FILE", show_default=False, rich_help_panel=TIME,
         help="Serve on the boards of this cluster.toml; this machine is the draft device.")] = None,
     board_model: BoardModelOption = None,
     model: AnsweringModelOption = None,
     name: Annotated[str | None, typer.Option(
-        "--name", help="The model's name in the API; by default its directory's name.", metavar="NAME",
+        "--name", help="The model's name in the API.  Default: its directory's name.", metavar="NAME",
         show_default=False, rich_help_panel=MODEL)] = None,
     strategy: Annotated[str, typer.Option(
         "--strategy", help="Default of requests: a name of flowspec strategies.", metavar="NAME",
@@ -85,32 +81,31 @@ def serve(
     forwarded_allow_ips: Annotated[str, typer.Option(
         "--forwarded-allow-ips", envvar="FORWARDED_ALLOW_IPS", metavar="ADDRESSES", show_default=False,
         help="Proxies whose X-Forwarded-For names the client, for fair turns: addresses or networks, "
-             "separated by commas; by default none.", hidden=True, rich_help_panel=SERVICE)] = "",
+             "separated by commas.  Default: none.", hidden=True, rich_help_panel=SERVICE)] = "",
     cors_origin: Annotated[list[str] | None, typer.Option(
         "--cors-origin", metavar="ORIGIN", show_default=False, hidden=True, rich_help_panel=SERVICE,
         help="A web page's origin, such as http://localhost:3000, that may ask from a browser; several times "
              "for several, * for all.")] = None,
     queue: Annotated[int, typer.Option(
-        "--queue", min=0, max=MOST_REPEATS, help="Requests that may wait; more are refused with 429.",
+        "--queue", min=0, max=MOST_REPEATS, help="Maximum requests that wait; more are refused with 429.",
         hidden=True, rich_help_panel=SERVICE)] = 16,
     at_once: Annotated[int, typer.Option(
         "--at-once", min=0, max=MOST_AT_ONCE, show_default=False, metavar="N", rich_help_panel=SERVICE,
-        help="Requests that share the stages; 0: the number of stages, at least 2.")] = 0,
+        help="Maximum requests that share the stages.  Default: the number of stages, at least 2.")] = 0,
     scheduling_policy: Annotated[SchedulingPolicy, typer.Option(
         "--scheduling-policy", rich_help_panel=SERVICE, help=(
             "fair: these requests share every slot, weighted by their priority; fcfs: the oldest request's "
             "rows go first."))] = "fair",
     context: Annotated[int, typer.Option(
         "--context", min=1, max=MOST_TOKENS, metavar="N", rich_help_panel=SERVICE, help=(
-            "Tokens of all requests together, cached prefixes included, that the caches hold; as in "
-            "flowspec plan --context N --at-once M."))] = 4096,
+            "Maximum tokens that the caches hold, of all requests together, cached prefixes included."))] = 4096,
     max_new_tokens: Annotated[int, typer.Option(
         "--max-new-tokens", min=1, max=MOST_TOKENS, metavar="N", rich_help_panel=SERVICE,
-        help="Most tokens of an answer in a chat without a limit.")] = 1024,
-    answer_tokens: FormerTokensOption = None,
+        help="Maximum tokens of an answer, for requests that set no limit.")] = 1024,
     ready_within: Annotated[float, typer.Option(
         "--ready-within", min=1, max=MOST_SECONDS, callback=not_nan, metavar="S",
-        help="/ready needs a token in the last S seconds; an idle cluster generates one twice as often.",
+        help="Maximum age in seconds of the last token for /ready to answer 200; an idle cluster generates one "
+             "twice as often.",
         hidden=True, rich_help_panel=SERVICE)] = 60.0,
     rejoin_within: Annotated[float, typer.Option(
         "--rejoin-within", min=0, max=MOST_SECONDS, callback=not_nan, metavar="S",
@@ -141,7 +136,7 @@ def serve(
         if problem := origin_problem(origin):
             raise UsageError(f"--cors-origin: {problem}")
     found = resolve_model(model or (DEMO if cluster else answering_model()))
-    boards = _boards(cluster, board_model, local, stages, emulate, device)
+    boards = _boards(cluster, board_model, stages, emulate, device)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
     stages = stages_of(found, len(boards.verify) if boards else stages, clock_settings.profile)
     at_once = at_once or max(2, stages)
@@ -161,7 +156,7 @@ def serve(
         model=found, name=name or found.name, strategy=strategy, stages=stages,
         dtype=dtype_of(found, dtype) if boards else answering_dtype(found, dtype, device),
         params=params, chat_template=chat_template, api_key=api_key, queue=queue, at_once=at_once,
-        context=context, answer_tokens=answer_tokens or max_new_tokens, ready_within=ready_within,
+        context=context, answer_tokens=max_new_tokens, ready_within=ready_within,
         rejoin_within=rejoin_within, scheduling_policy=scheduling_policy,
         cluster=boards.cluster.name if boards else None, profile=emulate,
         device=None if boards else device, forwarded_allow_ips=forwarded_allow_ips,
@@ -188,13 +183,13 @@ def serve(
                     log_json)
 
 
-def _boards(cluster: Path | None, board_model: str | None, local: bool, stages: int, emulate: str | None,
+def _boards(cluster: Path | None, board_model: str | None, stages: int, emulate: str | None,
             device: str) -> Inventory | None:
     if cluster is None:
         if board_model is not None:
             raise UsageError("--board-model works with --cluster only")
         return None
-    others = {"--local": local, "--stages": stages > 0, "--emulate": emulate is not None,
+    others = {"--stages": stages > 0, "--emulate": emulate is not None,
               "--device": device != "auto"}
     if given := [name for name, is_given in others.items() if is_given]:
         raise UsageError(f"give --cluster or {given[0]}, not both: the cluster file names the devices")

@@ -96,7 +96,7 @@ def draft(
 
 
 def _service(config: DraftConfig, api_key_file: Path | None) -> Service:
-    """UsageError for a missing model, a wrong number of sharded stages, or a missing torch device."""
+    """Raise UsageError for a missing model, a wrong number of sharded stages, or a missing torch device."""
     from flowspec_edge.util import torchdevice
 
     model, params = resolve_model(config.model), Params(draft=config.draft)

@@ -416,7 +416,7 @@ def require_drafts(chosen: type[Strategy], params: Params, recording: Recording)
     kind = draft_kind(chosen, params, _Drafts(recording))
     if kind not in (None, NGRAM.name, recording.draft):
         raise UsageError(f"{chosen.name} drafts with {DRAFT_KINDS[kind].title} here, and {recording.shown} has what "
-                         f"{recording.draft} said: leave --set draft out, or leave {chosen.name} out")
+                         f"{recording.draft} said: leave --draft out, or leave {chosen.name} out")
     return kind
 
 

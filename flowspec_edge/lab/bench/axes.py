@@ -47,7 +47,7 @@ class Axis:
     published: Callable[[PaperResults, str | None, int, float], PaperFigures | None] = lambda *_: None
 
     def params(self, params: Params, value: Value) -> Params:
-        """UsageError if the parameters are invalid at this value."""
+        """Raise UsageError if the parameters are invalid at this value."""
         if not self.fields:
             return params
         values = value if isinstance(value, tuple) else (value,) * len(self.fields)
@@ -61,7 +61,7 @@ class Axis:
         return value if self.name == "stages" and isinstance(value, int) else stages
 
     def acceptance(self, share: float, value: Value) -> float:
-        """``CalibratedDrafter``'s share."""
+        """Return ``CalibratedDrafter``'s share at ``value``."""
         return float(value) if self.name == "acceptance" and isinstance(value, int | float) else share
 
     def profile(self, profile: Profile, value: Value) -> Profile:
@@ -74,7 +74,7 @@ class Axis:
         return self.name
 
     def text(self, value: Value) -> str:
-        """With its unit."""
+        """Write the value with its unit."""
         return f"{label(value)} {self.unit}".rstrip()
 
 

@@ -63,7 +63,7 @@ class Comparison:
 
 
 def compare(paths: Sequence[Path], reports: Sequence[BenchReport]) -> Comparison:
-    """UsageError if no prompt of a method is in both."""
+    """Raise UsageError if no prompt of a method is in both."""
     found = [_Prompts(report) for report in reports]
     rows = [row for cell in found[0].cells if (row := _row(cell, *found)).prompts]
     if not rows:
@@ -172,7 +172,7 @@ def _short(value: object) -> str:
 # ---- as a table ------------------------------------------------------------------------------------------
 
 def about_text(about: Mapping[str, Any]) -> str:
-    """What a file says of itself, in a line."""
+    """Say in a line what a file says of itself."""
     commit = f"commit {about['commit']}" if about["commit"] else "no commit"
     return ", ".join([f"{about['file']}: {_VERSION} {about['version'] or 'of unknown version'}", commit,
                       about["date"], timing(about["clock"], about["profile"]), f"model {about['model']}",

@@ -24,8 +24,8 @@ Place = tuple[str, int]  # a task and the number of a prompt in it
 @dataclass(frozen=True)
 class Estimate:
     """error   the standard error; None for a single prompt
-    median  over the prompts, of a ratio over their own ratios; None for a single prompt, and where it means
-            nothing
+    median  of the prompts, for a ratio of their own ratios; None for a single prompt, and for a figure that has
+            no median
     """
 
     value: float
@@ -33,7 +33,7 @@ class Estimate:
     median: float | None = None
 
     def text(self, digits: int = 2) -> str:
-        """Mean ± standard error (median)."""
+        """Write the mean ± standard error (median)."""
         spread = "" if self.error is None else f" ± {self.error:.{digits}f}"
         middle = "" if self.median is None else f" ({self.median:.{digits}f})"
         return f"{self.value:.{digits}f}{spread}{middle}"
@@ -67,7 +67,7 @@ def average(parts: Sequence[Estimate | None]) -> Estimate | None:
 
 
 def by_prompt(samples: Iterable[Sample], figure: Callable[[Sample], float]) -> dict[Place, float]:
-    """A prompt's mean over its repeats."""
+    """Average each prompt over its repeats."""
     found: dict[Place, list[float]] = {}
     for sample in samples:
         found.setdefault((sample.task, sample.prompt), []).append(figure(sample))
@@ -80,7 +80,7 @@ def speeds(samples: Iterable[Sample]) -> dict[Place, float]:
 
 
 def speed(samples: Sequence[Sample]) -> Estimate | None:
-    """Mean tokens/s."""
+    """Return the mean tokens/s."""
     found = list(speeds(samples).values())
     return _with_median(mean(found), found)
 

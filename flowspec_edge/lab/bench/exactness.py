@@ -40,7 +40,7 @@ class Exactness:
 
     @property
     def answers_text(self) -> str:
-        """With the mark."""
+        """Write the count of different answers with its mark."""
         return f"{self.different_answers}/{self.answers} {self.mark}".rstrip()
 
 

@@ -145,7 +145,7 @@ def _note(report: BenchReport, published: PaperResults | None) -> str:
                      + f" (`--draft {s['draft']}`).")
     if note := groups_note(dict.fromkeys(row.strategy for row in report.rows)):
         parts.append(f"{note}.")
-    parts.append(f"PipeDec's layers hold {s['pipedec_width']} nodes (`--pipedec-width`).")
+    parts.append(f"PipeDec's layers hold {s['pipedec_width']} nodes (`--set pipedec_width`).")
     parts.append("; ".join(f"{task['name']}: {task['prompts']} prompts" for task in s["tasks"])
                  + f"; at most {s['max_new_tokens']} new tokens, seed {s['seed']}.")
     if any(row.tokens_per_second_se is not None for row in report.rows):

@@ -139,7 +139,7 @@ class ParallelCluster:
                                   arrivals=tuple(arrivals) if arrivals else None))
 
     def close(self) -> None:
-        """The processes belong to the run."""
+        """Close nothing: the processes belong to the run."""
 
 
 # ---- in the processes ------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class _Loaded:
 
 
 def _dask_threads() -> int:
-    """As many as Dask counts on this worker (``dask worker --nthreads``)."""
+    """Return the threads that Dask counts on this worker (``dask worker --nthreads``)."""
     from distributed import get_worker
 
     return int(get_worker().state.nthreads)

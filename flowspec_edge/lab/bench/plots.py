@@ -44,7 +44,7 @@ ERRORS: dict[str, Any] = {"elinewidth": 0.8, "capsize": 2, "ecolor": "#333333"}
 
 
 def check_figure(path: Path) -> None:
-    """UsageError if ``path`` cannot become a figure: suffix, matplotlib, permission."""
+    """Raise UsageError if ``path`` cannot become a figure: suffix, matplotlib, permission."""
     if path.suffix.lower() not in _SUFFIXES:
         raise UsageError(f"{path}: a figure must end in {' or '.join(_SUFFIXES)}")
     try:
@@ -180,7 +180,7 @@ def draw_curve(axis: Axes, method: str, points: Sequence[tuple[float, float, flo
 
 
 def ticks(axis: Axes, values: Sequence[float], label: str, log: bool = False) -> None:
-    """``values`` and no others on the x axis."""
+    """Mark ``values`` on the x axis, and no others."""
     if log:
         axis.set_xscale("log")
     axis.set_xticks(values, [f"{value:g}" for value in values])
@@ -204,7 +204,7 @@ def finish(axis: Axes, caption: str, unit: str = "tokens/s") -> None:
 
 
 def new_figure(panels: int, width: float, height: float = 3.2) -> tuple[Figure, Sequence[Axes]]:
-    """``panels`` axes, one below the other, without pyplot's global state."""
+    """Make a figure with ``panels`` axes, one below the other, without pyplot's global state."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height * panels), layout="constrained")

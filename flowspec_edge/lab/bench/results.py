@@ -71,11 +71,11 @@ class Results(ABC):
 
     @abstractmethod
     def measured_points(self) -> Sequence[Point]:
-        """Those with samples, in order."""
+        """Return the points with samples, in order."""
 
     @abstractmethod
     def where(self, value: Value | None) -> str:
-        """The value as text; "" without an axis."""
+        """Write the value as text; "" without an axis."""
 
     def different_texts(self) -> list[str]:
         """A line for each text that is not plain decoding's."""
@@ -85,7 +85,7 @@ class Results(ABC):
 
     @abstractmethod
     def as_json(self) -> dict[str, Any]:
-        """The whole file."""
+        """Return the whole file as JSON."""
 
     def save(self, path: Path) -> None:
         """Replace ``path`` atomically; UsageError if that fails."""
@@ -135,7 +135,7 @@ class BenchReport(Results):
         }
 
     def figures_json(self) -> dict[str, Any]:
-        """Without what it was measured with."""
+        """Return the figures without the settings."""
         return {
             "energy": ENERGY if any(row.energy_j is not None for row in self.rows) else None,
             "rows": [_row_json(row) for row in self.rows], "means": [_row_json(row) for row in self.means],
@@ -313,7 +313,7 @@ def load_sweep(path: Path) -> Sweep:
 
 
 def _read(path: Path, parse: Callable[[Any], File], what: str, command: str) -> File:
-    """UsageError if the file cannot be read or parsed, or is no ``what``, which ``command`` writes."""
+    """Raise UsageError if the file cannot be read or parsed, or is no ``what``, which ``command`` writes."""
     data = read_json(path)
     try:
         return parse(data)

@@ -96,12 +96,12 @@ class ReportRow:
 
     @property
     def speed(self) -> Estimate | None:
-        """Tokens/s."""
+        """Return tokens/s."""
         return _estimate(self.tokens_per_second, self.tokens_per_second_se, self.tokens_per_second_median)
 
     @property
     def ratio(self) -> Estimate | None:
-        """The speedup."""
+        """Return the speedup."""
         return _estimate(self.speedup, self.speedup_se, self.speedup_median)
 
     @property
@@ -194,7 +194,7 @@ def _apart(samples: Sequence[Sample], decoded: Sequence[Sample]) -> dict[str, An
 
 
 def _mean_of(values: Iterable[float | None]) -> float | None:
-    """Of those that are not None."""
+    """Average the values that are not None."""
     found = [value for value in values if value is not None]
     return fmean(found) if found else None
 
@@ -227,7 +227,7 @@ def _mean(parts: Sequence[ReportRow], samples: Sequence[Sample], base: Sequence[
 
 
 def _sum(measured: Iterable[float | None]) -> float | None:
-    """None if a value is missing: partial sums cannot be compared."""
+    """Add the values; None if one is missing, because partial sums cannot be compared."""
     total = 0.0
     for value in measured:
         if value is None:

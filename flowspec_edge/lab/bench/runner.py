@@ -62,7 +62,7 @@ class BenchPlan:
     pattern: ArrivalPattern | None = None
 
     def at(self, axis: Axis, value: Value) -> BenchPlan:
-        """The plan with this value's parameters; UsageError if they are invalid."""
+        """Return the plan with this value's parameters. UsageError if they are invalid."""
         return replace(self, workloads=[
             Workload(work.task, [replace(request, params=axis.params(request.params, value))
                                  for request in work.requests]) for work in self.workloads])
@@ -88,7 +88,7 @@ class BenchPlan:
                 if (strategy, work.task, temperature) not in done]
 
     def groups(self, work: Workload, repeat: int) -> list[ArrivalGroup]:
-        """A task's concurrent requests; none if they run one by one."""
+        """Return a task's groups of concurrent requests; none if requests run one by one."""
         if self.pattern is None:
             return []
         seed = work.requests[0].sampling.seed + repeat
@@ -102,7 +102,7 @@ class BenchPlan:
         return max(self.pattern.at_once(len(work.requests)) for work in self.workloads)
 
     def repeats_at(self, temperature: float, clock: str) -> int:
-        """1 for greedy decoding in virtual time, which is deterministic."""
+        """Return the repeats: 1 for greedy decoding in virtual time, which is deterministic."""
         return 1 if temperature == 0 and clock == "virtual" else self.repeats
 
 
@@ -270,7 +270,7 @@ class ArrivalPattern:
     rate: float | None = None
 
     def groups(self, requests: int, seed: int) -> list[ArrivalGroup]:
-        """The last group of clients is filled up with the first requests. ``seed`` is of the arrivals; the
+        """The last group of clients is filled up with the first requests. ``seed`` draws the arrivals; the
         first one is at 0."""
         if self.rate is not None:
             gaps = random.Random(seed)

@@ -128,7 +128,7 @@ def figures_of(timings: Sequence[ConcurrentTiming]) -> ConcurrencyFigures:
 
 
 def mean_figures(parts: Sequence[ConcurrencyFigures]) -> ConcurrencyFigures:
-    """Over tasks: means; of shares and fairness the lowest."""
+    """Average figures over tasks; of shares and fairness take the lowest."""
     def over_tasks(combine: Callable[[Iterable[float]], float], name: str) -> float | None:
         found = [value for part in parts if (value := getattr(part, name)) is not None]
         return combine(found) if found else None

@@ -112,7 +112,7 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
 
 
 def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
-    """Of requests that ran one by one, and the notes that explain them."""
+    """Make the columns of requests that ran one by one, and the notes that explain them."""
     errors = any(row.tokens_per_second_se is not None for row in rows)
     paired = any(row.speedup_median is not None for row in rows)
     counted = any(row.repeating is not None for row in rows)
@@ -147,7 +147,7 @@ def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
 
 
 def _concurrency_columns(rows: Sequence[ReportRow]) -> Columns:
-    """Of requests that shared the devices; none if they ran one by one."""
+    """Make the columns of requests that shared the devices; none if they ran one by one."""
     first = rows[0].concurrency if rows else None
     if first is None:
         return {}
@@ -194,7 +194,7 @@ def concurrency_markdown(report: BenchReport, only: Collection[str] | None = Non
 
 
 def rows_to_show(report: BenchReport, temperature: float) -> list[ReportRow]:
-    """Of one temperature; with several tasks also their means."""
+    """Return the rows of one temperature; with several tasks also their means."""
     rows = [row for row in report.rows if row.temperature == temperature]
     if len({row.task for row in rows}) > 1:
         rows += [row for row in report.means if row.temperature == temperature]

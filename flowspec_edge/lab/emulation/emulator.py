@@ -19,7 +19,7 @@ FILE = "emulation.json"  # beside the stages' configurations
 
 @dataclass(frozen=True)
 class ProfileEmulator:
-    """A ``drivers.processes.emulator.Emulator``."""
+    """Emulates a device by a profile; implements ``drivers.processes.emulator.Emulator``."""
 
     emulation: Emulation
     program: str = __package__

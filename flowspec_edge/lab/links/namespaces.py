@@ -160,7 +160,7 @@ class NetnsTestbed:
 
 
 def check_machine() -> None:
-    """UsageError if this process or machine cannot create a testbed."""
+    """Raise UsageError if this process or machine cannot create a testbed."""
     if missing := missing_tools(_TOOLS):
         raise UsageError(f"real links on this machine need {', '.join(missing)}: install what is missing")
     if os.geteuid() != 0:

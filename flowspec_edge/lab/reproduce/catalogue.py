@@ -102,7 +102,7 @@ ARTEFACTS = {artefact.name: artefact for artefact in (
 
 
 def chosen(names: Sequence[str]) -> list[Artefact]:
-    """UsageError for an unknown name; "all" names every one."""
+    """Raise UsageError for an unknown name; "all" names every one."""
     if "all" in names:
         return list(ARTEFACTS.values())
     for name in names:

@@ -103,7 +103,7 @@ def _acceptance(records: Sequence[Record]) -> Figure:
 
 def _grouped(axis: Axes, records: Sequence[Record], unit: str, title: str,
              group_of: Callable[[Record], str] = lambda r: r.task) -> None:
-    """Bars in groups; hollow ones are published."""
+    """Draw bars in groups; hollow ones are published."""
     def group(record: Record) -> str:
         return group_of(record) if record.source == MEASURED else f"paper, {record.source}"
 

@@ -15,6 +15,7 @@ from flowspec_edge.lab.bench.styles import METHODS, style_of
 from flowspec_edge.lab.bench.tables import published_depths
 from flowspec_edge.lab.reproduce.catalogue import Artefact, Kind
 from flowspec_edge.lab.reproduce.records import DRAFTS, MEASURED, OF_THE_HEAD, Measured, Record
+from flowspec_edge.model.opened import DEMO
 from flowspec_edge.strategies.registry import groups_note
 
 
@@ -53,7 +54,7 @@ def notes(artefact: Artefact, found: Sequence[Measured], records: Sequence[Recor
     if note := groups_note(r.method for r in records if r.source == MEASURED):
         lines.append(f"{note}.")
     lines += _left_out(artefact, found)
-    lines += _deviations(records)
+    lines += _deviations(records, all(measured.settings.get("model") == DEMO for measured in found))
     for measured in found:
         lines.append(f"{measured.measurement.name}: " + exactness_text(
             [s for _, _, report in measured.points() for s in report.samples], measured.settings))
@@ -112,8 +113,9 @@ def _left_out(artefact: Artefact, found: Sequence[Measured]) -> list[str]:
     return [f"Left out: {said}." if said else f"All {len(METHODS)} methods of the package are here."]
 
 
-def _deviations(records: Sequence[Record]) -> list[str]:
-    """Figures that are more than two standard errors from the paper's, each kind with the likely reason."""
+def _deviations(records: Sequence[Record], of_the_demo: bool) -> list[str]:
+    """Figures that are more than two standard errors from the paper's, each kind with the likely reason; the head's
+    reasons are those of the demonstration model."""
     found: dict[tuple[str, str], list[str]] = {}
     for theirs in (r for r in records if r.source != MEASURED and r.quantity in _BECAUSE):
         same = [r for r in records if r.source == MEASURED and all(
@@ -128,7 +130,8 @@ def _deviations(records: Sequence[Record]) -> list[str]:
                 f"({theirs.source}, T = {theirs.temperature:g})")
     return [" ".join(filter(None, (
         f"More than two standard errors from the paper's {_NAMES[quantity]}, with {acceptance}: "
-        f"{', '.join(which)}.", _BECAUSE[quantity], _HEADS if acceptance == OF_THE_HEAD else _CALIBRATED)))
+        f"{', '.join(which)}.", _BECAUSE[quantity],
+        (_HEADS if acceptance == OF_THE_HEAD else _CALIBRATED) if of_the_demo else "")))
         for (quantity, acceptance), which in found.items()]
 
 

@@ -108,7 +108,7 @@ _STORED = (
 
 
 def load_module(directory: Path, dtype: torch.dtype) -> SpdModule:
-    """UsageError for a missing file, FlowspecError that names a bad setting or tensor."""
+    """Raise UsageError for a missing file, FlowspecError that names a bad setting or tensor."""
     config = module_config(directory)
     weights = checkpoint.read_weights(directory, _WHAT)
     return checkpoint.build(SpdModule, config, weights, directory, _WHAT, dtype)
@@ -182,7 +182,7 @@ class RowStore:
                 self._states.setdefault(number, {})[message.layer] = state
 
     def begin(self, token: int) -> None:
-        """The text begins with ``token``."""
+        """Begin the text with ``token``."""
         self._append(SpdRow(token, 0, None, self._take_slot()))
 
     def commit(self, tokens: Sequence[int], features: Tensor, numbers: Sequence[int]) -> None:

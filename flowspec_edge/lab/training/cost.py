@@ -88,7 +88,7 @@ def training_cost(config: Any, kind: str, recipe: HeadRecipe, free: int) -> Trai
 
 
 def _smaller(real: _Step) -> Iterator[_Step]:
-    """The step itself, then ever smaller ones; the last is tiny."""
+    """Yield the step itself, then ever smaller ones; the last is tiny."""
     yield real
     config, layers = real.config, real.config.num_hidden_layers
     if layers > _LAYERS:

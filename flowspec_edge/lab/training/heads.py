@@ -83,12 +83,12 @@ class TextTokens(Protocol):
 class HeadTrainer:
     """How a kind of head is trained; the kind's record names its trainer (``DraftKind.trainer``).
 
-    recipe  by default
-    new     a student: of a target, a recipe, the text's tokens, how many of them it drafts, and the head to go
-            on from (None: an untrained one)
-    stored  the student of a finished head's directory and its target
+    recipe  the settings by default
+    new     makes a student from a target, a recipe, the text's tokens, how many of them it drafts, and the head to
+            go on from (None: an untrained one)
+    stored  makes the student of a finished head's directory and its target
     save    writes a head to a directory in float16, without the embedding, which is the target's
-    drafts  the most tokens that it drafts by default; 0: always all of the target's
+    drafts  the default number of tokens that it drafts, the most frequent ones; 0: always all of the target's
     load    reads a head to go on from, of a directory and an embedding [V, H]; None: every training begins with
             an untrained head
     """

@@ -50,7 +50,7 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class SourceFile:
-    """``group`` decides whether the file is held out."""
+    """A source file; its ``group`` decides whether it is held out."""
 
     source: str
     name: str

@@ -57,7 +57,7 @@ def load_tokenizer(model: OpenModel) -> Any:
 
 
 def load_fast_tokenizer(model: OpenModel) -> Tokenizer:
-    """UsageError if the model has only a slow tokenizer."""
+    """Raise UsageError if the model has only a slow tokenizer."""
     fast = getattr(load_tokenizer(model), "backend_tokenizer", None)
     if not isinstance(fast, Tokenizer):
         raise UsageError(f"the tokenizer in {shown(model.target)} is too slow for so much text: "
@@ -66,7 +66,7 @@ def load_fast_tokenizer(model: OpenModel) -> Tokenizer:
 
 
 def check_tokens(model: OpenModel, *texts: Tensor) -> None:
-    """UsageError for a token id outside the model's vocabulary."""
+    """Raise UsageError for a token id outside the model's vocabulary."""
     largest, vocabulary = max(int(text.max()) for text in texts), int(model.config["vocab_size"])
     if largest >= vocabulary:
         raise UsageError(f"the tokenizer in {shown(model.target)} makes token {largest} of the text, but the "

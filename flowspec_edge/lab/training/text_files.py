@@ -72,7 +72,7 @@ def data_files(given: Sequence[Path]) -> list[Path]:
 
 
 def digest(files: Sequence[Path]) -> str:
-    """sha256 over the contents in order; names do not matter."""
+    """Hash the contents in order, whatever the names."""
     sha = hashlib.sha256()
     for file in files:
         sha.update(hashlib.sha256(read_bytes(file, _MOST_BYTES)).digest())
@@ -232,14 +232,14 @@ def work_beside(out: Path) -> Path:
 
 
 def check_place(model: Path) -> None:
-    """UsageError if ``model`` came with the package, whose directory is no place for what a user trains."""
+    """Raise UsageError if ``model`` came with the package, whose directory is no place for what a user trains."""
     if in_package(model):
         raise UsageError(f"{model} came with flowspec-edge, and a training does not write there: say where "
                          "the result goes with --out DIR")
 
 
 def check_outside(path: Path, option: str) -> None:
-    """UsageError if ``path``, the value of ``option``, is inside the package."""
+    """Raise UsageError if ``path``, the value of ``option``, is inside the package."""
     if in_package(path):
         raise UsageError(f"{option} {path} is inside flowspec-edge's own directory, which its next release "
                          "replaces: give a directory elsewhere")

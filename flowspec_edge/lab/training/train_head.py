@@ -119,7 +119,7 @@ def _place(model: OpenModel, kind: str) -> Path:
 
 
 def recipe_for(kind: str, options: HeadOptions) -> HeadRecipe:
-    """UsageError for a depth beyond the recipe's window."""
+    """Raise UsageError for a depth beyond the recipe's window."""
     recipe = replace(trainer_of(kind).recipe, **(_QUICK if options.quick else {}))
     depth = recipe.depth if options.depth is None else options.depth
     if not 1 <= depth <= recipe.window:

@@ -166,7 +166,7 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _texts(content: Any, name: str) -> str:
-    """A text, or that of text blocks."""
+    """Return a text, or the text of text blocks."""
     if isinstance(content, str):
         return content
     found = []

@@ -153,8 +153,8 @@ _DRIFT_S = 1e-5  # that a stage's clock may gain on D0's from one message to the
 
 
 class Feed(Observer):
-    """Notes for any number of viewers; the event loop's thread takes them. While ``watched``, set from
-    outside, is False only what the statistics and the boards' state need is noted."""
+    """Notes events for any number of viewers; the event loop's thread takes them. While nobody watches (``watched``,
+    set from outside), it notes only what the statistics and the boards' state need."""
 
     def __init__(self) -> None:
         self._flow: deque[SessionEvent | StagesLost] = deque(maxlen=_MAX_FLOW)

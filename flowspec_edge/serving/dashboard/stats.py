@@ -194,7 +194,8 @@ class RequestStats(Observer):
             return _fairness(self._speeds(time.monotonic()))
 
     def event(self, waiting: Sequence[WaitingRequest], now: float) -> dict[str, Any]:
-        """Return the event of docs/reference/metrics.md; unknown figures are None. ``now``: of time.monotonic()."""
+        """Return the event of docs/reference/metrics.md; unknown figures are None. ``now`` is a time of
+        time.monotonic()."""
         with self._lock:
             newest_rounds = self._rounds.get(self._guessing or "", ())
             rounds = len(newest_rounds)

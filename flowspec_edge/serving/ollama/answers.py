@@ -20,8 +20,8 @@ _NS = 1_000_000_000  # in a second
 
 
 class ChatAnswer(Answer):
-    """Of /api/chat. A call is sent when it is complete, since its arguments are an object; one that the limit
-    cut off is left out."""
+    """The answers of /api/chat. A call is sent when it is complete, since its arguments are an object; one that
+    the limit cut off is left out."""
 
     end = b""
     headers: Mapping[str, str] = {"content-type": "application/x-ndjson"}
@@ -81,7 +81,8 @@ class ChatAnswer(Answer):
         return choices[0] | self._end(usage, figures | (extra or {}))
 
     def usage(self, tokens: int, results: Sequence[Result | None], thought: int = 0) -> dict[str, Any]:
-        """``load_duration``: the wait in the queue. After a stop string that is a part of the prompt's."""
+        """Return the counts and times. ``load_duration`` is the wait in the queue; after a stop string it is counted
+        as a part of ``prompt_eval_duration``."""
         end = time.monotonic()
         first = self._first or end
         result = results[0]
@@ -93,7 +94,7 @@ class ChatAnswer(Answer):
                 "prompt_eval_count": self.prepared.prompt_tokens, "eval_count": tokens}
 
     def _parts(self, piece: AnswerPiece) -> list[dict[str, Any]]:
-        """What a piece adds to the answer."""
+        """Return what a piece adds to the answer."""
         if isinstance(piece, str):
             return [self._said(piece)]
         if isinstance(piece, ReasoningPiece):

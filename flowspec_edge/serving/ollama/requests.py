@@ -75,12 +75,12 @@ def named(served: ServedModel, name: Any) -> str:
 
 
 def now() -> str:
-    """As in Ollama's answers."""
+    """Write the time as Ollama's answers do."""
     return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
 
 
 def _loaded(served: ServedModel, model: str, empty: dict[str, Any]) -> Ready:
-    """What a request without a prompt gets, by which clients load the model."""
+    """Answer a request without a prompt, by which clients load the model."""
     return Ready({"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"})
 
 

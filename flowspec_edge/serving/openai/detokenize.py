@@ -120,7 +120,7 @@ class CallPiece:
     name: str | None = None
 
     def as_delta(self) -> dict[str, Any]:
-        """As an entry of a chunk's ``tool_calls``."""
+        """Write the call as an entry of a chunk's ``tool_calls``."""
         if self.name is None:
             return {"index": self.index, "function": {"arguments": self.arguments}}
         return {"index": self.index, "id": self.id, "type": "function",
@@ -158,7 +158,7 @@ class ToolCallParser:
     # Each step yields what it reads from the buffer, and sets the next step when it has read everything.
 
     def _first(self) -> Iterator[str | CallPiece]:
-        """Of a format whose call is the whole answer."""
+        """Begin the call of a format in which a call is the whole answer."""
         if text := self._buffer.lstrip():
             self._step = self._head if text.startswith("{") else self._plain
         return iter(())

@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from flowspec_edge.serving.openai.errors import ApiError
 
@@ -22,6 +22,7 @@ Verdict = Literal["implemented", "refused", "no effect"]
 Source = Literal["OpenAI", "vLLM", "SGLang", "llama.cpp", "others", "Ollama", "Anthropic"]
 
 _SIMILAR = 0.85  # difflib's ratio, from which a name is taken for a misspelt one
+_GOES_WITH = re.compile(r"it goes with (\w+)(?:, which is refused)?")
 _MAX_TOLD, _MAX_NAME = 8, 40  # ignored names that an answer tells, and their characters
 _PATHS: dict[Endpoint, str] = {
     "chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses",
@@ -51,7 +52,7 @@ class RequestField:
         return "implemented" if endpoint in self.implemented else self.elsewhere
 
     def check(self, endpoint: Endpoint, value: Any, parent: str = "") -> None:
-        """ApiError if the endpoint cannot do what ``value`` asks for. ``parent``: put before the name."""
+        """Raise ApiError if the endpoint cannot do what ``value`` asks for. ``parent``: put before the name."""
         if self.verdict(endpoint) != "refused" or value is None or any(
                 value == other and isinstance(value, bool) == isinstance(other, bool)
                 for other in self.neutral):
@@ -88,23 +89,27 @@ class FieldTable:
         return tuple(unknown)
 
     def rows(self) -> Iterator[str]:
-        """As a table of docs/reference/fields.md; fields of which it says the same share a row."""
-        yield "| field | here |"
-        yield "|---|---|"
-        named: dict[str, list[str]] = {}
-        for field in sorted(self.fields.values(), key=lambda field: field.name):
-            named.setdefault(self._described(field), []).append(f"`{field.name}`")
-        yield from (f"| {', '.join(names)} | {said} |" for said, names in named.items())
+        """Yield the lists of docs/reference/fields.md, one for each verdict; fields of which the same is said share a
+        line."""
+        for verdict in get_args(Verdict):
+            named: dict[str, list[str]] = {}
+            for field in sorted(self.fields.values(), key=lambda field: field.name):
+                if verdict == ("implemented" if field.implemented else field.elsewhere):
+                    named.setdefault(self._described(field, verdict), []).append(f"`{field.name}`")
+            if named:
+                yield from (f"{verdict.capitalize()}:", "")
+                yield from (f"- {', '.join(names)}: {said}" for said, names in named.items())
+                yield ""
 
-    def _described(self, field: RequestField) -> str:
+    def _described(self, field: RequestField, verdict: Verdict) -> str:
+        """Say what becomes of a field. Without effect it is said only where the user has another way to the effect."""
+        if verdict == "no effect" and not re.search(r"\bsee\b|\buse\b|--|^it goes with|usage|refused", field.says):
+            return "the answer is the same"
         everywhere = len(field.implemented) in (0, self._endpoints)
-        where = "" if everywhere else f" ({', '.join(field.implemented)})"
-        verdict = "implemented" if field.implemented else field.elsewhere
-        refused = field.elsewhere == "refused" and not field.implemented
-        neutral = [f"`{json.dumps(value)}`" for value in field.neutral] if refused else []
-        but = f"; accepted: {', '.join(neutral)}" if neutral else ""
-        says = field.says.replace("|", "\\|")
-        return f"**{verdict}**{where}: {says}{but}"
+        where = "" if everywhere else f"({', '.join(field.implemented)}) "
+        if goes := _GOES_WITH.fullmatch(field.says):
+            return f"goes with {goes[1]}"
+        return where + field.says
 
     def _meant(self, name: str, endpoint: Endpoint) -> str | None:
         """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""
@@ -115,7 +120,7 @@ class FieldTable:
 
 
 def told(names: Iterable[str]) -> list[str]:
-    """As an answer lists ignored names: printable ASCII, and not too many."""
+    """List ignored names for an answer: printable ASCII, and not too many."""
     shown = [re.sub(r"[^ -+\--~]", "?", name[:_MAX_NAME]) for name in names]
     return shown[:_MAX_TOLD] + (["…and more"] if len(shown) > _MAX_TOLD else [])
 

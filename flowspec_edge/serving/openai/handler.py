@@ -122,7 +122,7 @@ KEEP_ALIVE_S = 10.0  # proxies and clients give up on connections that are silen
 
 
 class StreamError(Exception):
-    """An error that was sent to the client within its stream."""
+    """An error that the client got within its stream."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(str(error))

@@ -83,7 +83,7 @@ class PreparedRequest:
 
     @property
     def request(self) -> Request:
-        """The first choice's request."""
+        """Return the first choice's request."""
         return self.prompts[0]
 
     @property
@@ -95,7 +95,7 @@ class PreparedRequest:
                            self.least)
 
     def reasoning_parser(self) -> ReasoningParser | None:
-        """None if the answer has no reasoning apart."""
+        """Return the parser; None if the answer has no reasoning apart."""
         if self.reasoning is None:
             return None
         return reasoning_parser(self.reasoning, self.thinks, self.calls.open if self.calls else "")
@@ -130,7 +130,7 @@ class ServedModel:
         return Request([0], self.strategy, 1, params=self.params)
 
     def chat(self, body: ChatBody) -> PreparedRequest:
-        """ApiError for another model, or a chat that does not fit this one."""
+        """Raise ApiError for another model, or a chat that does not fit this one."""
         self.check_name(body.model)
         self._check_size(len(body.turns), "messages")
         calling = body.tools and body.tool_choice != "none"
@@ -223,7 +223,7 @@ class ServedModel:
         return self.completion(body)
 
     def completion(self, body: CompletionBody) -> PreparedRequest:
-        """ApiError for another model, or an invalid prompt."""
+        """Raise ApiError for another model, or an invalid prompt."""
         self.check_name(body.model)
         special = body.add_special_tokens is not False
         prompts = [self._ids(prompt, special) for prompt in body.prompt]
@@ -256,7 +256,7 @@ class ServedModel:
         return min(self.context or self.model.max_positions, self.model.max_positions)
 
     def _check_size(self, count: int, unit: str, per_token: int = 1) -> None:
-        """ApiError for a prompt that is too long whatever its tokens are, before time is spent on counting
+        """Raise ApiError for a prompt that is too long whatever its tokens are, before time is spent on counting
         them. ``per_token``: units of a token, at most."""
         most = self.context_tokens * per_token
         if count > most:
@@ -395,7 +395,7 @@ def _tool(definition: ToolDefinition) -> Tool:
 
 
 def _characters(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
-    """At least so many characters are in the prompt."""
+    """Return a lower bound of the prompt's characters."""
     calls = [call.function.arguments for turn in messages for call in turn.tool_calls or ()]
     return sum(len(turn.content) for turn in messages) + sum(map(len, calls)) + sum(
         len(tool.name) for tool in tools)

@@ -43,11 +43,11 @@ class Answer:
         return b"data: " + json.dumps(item, ensure_ascii=False).encode() + b"\n\n"
 
     def keep_alive(self, status: str) -> bytes:
-        """What a stream sends while no token comes."""
+        """Return what a stream sends while no token comes."""
         return f": {status}\n\n".encode()
 
     def arrived(self) -> None:
-        """Tokens have come."""
+        """Note that tokens have come."""
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         """The stream's last object, if it ends with an error."""
@@ -63,8 +63,11 @@ class Answer:
     def choice(self, index: int, pieces: Sequence[AnswerPiece], finish: Finish | None,
                logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None,
                stop: str | None = None) -> dict[str, Any]:
-        """``logprobs`` and ``extra`` (:meth:`details` of one of several choices) are given if the client
-        asked for them. ``stop``: the stop string that ended it."""
+        """Return a finished choice.
+
+        logprobs, extra  given if the client asked for them; ``extra`` is :meth:`details` of one of several choices
+        stop             the stop string that ended the answer
+        """
         text = "".join(piece for piece in pieces if isinstance(piece, str))
         content: dict[str, Any] = {"text": text}
         if self.chat:
@@ -76,7 +79,7 @@ class Answer:
         return self._choice(index, content, finish, logprobs) | ({"flowspec": extra} if extra else {})
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """The chunks before any text of a choice: a chat's has the role."""
+        """Return the chunks before any text of a choice; a chat's has the role."""
         if not self.chat:
             return []
         return [self._chunk(index, {"delta": {"role": "assistant", "content": ""}})]

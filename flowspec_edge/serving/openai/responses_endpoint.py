@@ -33,7 +33,7 @@ from flowspec_edge.serving.openai.schemas import (
 
 
 def _messages(value: Any) -> Any:
-    """``input``, as a chat's messages."""
+    """Read ``input`` as a chat's messages."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):

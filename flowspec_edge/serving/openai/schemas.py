@@ -1,4 +1,4 @@
-"""Request bodies of OpenAI's API, with fields of vLLM, SGLang and llama.cpp's server: :mod:`.fields` has
+"""Request bodies of OpenAI's API, and fields of vLLM, SGLang and llama.cpp's server; :mod:`.fields` lists
 all."""
 
 from __future__ import annotations
@@ -446,7 +446,7 @@ class ChatBody(Body):
 
 
 class CompletionBody(Body):
-    """POST /v1/completions. ``short``: without a limit, an answer has OpenAI's few tokens."""
+    """Read the body of POST /v1/completions. With ``short`` an answer without a limit has 16 tokens, as OpenAI's."""
 
     endpoint: ClassVar[Endpoint] = "completions"
     short: ClassVar[bool] = True

@@ -57,7 +57,7 @@ def bench(model: Path, prompts: Path, out: Path, *arguments: str) -> dict[str, A
 @pytest.mark.parametrize("temperature", ["0", "1"])
 def test_virtual_time_gives_the_same_file_twice(model: Path, prompts: Path, tmp_path: Path, temperature: str,
                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--strategies", "chunk_pp,flowspec", "--temperature", temperature, "--rank", "draft")
+    arguments = ("--strategies", "chunk_pp,flowspec", "--temperature", temperature, "--set", "rank=draft")
     report = bench(model, prompts, tmp_path / "a.json", *arguments)
     again = bench(model, prompts, tmp_path / "b.json", *arguments)
     if report["date"] == again["date"]:  # not run across midnight
@@ -238,7 +238,7 @@ def measured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     (["--profile", "orin-nano-8gb"], "was measured with other settings: profile differs;"),
     (["--clock", "wall"], "was measured with other settings: clock differs (virtual there, wall here)"),
     (["--acceptance", "0.5"], "was measured with other settings: acceptance differs (1.0 there, 0.5 here)"),
-    (["--depth", "4"], "was measured with other settings: depth differs (5 there, 4 here)"),
+    (["--set", "depth=4"], "was measured with other settings: depth differs (5 there, 4 here)"),
 ])
 def test_resuming_something_else_is_refused(model: Path, prompts: Path, measured: bytes, tmp_path: Path,
                                             arguments: list[str], says: str,

@@ -9,6 +9,7 @@ import pytest
 
 from flowspec_edge.cli.main import main
 from flowspec_edge.drivers.virtual.recording import load_recording
+from flowspec_edge.strategies.registry import strategy_names
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +50,20 @@ def test_processes_measure_what_one_does(recording: Path, tmp_path: Path) -> Non
         figures.append([(one["strategy"], one["temperature"], one["tokens_per_second"]) for one in samples])
     assert figures[0] == figures[1]
     assert len(figures[0]) == 4
+
+
+def test_all_strategies_are_those_that_the_recording_can_draft(recording: Path, capsys: pytest.CaptureFixture[str]
+                                                               ) -> None:
+    """A strategy that was named stays an error."""
+    asked = ["bench", "run", "--recording", str(recording), "--max-new-tokens", "2", "--strategies"]
+    assert main([*asked, "spd,autoregressive"]) == 2
+    assert capsys.readouterr().err.count("spd drafts with SPD module") == 1
+    assert main([*asked, "all"]) == 0
+    printed = capsys.readouterr()
+    notes = [line for line in printed.err.splitlines() if "is left out" in line]
+    assert [line.split()[2] for line in notes] == ["spd"]
+    measured = [line.split()[0] for line in printed.out.splitlines() if "eagle2" in line or " none " in line]
+    assert {*strategy_names()} - {*measured} == {"spd"}
 
 
 @pytest.mark.slow

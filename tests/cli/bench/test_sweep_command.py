@@ -135,7 +135,6 @@ def test_published_figures_are_shown_only_where_they_belong(given: list[str], tm
     (["rank=noise,loud"], "rank must be draft or noise, not 'loud'"),
     (["width=4,x"], "width must be a whole number"),
     (["widht=4"], "no axis and no strategy's parameter 'widht'; did you mean width?"),
-    (["stages", "--stages", "x"], "stages must be whole numbers from 1"),  # the option of the release before
     (["stages=2", "--stages", "4"], "stages is the axis of this sweep: leave --stages out"),
     (["tau=1,2", "--set", "tau=3"], "tau is the axis of this sweep: leave --set tau out"),
     (["latency", "--links", "namespaces"], "--links namespaces is for the axis bandwidth, not latency"),
@@ -236,19 +235,6 @@ def test_the_draft_model_may_be_the_axis(given: list[str], tmp_path: Path, capsy
 def test_a_parameter_is_swept_over_the_strategies_that_have_it(given: list[str], tmp_path: Path) -> None:
     data = sweep("pearl_gamma=2,4", tmp_path / "p.json", *given, "--limit", "1")
     assert [[row["strategy"] for row in point["rows"]] for point in data["points"]] == [["pearl"], ["pearl"]]
-
-
-@pytest.mark.parametrize(("old", "new"), [
-    (["bandwidth", "--mbps", "1000"], ["bandwidth=1000"]),
-    (["depth", "--depths=2", "--expand-depths", "1"], ["depth=2", "expand_depth=1"]),
-    (["stages", "--stages", "1"], ["stages=1"]),
-])
-def test_options_of_the_release_before_still_name_the_values(given: list[str], tmp_path: Path, old: list[str],
-                                                             new: list[str]) -> None:
-    (first, *options), (second, *others) = old, new
-    shared = [*given, "--strategies", "flowspec", "--limit", "1"]
-    before = sweep(first, tmp_path / "old.json", *options, *shared)
-    assert before == sweep(second, tmp_path / "new.json", *others, *shared)
 
 
 def test_the_first_example_of_each_axis_in_the_help_runs(given: list[str], tmp_path: Path,

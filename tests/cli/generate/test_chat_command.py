@@ -62,7 +62,7 @@ def told(model: Path) -> Told:
 def chat(model: Path, monkeypatch: pytest.MonkeyPatch, typed: str, *arguments: str) -> int:
     monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
     return main(["chat", "--model", str(model), "--stages", "2", "--chat-template", "vicuna",
-                 "--answer-tokens", str(ANSWER), *arguments])
+                 "--max-new-tokens", str(ANSWER), *arguments])
 
 
 def test_turns_build_on_one_another(model: Path, told: Told, monkeypatch: pytest.MonkeyPatch,
@@ -103,7 +103,7 @@ def test_on_one_machine_one_stage_decodes_plainly_unless_told(
         model: Path, told: Told, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
         chosen: tuple[str, ...], strategy: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
-    assert main(["chat", "--model", str(model), "--chat-template", "vicuna", "--device", "cpu", "--answer-tokens",
+    assert main(["chat", "--model", str(model), "--chat-template", "vicuna", "--device", "cpu", "--max-new-tokens",
                  str(ANSWER), *chosen]) == 0
     out, err = capsys.readouterr()
     assert out == f"{told.answer('one')}\n"
@@ -174,7 +174,7 @@ def test_at_a_terminal(model: Path, told: Told, tmp_path: Path) -> None:
     """Ctrl-C stops an answer, and the chat goes on; Ctrl-D ends it; lines are remembered."""
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "flowspec_edge.cli.main", "chat", "--model", str(model), "--stages", "2",
-               "--chat-template", "vicuna", "--answer-tokens", "1500"]
+               "--chat-template", "vicuna", "--max-new-tokens", "1500"]
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs,
                           env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "TERM": "dumb"},
                           start_new_session=True) as process:

@@ -149,14 +149,14 @@ def test_sampled_text_depends_on_the_seed_and_not_on_the_method(model: Path,
 
     one = sampled(1)
     assert one == sampled(1, "--strategy", "autoregressive")
-    assert one == sampled(1, "--rank", "draft", "--plus-width", "7")
+    assert one == sampled(1, "--set", "rank=draft", "--set", "plus_width=7")
     assert one != sampled(2)
 
 
 def test_parameters_of_the_tree_reach_the_strategy(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drafted = []
     for size in ("3", "60"):
-        assert generate(model, PROMPT, "--json", "--strategy", "chunk_pp", "--tree-size", size) == 0
+        assert generate(model, PROMPT, "--json", "--strategy", "chunk_pp", "--set", f"tree_size={size}") == 0
         drafted.append(json.loads(capsys.readouterr().out)["stats"]["drafted"])
     assert drafted[0] < drafted[1]
 
@@ -172,8 +172,8 @@ def test_parameters_of_the_tree_reach_the_strategy(model: Path, capsys: pytest.C
     (["x", "--stages", "0"], "'--stages'"),
     (["x", "--dtype", "fp8"], "'--dtype'"),
     (["x", "--temperature", "-1"], "temperature"),
-    (["x", "--plus-width", "0"], "plus-width"),
-    (["x", "--tree-size", "7"], "'tree_size'"),
+    (["x", "--set", "plus_width=0"], "plus_width"),
+    (["x", "--set", "tree_size=7"], "'tree_size'"),
     (["x", "--colour"], "--colour"),
     (["x" * 2100], "2048"),
 ])

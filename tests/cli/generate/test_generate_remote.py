@@ -137,7 +137,7 @@ def test_the_service_gets_the_answers_schema(file: str, tmp_path: Path, capsys: 
     (["--set", "segment=8"], "--set does not work with --cluster"),
     (["--clock", "virtual"], "--clock does not"),
     (["--model", "m"], "--model does not"), (["--emulate", "paper-7b"], "--emulate does not"),
-    (["--plus-width", "9"], "--set does not"), (["--trace", "t"], "--trace does not"),
+    (["--set", "plus_width=9"], "--set does not"), (["--trace", "t"], "--trace does not"),
     (["--strategy", "magic"], "no strategy 'magic'"), (["--system", "s"], "--system works with --chat only"),
 ])
 def test_options_of_a_run_here_are_refused(tmp_path: Path, arguments: list[str], says: str,

@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def started(model: Path, temporary: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """The command, which keeps what it makes on disk below ``temporary``."""
-    command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--local", "--model", str(model),
+    command = [sys.executable, "-m", "flowspec_edge.cli.main", "serve", "--model", str(model),
                "--name", "tiny", "--stages", "2", "--port", "0", *arguments]
     with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -216,7 +216,6 @@ def test_it_can_be_ended_while_the_cluster_starts(model: Path, tmp_path: Path) -
     (["--context", "0"], "Invalid value for '--context'"),
     (["--at-once", "-1"], "Invalid value for '--at-once'"),
     (["--scheduling-policy", "priority"], "Invalid value for '--scheduling-policy'"),
-    (["--local", "--cluster", "x.toml"], "give --cluster or --local, not both"),
     (["--cluster", "x.toml"], "give --cluster or --stages, not both"),
     (["--board-model", "/model"], "--board-model works with --cluster only"),
 ])

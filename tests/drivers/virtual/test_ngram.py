@@ -154,7 +154,8 @@ def test_without_a_head_a_text_is_looked_up(no_head: Path, capsys: pytest.Captur
     asked = ["generate", "abc", "--model", str(no_head), "--stages", "1", "--clock", "virtual",
              "--max-new-tokens", "8", "--json"]
     texts = []
-    for way in ([], ["--draft", "ngram", "--ngram-max", "6", "--ngram"], ["--strategy", "autoregressive"]):
+    ngrams = ["--draft", "ngram", "--set", "ngram_max=6", "--set", "ngram=true"]
+    for way in ([], ngrams, ["--strategy", "autoregressive"]):
         assert main([*asked, *way]) == 0
         out, err = capsys.readouterr()
         assert ("flowspec models head" in err) == (not way)
@@ -168,9 +169,9 @@ def test_spd_still_needs_its_module(no_head: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"ngram_min": 5}, "ngram-max must be ngram-min (5) to 32, not 4"),
-    ({"ngram_max": 33}, "ngram-max must be ngram-min (2) to 32, not 33"),
-    ({"ngram_min": 0}, "ngram-min must be at least 1, not 0"),
+    ({"ngram_min": 5}, "ngram_max must be ngram_min (5) to 32, not 4"),
+    ({"ngram_max": 33}, "ngram_max must be ngram_min (2) to 32, not 33"),
+    ({"ngram_min": 0}, "ngram_min must be at least 1, not 0"),
 ])
 def test_lengths_that_cannot_be_are_refused(given: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError) as caught:
