@@ -17,6 +17,7 @@ from flowspec_edge.boards.paths import (
     ETC,
     FORMER_KEY,
     HOME,
+    IMAGE_NAME,
     KEY,
     MODELS,
     POWER_BEFORE,
@@ -55,6 +56,8 @@ def facts(environment: str, part: list[Any] | None, others: str) -> dict[str, An
         "groups": [entry.gr_name for entry in grp.getgrall()], "user": user(USER),
         "modes": {path: mode(path) for path in _PLACES},
         "venvs": venvs,
+        "venv_images": {name: image for name in venvs if (image := image_of(f"{VENVS}/{name}/image.json"))},
+        "images": output("docker", "images", "--format={{.Tag}}", IMAGE_NAME).split(),
         "wheels": digests(home / "wheels") if environment and not venvs.get(environment) else {},
         "releases": {path.name: {"files": digests(path), "venv": link(f"{path}/venv")} for path in
                      sorted(children(home / "releases"), key=lambda path: -path.stat().st_mtime)},
@@ -79,6 +82,14 @@ def digests(directory: Path) -> dict[str, str]:
     """The sha256 of all files below a directory except links and ``UNTRIED``, by relative path."""
     return {str(path.relative_to(directory)): sha256_of(path) for path in directory.rglob("*")
             if path.is_file() and not path.is_symlink() and path != directory / UNTRIED}
+
+
+def image_of(path: str) -> str:
+    """The tag of the image that an environment runs; "" if it runs none."""
+    try:
+        return str(json.loads(text(path))["image"]).rpartition(":")[2]
+    except (ValueError, LookupError, TypeError):
+        return ""
 
 
 def mode(path: str) -> str | None:
