@@ -27,7 +27,7 @@ _LOADER = """import sys, types
 for name, text in {sources!r}:
     sys.modules[name] = types.ModuleType(name)
     exec(compile(text, name, "exec", dont_inherit=True), vars(sys.modules[name]))
-exec({end!r}, vars(sys.modules[name]))
+sys.modules[{entry!r}].{call}
 """
 _guarding = threading.RLock()
 
@@ -45,10 +45,11 @@ def code_command(text: str, *arguments: str, python: str | None = None) -> list[
     return _command(_EXEC, text, *arguments, python=python)
 
 
-def modules_program(modules: Sequence[ModuleType], end: str) -> str:
+def modules_program(modules: Sequence[ModuleType], entry: ModuleType, call: str) -> str:
     """Return a program for an interpreter without this package: ``modules``, in the order of their imports, then
-    ``end``, which runs in the last one."""
-    return _LOADER.format(sources=[(module.__name__, inspect.getsource(module)) for module in modules], end=end)
+    ``call`` of one of them, such as "main()"."""
+    sources = [(module.__name__, inspect.getsource(module)) for module in modules]
+    return _LOADER.format(sources=sources, entry=entry.__name__, call=call)
 
 
 def _command(begin: str, *arguments: str, python: str | None) -> list[str]:

@@ -50,13 +50,14 @@ def test_an_image_has_the_life_of_an_environment(cluster: Cluster) -> None:
     assert cluster.deploy("status")["boards"] == before["boards"]
     assert fleet.shell(1, f"ls {paths.HOME}").split() == ["current", "releases", "venvs", "wheels"]
 
-    # The container has the service's user, mounts that it cannot write to, and a deadline.
+    # The container has the service's user, and writes to nothing but the cache and what its launcher reads.
     told_of = json.loads(fleet.shell(1, f"docker inspect {CONTAINER}"))[0]
     assert told_of["HostConfig"]["ReadonlyRootfs"]
     assert {mount["Source"]: mount["RW"] for mount in told_of["Mounts"]} == {
         "/opt/flowspec": False, "/var/lib/flowspec": False, "/var/cache/flowspec": True, f"/run/{CONTAINER}": True,
         f"/run/{CONTAINER}/credentials": False}
-    assert fleet.shell(1, f"docker top {CONTAINER} -eo user,cmd | grep 'flowspec worker' | cut -d' ' -f1").split()
+    processes = fleet.shell(1, f"docker top {CONTAINER} -eo pid,user,args").splitlines()[1:]
+    assert {line.split()[1] for line in processes} == {paths.USER}
     assert "flowspec: " in cluster.flowspec("deploy", "logs", "board-1").stdout
     assert cluster.flowspec("doctor", "--json").stdout.count('"check": "docker"') == 2
     keys = json.loads(cluster.flowspec("keys", "show", "--json").stdout)["boards"]

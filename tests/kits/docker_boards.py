@@ -21,6 +21,7 @@ from pathlib import Path
 
 from flowspec_edge.boards.commands import search_path
 from flowspec_edge.boards.deploy.wheels import WheelTarget, environment
+from flowspec_edge.util.bounded_read import sha256_of
 from kits import board_images, container_boards
 from kits.deployments import gather_wheels
 
@@ -35,9 +36,9 @@ ExecStartPre=/bin/sh -c 'umount /sys/fs/cgroup/cpuset; for group in $(findmnt -r
 """
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _PACKAGES = "usr/local/lib/python3.11/dist-packages"
-_LEFT_OUT = (*(f"{_PACKAGES}/torch/{name}" for name in ("test", "include", "bin")), "dev", "proc", "sys", "run", "boot",
-             "usr/include", "usr/share/doc", "usr/share/locale", "usr/share/man", "var/cache", "var/lib/apt", "var/log",
-             "usr/lib/modules", "usr/lib/systemd", "usr/lib/x86_64-linux-gnu/perl-base")
+_LEFT_OUT = (*(f"{_PACKAGES}/torch/{name}" for name in ("test", "include", "bin/protoc*")), "dev", "proc", "sys", "run",
+             "boot", "usr/include", "usr/share/doc", "usr/share/locale", "usr/share/man", "var/cache", "var/lib/apt",
+             "var/log", "usr/lib/modules", "usr/lib/systemd")
 _FLOWSPEC = "#!/usr/bin/python3\nimport sys\nfrom flowspec_edge.__main__ import main\nsys.exit(main())\n"
 
 
@@ -71,7 +72,8 @@ def write_image(archive: Path, wheels: Path, machine: str = platform.machine()) 
 
 
 def write_archive(archive: Path, layers: Sequence[Path], machine: str = platform.machine()) -> None:
-    digests = [_sha256(layer) for layer in layers]
+    """Write an image of these layers, each a tar."""
+    digests = [sha256_of(layer) for layer in layers]
     config = json.dumps({
         "architecture": _ARCHITECTURES.get(machine, machine), "os": "linux",
         "config": {"Env": ["PATH=/usr/local/bin:/usr/bin:/bin"], "Entrypoint": ["flowspec"]},
@@ -122,9 +124,3 @@ def _installed(wheels: Path, root: Path) -> Path:
     program.write_text(_FLOWSPEC)
     program.chmod(0o755)
     return root
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else hashlib.sha256(
-            file.read()).hexdigest()

@@ -35,6 +35,7 @@ class Image:
     size: int  # bytes
     config: str  # sha256 of the image's configuration
     ids: tuple[str, ...]  # by which Docker may know it: of the configuration, or of a manifest (containerd's store)
+    names: tuple[str, ...]  # that the archive gives to it
     machine: str  # architecture, as the kernel names it
     version: str  # of flowspec in it; "" if its layers cannot be read here
     runtime: str = ""  # Docker's --runtime; "" for its default
@@ -65,6 +66,7 @@ def read_image(path: Path) -> Image:
             config, layers = _read(archive, manifests[0]["Config"]), manifests[0]["Layers"]
             digest, told = hashlib.sha256(config).hexdigest(), json.loads(config)
             found = Image(str(path), path.stat().st_size, digest, (f"sha256:{digest}", *_index(archive)),
+                          tuple(manifests[0].get("RepoTags") or ()),
                           _MACHINES.get(told["architecture"], told["architecture"]), _version(archive, layers))
     except (OSError, EOFError, tarfile.TarError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UsageError(f"{path} is no image that docker save has written ({error}): {how}") from error

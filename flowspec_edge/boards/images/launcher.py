@@ -61,7 +61,7 @@ def command(image: Mapping[str, str], program: str, arguments: Sequence[str], en
                 "--env=NVIDIA_DRIVER_CAPABILITIES=all"]
     if service is None:
         # The processes are the board's, so that a second tool may end the first.
-        run += ["--interactive", "--pid=host", _mount("/opt/flowspec", True), *(
+        run += ["--interactive", "--user=0:0", "--pid=host", _mount("/opt/flowspec", True), *(
             _mount(path, False) for path in ("/var/lib/flowspec", _KEYS, _CACHE) if os.path.isdir(path))]
     else:
         run += ["--init", "--name=" + service.name, "--log-driver=none", "--read-only", "--tmpfs=/tmp",

@@ -382,7 +382,7 @@ CHECKS: tuple[Check[Any], ...] = (
     Check("python", Subject, "failed", _ALL, _python),
     Check("sudo", Subject, "failed", ("init", "up", "bare"), _sudo),
     Check("torch", Subject, "failed", ("init", "up", "bare"), _torch),
-    Check("docker", Subject, "failed", ("up", *_BOARDS), _docker),
+    Check("docker", Subject, "failed", ("init", "up", *_BOARDS), _docker),
     Check("systemd", Subject, "failed", ("up", "bare"), _systemd),
     Check("clock", Subject, "failed", ("up",), _clock),
     Check("disk", Subject, "failed", ("up", "bare"), _room),

@@ -288,8 +288,7 @@ def _ask(inventory: Inventory, device: DeviceEntry, section: str, **arguments: A
 
 def program(section: str, **arguments: Any) -> str:
     """The text that a board's Python runs."""
-    return interpreter.modules_program(
-        _SENT[section], f"sys.modules[{tools.__name__!r}].answer({ {section: arguments}!r})")
+    return interpreter.modules_program(_SENT[section], tools, f"answer({ {section: arguments}!r})")
 
 
 def parse(told: dict[str, Any], before: float, after: float) -> BoardFacts:

@@ -157,9 +157,9 @@ class _Connection:
         # Own connection: no other traffic delays it, and the board notices when it ends.
         self._runner = runner = runner_for(inventory, device, own_connection=True)
         self.where = runner.where
-        receive = module_command("flowspec_edge.boards.transfer.receive", python=python) if python else [
-            inventory.cluster.board_python, "-I", "-c", modules_program(_SENT, "main()")]
-        self._command = runner.announced(as_root(receive))
+        program = module_command("flowspec_edge.boards.transfer.receive", python=python) if python else [
+            inventory.cluster.board_python, "-I", "-c", modules_program(_SENT, receive, "main()")]
+        self._command = runner.announced(as_root(program))
         self._stderr = TemporaryFile()  # noqa: SIM115 - closed with the rest
         self._client = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, bufsize=0,

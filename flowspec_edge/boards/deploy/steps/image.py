@@ -27,11 +27,16 @@ from flowspec_edge.util.interpreter import code_command
 SENT = "image sent"  # the step of its transfer
 _CHECK = Path(__file__).with_name("environment_check.py")
 _TIMEOUT_S = 3600.0  # some GB are read and written again, on an SD card perhaps
-# Arguments: the archive, the name to give, the ids by which Docker may know what was sent.
-_LOAD = """archive=$1; name=$2; shift 2
+# Arguments: the archive, the name to give, the ids by which Docker may know what was sent, and the names that the
+# archive gives to it, of which those stay that the board had already.
+_LOAD = """archive=$1; name=$2; ids=$3; new=
+for other in $4; do docker image inspect "$other" > /dev/null 2>&1 || new="$new $other"; done
 docker load --quiet --input "$archive" > /dev/null
-for id in "$@"; do
-    if docker image inspect "$id" > /dev/null 2>&1; then exec docker tag "$id" "$name"; fi
+for id in $ids; do
+    docker image inspect "$id" > /dev/null 2>&1 || continue
+    docker tag "$id" "$name"
+    [ -z "$new" ] || docker image rm $new > /dev/null
+    exit 0
 done
 echo "docker has loaded an image that is not $1, which was sent: see its log, journalctl -u docker" >&2
 exit 1"""
@@ -46,7 +51,8 @@ def image(wanted: Image, facts: BoardFacts) -> Iterator[Action]:
     """Load the image that was sent, and make and check its programs."""
     name = f"{paths.IMAGE_NAME}:{wanted.tag}"
     yield Action("image", (
-        quote("sh", "-ec", _LOAD, "sh", f"{paths.IMAGES}/{wanted.tag}/{FILE}", name, *wanted.ids),
+        quote("sh", "-efc", _LOAD, "sh", f"{paths.IMAGES}/{wanted.tag}/{FILE}", name, " ".join(wanted.ids),
+              " ".join(wanted.names)),
         quote("rm", "-rf", paths.IMAGES)) if lacks(wanted, facts) else (), timeout_s=_TIMEOUT_S)
     if facts.venvs.get(wanted.digest) and not lacks(wanted, facts):
         yield Action("environment")
