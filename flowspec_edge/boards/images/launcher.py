@@ -5,7 +5,7 @@ A service's container is Docker's child and not systemd's, so what systemd gives
 
     signals        to the client of Docker, which sends them to the container
     notifications  of a socket in the unit's runtime directory, to systemd; so the loop that computes feeds the watchdog
-    MemoryMax      of the unit's control group, as the container's limit
+    MemoryMax      of the unit, as the container's limit
     credentials    as copies in the runtime directory, in memory, for Docker does not see the unit's own
 """
 
@@ -28,14 +28,15 @@ _CACHE = "/var/cache/flowspec"
 _KEYS = "/etc/flowspec"
 _GROUP = "docker"  # whose members may use Docker: the launcher, not what runs in the container
 _SERVICE = "FLOWSPEC_CONTAINER"  # the container's name, which the unit sets; without it a command of a tool runs
+_UNIT = "FLOWSPEC_UNIT"  # the unit's name
 _PASSED_ON = ("HOME", "WATCHDOG_USEC", "FLOWSPEC_", "CUDA_", "HF_", "PYTHON", "PYTORCH_", "TRANSFORMERS_", "XDG_")
 _NOTICES = ("READY=", "STATUS=", "STOPPING=", "WATCHDOG=", "WATCHDOG_USEC=", "EXTEND_TIMEOUT_USEC=")
 _ENTRY = {"python": "python3"}  # the program's name here -> in the image
 _KILLED = 137  # 128 + SIGKILL
-_NO_LIMIT = 1 << 60  # as a control group of version 1 says that there is none
+_NO_LIMIT = 1 << 60  # older systemds show a number for "infinity"
 
 
-class Service(NamedTuple):
+class ServiceContainer(NamedTuple):
     """What a unit gives to its process."""
 
     name: str  # of the container
@@ -48,7 +49,7 @@ class Service(NamedTuple):
 
 
 def command(image: Mapping[str, str], program: str, arguments: Sequence[str], environment: Mapping[str, str],
-            directory: str, service: Service | None = None) -> list[str]:
+            directory: str, service: ServiceContainer | None = None) -> list[str]:
     """The command that runs ``program`` of the image.
 
     image      image.json: image, and runtime, "" for Docker's default
@@ -83,21 +84,9 @@ def _mount(path: str, read_only: bool, target: str = "") -> str:
     return f"--mount=type=bind,source={path},target={target or path}" + (",readonly" if read_only else "")
 
 
-def memory_limit(groups: str, root: Path) -> int | None:
-    """The memory that a process' control group may have; None without a limit.
-
-    groups  the text of its /proc/PID/cgroup
-    root    where control groups are mounted
-    """
-    for line in groups.splitlines():
-        _, controllers, path = line.split(":", 2)
-        file = (root / path.lstrip("/") / "memory.max" if not controllers else
-                root / "memory" / path.lstrip("/") / "memory.limit_in_bytes")
-        if (not controllers or "memory" in controllers.split(",")) and file.is_file():
-            told = file.read_text().strip()
-            if told.isdigit() and int(told) < _NO_LIMIT:
-                return int(told)
-    return None
+def memory_limit(shown: str) -> int | None:
+    """A unit's MemoryMax as systemctl shows it, in bytes; None for "infinity"."""
+    return int(shown) if shown.strip().isdigit() and int(shown) < _NO_LIMIT else None
 
 
 def notice(said: bytes) -> bytes:
@@ -107,19 +96,20 @@ def notice(said: bytes) -> bytes:
     return "\n".join(line for line in lines if line.startswith(_NOTICES)).encode()
 
 
-def _service(name: str, environment: Mapping[str, str]) -> Service:
+def _service(name: str, environment: Mapping[str, str]) -> ServiceContainer:
     import grp
 
     if not environment.get("RUNTIME_DIRECTORY"):
         sys.exit("this unit is not that of an image: flowspec deploy up")
     of_docker = [entry.gr_gid for entry in grp.getgrall() if entry.gr_name == _GROUP]
     own = [group for group in os.getgroups() if group not in (os.getgid(), *of_docker)]
-    return Service(name, environment["RUNTIME_DIRECTORY"], environment.get("CREDENTIALS_DIRECTORY", ""),
-                   memory_limit(Path("/proc/self/cgroup").read_text(), Path("/sys/fs/cgroup")),
-                   os.getuid(), os.getgid(), own)
+    show = ["systemctl", "show", "--property=MemoryMax", "--value", environment.get(_UNIT, "")]
+    memory = memory_limit(subprocess.run(show, capture_output=True, text=True, check=False).stdout)
+    return ServiceContainer(name, environment["RUNTIME_DIRECTORY"], environment.get("CREDENTIALS_DIRECTORY", ""),
+                            memory, os.getuid(), os.getgid(), own)
 
 
-def _supervise(run: Sequence[str], service: Service, environment: Mapping[str, str]) -> int:
+def _supervise(run: Sequence[str], service: ServiceContainer, environment: Mapping[str, str]) -> int:
     """The exit code of the container's program."""
     _remove(service.name)  # what a power failure has left
     if service.credentials:

@@ -264,7 +264,8 @@ def ask_service(inventory: Inventory, device: DeviceEntry) -> BoardFacts:
 def ask_deployment(inventory: Inventory, device: DeviceEntry, environment: str = "",
                    part: Sequence[Any] | None = None, others: str = "") -> BoardFacts:
     """The arguments are those of ``onboard.deployment.facts``."""
-    return _ask(inventory, device, "deployment", environment=environment, part=part, others=others)
+    return _ask(inventory, device, "deployment", environment=environment, part=part, others=others,
+                in_image=inventory.cluster.in_image)
 
 
 def _ask(inventory: Inventory, device: DeviceEntry, section: str, **arguments: Any) -> BoardFacts:

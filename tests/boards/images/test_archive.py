@@ -1,4 +1,4 @@
-"""What an archive of `docker save` says of its image; Docker itself loads such archives in tests/e2e/test_deploy_image."""
+"""What an archive of `docker save` says of its image.  Docker loads such archives in tests/e2e/test_deploy_image."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def write(archive: Path, files: Mapping[str, bytes]) -> Path:
 def archive(tmp_path: Path) -> Path:
     """An image for boards, with an older flowspec below this one."""
     older = layer(tmp_path / "1.tar", f"./{PACKAGES}/flowspec_edge-0.1.0.dist-info/METADATA")
-    newer = layer(tmp_path / "2.tar", "bin/sh", f"{PACKAGES}/flowspec_edge-{version('flowspec-edge')}.dist-info/METADATA")
+    newer = layer(tmp_path / "2.tar", "bin/sh",
+                  f"{PACKAGES}/flowspec_edge-{version('flowspec-edge')}.dist-info/METADATA")
     docker_boards.write_archive(tmp_path / "image.tar", [older, newer, layer(tmp_path / "3.tar", "home/flowspec")],
                                 "aarch64")
     return tmp_path / "image.tar"
@@ -84,7 +85,7 @@ def test_layers_may_be_compressed(archive: Path) -> None:
 def test_another_release_is_refused(tmp_path: Path) -> None:
     docker_boards.write_archive(tmp_path / "image.tar", [
         layer(tmp_path / "1.tar", f"{PACKAGES}/flowspec_edge-0.0.9.dist-info/METADATA")])
-    with pytest.raises(UsageError, match=r"image.tar has flowspec 0\.0\.9, and this machine \d.*: build the image from"):
+    with pytest.raises(UsageError, match=r"image.tar has flowspec 0\.0\.9, and this machine \d.*: build the image"):
         read_image(tmp_path / "image.tar")
 
 
