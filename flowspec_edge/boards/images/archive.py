@@ -69,7 +69,8 @@ def read_image(path: Path) -> Image:
                           tuple(manifests[0].get("RepoTags") or ()),
                           _MACHINES.get(told["architecture"], told["architecture"]), _version(archive, layers))
     except (OSError, EOFError, tarfile.TarError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path} is no image that docker save has written ({error}): {how}") from error
+        why = "no tar, or cut off" if isinstance(error, tarfile.ReadError) else str(error)
+        raise UsageError(f"{path} is no image that docker save has written ({why}): {how}") from error
     if found.version not in ("", version("flowspec-edge")):
         raise UsageError(f"{path} has flowspec {found.version}, and this machine {version('flowspec-edge')}: "
                          "build the image from these sources, or install its release here")

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ _READ_ONLY = ("/opt/flowspec", "/var/lib/flowspec")
 _CACHE = "/var/cache/flowspec"
 _KEYS = "/etc/flowspec"
 _GROUP = "docker"  # whose members may use Docker: the launcher, not what runs in the container
+_OWN = "flowspec"  # whom services run as
+_USER = "FLOWSPEC_USER"  # as whom a tool's command runs in the container; without it: root
 _SERVICE = "FLOWSPEC_CONTAINER"  # the container's name, which the unit sets; without it a command of a tool runs
 _UNIT = "FLOWSPEC_UNIT"  # the unit's name
 _PASSED_ON = ("HOME", "WATCHDOG_USEC", "FLOWSPEC_", "CUDA_", "HF_", "PYTHON", "PYTORCH_", "TRANSFORMERS_", "XDG_")
@@ -36,6 +39,14 @@ _KILLED = 137  # 128 + SIGKILL
 _NO_LIMIT = 1 << 60  # older systemds show a number for "infinity"
 
 
+class User(NamedTuple):
+    """By its numbers on the board; ``groups`` besides its own."""
+
+    user: int
+    group: int
+    groups: Sequence[int] = ()
+
+
 class ServiceContainer(NamedTuple):
     """What a unit gives to its process."""
 
@@ -43,31 +54,28 @@ class ServiceContainer(NamedTuple):
     runtime_directory: str
     credentials: str  # directory; "" without any
     memory: int | None  # bytes
-    user: int
-    group: int
-    groups: Sequence[int]  # besides
 
 
 def command(image: Mapping[str, str], program: str, arguments: Sequence[str], environment: Mapping[str, str],
-            directory: str, service: ServiceContainer | None = None) -> list[str]:
+            directory: str, user: User, service: ServiceContainer | None = None) -> list[str]:
     """The command that runs ``program`` of the image.
 
     image      image.json: image, and runtime, "" for Docker's default
     directory  the working directory, if the image has it, too
-    service    None: a tool's command, as root, which may write keys and models
+    service    None: a tool's command, which may write keys and models
     """
-    run = ["docker", "run", "--rm", "--network=host"]
+    run = ["docker", "run", "--rm", "--pull=never", "--network=host", f"--user={user.user}:{user.group}",
+           *(f"--group-add={group}" for group in user.groups)]
     if image["runtime"]:
         run += ["--runtime=" + image["runtime"], "--env=NVIDIA_VISIBLE_DEVICES=all",
                 "--env=NVIDIA_DRIVER_CAPABILITIES=all"]
     if service is None:
         # The processes are the board's, so that a second tool may end the first.
-        run += ["--interactive", "--user=0:0", "--pid=host", _mount("/opt/flowspec", True), *(
+        run += ["--interactive", "--pid=host", _mount("/opt/flowspec", True), *(
             _mount(path, False) for path in ("/var/lib/flowspec", _KEYS, _CACHE) if os.path.isdir(path))]
     else:
         run += ["--init", "--name=" + service.name, "--log-driver=none", "--read-only", "--tmpfs=/tmp",
                 "--cap-drop=ALL", "--security-opt=no-new-privileges", "--ulimit=core=0",
-                f"--user={service.user}:{service.group}", *(f"--group-add={group}" for group in service.groups),
                 *([f"--memory={service.memory}"] if service.memory else []),
                 *(_mount(path, True) for path in _READ_ONLY), _mount(_CACHE, False),
                 _mount(service.runtime_directory, False),
@@ -96,17 +104,23 @@ def notice(said: bytes) -> bytes:
     return "\n".join(line for line in lines if line.startswith(_NOTICES)).encode()
 
 
-def _service(name: str, environment: Mapping[str, str]) -> ServiceContainer:
+def _user(name: str) -> User:
+    """A user of the board, with the groups of its own."""
     import grp
+    import pwd
 
+    entry = pwd.getpwnam(name)
+    return User(entry.pw_uid, entry.pw_gid, [group.gr_gid for group in grp.getgrall()
+                                             if name in group.gr_mem and group.gr_name != _GROUP])
+
+
+def _service(name: str, environment: Mapping[str, str]) -> ServiceContainer:
     if not environment.get("RUNTIME_DIRECTORY"):
         sys.exit("this unit is not that of an image: flowspec deploy up")
-    of_docker = [entry.gr_gid for entry in grp.getgrall() if entry.gr_name == _GROUP]
-    own = [group for group in os.getgroups() if group not in (os.getgid(), *of_docker)]
     show = ["systemctl", "show", "--property=MemoryMax", "--value", environment.get(_UNIT, "")]
     memory = memory_limit(subprocess.run(show, capture_output=True, text=True, check=False).stdout)
     return ServiceContainer(name, environment["RUNTIME_DIRECTORY"], environment.get("CREDENTIALS_DIRECTORY", ""),
-                            memory, os.getuid(), os.getgid(), own)
+                            memory)
 
 
 def _supervise(run: Sequence[str], service: ServiceContainer, environment: Mapping[str, str]) -> int:
@@ -133,8 +147,9 @@ def _forward(notices: socket.socket, address: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         while True:
             said = notice(notices.recv(1 << 16))
-            if said:
-                systemd.sendto(said, target)
+            with suppress(OSError):  # one that is lost is no reason to end
+                if said:
+                    systemd.sendto(said, target)
 
 
 def _remove(name: str) -> None:
@@ -147,12 +162,13 @@ def main() -> int:
     image: dict[str, Any] = json.loads((program.parent.parent / "image.json").read_text(encoding="utf-8"))
     name = environment.get(_SERVICE, "")
     service = _service(name, environment) if name else None
-    run = command(image, program.name, sys.argv[1:], environment, os.getcwd(), service)
+    user = User(0, 0) if service is None and _USER not in environment else _user(environment.get(_USER, _OWN))
+    run = command(image, program.name, sys.argv[1:], environment, os.getcwd(), user, service)
+    if shutil.which(run[0]) is None:
+        sys.exit("there is no docker: sudo apt-get install docker.io")
     if service is None:
         prefix = [] if os.geteuid() == 0 else ["sudo", "-n", "--"]
         os.execvp((prefix + run)[0], prefix + run)
-    if shutil.which(run[0]) is None:
-        sys.exit("there is no docker: sudo apt-get install docker.io")
     return _supervise(run, service, environment)
 
 

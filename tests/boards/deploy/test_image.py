@@ -132,7 +132,9 @@ def test_purge_removes_the_images() -> None:
     actions = decide("purge", BoardState("stage"), replace(settled(), images=(IMAGE.tag, OLD)))
     [removed] = [action for action in actions if action.step == "images removed"]
     assert removed.commands == (f"docker image rm flowspec-board:{IMAGE.tag} flowspec-board:{OLD} > /dev/null",)
-    assert not [action for action in decide("down", BoardState("stage"), settled()) if "image" in action.step]
+    none = replace(settled(), images=())
+    for actions in (decide("down", BoardState("stage"), settled()), decide("purge", BoardState("stage"), none)):
+        assert not [action for action in actions if "image" in action.step]
 
 
 DOCKER = DockerFacts("27.5.1", runtimes=("nvidia", "runc"), root="/var/lib/docker", group=True)

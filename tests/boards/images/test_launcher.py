@@ -9,19 +9,19 @@ import pytest
 
 from flowspec_edge.boards import paths
 from flowspec_edge.boards.images import launcher
-from flowspec_edge.boards.images.launcher import ServiceContainer, command, memory_limit, notice
+from flowspec_edge.boards.images.launcher import ServiceContainer, User, command, memory_limit, notice
 from flowspec_edge.util.resources import resource_dir
 
 IMAGE = {"image": "flowspec-board:abc", "runtime": ""}
-SERVICE = ServiceContainer("flowspec-verify-1", "/run/flowspec-verify-1", "/run/credentials/unit", 5_000_000_000, 999,
-                           996, (44, 997))
+SERVICE = ServiceContainer("flowspec-verify-1", "/run/flowspec-verify-1", "/run/credentials/unit", 5_000_000_000)
+FLOWSPEC = User(999, 996, (44, 997))
 RELEASE = paths.release_dir("r1")
 
 
 def run(**image: str) -> list[str]:
     return command({**IMAGE, **image}, "flowspec", ["worker", "--config", "x.toml"],
                    {"HOME": "/var/cache/flowspec", "WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "7", "SECRET": "x"},
-                   RELEASE, SERVICE)
+                   RELEASE, FLOWSPEC, SERVICE)
 
 
 def test_a_service_has_the_rights_of_its_unit_and_no_more() -> None:
@@ -48,7 +48,7 @@ def test_the_gpu_comes_by_nvidia_s_runtime_alone() -> None:
 
 
 def test_a_tool_is_root_and_sees_the_board_s_processes() -> None:
-    found = command(IMAGE, "python", ["-c", "print()"], {"HOME": "/root"}, "/home/me")
+    found = command(IMAGE, "python", ["-c", "print()"], {"HOME": "/root"}, "/home/me", User(0, 0))
     assert found[-4:] == ["--entrypoint=python3", "flowspec-board:abc", "-c", "print()"]
     assert {"--user=0:0", "--pid=host", "--interactive"} <= set(found)
     assert not any(option.startswith(("--workdir", "--name", "--env")) for option in found)
@@ -79,4 +79,5 @@ def test_the_unit_and_the_launcher_name_the_same_places() -> None:
     assert f"\nEnvironment={launcher._SERVICE}=%p-%i {launcher._UNIT}=%n\n" in text
     assert "docker rm --force %p-%i " in text
     assert f"\nSupplementaryGroups={launcher._GROUP}\n" in text
+    assert launcher._OWN == paths.USER
     assert (*launcher._READ_ONLY, launcher._CACHE, launcher._KEYS) == (paths.HOME, paths.STATE, paths.CACHE, paths.ETC)

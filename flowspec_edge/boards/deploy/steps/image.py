@@ -64,7 +64,7 @@ def image(wanted: Image, facts: BoardFacts) -> Iterator[Action]:
                          python=f"{venv}/bin/python")
     yield Action("environment", (
         f"rm -rf {venv} && mkdir {venv}", f"tar -xf - --no-same-owner -C {venv}", f"chmod 755 {venv}/bin/*",
-        f"{quote(*check)} < /dev/null", quote("sync", "-f", venv),
+        f"{quote('env', f'FLOWSPEC_USER={paths.USER}', *check)} < /dev/null", quote("sync", "-f", venv),
         f"{quote('echo', wanted.digest)} > {quote(f'{venv}/.complete')}",
     ), {"image.json": json.dumps({"image": name, "runtime": wanted.runtime}) + "\n", "bin/flowspec": program,
         "bin/python": program}, timeout_s=_TIMEOUT_S)

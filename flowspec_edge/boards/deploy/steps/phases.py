@@ -41,7 +41,8 @@ def leave(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
 
 def purge(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     yield from down(state, facts)
-    yield Action("images removed", images_removed(facts.images))
+    if facts.images:
+        yield Action("images removed", images_removed(facts.images))
     for path in (paths.HOME, paths.STATE, paths.CACHE, paths.ETC):
         yield Action(f"{path} removed", (quote("rm", "-rf", "--", path),) if facts.modes.get(path) else ())
     yield Action(f"user {paths.USER} removed", (quote("userdel", paths.USER),) if facts.user else ())
