@@ -17,6 +17,7 @@ from flowspec_edge.boards.deploy.actions import BoardState
 from flowspec_edge.boards.deploy.diff import Diff, make_diff
 from flowspec_edge.boards.deploy.resolve import Deployment, on_board
 from flowspec_edge.boards.deploy.steps.phases import decide
+from flowspec_edge.boards.doctor.discover import describe_software, of_facts, render_cluster_toml
 from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.boards.probe.checks import Needs, PreflightReport, Subject, faults, room_problems
@@ -35,6 +36,7 @@ from flowspec_edge.boards.probe.facts import (
 from flowspec_edge.boards.services.status import FleetStatus
 from flowspec_edge.model.manifest import DRAFT, Manifest
 from flowspec_edge.model.opened import OpenModel
+from flowspec_edge.util.tomlfile import parse_toml
 
 KEYS = {"draft": "d" * 40, "stage": "s" * 40}
 IMAGE = Image("/lab/image.tar", 5_000_000_000, "c" * 64, (f"sha256:{'c' * 64}", f"sha256:{'d' * 64}"),
@@ -178,3 +180,18 @@ def test_room_is_asked_for_with_the_shards() -> None:
     assert not room_problems(found, needs, {"stage": wanted().digest}, {"stage": 500_000_000})
     [problem] = room_problems(found, needs, {"stage": wanted().digest}, {"stage": 2_000_000_000})
     assert "12.00 GB" in problem.found
+
+
+@pytest.mark.parametrize(("docker", "said", "problem"), [
+    (DOCKER, "Docker 27.5.1", ""),
+    (DockerFacts(why="there is no docker"), "no Docker that answers", "docker: there is")])
+def test_a_cluster_file_for_an_image(docker: DockerFacts, said: str, problem: str) -> None:
+    """Of boards that look like Jetsons and have no torch, which then is no fault."""
+    l4t = {"etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 1"}
+    found = [of_facts(DeviceEntry(name=name, address=name), board(docker, files=l4t, user="me").system)
+             for name in ("orin-0", "orin-1")]
+    assert describe_software(found[0]) == said
+    assert [fault.startswith(problem) for fault in found[0].faults] == [True] * bool(problem)
+    text = render_cluster_toml(found, "lab", "lab.toml", given={"runtime": "image", "image": "/lab/image.tar"})
+    cluster = parse_toml(text.encode(), Path("lab.toml"), Inventory).cluster
+    assert (cluster.in_image, cluster.image, cluster.torch_device) == (True, "/lab/image.tar", "cuda")
