@@ -51,7 +51,7 @@ ORDER: dict[str, list[str]] = {
     "drivers": ["observe", "stage", "ring", "processes", "virtual"],
     "serving": ["sse", "access_log", "admission", "metrics", "openai", "door", "ollama", "anthropic",
                 "conversation", "dashboard", "access_control", "intake", "app", "server"],
-    "boards": ["paths", "inventory", "commands", "links", "ssh_stages", "transfer", "gpu_check",
+    "boards": ["paths", "inventory", "commands", "images", "links", "ssh_stages", "transfer", "gpu_check",
                "probe", "planning", "measurement", "services", "deploy", "doctor"],
     "lab": ["rounded_attention", "plain", "emulation", "links", "predictions", "record", "token_check", "training",
             "spd", "bench", "reproduce"],

@@ -80,6 +80,8 @@ class ClusterSettings(StrictModel):
     scheduling_policy: SchedulingPolicy = "fair"  # how concurrent requests share the stages
     strategy: str = DEFAULT_STRATEGY
     keys: str = "keys"  # directory of the boards' public keys; private keys stay on the boards
+    runtime: Literal["environment", "image"] = "environment"  # what the boards run flowspec from
+    image: str = "image.tar"  # of docker save, for runtime "image"
     wheelhouse: str = "wheelhouse"  # directory of the boards' wheels
     board_python: str = "python3"  # the system Python, which has NVIDIA's torch
     power_mode: str = ""  # name in /etc/nvpmodel.conf; empty: unchanged
@@ -92,6 +94,10 @@ class ClusterSettings(StrictModel):
     def draft_kind(self) -> NamedDraft:
         """What ``draft`` names; "own": a head, in the model's directory or the given one."""
         return self.draft if self.draft in [kind.name for kind in NAMED] else OWN
+
+    @property
+    def in_image(self) -> bool:
+        return self.runtime == "image"
 
     @property
     def serves_others(self) -> bool:

@@ -1,8 +1,10 @@
 """File layout of a board that ``flowspec deploy`` manages.
 
     /opt/flowspec/releases/ID/      a release: release.json, venv (a link), etc/, units/
-    /opt/flowspec/venvs/DIGEST/     an environment, by its contents; releases may share one
+    /opt/flowspec/venvs/DIGEST/     an environment, by its contents; releases may share one.  Where the runtime is an
+                                    image: image.json, and programs that run the image (images/launcher.py)
     /opt/flowspec/wheels/           the wheels of the newest environment
+    /opt/flowspec/images/           an image's archive, until the board's Docker has loaded it
     /opt/flowspec/current           → the running release; previous → the release before
     /opt/flowspec/unsettled         while a rollout is unfinished (flowspec-draft, flowspec-verify@.service)
     /var/lib/flowspec/models/ID/    a sharded model's manifest.json and this board's part
@@ -15,6 +17,8 @@ HOME = "/opt/flowspec"
 RELEASES = f"{HOME}/releases"
 VENVS = f"{HOME}/venvs"
 WHEELS = f"{HOME}/wheels"
+IMAGES = f"{HOME}/images"
+IMAGE_NAME = "flowspec-board"  # of the images in the board's Docker; their tags are ``images.archive.Image.tag``
 CURRENT = f"{HOME}/current"
 PREVIOUS = f"{HOME}/previous"
 UNSETTLED = f"{HOME}/unsettled"
@@ -34,6 +38,7 @@ USER = "flowspec"
 DRAFT_UNIT = "flowspec-draft.service"
 POWER_UNIT = "flowspec-power.service"
 VERIFY_UNIT = "flowspec-verify@.service"
+IMAGE_CONF = "image.conf"  # what the units of services have besides, where the runtime is an image
 
 
 def verify_unit(stage: int) -> str:

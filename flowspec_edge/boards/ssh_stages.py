@@ -21,9 +21,11 @@ from typing import IO
 from flowspec_edge.boards.commands import BEGUN, SshRunner, end_process, failure
 from flowspec_edge.boards.inventory import Inventory
 from flowspec_edge.boards.links.addresses import network_address
+from flowspec_edge.boards.paths import PYTHON
 from flowspec_edge.drivers.processes.spec import Connected
 from flowspec_edge.drivers.ring import Ring
 from flowspec_edge.drivers.stage.config import WorkerConfig
+from flowspec_edge.errors import UsageError
 from flowspec_edge.model.manifest import RunDtype
 from flowspec_edge.transport import keys
 from flowspec_edge.util import torchdevice
@@ -64,6 +66,9 @@ class SshBoards:
                  refresh: Callable[[], None] = lambda: None) -> None:
         """``model``: directory on the boards, the same on all; each needs only its own part.  UsageError
         without D0's torch device."""
+        if inventory.cluster.in_image and inventory.cluster.python == PYTHON:
+            raise UsageError('runtime = "image": measuring over boards needs a flowspec there outside containers: name '
+                             "its interpreter, python in the cluster file, or deploy environments")
         self.device = inventory.torch_device(inventory.draft)  # of D0
         torchdevice.require(self.device)
         self._inventory, self._model = inventory, model

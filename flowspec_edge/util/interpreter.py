@@ -11,6 +11,7 @@ This module needs no more than Python 3.8 and its standard library, because a bo
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import threading
@@ -22,6 +23,12 @@ from typing import Any
 _SAFE = "import sys; sys.path[:] = filter(None, sys.path); "  # the current directory is ""
 _EXEC = "exec(compile(sys.argv.pop(1), '<string>', 'exec'))"  # a text may begin with imports from __future__
 _RUN = "import runpy; runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+_LOADER = """import sys, types
+for name, text in {sources!r}:
+    sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec", dont_inherit=True), vars(sys.modules[name]))
+sys.modules[{entry!r}].{call}
+"""
 _guarding = threading.RLock()
 
 
@@ -36,6 +43,13 @@ def module_command(module: str, *arguments: str, python: str | None = None) -> l
 def code_command(text: str, *arguments: str, python: str | None = None) -> list[str]:
     """Return the command that runs ``text`` as ``python -c`` does; ``python`` is :func:`module_command`'s."""
     return _command(_EXEC, text, *arguments, python=python)
+
+
+def modules_program(modules: Sequence[ModuleType], entry: ModuleType, call: str) -> str:
+    """Return a program for an interpreter without this package: ``modules``, in the order of their imports, then
+    ``call`` of one of them, such as "main()"."""
+    sources = [(module.__name__, inspect.getsource(module)) for module in modules]
+    return _LOADER.format(sources=sources, entry=entry.__name__, call=call)
 
 
 def _command(begin: str, *arguments: str, python: str | None) -> list[str]:

@@ -184,7 +184,7 @@ class Fleet:
                   "--notify-ready=yes", "--console=pipe", "--resolv-conf=off", "--timezone=off",
                   "--link-journal=no", "--capability=CAP_NET_ADMIN",
                   "--network-namespace-path=/proc/self/ns/net",  # it is started in there
-                  f"--machine={self.name(board)}", f"--directory={place}/root"]
+                  f"--machine={self.name(board)}", f"--directory={place}/root", *self._options(board)]
         store, mount, below = self._disk(board)
         lower = ":".join(map(str, [*below, self._images[board]]))
         layers = f"lowerdir={lower},upperdir={store}/disk,workdir={store}/work"
@@ -301,6 +301,10 @@ class Fleet:
         for path in (home, home / ".ssh", home / ".ssh/authorized_keys"):
             os.chown(path, owned.st_uid, owned.st_gid)
         (home / ".ssh").chmod(0o700)
+
+    def _options(self, board: int) -> list[str]:
+        """Further options of a board's systemd-nspawn."""
+        return []
 
     def _disk(self, board: int) -> tuple[Path, str, list[Path]]:
         """The directory of a board's overlay, disk/ and work/, what has to be run to mount it, and the layers

@@ -24,13 +24,14 @@ PATIENCE = 900.0  # seconds for a command: five boards install and start at once
 class Cluster:
     """A fleet's boards or some of them, a cluster.toml, and `flowspec deploy` at the control place."""
 
-    def __init__(self, fleet: Fleet, directory: Path, members: Sequence[int] = ()) -> None:
+    def __init__(self, fleet: Fleet, directory: Path, members: Sequence[int] = (), **settings: object) -> None:
+        """``settings``: as for ``write``."""
         self.fleet, self._members = fleet, members
         self.file = directory / "cluster.toml"
         self._wheels = directory / "wheelhouse"
         if not self._wheels.is_dir():
             fill_wheelhouse(fleet, self._wheels)
-        self.write()
+        self.write(**settings)
 
     def write(self, **settings: object) -> None:
         """The cluster file, with ``settings`` in its [cluster]."""
@@ -71,18 +72,20 @@ class Cluster:
 
 
 def fill_wheelhouse(fleet: Fleet, wheels: Path) -> None:
-    """Get the wheels of boards like board 0 into ``wheels``: the control place has no network.
+    """Get the wheels of boards like board 0 into ``wheels``: the control place has no network."""
+    ask = "import sys, torch; print(*sys.version_info[:2], sep='.'); print(torch.__version__)"
+    python, torch = fleet.shell(0, f'python3 -c "{ask}"').split()
+    gather_wheels(wheels, wheelhouse.WheelTarget(python, platform.machine(), torch))
 
-    They are kept beside the images.
-    """
+
+def gather_wheels(wheels: Path, target: wheelhouse.WheelTarget) -> None:
+    """The same for a kind of board.  They are kept beside the images."""
     kept = board_images.cache() / "wheelhouse"
     for place in (kept, wheels):
         place.mkdir(parents=True, exist_ok=True)
     build_wheel(wheels)
     _copy_others(kept, wheels)
-    ask = "import sys, torch; print(*sys.version_info[:2], sep='.'); print(torch.__version__)"
-    python, torch = fleet.shell(0, f'python3 -c "{ask}"').split()
-    wheelhouse.fill(wheels, [wheelhouse.WheelTarget(python, platform.machine(), torch)])
+    wheelhouse.fill(wheels, [target])
     _copy_others(wheels, kept)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Literal
 
 from flowspec_edge.boards.commands import as_root, on_each, runner_for
+from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.inventory import DeviceEntry, Inventory
 from flowspec_edge.boards.probe.facts import BoardFacts, ask_deployment
 from flowspec_edge.errors import FlowspecError
@@ -34,8 +35,8 @@ exec "$@"
 Phase = Literal["software", "release", "switch", "activate", "settle", "down", "leave", "purge"]
 """What a phase leaves on every board.
 
-software  clock, user, directories, the environment below ``venvs``, power mode; running services are not
-          disturbed
+software  clock, user, directories, the environment below ``venvs`` or the image, power mode; running services are
+          not disturbed
 release   the release's own files below ``releases``; running services are not disturbed
 switch    ``current`` is this release, ``previous`` the one before; its units are installed and enabled; the
           draft device was told to restart if it is not active or its release or unit file changed
@@ -65,7 +66,7 @@ class BoardState:
     name: str
     release: str = ""  # id; "" where a phase needs none
     unit: str = ""  # such as flowspec-verify@1.service
-    environment: Environment | None = None
+    environment: Environment | Image | None = None
     files: Mapping[str, str] = field(default_factory=dict)  # path in the release's directory -> text
     power_mode: str = ""  # name in /etc/nvpmodel.conf; "" leaves it unchanged
     client_key: bool = False  # whether clients on other machines need an API key
@@ -128,8 +129,8 @@ def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardSt
         device, state, part = board
         wanted = [part.name, [list(file) for file in part.files], part.manifest_sha256] if part else None
         try:
-            return ask_deployment(inventory, device, state.environment.digest if state.environment else "",
-                                  wanted, others)
+            return ask_deployment(inventory, device, state.environment.digest if isinstance(
+                state.environment, Environment) else "", wanted, others)
         except FlowspecError as error:
             return error
 

@@ -13,7 +13,9 @@ from flowspec_edge.boards.deploy.actions import Action, BoardState, Environment,
 from flowspec_edge.boards.deploy.release import render
 from flowspec_edge.boards.deploy.resolve import Deployment
 from flowspec_edge.boards.deploy.rollback import releases_before
+from flowspec_edge.boards.deploy.steps.image import SENT, lacks
 from flowspec_edge.boards.deploy.steps.phases import decide
+from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.inventory import DeviceEntry
 from flowspec_edge.boards.paths import DRAFT_UNIT, VENVS, model_dir, verify_unit
 from flowspec_edge.boards.probe.facts import BoardFacts, BoardStatus, Installed
@@ -34,6 +36,7 @@ class BoardDiff:
     state: BoardState
     key: KeyAction
     transfer: bool  # whether files of its part have to be sent
+    image: Image | None  # to be sent; None: it is there, or the board has an environment
     software: tuple[Action, ...]
     release: tuple[Action, ...]
     switch: tuple[Action, ...]
@@ -46,11 +49,18 @@ class BoardDiff:
         assert self.state.environment
         return f"{VENVS}/{self.state.environment.digest}/bin/python"
 
+    @property
+    def receiver(self) -> str:
+        """The interpreter that receives files; "": the board's own, for a container would have its own processes."""
+        return "" if isinstance(self.state.environment, Image) else self.python
+
     def steps(self) -> list[Step]:
         def steps_of(actions: tuple[Action, ...]) -> list[Step]:
             return [Step(self.device.name, action.step, action.changes) for action in actions]
 
-        return [*steps_of(self.software), Step(self.device.name, "key", self.key != "show"),
+        sent = isinstance(self.state.environment, Image)
+        return [*([Step(self.device.name, SENT, bool(self.image))] if sent else []),
+                *steps_of(self.software), Step(self.device.name, "key", self.key != "show"),
                 Step(self.device.name, "shards", self.transfer), *steps_of(self.release),
                 *steps_of((*self.switch, *self.activate, *self.settle))]
 
@@ -62,7 +72,7 @@ class Diff:
     problems: tuple[str, ...]  # why the diff cannot be executed, one line each
 
 
-def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[str, Environment],
+def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[str, Environment | Image],
               facts: Mapping[str, BoardFacts], recorded: Mapping[str, str], status: FleetStatus,
               digests: Sequence[str], rotate: bool = False) -> Diff:
     """The difference between the boards' state and the deployment; mappings are by board.
@@ -90,7 +100,7 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
             before=before.id if before else "", public=publics[name],
             parts=_needed_parts(manifest, place, release, before, status.boards[names.index(name)]))
         boards.append(BoardDiff(
-            device, state, keys[name], facts[name].part_changes,
+            device, state, keys[name], facts[name].part_changes, lacks(state.environment, facts[name]),
             *(tuple(decide(phase, state, facts[name])) for phase in (
                 "software", "release", "switch", "activate", "settle"))))
     problems = [error for name in names if held[name] and not rotate and (
@@ -100,7 +110,7 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
     return Diff(None if {*keys.values()} != {"show"} else release, tuple(boards), tuple(problems))
 
 
-def state_of(deployment: Deployment, place: int, environment: Environment) -> BoardState:
+def state_of(deployment: Deployment, place: int, environment: Environment | Image) -> BoardState:
     """The desired state, without a release's files, of the board at ``place`` of the ring (D0: 0)."""
     device = deployment.boards[place]
     return BoardState(device.name, unit=verify_unit(place) if place else DRAFT_UNIT, environment=environment,

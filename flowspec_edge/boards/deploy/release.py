@@ -68,6 +68,9 @@ class _Rendering:
         self._units = {f"units/{path.name}": path.read_text(encoding="utf-8")
                        for path in sorted((resource_dir("deploy") / "units").glob("*.service"))}
         cluster = deployment.cluster
+        if cluster.in_image:
+            self._units |= {name: in_image(text) for name, text in self._units.items()
+                            if name != f"units/{paths.POWER_UNIT}"}
         addresses = [network_address(deployment.inventory, device) for device in self._boards]
         self._data = [f"tcp://{address}:{cluster.data_port}" for address in addresses]
         self._cache_rows = deployment.cache_rows
@@ -123,6 +126,11 @@ class _Rendering:
     @property
     def _model(self) -> str:
         return paths.model_dir(self._manifest.request)
+
+
+def in_image(unit: str) -> str:
+    """The text of a service's unit, where the runtime is an image: systemd joins sections of one name."""
+    return f"{unit}\n{(resource_dir('deploy') / 'units' / paths.IMAGE_CONF).read_text(encoding='utf-8')}"
 
 
 def sharded_model(deployment: Deployment, progress: Callable[[int, int], None] = lambda done, total: None

@@ -9,11 +9,12 @@ evenly.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flowspec_edge.boards.images.archive import NVIDIA, Image, read_image
 from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory, beside, device_profile
 from flowspec_edge.boards.planning.draft_turn import DraftTurn, device_mismatch, draft_turn
 from flowspec_edge.boards.planning.estimated_profile import MEASURE, board_profile, is_known
@@ -107,6 +108,12 @@ class Deployment:
     @property
     def keys(self) -> Path:
         return beside(self.path, self.cluster.keys)
+
+    @cached_property
+    def image(self) -> Image | None:
+        """The boards' software, before ``on_board``; None where each has an environment.  UsageError if the archive
+        is missing or unfit."""
+        return read_image(beside(self.path, self.cluster.image)) if self.cluster.in_image else None
 
     @property
     def wheelhouse(self) -> Path:
@@ -400,9 +407,15 @@ def d0_bytes(deployment: Deployment, manifest: Manifest) -> int:
         draft.weight_bytes(width, packed) + deployment.cache_rows * draft.kv_row * width for draft in others)
 
 
+def on_board(inventory: Inventory, device: DeviceEntry, image: Image) -> Image:
+    """The image as a board runs it: by its own Python, with the GPU where that is what computes."""
+    on_gpu = inventory.torch_device(device).startswith("cuda")
+    return replace(image, runtime=NVIDIA if on_gpu else "", python=inventory.cluster.board_python)
+
+
 def needs_of(deployment: Deployment, manifest: Manifest) -> dict[str, Needs]:
     """What a deployment needs on each board, by name."""
-    cluster = deployment.cluster
+    cluster, image = deployment.cluster, deployment.image
     needs = {}
     for place, device in enumerate(deployment.boards):
         part = manifest.part(stage_part(place - 1)) if place else None
@@ -410,7 +423,8 @@ def needs_of(deployment: Deployment, manifest: Manifest) -> dict[str, Needs]:
         ports = (cluster.data_port,) if place else (cluster.control_port, cluster.data_port,
                                                     cluster.serve_port)
         needs[device.name] = Needs(
-            home_bytes=ENVIRONMENT_BYTES,
+            home_bytes=image.size if image else ENVIRONMENT_BYTES,
+            image=on_board(deployment.inventory, device, image) if image else None,
             memory_bytes=held + process_bytes(deployment, device),
             ports=ports,
             dtype=manifest.dtype if place else "")

@@ -1,6 +1,6 @@
 """Brings a release to all boards of a cluster.
 
-1. Here: shard the model, gather the wheels.
+1. Here: shard the model, gather the wheels or read the image.
 2. Read every board's state and make the diff; any problem ends the rollout with no board changed.
 3. Install environment, keys, shards and files next to the running release, which keeps running if a step
    fails.
@@ -22,13 +22,15 @@ from flowspec_edge.boards.deploy.release import digests_of, sharded_model
 from flowspec_edge.boards.deploy.resolve import Deployment, needs_of
 from flowspec_edge.boards.deploy.rollback import go_back
 from flowspec_edge.boards.deploy.rollout_log import DeployReport, RolloutLog, Watch
+from flowspec_edge.boards.deploy.steps.image import SENT
 from flowspec_edge.boards.deploy.wheels import WheelTarget
+from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.probe.checks import Needs, PreflightReport, preflight, room_problems
 from flowspec_edge.boards.probe.facts import BoardFacts
 from flowspec_edge.boards.probe.findings import no_facts, unreachable
 from flowspec_edge.boards.services import keys
 from flowspec_edge.boards.services.status import look
-from flowspec_edge.boards.transfer.push import push
+from flowspec_edge.boards.transfer.push import push, send_image
 from flowspec_edge.errors import FlowspecError
 
 
@@ -61,6 +63,8 @@ class Rollout:
         if diff is None:
             return self._log.report()
         log = self._log
+        if not self._send_images(diff):
+            return log.report()
         if not log.carry_out([(board.device, board.software) for board in diff.boards],
                              "software and environments"):
             return log.report()
@@ -81,6 +85,7 @@ class Rollout:
         """The diff; None if a problem prevents the deployment, which is then in the report.  ``end_others``:
         as for ``ask_boards``."""
         self._watch.phase("looking at the boards")
+        self._deployment.image  # noqa: B018 - read now: an error in it is the user's to mend
         self._status = look(self._inventory)
         silent = [(device, board) for device, board in zip(self._inventory.device, self._status.boards,
                                                            strict=True) if board.unreached]
@@ -95,8 +100,11 @@ class Rollout:
         checked = self._check(needs)
         if checked is None:
             return None
-        environments = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
-                                            for name, facts in checked.facts.items()})
+        environments: Mapping[str, Environment | Image] = {
+            name: image for name, need in needs.items() if (image := need.image)}
+        if not environments:
+            environments = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
+                                                for name, facts in checked.facts.items()})
         self._watch.phase("looking at the boards")
         asked = ask_boards(self._inventory, [
             (device, state_of(self._deployment, place, environments[device.name]),
@@ -147,6 +155,17 @@ class Rollout:
 
     # ---- its execution -------------------------------------------------------------------------
 
+    def _send_images(self, diff: Diff) -> bool:
+        """Send the image to the boards that lack it; return whether every board has it."""
+        self._watch.phase("the image")
+        for board in diff.boards:
+            if isinstance(board.state.environment, Image) and not board.image:
+                self._log.add_step(Step(board.device.name, SENT, changed=False))
+        for result in send_image([(board.device, board.image) for board in diff.boards if board.image],
+                                 self._inventory, progress=self._watch.amount):
+            self._log.add_step(Step(result.board, SENT, changed=True), result.error)
+        return not self._log.failed
+
     def _make_keys(self, diff: Diff, rotate: bool) -> Diff:
         """Make and record the boards' keys; return the diff with all keys."""
         self._watch.phase("keys")
@@ -178,7 +197,7 @@ class Rollout:
             if not board.transfer:
                 self._log.add_step(Step(board.device.name, "shards", changed=False))
         sent = push(self._manifest.directory, [
-            (board.device, part_name(place), board.python) for place, board in enumerate(diff.boards)
+            (board.device, part_name(place), board.receiver) for place, board in enumerate(diff.boards)
             if board.transfer], self._inventory, progress=self._watch.amount)
         for result in sent:
             self._log.add_step(Step(result.board, "shards", changed=True), result.error)

@@ -48,6 +48,7 @@ class DiscoveredBoard:
     gpu        whether the system has an NVIDIA GPU, whether or not torch sees it
     disk_mb    free where releases and shards will lie, 10^6 bytes; None if the board does not say
     profile    the matching profile in the package; "" without one
+    docker     the version of its Docker; None if flowspec is to run in no image, and so was not asked for
     """
 
     device: DeviceEntry
@@ -63,6 +64,7 @@ class DiscoveredBoard:
     modes: tuple[str, ...]
     disk_mb: float | None
     profile: str
+    docker: str | None = None
     faults: tuple[str, ...] = ()
 
     @property
@@ -91,8 +93,9 @@ class NotFound(FlowspecError):
 
 
 def parse_hosts(hosts: Sequence[str], user: str = "", port: int | None = None, key: str = "",
-                ssh_config: str = "") -> Inventory:
-    """An inventory of ``hosts``, each [USER@]HOST[:PORT]; the other arguments are defaults for ssh.
+                ssh_config: str = "", image: str = "") -> Inventory:
+    """An inventory of ``hosts``, each [USER@]HOST[:PORT]; the other arguments are defaults for ssh, and the image
+    that the boards are to run, if any.
 
     UsageError for a malformed host, a duplicate, and fewer than two hosts.
     """
@@ -113,7 +116,8 @@ def parse_hosts(hosts: Sequence[str], user: str = "", port: int | None = None, k
         except ValidationError as error:
             message = error.errors()[0]["msg"].removeprefix("Value error, ")
             raise UsageError(f"{text}: {message[:1].lower()}{message[1:]}") from error
-    cluster = ClusterSettings(name="discover", ssh_config=ssh_config, torch_device="cuda")
+    cluster = ClusterSettings(name="discover", ssh_config=ssh_config, torch_device="cuda",
+                              runtime="image" if image else "environment")
     return Inventory(cluster=cluster, device=devices)
 
 
@@ -166,8 +170,9 @@ def of_facts(device: DeviceEntry, facts: SystemFacts) -> DiscoveredBoard:
         interface=facts.interface, python=".".join(map(str, facts.python)),
         torch=torch.version or None, cuda=bool(torch.cuda), problem="" if absent else torch.why,
         gpu=facts.gpu or bool(board.l4t), modes=tuple(mode_numbers(facts.files.get("etc/nvpmodel.conf", ""))),
-        disk_mb=disk.free / 1e6 if disk else None, profile=profile_of(board))
-    subject = Subject(BoardFacts(system=facts), torch_device=found.torch_device)
+        disk_mb=disk.free / 1e6 if disk else None, profile=profile_of(board),
+        docker=facts.docker.version if facts.docker.version or facts.docker.why else None)
+    subject = Subject(BoardFacts(system=facts), torch_device=found.torch_device, in_image=found.docker is not None)
     return replace(found, faults=tuple(map(str, faults("init", subject))))
 
 
@@ -299,7 +304,7 @@ def _about(board: DiscoveredBoard) -> list[str]:
     if facts.total_mb is not None and facts.available_mb is not None:
         disk = "" if board.disk_mb is None else f"; disk {board.disk_mb / 1e3:,.0f} GB free"
         found.append(f"memory {facts.total_mb:,.0f} MB, {facts.available_mb:,.0f} MB of it free{disk}")
-    found.append(f"Python {board.python}, {describe_torch(board)}")
+    found.append(f"Python {board.python}, {describe_software(board)}")
     found += [f"  → {fault}" for fault in board.faults]
     if facts.power_mode or board.modes:
         modes = f" of {', '.join(board.modes)}" if board.modes else ""
@@ -309,7 +314,10 @@ def _about(board: DiscoveredBoard) -> list[str]:
     return found
 
 
-def describe_torch(board: DiscoveredBoard) -> str:
+def describe_software(board: DiscoveredBoard) -> str:
+    """Its torch, or its Docker where an image brings the torch."""
+    if board.docker is not None:
+        return f"Docker {board.docker}" if board.docker else "no Docker that answers"
     if board.torch is None:
         return "no torch that services could use"
     sees = "sees the GPU" if board.cuda else "sees no GPU"

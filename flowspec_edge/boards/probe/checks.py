@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from flowspec_edge.boards.commands import on_each
 from flowspec_edge.boards.gpu_check.computations import Computation, ComputationResult, compute
+from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.inventory import DeviceEntry, Inventory, resolve
 from flowspec_edge.boards.links.addresses import address_problem
 from flowspec_edge.boards.links.between import LinkRate
@@ -26,7 +27,7 @@ from flowspec_edge.boards.probe.compute_rules import BNB, FULL, IN_4_BITS, Compu
 from flowspec_edge.boards.probe.facts import BoardFacts, DiskFacts, SystemFacts, ask_system
 from flowspec_edge.boards.probe.findings import Finding, State, no_facts, wrong_address
 from flowspec_edge.boards.probe.service_rules import BoardPart, ReleaseOnBoard
-from flowspec_edge.boards.probe.software import judge_jetpack, judge_torch, python_fault
+from flowspec_edge.boards.probe.software import judge_docker, judge_jetpack, judge_torch, python_fault
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.util.jetson import jetpack_of
 
@@ -48,12 +49,14 @@ class Needs:
 
     home_bytes  below /opt/flowspec, if the environment is missing: environment and release
     dtype       of the weights that a stage multiplies: fp16, int4, …
+    image       that it is to run; None: an environment
     """
 
     home_bytes: int = 0
     memory_bytes: int = 0
     ports: tuple[int, ...] = ()
     dtype: str = ""
+    image: Image | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,7 @@ class Subject:
     address     the board's IPv4 address, as seen from this machine; ``interface``: the cluster file's
     wrong       why other boards cannot use the address (``addresses.address_problem``)
     absent      a directory that was named as storage, and is none
+    in_image    whether flowspec runs in an image, so that the board needs Docker and no torch
     shaping     why the board cannot shape its link; "" if it can; None if the doctor did not try it there
     """
 
@@ -80,13 +84,14 @@ class Subject:
     wrong: tuple[str, str] | None = None
     absent: str = ""
     shaping: str | None = None
+    in_image: bool = False
 
     @classmethod
     def of(cls, inventory: Inventory, device: DeviceEntry, facts: BoardFacts, needs: Needs = Needs(),
            storage: str = "", shaping: str | None = None) -> Subject:
         return cls(facts, inventory.cluster.board_python, inventory.torch_device(device), needs, storage,
                    inventory.power_mode(device), resolve(device), inventory.interface(device),
-                   address_problem(inventory, device), shaping=shaping)
+                   address_problem(inventory, device), shaping=shaping, in_image=inventory.cluster.in_image)
 
     @property
     def system(self) -> SystemFacts:
@@ -106,11 +111,13 @@ class AllBoards:
 
 @dataclass(frozen=True)
 class Room:
-    """What is needed below the directories ``HOME`` and ``STATE`` of a board's disks, in bytes."""
+    """What is needed below the directories ``HOME``, ``STATE`` and Docker's ``root`` of a board's disks, in bytes."""
 
     disks: Mapping[str, DiskFacts]
     home_bytes: int
     state_bytes: int = 0
+    root: str = ""
+    root_bytes: int = 0
 
 
 # Who shows a finding.  up: `deploy plan` and `up`; bare, installed, here: the doctor, of a board without a
@@ -192,6 +199,8 @@ def _sudo(subject: Subject) -> Iterator[Finding]:
 
 def _torch(subject: Subject) -> Iterator[Finding]:
     system, torch = subject.system, subject.system.torch
+    if subject.in_image:
+        return
     if python_fault(system, subject.python):
         return  # a torch for that Python is of no use
     found = list(judge_torch(torch, subject.python, subject.board.l4t, subject.torch_device,
@@ -201,6 +210,11 @@ def _torch(subject: Subject) -> Iterator[Finding]:
         sees = f"sees the GPU (compute capability {capability})" if capability else "sees no GPU"
         yield Finding("torch", "ok", f"{torch.version}, which {sees}, {torch.file}")
     yield from found
+
+
+def _docker(subject: Subject) -> Iterator[Finding]:
+    if subject.in_image:
+        yield from judge_docker(subject.system, subject.needs.image, subject.torch_device)
 
 
 def _systemd(subject: Subject) -> Iterator[Finding]:
@@ -240,8 +254,16 @@ def _skew(subject: Subject) -> Iterator[Finding]:
 def _room(subject: Subject) -> Iterator[Finding]:
     """Without the model's part; whether an existing environment is the right one is known once the wheels
     are built: ``room_problems`` asks about both."""
-    home_bytes = 0 if subject.system.environments else subject.needs.home_bytes
-    yield from _enough_room(Room(subject.system.disks, home_bytes))
+    home_bytes = 0 if subject.system.environments and not subject.in_image else subject.needs.home_bytes
+    yield from _enough_room(_room_for(subject.system, subject.needs, home_bytes))
+
+
+def _room_for(system: SystemFacts, needs: Needs, home_bytes: int, state_bytes: int = 0) -> Room:
+    """An image's archive lies on the disk until Docker has unpacked it, which takes as much again."""
+    if needs.image is None:
+        return Room(system.disks, home_bytes, state_bytes)
+    size = 0 if needs.image.tag in system.docker.images else needs.image.size
+    return Room(system.disks, size, state_bytes, system.docker.root, size)
 
 
 def _enough_room(it: Room) -> Iterator[Finding]:
@@ -252,7 +274,7 @@ def _enough_room(it: Room) -> Iterator[Finding]:
         if not disk.writable:
             yield Finding("disk", "failed", f"{path} is on a file system that is mounted read-only",
                           "see dmesg; sudo mount -o remount,rw, once the disk is sound")
-    wanted = {HOME: it.home_bytes, STATE: it.state_bytes}
+    wanted = {it.root: it.root_bytes, HOME: it.home_bytes, STATE: it.state_bytes}
     for paths in on.values():
         needed, free = sum(wanted.get(path, 0) for path in paths), disks[paths[0]].free
         if needed > free:
@@ -360,6 +382,7 @@ CHECKS: tuple[Check[Any], ...] = (
     Check("python", Subject, "failed", _ALL, _python),
     Check("sudo", Subject, "failed", ("init", "up", "bare"), _sudo),
     Check("torch", Subject, "failed", ("init", "up", "bare"), _torch),
+    Check("docker", Subject, "failed", ("init", "up", *_BOARDS), _docker),
     Check("systemd", Subject, "failed", ("up", "bare"), _systemd),
     Check("clock", Subject, "failed", ("up",), _clock),
     Check("disk", Subject, "failed", ("up", "bare"), _room),
@@ -463,5 +486,5 @@ def room_problems(found: PreflightReport, needs: Mapping[str, Needs], digests: M
         facts = found.facts[board].system
         home_bytes = 0 if digest in facts.environments else needs[board].home_bytes
         problems += [replace(problem, board=board)
-                     for problem in judge("up", Room(facts.disks, home_bytes, missing[board]))]
+                     for problem in judge("up", _room_for(facts, needs[board], home_bytes, missing[board]))]
     return problems

@@ -37,12 +37,6 @@ _SENT: Mapping[str, tuple[ModuleType, ...]] = {
     "deployment": (errors, files, paths, store, tools, deployment)}
 _TIMEOUT_S = {"service": 60.0, "system": 120.0, "deployment": 300.0}  # system: without torch
 _USERS: Mapping[str, User] = {"service": "any", "system": "root if possible", "deployment": "root"}
-_LOADER = """import sys, types
-for name, text in {sources!r}:
-    sys.modules[name] = types.ModuleType(name)
-    exec(compile(text, name, "exec", dont_inherit=True), vars(sys.modules[name]))
-sys.modules[{entry!r}].answer({asked!r})
-"""
 # Arguments: who runs it, the interpreter, the time limit.  sudo may look up the board's own name.
 _START = r"""now=$(date +%s.%N) limit=$3
 command -v "$2" >/dev/null || { echo '{"python": null}'; exit; }
@@ -118,6 +112,18 @@ class MemoryFacts:
 
 
 @dataclass(frozen=True)
+class DockerFacts:
+    """``onboard.system.docker`` describes the fields; those of a board that was not asked."""
+
+    version: str = ""
+    why: str = ""
+    runtimes: Sequence[str] = ()
+    root: str = ""
+    group: bool = False
+    images: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
 class SystemFacts:
     """The defaults are those of a board that does not say."""
 
@@ -139,6 +145,7 @@ class SystemFacts:
     sudo: str = ""  # why this user cannot become root without a password
     machine: str = ""  # architecture
     torch: TorchFacts = TorchFacts()
+    docker: DockerFacts = DockerFacts()
     interface: str = ""  # the one that has the board's address
     ports: Mapping[int, tuple[int | None, str]] = field(default_factory=dict)  # taken -> pid, program
 
@@ -217,6 +224,8 @@ class BoardFacts:
     user: Mapping[str, Any] | None = None  # home, shell and groups of the services' user
     modes: Mapping[str, str | None] = field(default_factory=dict)  # path -> "755 root" or None
     venvs: Mapping[str, bool] = field(default_factory=dict)  # digest -> whether it is complete
+    venv_images: Mapping[str, str] = field(default_factory=dict)  # digest -> tag of the image that it runs
+    images: Sequence[str] = ()  # tags of flowspec's images in Docker
     wheels: Mapping[str, str] = field(default_factory=dict)  # name -> sha256; empty if the venv is complete
     releases: Mapping[str, ReleaseFacts] = field(default_factory=dict)  # by id, the newest first
     current: str = ""  # link targets
@@ -241,8 +250,9 @@ _FACTS = TypeAdapter(BoardFacts)
 def ask_system(inventory: Inventory, device: DeviceEntry, ports: Collection[int] = (),
                places: Sequence[str] = (HOME, STATE)) -> BoardFacts:
     """``places``: directories that will be written to; ``ports``: that will be listened on."""
+    in_image = inventory.cluster.in_image
     return _ask(inventory, device, "system", address=resolve(device), paths=list(places), ports=sorted(ports),
-                torch_check=torch_check_program(inventory.torch_device(device)))
+                torch_check=None if in_image else torch_check_program(inventory.torch_device(device)))
 
 
 def ask_service(inventory: Inventory, device: DeviceEntry) -> BoardFacts:
@@ -254,7 +264,8 @@ def ask_service(inventory: Inventory, device: DeviceEntry) -> BoardFacts:
 def ask_deployment(inventory: Inventory, device: DeviceEntry, environment: str = "",
                    part: Sequence[Any] | None = None, others: str = "") -> BoardFacts:
     """The arguments are those of ``onboard.deployment.facts``."""
-    return _ask(inventory, device, "deployment", environment=environment, part=part, others=others)
+    return _ask(inventory, device, "deployment", environment=environment, part=part, others=others,
+                in_image=inventory.cluster.in_image)
 
 
 def _ask(inventory: Inventory, device: DeviceEntry, section: str, **arguments: Any) -> BoardFacts:
@@ -278,8 +289,7 @@ def _ask(inventory: Inventory, device: DeviceEntry, section: str, **arguments: A
 
 def program(section: str, **arguments: Any) -> str:
     """The text that a board's Python runs."""
-    sources = [(module.__name__, inspect.getsource(module)) for module in _SENT[section]]
-    return _LOADER.format(sources=sources, entry=tools.__name__, asked={section: arguments})
+    return interpreter.modules_program(_SENT[section], tools, f"answer({ {section: arguments}!r})")
 
 
 def parse(told: dict[str, Any], before: float, after: float) -> BoardFacts:

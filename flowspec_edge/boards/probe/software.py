@@ -12,12 +12,16 @@ from pathlib import PurePosixPath
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
+from flowspec_edge.boards.images.archive import NVIDIA, Image
 from flowspec_edge.boards.probe.facts import SystemFacts, TorchFacts
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.errors import UsageError
 from flowspec_edge.util.jetson import ORIN, jetpack_of, shared_library_of
 
 _PYTHON = (3, 10)
+_NO_DOCKER = "there is no docker"  # as ``onboard.system.docker`` says it
+_RUNTIME = ("sudo apt-get install -y nvidia-container-toolkit && sudo nvidia-ctk runtime configure --runtime=docker "
+            "&& sudo systemctl restart docker")
 _DEVICES = "/dev/nvhost* /dev/nvmap /dev/nvidia*"
 
 
@@ -68,6 +72,25 @@ def judge_jetpack(l4t: str) -> Finding | None:
     if known.supported:
         return None
     return Finding("board", "failed", f"L4T {l4t} (JetPack {known.name}): {known.reason}", known.advice)
+
+
+def judge_docker(system: SystemFacts, image: Image | None, torch_device: str) -> Iterator[Finding]:
+    """What runs an image, and whether it can run this one; None: any."""
+    docker = system.docker
+    if docker.why:
+        yield Finding("docker", "failed", docker.why, f"sudo apt-get install -y docker.io && {_RUNTIME}"
+                      if docker.why == _NO_DOCKER else "sudo systemctl enable --now docker")
+    elif not docker.group:
+        yield Finding("docker", "failed", "there is no group docker, whose members may use it",
+                      "sudo groupadd --system docker && sudo systemctl restart docker.socket docker")
+    elif torch_device.startswith("cuda") and NVIDIA not in docker.runtimes:
+        yield Finding("docker", "failed", f"it has no runtime {NVIDIA}, but {', '.join(docker.runtimes)}",
+                      _RUNTIME)
+    elif image and image.machine != system.machine:
+        yield Finding("docker", "failed", f"the image is for {image.machine}, and the board is {system.machine}",
+                      "build it on a board like this one, or for its platform (docker build --platform)")
+    else:
+        yield Finding("docker", "ok", docker.version)
 
 
 def python_fault(facts: SystemFacts, python: str) -> Finding | None:

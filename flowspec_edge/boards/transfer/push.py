@@ -15,23 +15,28 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fcntl import fcntl
 from pathlib import Path
-from tempfile import TemporaryFile
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
+from flowspec_edge import errors
 from flowspec_edge.boards.commands import as_root, end_process, failure, runner_for, search_path
+from flowspec_edge.boards.images.archive import FILE, Image
 from flowspec_edge.boards.inventory import DeviceEntry, Inventory
-from flowspec_edge.boards.paths import MODELS, model_dir
+from flowspec_edge.boards.paths import IMAGES, MODELS, model_dir
+from flowspec_edge.boards.transfer import receive, store
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.manifest import PartFile
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.located import MANIFEST
+from flowspec_edge.util import files
 from flowspec_edge.util.bounded_read import sha256_of
-from flowspec_edge.util.interpreter import module_command
+from flowspec_edge.util.interpreter import module_command, modules_program
 
 OnBytes = Callable[[str, int, int], None]
 """Called with a board's name, how many bytes it has got in this call, and how many it is to get in all;
 from several threads, one a board."""
 
+_SENT = (errors, files, store, receive)  # the receiving end, in the order of their imports
 _SET_PIPE_SIZE = 1031  # Linux's F_SETPIPE_SZ
 _PIECE = 1 << 20
 _GRACE_S = 3.0  # for an ssh client to exit
@@ -51,7 +56,7 @@ def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory:
          silence_s: float = _SILENCE_S) -> list[TransferResult]:
     """Bring the manifest and a part of ``model`` to each board; one result per board, in order.
 
-    boards  (board, part, interpreter with flowspec there)
+    boards  (board, part, interpreter with flowspec there; "": the board's own, without)
     models  the directory of models on the boards
     silence_s  how long a board may take no data and give no answer, besides the time that its data need
 
@@ -59,13 +64,37 @@ def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory:
     or lacks a part; a board's errors are in its result.
     """
     manifest = OpenModel(model).require_manifest()
-    files = [manifest.part(part).files for _, part, _ in boards]
     text = (model / MANIFEST).read_text(encoding="utf-8")
-    directory = Path(model_dir(manifest.request)).name
+    place = {"root": models, "name": Path(model_dir(manifest.request)).name}
+    return _send(model, [(device, manifest.part(part).files, python) for device, part, python in boards], inventory,
+                 place, text, progress, silence_s)
+
+
+def send_image(boards: Sequence[tuple[DeviceEntry, Image]], inventory: Inventory, *,
+               progress: OnBytes = lambda board, done, total: None, images: str = IMAGES,
+               silence_s: float = _SILENCE_S) -> list[TransferResult]:
+    """Bring the image, the same one for all, to each board: the archive; results and resumption as for ``push``.
+
+    The board's own Python receives it.
+    """
+    if not boards:
+        return []
+    image = boards[0][1]
+    archive = Path(image.archive)
+    file = PartFile(path=FILE, size=image.size, sha256=sha256_of(archive))
+    with TemporaryDirectory(prefix="flowspec-") as directory:  # the file by its name on the boards
+        Path(directory, FILE).symlink_to(archive.resolve())
+        return _send(Path(directory), [(device, [file], "") for device, _ in boards], inventory,
+                     {"root": images, "name": image.tag}, "{}", progress, silence_s)
+
+
+def _send(home: Path, boards: Sequence[tuple[DeviceEntry, Sequence[PartFile], str]], inventory: Inventory,
+          place: dict[str, str], text: str, progress: OnBytes, silence_s: float) -> list[TransferResult]:
+    """Files of the directory ``home`` to each board; ``text``: of the manifest that is written at the end."""
     connections: list[_Connection] = []
 
-    def one(board: tuple[DeviceEntry, str, str], files: Sequence[PartFile]) -> TransferResult:
-        device, _, python = board
+    def one(board: tuple[DeviceEntry, Sequence[PartFile], str]) -> TransferResult:
+        device, files, python = board
         sent = 0
 
         def count(piece: int, total: int) -> None:
@@ -76,7 +105,7 @@ def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory:
         try:
             connections.append(connection := _Connection(inventory, device, python, silence_s))
             with connection:
-                _fill(connection, model, files, {"root": models, "name": directory}, count)
+                _fill(connection, home, files, place, count)
                 connection.ask("finish", sum(file.size for file in files), manifest=text)
         except FlowspecError as error:
             return TransferResult(device.name, sent, str(error))
@@ -84,7 +113,7 @@ def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory:
 
     with ThreadPoolExecutor(max(1, len(boards))) as pool:
         try:
-            return list(pool.map(one, boards, files))
+            return list(pool.map(one, boards))
         except BaseException:  # Ctrl-C: the pool would wait for threads that wait for boards
             for connection in connections:
                 connection.terminate()
@@ -128,8 +157,9 @@ class _Connection:
         # Own connection: no other traffic delays it, and the board notices when it ends.
         self._runner = runner = runner_for(inventory, device, own_connection=True)
         self.where = runner.where
-        receive = module_command("flowspec_edge.boards.transfer.receive", python=python)
-        self._command = runner.announced(as_root(receive))
+        program = module_command("flowspec_edge.boards.transfer.receive", python=python) if python else [
+            inventory.cluster.board_python, "-I", "-c", modules_program(_SENT, receive, "main()")]
+        self._command = runner.announced(as_root(program))
         self._stderr = TemporaryFile()  # noqa: SIM115 - closed with the rest
         self._client = subprocess.Popen(
             self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._stderr, bufsize=0,

@@ -48,6 +48,9 @@ def init(
     all_boards: Annotated[bool, typer.Option(
         "--all-boards", help="Give every board a part; the one with the most memory drafts.  Default: the "
                              "planner decides, and may leave boards out.")] = False,
+    image: Annotated[Path | None, typer.Option(
+        "--image", help="The boards run this image, an archive of docker save, and need Docker in place of torch.",
+        metavar="FILE", show_default=False)] = None,
     out: Annotated[Path, typer.Option("--out", help="File to write.", metavar="FILE")] = Path("cluster.toml"),
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as a JSON object.")] = False,
@@ -79,7 +82,7 @@ def init(
             raise UsageError(f"no file {given}")
     _require_model(model, out)
     boards = parse_hosts(hosts, user, port, str(key.absolute()) if key else "",
-                     str(ssh_config.absolute()) if ssh_config else "")
+                     str(ssh_config.absolute()) if ssh_config else "", str(image or ""))
     check_writable(out)
     try:
         with asking_boards() as show:
@@ -94,7 +97,9 @@ def init(
         raise FlowspecError(f"{first}; {out} is not written") from error
     require_mode(found, power_mode)
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", out.stem).strip("-_.")[:63] or "cluster"
-    chosen = {key: value for key, value in (("model", model), ("power_mode", power_mode)) if value}
+    chosen = {key: value for key, value in (
+        ("model", model), ("power_mode", power_mode), ("runtime", "image" if image else ""),
+        ("image", str(image.absolute()) if image else "")) if value}
     write_output(out, render_cluster_toml(found, name, str(out), boards.cluster.ssh_config, chosen,
                                           all_boards))
     if as_json:
@@ -115,10 +120,10 @@ def _require_model(model: str, cluster: Path) -> None:
 
 
 def _print_boards(boards: Sequence[DiscoveredBoard]) -> None:
-    from flowspec_edge.boards.doctor.discover import describe_torch
+    from flowspec_edge.boards.doctor.discover import describe_software
 
     for board in boards:
-        print(printable(f"{board.device.name}: {board.board.title or board.arch}; {describe_torch(board)}"))
+        print(printable(f"{board.device.name}: {board.board.title or board.arch}; {describe_software(board)}"))
         for fault in board.faults:
             print(f"  → {fault}")
 

@@ -12,6 +12,7 @@ import pytest
 from kits import network_beds
 
 from flowspec_edge.boards import paths
+from flowspec_edge.boards.deploy.release import in_image
 from flowspec_edge.util.resources import resource_dir
 
 UNITS = resource_dir("deploy") / "units"
@@ -49,6 +50,17 @@ def analyze(root: Path, *arguments: str) -> tuple[int, str]:
 @pytest.mark.parametrize("unit", [paths.DRAFT_UNIT, paths.verify_unit(1), paths.POWER_UNIT])
 def test_systemd_finds_no_fault(root: Path, unit: str) -> None:
     assert analyze(root, "verify", unit) == (0, "")
+
+
+@needs_systemd
+@pytest.mark.parametrize("unit", [paths.DRAFT_UNIT, paths.VERIFY_UNIT])
+def test_nor_does_it_where_an_image_runs(root: Path, unit: str) -> None:
+    units = root / paths.UNITS.lstrip("/")
+    (units / unit).write_text(in_image((units / unit).read_text()))
+    (units / "docker.service").write_text("[Service]\nExecStart=/bin/sh\n")
+    assert analyze(root, "verify", unit.replace("@", "@1")) == (0, "")
+    code, said = analyze(root, "security", "--offline=yes", "--threshold=40", "--no-pager", unit.replace("@", "@1"))
+    assert code == 0, said
 
 
 @needs_systemd

@@ -77,7 +77,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "service": {"host": "127.0.0.1", "port": 1, "rails": []},
     "system": {"address": "127.0.0.1", "paths": ["/opt"], "ports": [],
                "torch_check": torch_check_program("cpu")},
-    "deployment": {"environment": "", "part": None, "others": ""}}
+    "deployment": {"environment": "", "part": None, "others": "", "in_image": False}}
 
 
 @pytest.mark.parametrize("section", ASKED)

@@ -21,10 +21,11 @@ from kits import network_beds, ssh_boards
 from flowspec_edge.boards import commands
 from flowspec_edge.boards.commands import SshRunner, as_root
 from flowspec_edge.boards.deploy.actions import BoardState, PartWanted, ask_boards
+from flowspec_edge.boards.images.archive import FILE, Image
 from flowspec_edge.boards.inventory import DeviceEntry
 from flowspec_edge.boards.paths import MODELS
 from flowspec_edge.boards.probe.facts import BoardFacts
-from flowspec_edge.boards.transfer.push import TransferResult, push
+from flowspec_edge.boards.transfer.push import TransferResult, push, send_image
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.util.bounded_read import sha256_of
@@ -369,3 +370,21 @@ def test_a_board_that_hangs_at_login_is_named_and_the_others_get_their_parts(
         first, hangs, last = send(boards, model)
     assert (first.error, last.error) == ("", "")
     assert hangs.error.startswith("board-1 (10.77.0.2): ssh reaches it, and no command began within 10 s: ")
+
+
+def test_an_image_s_archive_is_received_by_a_python_without_flowspec(boards: ssh_boards.Boards, tmp_path: Path) -> None:
+    """Whole, once, and again from where it broke off."""
+    archive = tmp_path / "any name.tar"
+    archive.write_bytes(random.Random(7).randbytes(3_000_000))
+    image = Image(str(archive), 3_000_000, "c" * 64, (), (), "aarch64", "1")
+    bare = boards.inventory.model_copy(update={
+        "cluster": boards.inventory.cluster.model_copy(update={"board_python": "/usr/bin/python3"})})
+    images = "/var/lib/flowspec/images"  # which each has of its own
+    place, sha256 = f"{images}/{image.tag}", sha256_of(archive)
+    (tmp_path / "part").write_bytes(archive.read_bytes()[:1_000_000])
+    boards.inside(2, "sh", "-c", f"mkdir -p {place}/.partial && cp {tmp_path}/part {place}/.partial/{sha256}")
+    for expected in ([3_000_000, 2_000_000], [0, 0]):
+        sent = send_image([(device, image) for device in bare.device[1:]], bare, images=images)
+        assert [(one.bytes_sent, one.error) for one in sent] == [(count, "") for count in expected]
+    for board in (1, 2):
+        boards.inside(board, "sh", "-c", f"echo '{sha256}  {place}/{FILE}' | sha256sum --check --status")

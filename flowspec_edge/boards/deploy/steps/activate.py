@@ -23,7 +23,9 @@ from collections.abc import Iterator, Sequence
 
 from flowspec_edge.boards import paths
 from flowspec_edge.boards.deploy.actions import Action, BoardState, quote
+from flowspec_edge.boards.deploy.steps.image import images_removed
 from flowspec_edge.boards.deploy.steps.power import power_at_boot
+from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.probe.facts import BoardFacts, ReleaseFacts, ServiceFacts
 from flowspec_edge.boards.services.keys import key_command
 
@@ -150,7 +152,7 @@ def started(state: BoardState, facts: BoardFacts) -> Action:
 
 
 def tidy(state: BoardState, facts: BoardFacts) -> Action:
-    """Remove old releases, and environments that no release uses."""
+    """Remove old releases, and environments and images that no release uses."""
     switched = facts.current != paths.release_dir(state.release)
     used = {state.release, _name(_before(state, facts) if switched and facts.current else facts.previous)}
     spare = [name for name in facts.releases if name not in used and not name.endswith((".partial", ".old"))]
@@ -163,7 +165,10 @@ def tidy(state: BoardState, facts: BoardFacts) -> Action:
     # The mark is removed first, because half an environment must not count as complete.
     marks = (quote("rm", "-f", "--", *(f"{venv}/.complete" for venv in venvs)),) if venvs else ()
     gone = (quote("rm", "-rf", "--", *releases, *venvs),) if releases or venvs else ()
-    return Action("old releases", (*marks, *gone))
+    tags = {facts.venv_images[digest] for digest in in_use if digest in facts.venv_images}
+    if isinstance(state.environment, Image):
+        tags.add(state.environment.tag)
+    return Action("old releases", (*marks, *gone, *images_removed([tag for tag in facts.images if tag not in tags])))
 
 
 def unused_keys(state: BoardState, facts: BoardFacts) -> Action:

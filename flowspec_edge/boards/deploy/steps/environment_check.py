@@ -1,7 +1,12 @@
-"""Runs in a new environment on the board: checks imports, and that torch is the system's and computes."""
+"""Runs in a new environment on the board: checks imports, and that torch is the system's and computes.
+
+In an image, two arguments: what torch is to compute on, "cpu" or "cuda", and the release that is wanted.  The image
+has a torch of its own.
+"""
 
 import importlib
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from flowspec_edge.boards.probe.onboard.torch_check import check_torch, innermost
@@ -11,14 +16,22 @@ MODULES = ("transformers", "zmq", "msgpack", "flowspec_edge.cli.main", "flowspec
            "flowspec_edge.drivers.processes.clusters", "flowspec_edge.strategies.flowspec_plus",
            "flowspec_edge.serving.server")
 
-found = check_torch("cpu")
+image = sys.argv[1:]
+device, release = image or ("cpu", version("flowspec-edge"))
+owner = "image" if image else "board's Python"
+if version("flowspec-edge") != release:
+    sys.exit(f"the image has flowspec {version('flowspec-edge')}, and the release is {release}: build the image again")
+found = check_torch(device)
 if found["why"]:
-    sys.exit(f"the board's Python has no torch that every user can import: {found['why']}")
-if Path(found["file"]).is_relative_to(sys.prefix):
+    sys.exit(f"the {owner} has no torch that every user can import: {found['why']}")
+if not image and Path(found["file"]).is_relative_to(sys.prefix):
     sys.exit(f"torch is not the board's own, but one in {sys.prefix}")
+if device == "cuda" and (found["gpu_fault"] or not found["cuda"]):
+    sys.exit(f"the image's torch {found['version']} does not compute on this board's GPU: "
+             f"{found['gpu_fault'] or 'it sees none'}; build the image for this board's JetPack")
 if found["numpy_fault"]:
-    sys.exit(f"torch {found['version']} cannot use the environment's numpy {found['numpy']}: "
-             f"{found['numpy_fault']}; install a torch that was built against it, for all users")
+    sys.exit(f"torch {found['version']} cannot use the {'image' if image else 'environment'}'s numpy "
+             f"{found['numpy']}: {found['numpy_fault']}; install a torch that was built against it, for all users")
 for name in MODULES:
     try:
         importlib.import_module(name)

@@ -16,6 +16,7 @@ from flowspec_edge.boards.deploy.actions import (
     run,
 )
 from flowspec_edge.boards.deploy.steps.activate import activate, release, settle, stop_and_forget, switch
+from flowspec_edge.boards.deploy.steps.image import images_removed
 from flowspec_edge.boards.deploy.steps.power import not_at_boot, power_restored
 from flowspec_edge.boards.deploy.steps.software import software
 from flowspec_edge.boards.inventory import DeviceEntry, Inventory
@@ -40,6 +41,8 @@ def leave(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
 
 def purge(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     yield from down(state, facts)
+    if facts.images:
+        yield Action("images removed", images_removed(facts.images))
     for path in (paths.HOME, paths.STATE, paths.CACHE, paths.ETC):
         yield Action(f"{path} removed", (quote("rm", "-rf", "--", path),) if facts.modes.get(path) else ())
     yield Action(f"user {paths.USER} removed", (quote("userdel", paths.USER),) if facts.user else ())

@@ -1,6 +1,7 @@
 """software: prepares a board for a release, without disturbing running services.
 
-The environment is a venv on the board's system Python and torch, filled from wheels without a network:
+A release runs from an environment, or from an image (``steps.image``).  The environment is a venv on the board's
+system Python and torch, filled from wheels without a network:
 
     /opt/flowspec/wheels/           the newest environment's wheels, so that only new wheels are sent
     /opt/flowspec/venvs/DIGEST/     complete if it has .complete, written after a sync; otherwise made again
@@ -13,7 +14,9 @@ from pathlib import Path
 
 from flowspec_edge.boards import paths
 from flowspec_edge.boards.deploy.actions import Action, BoardState, Environment, quote
+from flowspec_edge.boards.deploy.steps.image import image
 from flowspec_edge.boards.deploy.steps.power import power
+from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.probe.checks import MAX_CLOCK_SKEW_S
 from flowspec_edge.boards.probe.facts import BoardFacts
 from flowspec_edge.boards.probe.onboard.system import GPU_GROUPS
@@ -43,7 +46,7 @@ def software(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
         there = facts.modes.get(path) == f"{mode} {owner}"
         yield Action(f"directory {path}", () if there else (
             quote("install", "-d", "-m", mode, "-o", owner, "-g", owner, path),))
-    yield from environment(state, facts)
+    yield from image(state.environment, facts) if isinstance(state.environment, Image) else environment(state, facts)
     yield from power(state, facts)
     if state.client_key:
         yield Action("clients' key", () if facts.client_key else (quote("sh", "-ec", _CLIENT_KEY),))
@@ -80,7 +83,7 @@ def account(facts: BoardFacts) -> Action:
 def environment(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     """Build and check the environment."""
     wanted = state.environment
-    if wanted is None:
+    if not isinstance(wanted, Environment):
         return
     if facts.venvs.get(wanted.digest):
         yield Action("environment")

@@ -17,6 +17,7 @@ from flowspec_edge.boards.paths import (
     ETC,
     FORMER_KEY,
     HOME,
+    IMAGE_NAME,
     KEY,
     MODELS,
     POWER_BEFORE,
@@ -39,22 +40,26 @@ _PLACES = (HOME, RELEASES, VENVS, WHEELS, STATE, MODELS, CACHE, ETC, UNSETTLED, 
 _OURS = re.compile(r"flowspec-(draft|verify@\d+)\.service")
 
 
-def facts(environment: str, part: list[Any] | None, others: str) -> dict[str, Any]:
+def facts(environment: str, part: list[Any] | None, others: str, in_image: bool) -> dict[str, Any]:
     """The fields of ``probe.facts.BoardFacts``.
 
     environment  its digest; ""
     part         for ``lacking``
     others       pattern of units to stop first; ""
+    in_image     whether a release is to run in an image
     """
     if others:
         output("systemctl", "stop", others, seconds=_STOP_S)
     home, units, models = Path(HOME), Path(UNITS), Path(MODELS)
     venvs = {path.name: text(f"{path}/.complete").strip() == path.name for path in children(home / "venvs")}
+    venv_images = {name: image for name in venvs if (image := image_of(f"{VENVS}/{name}/image.json"))}
     found: dict[str, Any] = {
         "ntp": ntp(output("timedatectl", "show")),
         "groups": [entry.gr_name for entry in grp.getgrall()], "user": user(USER),
         "modes": {path: mode(path) for path in _PLACES},
         "venvs": venvs,
+        "venv_images": venv_images,
+        "images": images() if in_image or venv_images else [],  # asking may start Docker
         "wheels": digests(home / "wheels") if environment and not venvs.get(environment) else {},
         "releases": {path.name: {"files": digests(path), "venv": link(f"{path}/venv")} for path in
                      sorted(children(home / "releases"), key=lambda path: -path.stat().st_mtime)},
@@ -79,6 +84,18 @@ def digests(directory: Path) -> dict[str, str]:
     """The sha256 of all files below a directory except links and ``UNTRIED``, by relative path."""
     return {str(path.relative_to(directory)): sha256_of(path) for path in directory.rglob("*")
             if path.is_file() and not path.is_symlink() and path != directory / UNTRIED}
+
+
+def images() -> list[str]:
+    return output("docker", "images", "--format={{.Tag}}", IMAGE_NAME).split()
+
+
+def image_of(path: str) -> str:
+    """The tag of the image that an environment runs; "" if it runs none."""
+    try:
+        return str(json.loads(text(path))["image"]).rpartition(":")[2]
+    except (ValueError, LookupError, TypeError):
+        return ""
 
 
 def mode(path: str) -> str | None:

@@ -11,13 +11,14 @@ import json
 import os
 import pwd
 import re
+import shutil
 import signal
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
-from flowspec_edge.boards.paths import USER
+from flowspec_edge.boards.paths import CURRENT, IMAGE_NAME, USER
 from flowspec_edge.boards.probe.onboard.tools import doing, last_line, ntp, output, run, text
 from flowspec_edge.errors import ended
 from flowspec_edge.util.interfaces import ipv4_addresses
@@ -36,16 +37,18 @@ _OTHERS_S = 60  # for what comes after it
 _UNITS = ["flowspec-draft.service", "flowspec-verify@*.service"]
 
 
-def facts(address: str, paths: list[str], ports: list[int], torch_check: dict[str, Any]) -> dict[str, Any]:
+def facts(address: str, paths: list[str], ports: list[int], torch_check: dict[str, Any] | None) -> dict[str, Any]:
     """``machine_facts``, and those that only a board is asked for.
 
     address      the board's, as the control host knows it
     ports        TCP ports that will be listened on
-    torch_check  for ``torch``
+    torch_check  for ``torch``; None: flowspec runs in an image, and ``docker`` is asked
     """
-    return {**machine_facts(paths), "hostname": socket.gethostname(),
+    own = {"docker": docker()} if torch_check is None else {"torch": torch(torch_check)}
+    paths = [*paths, own["docker"]["root"]] if own.get("docker", {}).get("root") else paths
+    return {**machine_facts(paths), **own, "hostname": socket.gethostname(),
             "user": pwd.getpwuid(os.getuid()).pw_name, "sudo": why_not_root(),
-            "machine": os.uname().machine, "torch": torch(torch_check), "interface": interface_of(address),
+            "machine": os.uname().machine, "interface": interface_of(address),
             "ports": foreign_holders(ports)}
 
 
@@ -161,7 +164,16 @@ def own_processes() -> set[int]:
         for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/systemd"):  # the unified hierarchy, and cgroup v1
             if group:
                 found |= {int(pid) for pid in text(f"{root}{group}/cgroup.procs").split()}
-    return found
+    return found | contained()
+
+
+def contained() -> set[int]:
+    """The processes in containers of flowspec's services, which are not in the services' control groups."""
+    if not os.path.exists(f"{CURRENT}/venv/image.json"):
+        return set()
+    names = output("docker", "ps", "--filter=name=^flowspec-", "--format={{.Names}}").split()
+    shown = [output("docker", "top", name, "-eo", "pid") for name in names]
+    return {int(word) for text in shown for word in text.split() if word.isdigit()}
 
 
 def holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
@@ -195,6 +207,29 @@ def why_not_root() -> str:
     if done is None:
         return "there is no sudo"
     return "" if done.returncode == 0 else last_line(done.stderr) or "sudo -n true fails"
+
+
+def docker() -> dict[str, Any]:
+    """The board's Docker.
+
+    version   of its engine; "" if it does not answer
+    why       it does not
+    runtimes  such as runc, nvidia
+    root      the directory where its images lie
+    group     whether there is a group whose members may use it
+    images    tags of flowspec's images
+    """
+    found: dict[str, Any] = {"version": "", "why": "", "runtimes": [], "root": "",
+                             "group": any(entry.gr_name == "docker" for entry in grp.getgrall()), "images": []}
+    done = run(["docker", "info", "--format={{json .}}"])
+    if done is None:
+        return {**found, "why": "there is no docker" if shutil.which("docker") is None else "docker does not answer"}
+    try:
+        told = json.loads(done.stdout)
+        found.update(version=told["ServerVersion"], runtimes=sorted(told["Runtimes"]), root=told["DockerRootDir"])
+    except (ValueError, LookupError, TypeError):
+        return {**found, "why": last_line(done.stderr) or "docker does not answer"}
+    return {**found, "images": output("docker", "images", "--format={{.Tag}}", IMAGE_NAME).split()}
 
 
 def torch(wanted: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,110 @@
+"""A Docker image as `docker save` writes it: its ids, its processor, and the flowspec in it.
+
+Reading it needs no Docker.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import re
+import tarfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from flowspec_edge.boards.images import launcher
+from flowspec_edge.errors import UsageError
+
+FILE = "image.tar"  # its name on a board
+NVIDIA = "nvidia"  # Docker's name of the runtime that gives a container the GPU
+_ID = 16  # hex digits
+_MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}  # Docker's name -> the kernel's
+_INSTALLED = re.compile(r"flowspec_edge-([^/-]+)\.dist-info/METADATA$")
+_HOW = "make it with: docker build -f Dockerfile.jetson -t flowspec-edge . && docker save flowspec-edge -o {path}"
+
+
+@dataclass(frozen=True)
+class Image:
+    """A release's software, where the runtime is an image."""
+
+    archive: str  # a local file
+    size: int  # bytes
+    config: str  # sha256 of the image's configuration
+    ids: tuple[str, ...]  # by which Docker may know it: of the configuration, or of a manifest (containerd's store)
+    names: tuple[str, ...]  # that the archive gives to it
+    machine: str  # architecture, as the kernel names it
+    version: str  # of flowspec in it; "" if its layers cannot be read here
+    runtime: str = ""  # Docker's --runtime; "" for its default
+    python: str = "python3"  # the board's system interpreter, which runs the launcher
+
+    @property
+    def tag(self) -> str:
+        """By which the boards' Docker knows the image, in ``paths.IMAGE_NAME``."""
+        return self.config[:_ID]
+
+    @property
+    def digest(self) -> str:
+        """Of all that decides how the software runs; names its directory below ``paths.VENVS``."""
+        said = [self.config, self.runtime, self.python, inspect.getsource(launcher)]
+        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:_ID]
+
+
+def read_image(path: Path) -> Image:
+    """The image in the archive ``path``; UsageError if it holds none or several, or another flowspec than this."""
+    how = _HOW.format(path=path)
+    if not path.is_file():
+        raise UsageError(f"there is no image {path} (cluster.image): {how}")
+    try:
+        with tarfile.open(path) as archive:
+            manifests = _load(archive, "manifest.json")
+            if len(manifests) != 1:
+                raise UsageError(f"{path} holds {len(manifests)} images, and the boards get one: {how}")
+            config, layers = _read(archive, manifests[0]["Config"]), manifests[0]["Layers"]
+            digest, told = hashlib.sha256(config).hexdigest(), json.loads(config)
+            found = Image(str(path), path.stat().st_size, digest, (f"sha256:{digest}", *_index(archive)),
+                          tuple(manifests[0].get("RepoTags") or ()),
+                          _MACHINES.get(told["architecture"], told["architecture"]), _version(archive, layers))
+    except (OSError, EOFError, tarfile.TarError, ValueError, LookupError, TypeError, AttributeError) as error:
+        why = "no tar, or cut off" if isinstance(error, tarfile.ReadError) else str(error)
+        raise UsageError(f"{path} is no image that docker save has written ({why}): {how}") from error
+    if found.version not in ("", version("flowspec-edge")):
+        raise UsageError(f"{path} has flowspec {found.version}, and this machine {version('flowspec-edge')}: "
+                         "build the image from these sources, or install its release here")
+    return found
+
+
+def _read(archive: tarfile.TarFile, name: str) -> bytes:
+    member = archive.extractfile(name)
+    if member is None:
+        raise LookupError(f"{name} is no file")
+    return member.read()
+
+
+def _load(archive: tarfile.TarFile, name: str) -> Any:
+    return json.loads(_read(archive, name))
+
+
+def _index(archive: tarfile.TarFile) -> Iterator[str]:
+    """The digests of the image's manifests; older archives have none."""
+    try:
+        index = _load(archive, "index.json")
+    except KeyError:
+        return
+    yield from (str(manifest["digest"]) for manifest in index["manifests"])
+
+
+def _version(archive: tarfile.TarFile, layers: Sequence[str]) -> str:
+    """Of the flowspec that was installed last."""
+    for layer in reversed(layers):
+        try:
+            with tarfile.open(fileobj=archive.extractfile(layer)) as files:
+                for member in files:
+                    if found := _INSTALLED.search(member.name):
+                        return found[1]
+        except tarfile.ReadError:  # in a compression that this Python does not know
+            return ""
+    raise LookupError("there is no flowspec in it")
