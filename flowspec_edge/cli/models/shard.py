@@ -14,6 +14,7 @@ import typer
 from flowspec_edge.cli.common.options import MOST_STAGES, MOST_TOKENS, ShardedDtype, parse_counts
 from flowspec_edge.cli.common.progress import done_of, plain_lines
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.candidates import COUNT, LEAST_VOCABULARY
 from flowspec_edge.model.opened import OpenModel, require_name
 from flowspec_edge.util.bounded_read import read_json
 from flowspec_edge.util.terminal import plain
@@ -55,6 +56,10 @@ def shard(
     kv_cache: Annotated[CacheBits, typer.Option(
         "--kv-cache", help="How stages keep keys and values: 16bit, as computed, or int8, in half of that.",
         )] = "16bit",
+    candidates: Annotated[int | None, typer.Option(
+        "--candidates", min=0, max=4096, metavar="N",
+        help="Tokens of a draft row that lm_head's own rows score; a factor of lm_head finds them.  0: drafts read "
+        f"all of lm_head.  Default: {COUNT} from {LEAST_VOCABULARY:,} tokens on.")] = None,
     kernels: Annotated[Path | None, typer.Option(
         "--kernels", help="For 4bit: the file of `flowspec device kernels --out` on a board.  Default: "
         "measure this machine.", metavar="FILE")] = None,
@@ -89,7 +94,8 @@ def shard(
 
     source = open_source(model, draft or [])
     ranges = ranges_for(source.layers, stages, lengths)
-    plan = make_plan(source, recipe_for(source, stored, group, compute_dtype, lm_head, kv_cache), ranges)
+    plan = make_plan(source, recipe_for(source, stored, group, compute_dtype, lm_head, kv_cache, candidates),
+                     ranges)
     if finished(plan, out) is not None:
         print(f"{out} is finished already; inspect it with: flowspec models inspect {out}")
         return
@@ -217,6 +223,8 @@ def _summary(plan: ShardingPlan) -> str:
         how += f", lm_head in {recipe.lm_head.kind}"
     if recipe.kv_cache != "16bit":
         how += f", KV caches in {recipe.kv_cache}"
+    if recipe.candidates:
+        how += f", {recipe.candidates} candidates of a draft row"
     if plan.int8:
         how += f", {len(plan.int8)} matrices in int8"
     if plan.kept:
