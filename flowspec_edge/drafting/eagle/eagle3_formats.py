@@ -44,7 +44,7 @@ from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 _WHAT = "an EAGLE-3 head"
 _LAYER_IDS, _STATES = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
-_OWN = ("draft_vocab_size", "target_hidden_size", _LAYER_IDS, "eagle_config", "num_candidates")
+_OWN = ("draft_vocab_size", "target_hidden_size", _LAYER_IDS, "eagle_config")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _FACTOR, _FACTOR_DOWN = "efficient_lm_head.weight", "efficient_lm_head_down_proj.weight"  # [V, r] and [r, H]
 _LAYERS: dict[str, type[LlamaConfig] | type[Qwen3Config]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
