@@ -26,7 +26,6 @@ from flowspec_edge.model.output_head import OutputHead
 from flowspec_edge.util.torchdevice import release
 from flowspec_edge.util.weight_file import Embedding
 
-
 log = logging.getLogger(__name__)
 
 

@@ -44,8 +44,8 @@ EAGLE2 = DraftKind("eagle2", "eagle2", "EAGLE-2 head", "flowspec_edge.drafting.e
                    usual="one layer and fc", trainer="flowspec_edge.lab.training.eagle:EAGLE2_TRAINER",
                    measured_by=("flowspec", "chunk_pp"))
 EAGLE3 = DraftKind("eagle3", "eagle3", "EAGLE-3 head", "flowspec_edge.drafting.eagle.eagle3_formats", (0, 38),
-                   narrows=True, recognise=_is_eagle3, formats=("EAGLE-3", "EAGLE-4"), choice=1, inner_states=True, graph_launches=5,
-                   usual="one layer, fc and an lm_head of 32,000 tokens",
+                   recognise=_is_eagle3, formats=("EAGLE-3", "EAGLE-4"), choice=1, inner_states=True, narrows=True,
+                   graph_launches=5, usual="one layer, fc and an lm_head of 32,000 tokens",
                    trainer="flowspec_edge.lab.training.eagle:EAGLE3_TRAINER")
 LM = DraftKind("lm", "draft-lm", "small language model", "flowspec_edge.drafting.lm", (354, 18),
                recognise=_is_language_model, is_head=False, charged_as="lm_pass_ms", graph_launches=4,
@@ -175,8 +175,8 @@ def recognise_kind(config: Mapping[str, Any], shapes: Shapes) -> DraftKind | Non
 
 
 # Formats of published heads, the preferred first.
-FORMATS = ("EAGLE-2", "EAGLE-3", "EAGLE-4", "DFlash", "DFlash2", "DSpark", "JetSpec", "Domino", "P-EAGLE", "MTP", "Medusa",
-           "Hydra", "Gemma 4 assistant")
+FORMATS = ("EAGLE-2", "EAGLE-3", "EAGLE-4", "DFlash", "DFlash2", "DSpark", "JetSpec", "Domino", "P-EAGLE", "MTP",
+           "Medusa", "Hydra", "Gemma 4 assistant")
 
 
 def kind_of_format(name: str) -> DraftKind | None:

@@ -11,10 +11,10 @@ from kits.torch_devices import needs_cuda
 
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.request import Request
-from flowspec_edge.drafting.candidates import CandidateHead
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.device_profile import load_profile
+from flowspec_edge.drafting.candidates import CandidateHead
 from flowspec_edge.drafting.load import load_drafters
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.candidates import Candidates, candidates_for, default_count
 from flowspec_edge.model.opened import resolve_model
@@ -128,6 +128,16 @@ def test_answers_are_those_without_candidates(tmp_path: Path, temperature: float
                ("autoregressive", "flowspec", "flowspec_plus")}
     assert len({tuple(answer.tokens) for answer in answers.values()}) == 1
     assert answers["flowspec"].stats.alr > 1
+
+
+def test_the_manifest_counts_the_factor(tmp_path: Path) -> None:
+    model = resolve_model()
+    parts = [cut(model.path, tmp_path / f"{count}", 2, "fp16", candidates=count).parts["draft"] for count in (0, 64)]
+    made = DraftModels(tmp_path / "64", "fp16").drafter("eagle2")._logits  # type: ignore[attr-defined]
+    held = [made.up.weight, made.down.weight]
+    # The demonstration has two heads of this kind, each with a factor of its own.
+    assert parts[1].weight_bytes - parts[0].weight_bytes == 2 * sum(t.nbytes for t in held)
+    assert [file.size for file in parts[0].files] == [file.size for file in parts[1].files]  # made on D0
 
 
 def test_how_many_there_are() -> None:

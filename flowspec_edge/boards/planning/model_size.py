@@ -181,12 +181,13 @@ def ranking_bytes(kind: DraftKind, head: HeadShape, vocabulary: int, hidden: int
     if head.own_lm_head:
         return 0, 0, 0
     packed = packed_as(bits)
+    matrix = matrix_bytes(vocabulary, hidden, width, packed)
     if head.drafted < vocabulary:
         copied = bits == "16bit"  # see ``OutputHead.chosen``
-        return (head.drafted * hidden * width, 0, 0) if copied else (0, matrix_bytes(vocabulary, hidden, width, packed), 0)
+        return (head.drafted * hidden * width, 0, 0) if copied else (0, matrix, 0)
     how = candidates_for(default_count(vocabulary) if candidates is None else candidates, vocabulary, hidden)
     if how is None or not kind.narrows:
-        return 0, matrix_bytes(vocabulary, hidden, width, packed), 0
+        return 0, matrix, 0
     return (factor_bytes(how.rank, vocabulary, hidden, width, packed_as(draft_bits(bits))),
             rescored_bytes(TreeParameters().width * how.count, vocabulary, hidden, width, packed), how.count)
 

@@ -72,7 +72,8 @@ def _testbed(match: re.Match[str], candidates: int | None) -> Profile:
         plan = planner.plan(boards, problem)
     except planner.DoesNotFit:
         raise memory_error(boards, problem, lambda other, kept_in: model_bytes(
-            match["model"], other, kv_cache=kept_in, candidates=candidates), lambda key, value: f"{key} {value}") from None
+            match["model"], other, kv_cache=kept_in, candidates=candidates),
+            lambda key, value: f"{key} {value}") from None
     what = f"{size.name} in {dtype}"
     scaled = f"scaled to {what} as flowspec plan does."
     if len(counts) > 1:
