@@ -58,7 +58,7 @@ def narrowed(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm_h
     rank_states  the head's outputs [..., H], and what ranks in the place of lm_head, to logits [..., V]
     quantise     replaces linears in a module
     """
-    base = _principal(_own_states(head, rank_states, lm_head), how.rank).to(lm_head.device, lm_head.dtype)
+    base = principal(own_states(head, rank_states, lm_head), how.rank).to(lm_head.device, lm_head.dtype)
     up = nn.Linear(how.rank, lm_head.vocabulary, bias=False, device="meta")
     up.weight = nn.Parameter(torch.cat([lm_head(rows) for rows in base.split(_ROWS)]).t().contiguous(),
                              requires_grad=False)
@@ -89,7 +89,7 @@ class _Text:
         return self._held
 
 
-def _own_states(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm_head: OutputHead) -> Tensor:
+def own_states(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm_head: OutputHead) -> Tensor:
     """States [n, H] that lm_head reads while the head continues its own text."""
     device, watched, text = lm_head.device, _Watched(lm_head), _Text()
     generator = torch.Generator(device).manual_seed(0)
@@ -103,7 +103,7 @@ def _own_states(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], l
     return torch.cat(watched.seen[_UNLIKE:])
 
 
-def _principal(states: Tensor, rank: int) -> Tensor:
+def principal(states: Tensor, rank: int) -> Tensor:
     """Orthonormal rows [rank, H] that span the states' first principal components, the mean not taken off."""
     x = states.to("cpu", torch.float64)
     _, vectors = torch.linalg.eigh(x @ x.T)  # fewer states than values in one

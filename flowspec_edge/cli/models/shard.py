@@ -59,7 +59,7 @@ def shard(
     candidates: Annotated[int | None, typer.Option(
         "--candidates", min=0, max=4096, metavar="N",
         help="Tokens of a draft row that lm_head's own rows score; a factor of lm_head finds them.  0: drafts read "
-        f"all of lm_head.  Default: {COUNT} from {LEAST_VOCABULARY:,} tokens on.")] = None,
+        f"all of lm_head.  Default: {COUNT} with a vocabulary of {LEAST_VOCABULARY:,} tokens or more.")] = None,
     kernels: Annotated[Path | None, typer.Option(
         "--kernels", help="For 4bit: the file of `flowspec device kernels --out` on a board.  Default: "
         "measure this machine.", metavar="FILE")] = None,
@@ -139,7 +139,7 @@ def inspect(
                           "compute_dtype": manifest.compute_dtype, "model_type": manifest.model_type,
                           "quantisation": manifest.quantisation and manifest.quantisation.model_dump(),
                           "lm_head": manifest.lm_head and manifest.lm_head.model_dump(),
-                          "kv_cache": manifest.kv_cache,
+                          "kv_cache": manifest.kv_cache, "candidates": manifest.candidates,
                           "layers": manifest.layers, "context": context, "parts": rows}, indent=2))
         return
     _print_table(manifest, rows, context)
@@ -258,6 +258,8 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
         kind += f", lm_head in {manifest.lm_head.kind} in groups of {manifest.lm_head.group}"
     if manifest.kv_cache != "16bit":
         kind += f", KV caches in {manifest.kv_cache}"
+    if manifest.candidates:
+        kind += f", {manifest.candidates} candidates of a draft row"
     about = (f"{manifest.source.name}: {manifest.model_type}, {manifest.layers} layers of width "
              f"{manifest.hidden_width}, {kind}, computing in {manifest.compute_dtype}; caches of {context} "
              "rows; sizes in MB")
