@@ -17,12 +17,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from flowspec_edge.model.candidates import Candidates
 from flowspec_edge.model.output_head import MatrixRows, OutputHead
-from flowspec_edge.sampling.sampler import largest
+from flowspec_edge.sampling.sampler import device_words, gumbel_from, largest
 from flowspec_edge.util.weight_file import tokens_device
 
 _SEQUENCES, _STEPS = 32, 34  # of the head's own text
@@ -92,14 +93,14 @@ class _Text:
 def own_states(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm_head: OutputHead) -> Tensor:
     """States [n, H] that lm_head reads while the head continues its own text."""
     device, watched, text = lm_head.device, _Watched(lm_head), _Text()
-    generator = torch.Generator(device).manual_seed(0)
     states = torch.zeros(_SEQUENCES, 1, head.config.hidden_size, dtype=lm_head.dtype, device=device)
-    tokens = torch.randint(lm_head.vocabulary, (_SEQUENCES, 1), generator=generator, device=device)
+    tokens = torch.randint(lm_head.vocabulary, (_SEQUENCES, 1), generator=torch.Generator().manual_seed(0)).to(device)
     for step in range(_STEPS):
         positions = torch.full((_SEQUENCES, 1), step, device=device)
         states = head(states, tokens.to(tokens_device(head.embed_tokens, device)), positions, None, text)
-        chances = rank_states(states, watched)[:, 0].float().softmax(-1)
-        tokens = torch.multinomial(chances, 1, generator=generator)
+        places = np.arange(_SEQUENCES) + _SEQUENCES * step
+        noise = gumbel_from(device_words(0, places, lm_head.vocabulary, device), torch.float32)
+        tokens = (rank_states(states, watched)[:, 0] + noise).argmax(-1, keepdim=True)
     return torch.cat(watched.seen[_UNLIKE:])
 
 

@@ -225,8 +225,9 @@ def packed_rows(packed: Tensor, ids: Tensor) -> Tensor:
 @cache
 def rows_are_in_lanes(inner: int, device: torch.device) -> bool:
     """Whether PyTorch's layout on ``device`` is the one that :func:`packed_rows` knows: it is not documented."""
-    codes = torch.arange(_TILE * _TILE * 8 * inner, device=device).mul_(97).remainder_(251).to(torch.uint8)
-    codes = codes.view(_TILE * _TILE, 8 * inner)
+    width = 2 * 8 * inner  # two runs of columns
+    codes = torch.arange(_TILE * _TILE * width, device=device).mul_(97).remainder_(251).to(torch.uint8)
+    codes = codes.view(_TILE * _TILE, width)
     ids = torch.arange(_TILE, device=device) * (_TILE + 1)
     whole, some = (torch.ops.aten._convert_weight_to_int4pack(part, inner) for part in (codes, codes[ids]))
     return torch.equal(packed_rows(whole, ids), some)
