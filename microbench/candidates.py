@@ -63,7 +63,7 @@ def drafted(name: str, prompts: int, tokens: int) -> tuple[OutputHead, nn.Module
         kept["make"] = load_drafters(kind, opened, kept["watched"], *rest)
         return kept["make"]  # type: ignore[no-any-return]
 
-    models.load_drafters = watching  # type: ignore[assignment]
+    vars(models)["load_drafters"] = watching
     cluster = VirtualCluster(model.path, 2, load_profile("paper-7b"))
     tokenizer = Tokenizer(model)
     for prompt in load_prompts(resource_dir("models") / name / "prompts.jsonl", prompts):
