@@ -17,6 +17,7 @@ from flowspec_edge.d0.lm_head import LmHead
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import SharedMemory, load_drafters, needs_embedding
 from flowspec_edge.messages import Tap
+from flowspec_edge.model.candidates import candidates_for
 from flowspec_edge.model.opened import OpenModel, opened
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.layers.kinds import layer_kinds
@@ -63,6 +64,8 @@ class DraftModels(DraftSessions):
         # Refuses a model that stages cannot run.
         self.kinds = layer_kinds(self._model.decoder)
         super().__init__(self._lm_head, self._model, self._model.max_positions)
+        count = self._model.manifest.candidates if self._model.manifest else 0
+        self._candidates = candidates_for(count, self._lm_head.vocabulary, self._lm_head.hidden_size)
         self._drafters: dict[str, Callable[[], Drafter]] = {}
         if self._lm_head.head.device.type == "cuda":
             self._lm_head.warm_up()
@@ -100,7 +103,7 @@ class DraftModels(DraftSessions):
                              if self._scheme else lambda module: None)
                 memory = self._shared_memory()
                 self._drafters[kind] = load_drafters(kind, self._model, head, embedding, self._dtype,
-                                                     self._model.layers, in_4_bits, memory)
+                                                     self._model.layers, in_4_bits, memory, self._candidates)
             if memory and memory.choice:
                 log.info("D0, %s: %s", kind, memory.choice)
                 self.graph_sizes[kind] = len(memory.choice.ms)

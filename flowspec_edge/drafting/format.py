@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,15 +14,19 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flowspec_edge.drafting.base import Drafter
+from flowspec_edge.drafting.candidates import narrowed
 from flowspec_edge.drafting.checkpoint import EMBEDDING, HeadFiles
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.candidates import Candidates
 from flowspec_edge.model.draft_kind import DraftKind, Shapes
 from flowspec_edge.model.output_head import OutputHead
 from flowspec_edge.util.torchdevice import release
 from flowspec_edge.util.weight_file import Embedding
+
+log = logging.getLogger(__name__)
 
 
 class Fusible(Protocol):
@@ -46,6 +51,7 @@ class Surroundings:
     dtype      of weights, cache and arithmetic
     quantise   replaces those linears that have weights; it is called after each tensor
     fused      whether to compute in few kernel launches; None: on CUDA
+    candidates of a head that ranks by the target's whole lm_head; None: it reads all of the matrix
     """
 
     target: Path
@@ -55,6 +61,19 @@ class Surroundings:
     dtype: torch.dtype
     quantise: Callable[[nn.Module], None]
     fused: bool | None
+    candidates: Candidates | None = None
+
+    def narrowed(self, head: nn.Module, rank_states: Callable[[Tensor, nn.Module], Tensor]) -> nn.Module:
+        """What ranks by the target's lm_head for ``head``, before it is :meth:`placed`: a candidate head if one is
+        wanted, and lm_head's rows can be looked up.  ``rank_states`` as for ``candidates.narrowed``."""
+        if self.candidates is None:
+            return self.lm_head
+        if not self.lm_head.looks_up_rows:
+            log.warning("the draft head ranks by all of lm_head: no row of it can be looked up in this layout, so a "
+                        "candidate head would gain nothing")
+            return self.lm_head
+        head.to(self.lm_head.device).eval()
+        return narrowed(head, rank_states, self.lm_head, self.candidates, self.quantise)
 
     def placed(self, head: _Head) -> _Head:
         """Move a head to the drafter's device, and let it compute in few launches there."""

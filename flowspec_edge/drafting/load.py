@@ -15,6 +15,7 @@ from flowspec_edge.drafting.recorded import record_passes, warm_up
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.candidates import Candidates
 from flowspec_edge.model.draft_kinds import draft_kind_named
 from flowspec_edge.model.opened import OpenModel, missing_own_layer, opened
 from flowspec_edge.model.output_head import OutputHead, as_output_head
@@ -47,7 +48,7 @@ class SharedMemory:
 def load_drafters(kind: str, directory: OpenModel | Path, lm_head: Tensor | OutputHead,
                   embedding: Tensor | Embedding | None, dtype: str, layers: int,
                   quantise: Callable[[nn.Module], None] = lambda module: None,
-                  memory: SharedMemory | None = None) -> Callable[[], Drafter]:
+                  memory: SharedMemory | None = None, candidates: Candidates | None = None) -> Callable[[], Drafter]:
     """Load a draft model of a model; returns a factory of drafters (one per session) that share it.
 
     kind       of draft model, one with files
@@ -58,6 +59,7 @@ def load_drafters(kind: str, directory: OpenModel | Path, lm_head: Tensor | Outp
     quantise   replaces those linears of a head that have weights; it is called after each tensor.  Draft
                models that are no heads stay in ``dtype``
     memory     where the drafters of kinds that share memory keep their caches; None: each in its own
+    candidates of heads that rank by the whole of lm_head
 
     UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
     """
@@ -70,7 +72,7 @@ def load_drafters(kind: str, directory: OpenModel | Path, lm_head: Tensor | Outp
         raise FlowspecError(f"{place} looks up embeddings, and {model.target} has none")
     loaded = format_of(record).load(place, Surroundings(
         model.target, target, None if embedding is None else as_embedding(embedding), layers,
-        parse_dtype(dtype), quantise, memory is not None or None))
+        parse_dtype(dtype), quantise, memory is not None or None, candidates))
     if loaded.vocabulary is not None:
         require_vocabulary(place, loaded.vocabulary, target)
     return memory.drafters(loaded.make) if memory and record.shares_memory else loaded.make

@@ -30,6 +30,7 @@ class DraftKind:
     is_block        drafts all depths of a tree in one pass
     in_target       of a layer of the target's own checkpoint, how the names of its tensors begin; "": it has
                     files of its own
+    narrows         it can rank by a candidate head in the place of the target's lm_head (``drafting.candidates``)
     looks_up_target its embeddings are always the target's
     bound           one strategy alone uses it, and that strategy uses no other
     inner_states    needs states from within the target, which a pipeline's stages alone send
@@ -58,6 +59,7 @@ class DraftKind:
     is_head: bool = True
     is_block: bool = False
     in_target: str = ""
+    narrows: bool = False
     looks_up_target: bool = False
     bound: bool = False
     inner_states: bool = False

@@ -127,6 +127,7 @@ class Manifest(StrictModel):
     """dtype          as requested
     compute_dtype  of activations, caches and 16-bit weights
     lm_head        None: stored like the embeddings
+    candidates     of D0's candidate head (``model.candidates``); 0: drafts read all of lm_head
     request        fingerprint of everything that determines the output
     parts          "stage-1" … "stage-N" and "draft"
     """
@@ -142,6 +143,7 @@ class Manifest(StrictModel):
     compute_dtype: ComputeDtype
     quantisation: Quantisation | None
     lm_head: HeadQuantisation | None = None
+    candidates: Annotated[int, Field(ge=0)] = 0
     kv_cache: CacheBits = "16bit"
     request: Sha256
     parts: dict[str, ShardPart]

@@ -19,6 +19,16 @@ class RowBlock(Protocol):
 
 
 @runtime_checkable
+class RowLookUp(Protocol):
+    """A matrix in a layout of its own.  ``looks_up_rows``: whether :meth:`own_logits` reads no more than rows."""
+
+    looks_up_rows: bool
+
+    def own_logits(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Products of each row of ``x`` [n, H] with its own rows ``ids`` [n, k] of the matrix: [n, k]."""
+
+
+@runtime_checkable
 class OpaqueRows(Protocol):
     """Rows whose packed weights are neither parameters nor buffers."""
 
@@ -41,7 +51,8 @@ class OutputHead(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(cast(Sequence[nn.Module], blocks))
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
-        self.vocabulary = sum(block.out_features for block in blocks)
+        self._sizes = [block.out_features for block in blocks]
+        self.vocabulary = sum(self._sizes)
         self._padding = (torch.zeros(_ROW_STEP - 1, hidden_size, dtype=dtype, device=device)
                          if torch.device(device).type == "cuda" else None)
 
@@ -59,6 +70,22 @@ class OutputHead(nn.Module):
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         return logits[:rows].view(*states.shape[:-1], self.vocabulary)
 
+    @property
+    def looks_up_rows(self) -> bool:
+        """Whether :meth:`own_logits` reads no more than the tokens' rows."""
+        return all(block.looks_up_rows if isinstance(block, RowLookUp) else _has_rows(block) for block in self.blocks)
+
+    def own_logits(self, states: Tensor, ids: Tensor) -> Tensor:
+        """The logits of each state's own tokens ``ids`` [n, k], for states [n, H]: [n, k]."""
+        parts, lo = [], 0
+        for block, size in zip(self.blocks, self._sizes, strict=True):
+            parts.append(_own_logits(block, states, (ids - lo).clamp(0, size - 1)))
+            lo += size
+        found, lo = parts[0], self._sizes[0]
+        for part, size in zip(parts[1:], self._sizes[1:], strict=True):
+            found = torch.where(ids >= lo, part, found)  # no count of tokens leaves the device
+            lo += size
+        return found
 
     def chosen(self, ids: Tensor) -> nn.Module:
         """The logits of the tokens ``ids`` [n] alone: [..., H] to [..., n].
@@ -75,6 +102,19 @@ class OutputHead(nn.Module):
             weight[at] = block.weight[ids[at] - lo]
             lo += block.out_features
         return as_output_head(weight)
+
+
+def _has_rows(block: nn.Module) -> bool:
+    return isinstance(getattr(block, "weight", None), Tensor)
+
+
+def _own_logits(block: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
+    if isinstance(block, RowLookUp):
+        return block.own_logits(x, ids)
+    if _has_rows(block):
+        rows = functional.embedding(ids, cast(Tensor, block.weight))
+        return torch.matmul(rows, x[..., None]).squeeze(-1)
+    return cast(Tensor, block(x)).gather(-1, ids)
 
 
 class _ChosenLogits(nn.Module):

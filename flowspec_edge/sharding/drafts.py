@@ -38,6 +38,7 @@ class DraftFiles:
     embeddings  whether it looks up the target's embeddings
     kv_row      elements of one row's keys and values in its cache
     copied_values  of the target's lm_head, if that is in 16 bits: its rows of the draft vocabulary
+    ranks_by_target  whether it ranks by all of the target's lm_head, for which a candidate head can stand
     """
 
     kind: DraftKind
@@ -49,6 +50,7 @@ class DraftFiles:
     kv_row: int
     fingerprint: str
     copied_values: int = 0
+    ranks_by_target: bool = False
 
     @property
     def parameters(self) -> int:
@@ -106,6 +108,7 @@ def _own_layer(kind: DraftKind, directory: Path) -> DraftFiles | None:
                     directory, kind.title, bad)
         return None
     return DraftFiles(kind, directory, config, (), checkpoint.stored(shapes), embeddings=True,
+                      ranks_by_target=kind.narrows,
                       kv_row=cache_values(read.fields(config)), fingerprint=checkpoint.digest(shapes))
 
 
@@ -127,7 +130,8 @@ def open_draft(directory: Path) -> DraftFiles:
     return DraftFiles(kind, directory, config, _files(directory), tensors,
                       embeddings=kind.looks_up_target or read.needs_embedding(directory),
                       kv_row=cache_values(layer), fingerprint=checkpoint.digest(checkpoint.names),
-                      copied_values=drafted * layer["hidden_size"] if copies else 0)
+                      copied_values=drafted * layer["hidden_size"] if copies else 0,
+                      ranks_by_target=kind.narrows and not copies and LM_HEAD not in bare)
 
 
 def check_fit(draft: DraftFiles, target: TargetFacts) -> None:

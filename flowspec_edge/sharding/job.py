@@ -177,7 +177,7 @@ def _manifest(plan: ShardingPlan, done: dict[str, PartFile]) -> Manifest:
         source=ModelOrigin(name=source.name, config_sha256=source.config_sha256, revision=source.revision),
         hidden_width=source.config.hidden_size, vocabulary=source.config.vocab_size, ranges=plan.ranges,
         dtype=recipe.dtype, compute_dtype=recipe.compute, quantisation=quantisation, lm_head=head,
-        kv_cache=recipe.kv_cache,
+        kv_cache=recipe.kv_cache, candidates=recipe.candidates,
         request=plan.request,
         parts={part.name: ShardPart(files=tuple(done[file.path.as_posix()] for file in part.files),
                                parameters=part.parameters, weight_bytes=part.weight_bytes,

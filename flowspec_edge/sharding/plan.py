@@ -14,6 +14,7 @@ from typing import cast, get_args
 import torch
 
 from flowspec_edge.errors import UsageError
+from flowspec_edge.model.candidates import LEAST_COUNT, candidates_for, default_count
 from flowspec_edge.model.manifest import (
     DRAFT,
     DRAFT_TARGET,
@@ -32,7 +33,7 @@ from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.output_head import PREFIX as HEAD_PREFIX
 from flowspec_edge.stage.quant.base import Scheme
 from flowspec_edge.stage.quant.schemes import draft_scheme, head_scheme, scheme
-from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, default_head_bits
+from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, Packed, default_head_bits, factor_bytes
 from flowspec_edge.stage.shard import split_layers
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.util.tensors import DTYPES
@@ -47,7 +48,7 @@ IN_16_BITS = (".in_proj_a", ".in_proj_b", ".in_proj_ba", ".shared_expert_gate")
 @dataclass(frozen=True)
 class Recipe:
     """The storage of weights, from ``--dtype``, ``--group``, ``--compute-dtype``, ``--lm-head``
-    and ``--kv-cache``.
+    ``--kv-cache`` and ``--candidates``.
 
     compute  dtype of computation on the devices
     plain    dtype of everything that is not quantised
@@ -63,6 +64,7 @@ class Recipe:
     group: int
     lm_head: Scheme | None = None
     kv_cache: CacheBits = "16bit"
+    candidates: int = 0
 
     @property
     def kind(self) -> QuantKind | None:
@@ -139,13 +141,14 @@ class ShardingPlan:
             [(d.kind.name, d.fingerprint, [(path.name, path.stat().st_size) for path in d.files])
              for d in source.drafts],
             *([self.int8] if self.int8 else []),
+            *([f"candidates {self.recipe.candidates}"] if self.recipe.candidates else []),
         ]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int | None = None,
                compute: ComputeDtype | None = None, lm_head: HeadBits | None = None,
-               kv_cache: CacheBits = "16bit") -> Recipe:
+               kv_cache: CacheBits = "16bit", candidates: int | None = None) -> Recipe:
     """UsageError for options that conflict with one another or the checkpoint.
 
     dtype    None: the checkpoint's own 16-bit type, or fp16; int4 if its matrices are in 4 bits, as AWQ's and
@@ -153,6 +156,7 @@ def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int 
     group    weights that share a scale in int4; None: 128, or that of a checkpoint in 4 bits
     compute  None: bf16 if matrices are in 4 bits, else the dtype of the weights
     lm_head  None: ``default_head_bits``
+    candidates  of D0's candidate head; None: ``default_count``
     """
     recipe = _layers_recipe(source, dtype, group, compute)
     bits = lm_head or default_head_bits(recipe.dtype)
@@ -163,7 +167,16 @@ def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int 
             raise UsageError(f"--lm-head {bits} cannot hold an lm_head of {rows} x {columns}: the vocabulary "
                              "must be a multiple of 16, the width of 32; use 16bit")
         how = None
-    return replace(recipe, lm_head=how, kv_cache=kv_cache)
+    return replace(recipe, lm_head=how, kv_cache=kv_cache, candidates=_candidates(source, candidates, rows, columns))
+
+
+def _candidates(source: SourceModel, wanted: int | None, rows: int, columns: int) -> int:
+    """0 if no draft model here ranks by the whole lm_head."""
+    if wanted and candidates_for(wanted, rows, columns) is None:
+        raise UsageError(f"--candidates {wanted} does not go with an lm_head of {rows} x {columns}: {LEAST_COUNT} at "
+                         "least, a quarter of its tokens at most, or 0 for no candidate head")
+    count = default_count(rows) if wanted is None else wanted
+    return count if any(draft.ranks_by_target for draft in source.drafts) else 0
 
 
 def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | None,
@@ -276,15 +289,21 @@ def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
             files += [TensorsFile(home / SAFE, tuple(draft.tensors)),
                       TextFile(home / "config.json", source.plain_config)]
     width = DTYPES[recipe.compute].itemsize
-    shape = source.tensors[head].shape
-    matrix = prod(shape)
-    head_bytes = recipe.lm_head.nbytes(*shape) if recipe.lm_head else matrix * width
+    rows, columns = source.tensors[head].shape
+    matrix = rows * columns
+    head_bytes = recipe.lm_head.nbytes(rows, columns) if recipe.lm_head else matrix * width
     loaded = draft_scheme(cast(HeadBits, recipe.lm_head.kind)) if recipe.lm_head else None
+    candidates = candidates_for(recipe.candidates, rows, columns)
+    factors = 0
+    if candidates is not None:
+        packed_up: Packed | None = "int4" if loaded else None
+        factors = factor_bytes(candidates.rank, rows, columns, width, packed_up) * sum(
+            draft.ranks_by_target for draft in source.drafts)
     return PlannedPart(
         DRAFT, tuple(files),
         parameters=matrix * (len(names) + (packed is not None))
         + sum(draft.parameters for draft in source.drafts),
-        weight_bytes=head_bytes + sum(draft.weight_bytes(width, loaded) for draft in source.drafts),
+        weight_bytes=head_bytes + factors + sum(draft.weight_bytes(width, loaded) for draft in source.drafts),
         row_bytes=sum(draft.kv_row for draft in source.drafts) * width)
 
 

@@ -20,11 +20,11 @@ from flowspec_edge.model.output_head import MatrixRows, OutputHead
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
 from flowspec_edge.stage.quant.base import QuantLinear, Scheme
 from flowspec_edge.stage.quant.half import HalfLinear, is_mixed
+from flowspec_edge.stage.quant.sizes import HEAD_BLOCK_BYTES
 from flowspec_edge.stage.weights.load import head_scheme_of
 from flowspec_edge.stage.weights.tensor_names import EMBEDDING, LM_HEAD
 from flowspec_edge.util.tensors import check_finite, parse_dtype
 
-_BLOCK_BYTES = 240 << 20
 _SLICE = 1024  # rows that are read at a time
 PREFIX = LM_HEAD.removesuffix(".weight")  # of the names of a quantised matrix' tensors
 
@@ -89,7 +89,7 @@ def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, sch
 
 def _edges(rows: int, row_bytes: float) -> list[int]:
     """Where blocks begin and end."""
-    step = max(1, int(_BLOCK_BYTES / row_bytes) // _SLICE) * _SLICE
+    step = max(1, int(HEAD_BLOCK_BYTES / row_bytes) // _SLICE) * _SLICE
     return [*range(0, rows, step), rows]
 
 

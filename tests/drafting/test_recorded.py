@@ -28,6 +28,7 @@ from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, TreeCache
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.messages import Tap
+from flowspec_edge.model.candidates import Candidates
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
@@ -54,12 +55,13 @@ def every_recording_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "_NOISE", 1e9)
 
 
-def drafters(model: Path, kind: str, device: str, memory: SharedMemory | None = None
-             ) -> Callable[[], Drafter]:
+def drafters(model: Path, kind: str, device: str, memory: SharedMemory | None = None,
+             candidates: Candidates | None = None) -> Callable[[], Drafter]:
     models = DraftModels(model, "fp32", device)
     head = models._lm_head.head
     embedding = torch.randn(head.vocabulary, head.hidden_size, generator=torch.Generator().manual_seed(0))
-    return load_drafters(kind, model, head, embedding.to(device), "fp32", 2, memory=memory)
+    return load_drafters(kind, model, head, embedding.to(device), "fp32", 2, memory=memory,
+                         candidates=candidates)
 
 
 def read(drafter: Any, tokens: list[int], device: str) -> None:
@@ -85,11 +87,11 @@ def drafted(drafter: Any, text: int, children: int = 4) -> list[tuple[list[int],
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_drafts_of_passes_one_by_one(model: Path, kind: str, device: str) -> None:
+@pytest.mark.parametrize(("kind", "candidates"), [*((kind, None) for kind in KINDS), ("eagle2", Candidates(16, 8))])
+def test_the_drafts_of_passes_one_by_one(model: Path, kind: str, candidates: Candidates | None, device: str) -> None:
     """For texts below and beyond the first width, in sessions one after another and beside others."""
     memory = SharedMemory(1000, record)
-    make, alone = drafters(model, kind, device, memory), drafters(model, kind, device)
+    make, alone = (drafters(model, kind, device, where, candidates) for where in (memory, None))
     assert memory.choice is not None
     assert (sorted(memory.choice.ms), memory.choice.reason) == ([*ROWS], "")
     assert str(memory.choice).startswith("CUDA graphs: 16 rows ")

@@ -126,12 +126,26 @@ class Eagle3:
     def logits(self, output):
         normed = output if self.switches.get("norm_output") else self.layer.norm("norm", output)
         drafted = self.w["lm_head.weight"] @ normed
+        if "efficient_lm_head.weight" in self.w:
+            low = self.w["efficient_lm_head.weight"] @ (self.w["efficient_lm_head_down_proj.weight"] @ normed)
+            return rescored(low, drafted, self.switches["num_candidates"])
         if "d2t" not in self.w:
             return drafted
         x = np.full(len(self.w["embed_tokens.weight"]), -np.inf)
         for token, logit in enumerate(drafted):
             x[token + int(self.w["d2t"][token])] = logit
         return x
+
+
+def rescored(low, exact, count):
+    """EAGLE-4: the ``count`` tokens that are best by ``low`` get their ``exact`` logits, [V] each.
+
+    Ours is the rest: it keeps ``low``, moved by the candidates' mean error, below the least of them.
+    """
+    best = np.argsort(-low)[:count]
+    found = np.minimum(low + (exact - low)[best].mean(), exact[best].min())
+    found[best] = exact[best]
+    return found
 
 
 class KeptRows:
@@ -153,16 +167,19 @@ VARIANTS = {  # options of published_eagle3, for targets of 8 layers or more
     "DeepSpec": {"form": "deepspec", "states": 5, "qk_norm": True, "embedding": True,
                  "target_layer_ids": [0, 1, 3, 5, 6]},
     "SpecForge, EAGLE-3.1": {"fc_norm": True, "norm_output": True, "drafted": 20},
+    "EAGLE-4": {"form": "eagle4", "fc_norm": True, "norm_output": True, "embedding": True, "num_candidates": 16,
+                "sliding_window": 9, "factor": 8},
     "one state": {"states": 1, _IDS: [5]},
 }
 
 
 def published_eagle3(directory, seed, target_width, vocabulary, width=None, drafted=None, heads=4, kv_heads=4,
-                     embedding=False, states=3, form="classic", qk_norm=False, **config):
+                     embedding=False, states=3, form="classic", qk_norm=False, factor=0, **config):
     """An EAGLE-3 head as others publish them, written without our code: its config and tensors.
 
-    ``form``: whose file it is: "classic" (EAGLE's authors), "speculators" or "deepspec".  Returned are the
-    classic form's fields and names.
+    ``form``: whose file it is: "classic" (EAGLE's authors), "speculators", "deepspec" or "eagle4" (with a ``factor``
+    of that rank).
+    Returned are the classic form's fields and names.
     """
     width, drafted = width or target_width, drafted or vocabulary
     raw = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": width,
@@ -190,6 +207,8 @@ def published_eagle3(directory, seed, target_width, vocabulary, width=None, draf
         shapes |= {f"fc_norm.{i}.weight": (target_width,) for i in range(states)}
     if raw.get("norm_before_fc"):
         shapes["input_norm.weight"] = (states * target_width,)
+    if factor:
+        shapes |= {"efficient_lm_head.weight": (drafted, factor), "efficient_lm_head_down_proj.weight": (factor, width)}
     weights = drawn_weights(shapes, drafted, vocabulary, seed)
     directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(_in_form(form, raw, qk_norm)))
@@ -218,6 +237,8 @@ def _in_form(form, raw, qk_norm):
                   "head_dim": raw["hidden_size"] // raw["num_attention_heads"]}
         return {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"],
                 "transformer_layer_config": layer, **{key: raw.get(key) for key in beside}}
+    if form == "eagle4":
+        return raw | {"architectures": ["LlamaForCausalLMEagle4"]}
     if form == "deepspec":
         return {key: value for key, value in raw.items() if key != "draft_vocab_size"} | {
             "architectures": ["Qwen3Eagle3Model"], "model_type": "qwen3", "layer_types": ["full_attention"]}

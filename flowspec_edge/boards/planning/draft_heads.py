@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import get_args
 
-from flowspec_edge.boards.planning.model_size import usual_heads_of
+from flowspec_edge.boards.planning.model_size import ranking_bytes, usual_heads_of
 from flowspec_edge.boards.planning.planned_draft import DEPTHS
 from flowspec_edge.boards.planning.scaling import weight_read_ms
 from flowspec_edge.device_profile import Profile
@@ -52,9 +52,10 @@ def head_costs(name_or_path: str, profile: Profile) -> list[HeadCost]:
             how, rate = packed_as(draft_bits(bits)), weight_read_ms(profile, bits) / 1e6
             held = head.part.nbytes(_WIDTH, how)
             matrix = matrix_bytes(vocabulary, hidden, _WIDTH, packed_as(bits))
-            memory = (held + matrix) / 1e6
-            read = held - head.looked_up * _WIDTH - head.unread(_WIDTH, how)
-            passed = (read + (0 if head.own_lm_head else matrix)) * rate
+            beside, ranked, _ = ranking_bytes(kind, head, vocabulary, hidden, _WIDTH, bits)
+            memory = (held + beside + matrix) / 1e6
+            read = held + beside - head.looked_up * _WIDTH - head.unread(_WIDTH, how)
+            passed = (read + ranked) * rate
             found.append(HeadCost(name, bits, memory, memory <= room, passed,
                                   passed * (1 if kind.is_block else DEPTHS)))
     return found

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from flowspec_edge.model.expert_counts import correlated
 from flowspec_edge.model.manifest import CacheBits, HeadBits
-from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, Packed, matrix_bytes, packed_as
+from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, Packed, matrix_bytes, packed_as, rescored_bytes
 from flowspec_edge.strategies.tree_strategy import TreeParameters
 from flowspec_edge.util.bounded_read import read_bytes
 from flowspec_edge.util.resources import resource_dir
@@ -75,6 +75,8 @@ class HeadShape(StrictModel):
     drafted      tokens that it ranks by the target's matrix
     kv_row       values of one row's keys and values, in all of its layers
     experts      of each of its mixtures
+    rescored     its own lm_head, if a candidate head stands for it (EAGLE-4): a pass reads ``candidates`` rows of it
+                 for a node
     """
 
     part: PartShape
@@ -83,11 +85,16 @@ class HeadShape(StrictModel):
     kv_row: Number
     looked_up: Number = 0
     experts: list[ExpertsShape] = Field(default_factory=list)
+    rescored: Matrices | None = None
+    candidates: Number = 0
 
     def unread(self, width: int, packed: Packed | None) -> float:
         """Bytes of the experts that no row of a level of the default tree chooses, on average, if rows choose
-        independently."""
-        return sum((e.count - correlated(e.count, e.chosen, TreeParameters().width, 0.0))
+        independently; and of an lm_head that a pass does not read."""
+        own = self.rescored
+        left = 0 if own is None else max(0, own.nbytes(width, packed) - rescored_bytes(
+            TreeParameters().width * self.candidates, own.rows, own.columns, width, packed))
+        return left + sum((e.count - correlated(e.count, e.chosen, TreeParameters().width, 0.0))
                    * e.expert.nbytes(width, packed) for e in self.experts)
 
 

@@ -7,13 +7,23 @@ from typing import Literal
 
 from flowspec_edge.boards.planning.model_parts import HeadShape, ModelParts, shipped_parts
 from flowspec_edge.boards.planning.planned_draft import NGRAMS, PlannedDraft, StoredDraft, planned_for
+from flowspec_edge.model.candidates import candidates_for, default_count
 from flowspec_edge.model.catalogue import find_known
+from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import WantedDraft
 from flowspec_edge.model.expert_counts import correlated
 from flowspec_edge.model.families import FAMILIES, UNKNOWN
 from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
 from flowspec_edge.model.opened import model_path
-from flowspec_edge.stage.quant.sizes import default_head_bits, draft_bits, matrix_bytes, packed_as
+from flowspec_edge.stage.quant.sizes import (
+    default_head_bits,
+    draft_bits,
+    factor_bytes,
+    matrix_bytes,
+    packed_as,
+    rescored_bytes,
+)
+from flowspec_edge.strategies.tree_strategy import TreeParameters
 
 PlanDtype = Literal["fp32", "bf16", "fp16", "int4"]
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of a value outside the decoder's matrices
@@ -32,7 +42,9 @@ class ModelBytes:
                      of the target's rows of a smaller draft vocabulary; its size is that of a usual one for
                      the target's shape unless ``planned`` is here
     draft_unread     of ``draft``: experts that no row of a level of the tree chooses, on average
-    draft_lm_head    what a draft pass reads of the target's lm_head: 0 for a head with its own
+    draft_lm_head    what a draft pass reads of the target's lm_head: 0 for a head with its own, some rows beside a
+                     candidate head, whose factor is in ``draft``
+    candidates       of the candidate head; 0: there is none
     kv_row           keys and values of one row in one layer, on average; draft_kv_row: in the draft head
     window           rows that layers with a window see; ``windowed``: their share of all layers
     state            of recurrent layers, in one layer, on average: states, snapshots and entries of a
@@ -72,6 +84,7 @@ class ModelBytes:
     state: int = 0
     state_read: int = 0
     draft_unread: int = 0
+    candidates: int = 0
 
     @property
     def bytes_per_value(self) -> int:
@@ -121,15 +134,15 @@ class ModelBytes:
 
 
 def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = None,
-                kv_cache: CacheBits = "16bit", draft: WantedDraft = "head", using: StoredDraft | None = None
-                ) -> ModelBytes:
+                kv_cache: CacheBits = "16bit", draft: WantedDraft = "head", using: StoredDraft | None = None,
+                candidates: int | None = None) -> ModelBytes:
     """Of a model by name or directory, a checkpoint or its config.json, or OWNER/NAME on the hub, of which
     only config.json is fetched.
 
     "int4": 4 bits for the matrices of the decoder layers, 16 bits for all else, but for lm_head, which is
     in ``lm_head``, and a draft head's matrices (``sizes.draft_bits``); None: the sharder's default for ``dtype``.
     ``kv_cache``: of the stages; the draft head's is in 16 bits.  ``draft``: see ``planned_draft``; ``using``:
-    this one instead, of any kind.
+    this one instead, of any kind.  ``candidates``: of the candidate head, None: the sharder's default.
     UsageError if there is no model that stages can run, or no MTP layer where one is wanted; FlowspecError
     for damaged or incomplete weights.
     """
@@ -140,7 +153,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         from flowspec_edge.boards.planning.read_parts import read_model  # imports transformers
 
         name, planned, shape = read_model(name_or_path, dtype == "int4", draft, using)
-    return _sized(name, shape, planned, dtype, lm_head or default_head_bits(dtype), kv_cache)
+    return _sized(name, shape, planned, dtype, lm_head or default_head_bits(dtype), kv_cache, candidates)
 
 
 def usual_heads_of(name_or_path: str) -> tuple[int, int, dict[str, HeadShape]]:
@@ -161,18 +174,34 @@ def _known(name_or_path: str) -> tuple[str, ModelParts] | None:
     return (known[0], shape) if known and shape else None
 
 
-def _sized(name: str, shape: ModelParts, planned: PlannedDraft, dtype: PlanDtype, bits: HeadBits, kv_cache: CacheBits
-           ) -> ModelBytes:
+def ranking_bytes(kind: DraftKind, head: HeadShape, vocabulary: int, hidden: int, width: int, bits: HeadBits,
+                  candidates: int | None = None) -> tuple[int, int, int]:
+    """What lets a head rank by the target's lm_head in ``bits``: bytes of it in memory beside lm_head, bytes of
+    lm_head that a pass reads, and candidates.  ``candidates`` as for :func:`model_bytes`."""
+    if head.own_lm_head:
+        return 0, 0, 0
+    packed = packed_as(bits)
+    matrix = matrix_bytes(vocabulary, hidden, width, packed)
+    if head.drafted < vocabulary:
+        copied = bits == "16bit"  # see ``OutputHead.chosen``
+        return (head.drafted * hidden * width, 0, 0) if copied else (0, matrix, 0)
+    how = candidates_for(default_count(vocabulary) if candidates is None else candidates, vocabulary, hidden)
+    if how is None or not kind.narrows:
+        return 0, matrix, 0
+    return (factor_bytes(how.rank, vocabulary, hidden, width, packed_as(draft_bits(bits))),
+            rescored_bytes(TreeParameters().width * how.count, vocabulary, hidden, width, packed), how.count)
+
+
+def _sized(name: str, shape: ModelParts, planned: PlannedDraft, dtype: PlanDtype, bits: HeadBits, kv_cache: CacheBits,
+           candidates: int | None) -> ModelBytes:
     width = _WIDTH[dtype]
     packed = packed_as("int4" if dtype == "int4" else "16bit")
     matrix = matrix_bytes(shape.vocabulary, shape.hidden, width, packed_as(bits))
     drafting = packed_as(draft_bits(bits))
     head = None if planned.by_ngrams else shape.drafts[planned.kind.name]
-    held, rows_read = (head.part.nbytes(width, drafting), 0) if head else (0, 0)
-    if head and not head.own_lm_head:
-        copied = head.drafted < shape.vocabulary and bits == "16bit"  # see ``OutputHead.chosen``
-        held += head.drafted * shape.hidden * width if copied else 0
-        rows_read = 0 if copied else matrix
+    beside, rows_read, count = ranking_bytes(planned.kind, head, shape.vocabulary, shape.hidden, width, bits,
+                                             candidates) if head else (0, 0, 0)
+    held = head.part.nbytes(width, drafting) + beside if head else 0
     layers = [layer.nbytes(width, packed, shape.group) for layer in shape.layers]
     cache = shape.caches[kv_cache][str(width)]
     experts = shape.experts
@@ -181,6 +210,7 @@ def _sized(name: str, shape: ModelParts, planned: PlannedDraft, dtype: PlanDtype
         max_positions=shape.max_positions, layer=max(layers), layer_values=max(layer.values for layer in shape.layers),
         norm=shape.norm * width, lm_head=matrix, draft=held,
         draft_unread=round(head.unread(width, drafting)) if head else 0, draft_lm_head=rows_read, head_bits=bits,
+        candidates=count,
         kv_row=cache.kv_row, draft_kv_row=head.kv_row * width if head else 0, kv_cache=kv_cache,
         from_weights=shape.from_weights, planned=planned,
         layer_launches=FAMILIES.get(shape.family, UNKNOWN).launches,

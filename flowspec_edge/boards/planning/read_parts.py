@@ -202,12 +202,14 @@ def head_shape(kind: DraftKind, head: nn.Module) -> HeadShape:
     mixtures: list[Any] = [module for module in head.modules() if hasattr(module, "experts")]
     looked_up = sum(_numel(module.parameters()) for module in head.modules() if isinstance(module, nn.Embedding))
     looked_up -= int(embeddings.weight.numel())
+    candidates = int(config.num_candidates) if getattr(config, "candidate_rank", 0) else 0
     return HeadShape(
         part=PartShape(kept=part.kept - int(embeddings.weight.numel()), matrices=part.matrices),
         own_lm_head=getattr(head, "lm_head", None) is not None,
         drafted=int(getattr(config, "draft_vocab_size", None) or config.vocab_size),
         kv_row=row_bytes(int(heads), int(head_dim), 1, "16bit") * head_format_of(kind).cached_layers(head),
-        looked_up=looked_up,
+        looked_up=looked_up, candidates=candidates,
+        rescored=Matrices(rows=config.draft_vocab_size, columns=config.hidden_size) if candidates else None,
         experts=[ExpertsShape(count=len(mixture.experts), chosen=config.num_experts_per_tok,
                               expert=part_shape(mixture.experts[0])) for mixture in mixtures])
 

@@ -28,18 +28,21 @@ _BOARD = r"[^:,]+:\d{1,6}"
 _TESTBED = re.compile(rf"(?P<boards>{_BOARD}(?:,{_BOARD})*)/(?P<model>.+)/(?P<dtype>[^/]+)")
 
 
-def profile_or_testbed(name: str) -> Profile:
-    """A testbed, or what ``load_profile`` takes, whose errors it has; also ``planner.DoesNotFit``."""
+def profile_or_testbed(name: str, candidates: int | None = None) -> Profile:
+    """A testbed, or what ``load_profile`` takes, whose errors it has; also ``planner.DoesNotFit``.
+
+    ``candidates``: of a testbed's candidate head, None: the sharder's default.
+    """
     match = _TESTBED.fullmatch(name)
     if match:
-        return _testbed(match)
+        return _testbed(match, candidates)
     if re.search("[:,]", name) and not Path(name).exists():
         raise UsageError(f"no testbed {name!r}: a testbed is {FORM}, such as "
                          "orin-nano-8gb-super:5/qwen3-32b/int4")
     return load_profile(name)
 
 
-def _testbed(match: re.Match[str]) -> Profile:
+def _testbed(match: re.Match[str], candidates: int | None) -> Profile:
     # Here: they import torch, and most names are profiles.
     from flowspec_edge.boards.planning import planner
     from flowspec_edge.boards.planning.board_spec import parse_devices
@@ -61,7 +64,7 @@ def _testbed(match: re.Match[str]) -> Profile:
         raise UsageError(f"testbed {name}: 2 to {_MOST_BOARDS} boards are needed, one of which drafts, not "
                          f"{counts.total()}")
     dtype = cast(PlanDtype, match["dtype"])
-    size = model_bytes(match["model"], dtype)
+    size = model_bytes(match["model"], dtype, candidates=candidates)
     members = parse_devices([f"{kind}:{count}" for kind, count in counts.items()])
     boards = [member.for_model(size)[0] for member in members]
     problem = problem_for(size, CONTEXT, 1, len(boards))
@@ -69,7 +72,8 @@ def _testbed(match: re.Match[str]) -> Profile:
         plan = planner.plan(boards, problem)
     except planner.DoesNotFit:
         raise memory_error(boards, problem, lambda other, kept_in: model_bytes(
-            match["model"], other, kv_cache=kept_in), lambda key, value: f"{key} {value}") from None
+            match["model"], other, kv_cache=kept_in, candidates=candidates),
+            lambda key, value: f"{key} {value}") from None
     what = f"{size.name} in {dtype}"
     scaled = f"scaled to {what} as flowspec plan does."
     if len(counts) > 1:

@@ -14,6 +14,7 @@ import typer
 from flowspec_edge.cli.common.options import MOST_STAGES, MOST_TOKENS, ShardedDtype, parse_counts
 from flowspec_edge.cli.common.progress import done_of, plain_lines
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.model.candidates import COUNT, LEAST_VOCABULARY
 from flowspec_edge.model.opened import OpenModel, require_name
 from flowspec_edge.util.bounded_read import read_json
 from flowspec_edge.util.terminal import plain
@@ -55,6 +56,10 @@ def shard(
     kv_cache: Annotated[CacheBits, typer.Option(
         "--kv-cache", help="How stages keep keys and values: 16bit, as computed, or int8, in half of that.",
         )] = "16bit",
+    candidates: Annotated[int | None, typer.Option(
+        "--candidates", min=0, max=4096, metavar="N",
+        help="Tokens of a draft row that lm_head's own rows score; a factor of lm_head finds them.  0: drafts read "
+        f"all of lm_head.  Default: {COUNT} with a vocabulary of {LEAST_VOCABULARY:,} tokens or more.")] = None,
     kernels: Annotated[Path | None, typer.Option(
         "--kernels", help="For 4bit: the file of `flowspec device kernels --out` on a board.  Default: "
         "measure this machine.", metavar="FILE")] = None,
@@ -89,7 +94,8 @@ def shard(
 
     source = open_source(model, draft or [])
     ranges = ranges_for(source.layers, stages, lengths)
-    plan = make_plan(source, recipe_for(source, stored, group, compute_dtype, lm_head, kv_cache), ranges)
+    plan = make_plan(source, recipe_for(source, stored, group, compute_dtype, lm_head, kv_cache, candidates),
+                     ranges)
     if finished(plan, out) is not None:
         print(f"{out} is finished already; inspect it with: flowspec models inspect {out}")
         return
@@ -133,7 +139,7 @@ def inspect(
                           "compute_dtype": manifest.compute_dtype, "model_type": manifest.model_type,
                           "quantisation": manifest.quantisation and manifest.quantisation.model_dump(),
                           "lm_head": manifest.lm_head and manifest.lm_head.model_dump(),
-                          "kv_cache": manifest.kv_cache,
+                          "kv_cache": manifest.kv_cache, "candidates": manifest.candidates,
                           "layers": manifest.layers, "context": context, "parts": rows}, indent=2))
         return
     _print_table(manifest, rows, context)
@@ -217,6 +223,8 @@ def _summary(plan: ShardingPlan) -> str:
         how += f", lm_head in {recipe.lm_head.kind}"
     if recipe.kv_cache != "16bit":
         how += f", KV caches in {recipe.kv_cache}"
+    if recipe.candidates:
+        how += f", {recipe.candidates} candidates of a draft row"
     if plan.int8:
         how += f", {len(plan.int8)} matrices in int8"
     if plan.kept:
@@ -250,6 +258,8 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
         kind += f", lm_head in {manifest.lm_head.kind} in groups of {manifest.lm_head.group}"
     if manifest.kv_cache != "16bit":
         kind += f", KV caches in {manifest.kv_cache}"
+    if manifest.candidates:
+        kind += f", {manifest.candidates} candidates of a draft row"
     about = (f"{manifest.source.name}: {manifest.model_type}, {manifest.layers} layers of width "
              f"{manifest.hidden_width}, {kind}, computing in {manifest.compute_dtype}; caches of {context} "
              "rows; sizes in MB")

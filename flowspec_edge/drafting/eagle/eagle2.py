@@ -112,6 +112,11 @@ class EagleHead(FusibleHead):
         return DraftLayer(layer.self_attn, layer.mlp, layer.post_attention_layernorm)
 
 
+def rank_outputs(outputs: Tensor, lm_head: nn.Module) -> Tensor:
+    """Logits by a head whose outputs are what lm_head reads."""
+    return cast(Tensor, lm_head(outputs))
+
+
 class EagleDrafter(HeadDrafter):
     """``logits`` ranks a row's children by its output: the target's lm_head ([V, H], or a module of it), of
     the head's dtype and on its device, or a module for the tokens of ``draft_vocabulary``."""
@@ -271,10 +276,11 @@ class Eagle2Format(HeadFormat):
         config = head_config(files)
         require_fit(directory, "width", config.hidden_size, beside.lm_head.hidden_size)
         require_vocabulary(directory, config.vocab_size, beside.lm_head)
-        head = beside.placed(read_head(files, config, beside.embedding, beside.dtype, True, beside.quantise,
-                                       beside.lm_head))
-        ranks, drafted = head.ranking(beside.lm_head)
-        return Loaded(partial(EagleDrafter, head, ranks, draft_vocabulary=drafted), config.vocab_size)
+        head = read_head(files, config, beside.embedding, beside.dtype, True, beside.quantise, beside.lm_head)
+        whole = head.own_lm_head is None and head.token_map is None
+        narrow = beside.narrowed(head, rank_outputs) if whole else None
+        ranks, drafted = beside.placed(head).ranking(beside.lm_head)
+        return Loaded(partial(EagleDrafter, head, narrow or ranks, draft_vocabulary=drafted), config.vocab_size)
 
     def config(self, directory: Path) -> Any:
         return head_config(checkpoint.HeadFiles(directory))

@@ -28,13 +28,14 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from flowspec_edge.drafting.candidates import CandidateHead
 from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, HeadDrafter, KeyValueCache
 from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.drafting.recorded import RecordedPasses
 from flowspec_edge.drafting.tapped import TappedStates
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.messages import Tap
-from flowspec_edge.model.output_head import OutputHead
+from flowspec_edge.model.output_head import MatrixRows, OutputHead
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.util.kernels import RmsNorm
 
@@ -84,6 +85,8 @@ class Eagle3Head(FusibleHead):
     qk_norm                queries and keys are normed head by head, as in Qwen3
     norm_output            a row's output is normed already (EAGLE-3.1)
     own_lm_head            true; if false the target's lm_head ranks, with its rows of the draft vocabulary
+    candidate_rank         the factor's, of a head whose lm_head ranks no more than ``num_candidates`` tokens of a row
+                           (EAGLE-4, ``drafting.candidates``)
     """
 
     d2t: Tensor
@@ -107,6 +110,11 @@ class Eagle3Head(FusibleHead):
         self.norm = LlamaRMSNorm(width, eps=config.rms_norm_eps)
         own = given("own_lm_head", True)
         self.lm_head: Any = nn.Linear(width, draft_tokens, bias=False) if own else None
+        rank = given("candidate_rank", 0)
+        if rank:  # by their published names; the small factor is not quantised
+            self.efficient_lm_head: Any = nn.Linear(rank, draft_tokens, bias=False)
+            self.efficient_lm_head_down_proj = MatrixRows(torch.empty(rank, width))
+        self._candidate_head: list[CandidateHead] = []  # of the modules above, not one of its own
         self.rotary_emb = LlamaRotaryEmbedding(config)
         if draft_tokens != vocabulary:
             self.register_buffer("d2t", torch.zeros(draft_tokens, dtype=torch.int64))
@@ -153,9 +161,21 @@ class Eagle3Head(FusibleHead):
         """Row outputs [..., H] to [..., draft_vocab]; ``lm_head``: for a head without its own."""
         if not self._norms_output:
             hidden = self.norm(hidden) if self.fused is None else self._output_norm(hidden)
-        ranks = lm_head if self.lm_head is None else self.lm_head
+        ranks = lm_head if self.lm_head is None else self._ranking
         assert ranks is not None
         return cast(Tensor, ranks(hidden))
+
+    @property
+    def _ranking(self) -> nn.Module:
+        """Its own lm_head, or the candidate head over it."""
+        if not getattr(self.config, "candidate_rank", 0):
+            return cast(nn.Module, self.lm_head)
+        if not self._candidate_head:  # when the matrices are where, and in the bits in which, they are used
+            norm = self.norm.weight
+            exact = OutputHead([self.lm_head], self.config.hidden_size, norm.dtype, norm.device)
+            self._candidate_head = [CandidateHead(exact, self.efficient_lm_head_down_proj, self.efficient_lm_head,
+                                                  self.config.num_candidates)]
+        return self._candidate_head[0]
 
     def shared_lm_head(self, target: OutputHead) -> nn.Module | None:
         """What ranks in the place of an lm_head of the head's own: the target's rows of the draft vocabulary;

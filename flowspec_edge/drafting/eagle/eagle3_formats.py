@@ -5,6 +5,8 @@
 - vllm-project/speculators: ``transformer_layer_config``, which may leave its family's defaults out, with
   ``norm_before_residual`` and other switches beside it; ``layers.0.*``; a layer of Qwen3 norms queries and
   keys.
+- EAGLE-4 (``LlamaForCausalLMEagle4``, as NVIDIA's NeMo Automodel documents its export): EAGLE-3.1's layer with a
+  ``sliding_window``, ``layers.0.*``, the whole vocabulary, and the factor of a candidate head.
 - deepseek-ai/DeepSpec: a Qwen3's config.json with ``target_layer_ids`` (five); ``layers.0.*``, q/k norms, the
   whole vocabulary.
 
@@ -34,6 +36,7 @@ from flowspec_edge.drafting.eagle.eagle3 import (
 )
 from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit, require_vocabulary
 from flowspec_edge.errors import FlowspecError, last_line
+from flowspec_edge.model.candidates import COUNT, LEAST_COUNT
 from flowspec_edge.model.config import check_config
 from flowspec_edge.model.draft_kind import DraftKind, Shapes
 from flowspec_edge.model.weights.checkpoint import StoredTensor
@@ -43,6 +46,7 @@ _WHAT = "an EAGLE-3 head"
 _LAYER_IDS, _STATES = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
 _OWN = ("draft_vocab_size", "target_hidden_size", _LAYER_IDS, "eagle_config")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_FACTOR, _FACTOR_DOWN = "efficient_lm_head.weight", "efficient_lm_head_down_proj.weight"  # [V, r] and [r, H]
 _LAYERS: dict[str, type[LlamaConfig] | type[Qwen3Config]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 
@@ -113,7 +117,7 @@ def head3_config(files: checkpoint.HeadFiles) -> LlamaConfig:
         fields = dict(raw)
         _check_deepspec(fields, path)
     qk_norm = bool(fields.pop("qk_norm", "target_layer_ids" in fields))
-    window = _window(fields)
+    window = _window(fields, shapes)
     fields.pop("model_type", None)  # the layer is Llama's in every family, but for the norms of q and k
     fields.pop("layer_types", None)
     config = checkpoint.config_of(LlamaConfig, fields, directory)
@@ -132,6 +136,7 @@ def head3_config(files: checkpoint.HeadFiles) -> LlamaConfig:
     for switch in _SWITCHES:
         setattr(config, switch, bool(getattr(config, switch, False)))
     _follow_files(shapes, config)
+    _read_candidates(shapes, config, path)
     if config.norm_before_fc and config.fc_norm:
         raise FlowspecError(f"{path}: norm_before_fc and fc_norm exclude each other")
     if config.draft_vocab_size > config.vocab_size:
@@ -163,10 +168,27 @@ def _check_deepspec(fields: dict[str, Any], path: Path) -> None:
                                 "Qwen3Eagle3Model")
 
 
-def _window(fields: dict[str, Any]) -> int | None:
+def _window(fields: dict[str, Any], shapes: dict[str, torch.Size]) -> int | None:
+    """An EAGLE-4 head's layer slides if it has a window; others say which of their target's layers do."""
     kinds = fields.get("layer_types") or []
-    slides = bool(kinds) and kinds[0] == "sliding_attention"
+    slides = kinds[0] == "sliding_attention" if kinds else _FACTOR in shapes
     return fields.get("sliding_window") if slides else None
+
+
+def _read_candidates(shapes: dict[str, torch.Size], config: LlamaConfig, path: Path) -> None:
+    """The factor's rank is that of the tensors; FlowspecError for a head with a part of one."""
+    held = [name for name in (_FACTOR, _FACTOR_DOWN) if name in shapes]
+    config.candidate_rank = shapes[held[0]][-1 if held[0] == _FACTOR else 0] if held else 0
+    if not held:
+        return
+    nested = getattr(config, "candidate_head", None)
+    count = (nested if isinstance(nested, dict) else {}).get("num_candidates", getattr(config, "num_candidates", None))
+    config.num_candidates = COUNT if count is None else count
+    if type(config.num_candidates) is not int or config.num_candidates < LEAST_COUNT:
+        raise FlowspecError(f"{path}: num_candidates must be a number of tokens, {LEAST_COUNT} at least, not "
+                            f"{config.num_candidates!r}")
+    if not config.own_lm_head:
+        raise FlowspecError(f"{path.parent}: tensor {checkpoint.LM_HEAD} is missing, by which a candidate head scores")
 
 
 def _named_layers(raw: dict[str, Any], path: Path) -> tuple[int, ...] | None:
@@ -297,9 +319,11 @@ class Eagle3Format(HeadFormat):
         require_fit(directory, "target width", head.config.target_hidden_size, beside.lm_head.hidden_size)
         captured = head3_layers(directory, head.config, beside.layers)
         require_vocabulary(directory, head.config.vocab_size, beside.lm_head)
+        whole = head.lm_head is None and head.config.draft_vocab_size == head.config.vocab_size
+        narrow = beside.narrowed(head, head.logits) if whole else None
         placed = beside.placed(head)
         return Loaded(partial(Eagle3Drafter, placed, captured,
-                              lm_head=placed.shared_lm_head(beside.lm_head)), head.config.vocab_size)
+                              lm_head=narrow or placed.shared_lm_head(beside.lm_head)), head.config.vocab_size)
 
     def config(self, directory: Path) -> Any:
         return head3_config(checkpoint.HeadFiles(directory))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowspec_edge.drafting import checkpoint
-from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, rank_outputs
 from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, KeyValueCache
 from flowspec_edge.drafting.format import Loaded, OwnLayerFormat, Surroundings, require_fit
 from flowspec_edge.drafting.fused import DraftLayer
@@ -113,8 +113,9 @@ class MtpFormat(OwnLayerFormat):
 
     def load(self, directory: Path, beside: Surroundings) -> Loaded:
         assert beside.embedding is not None
-        head = beside.placed(load_mtp(directory, beside.embedding, beside.dtype, beside.quantise))
-        return Loaded(partial(EagleDrafter, head, beside.lm_head), head.config.vocab_size)
+        head = load_mtp(directory, beside.embedding, beside.dtype, beside.quantise)
+        ranks = beside.narrowed(head, rank_outputs)
+        return Loaded(partial(EagleDrafter, beside.placed(head), ranks), head.config.vocab_size)
 
     def config(self, directory: Path) -> Any:
         return mtp_config(directory)

@@ -39,6 +39,7 @@ class QuantLinear(nn.Module, ABC):
 
     bias: Tensor | None
     row_dims: ClassVar[Mapping[str, int]] = {}  # buffer -> dimension of the rows, if not 0
+    looks_up_rows: bool = False  # whether ``own_logits`` reads no more than rows
 
     def __init__(self, scheme: Scheme, rows: int, columns: int, bias: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -96,6 +97,11 @@ class QuantLinear(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor: ...
+
+    def own_logits(self, x: Tensor, ids: Tensor) -> Tensor:
+        """Products of each row of ``x`` [n, in_features] with its own rows ``ids`` [n, k] of W: [n, k]."""
+        products: Tensor = self(x)
+        return products.gather(-1, ids)
 
     def register_packed(self, name: str, value: Tensor | None) -> None:
         """Register a buffer that is not saved."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
+from functools import cache
 from typing import ClassVar, Literal
 
 import torch
@@ -123,6 +124,13 @@ class GroupedLinear(QuantLinear):
 class ExpandingLinear(GroupedLinear):
     """Expands slices of rows to float32 and multiplies in float32."""
 
+    looks_up_rows = True
+
+    def own_logits(self, x: Tensor, ids: Tensor) -> Tensor:
+        at = ids.flatten()
+        rows = expand(*(self.get_buffer(name)[at] for name in ("qweight", "scales", "zeros")))
+        return torch.matmul(rows.view(*ids.shape, -1), x.float()[..., None]).squeeze(-1).to(x.dtype)
+
     def product(self, x: Tensor) -> Tensor:
         qweight, scales, zeros = (self.get_buffer(name) for name in ("qweight", "scales", "zeros"))
         y = torch.empty((len(x), self.out_features), dtype=torch.float32, device=x.device)
@@ -182,9 +190,47 @@ class CudaLinear(GroupedLinear):
         _fill_scales_zeros(self.get_buffer("scales_zeros"), lo, stored)
 
     def product(self, x: Tensor) -> Tensor:
+        return self._multiply(x, self.get_buffer("packed"), self.get_buffer("scales_zeros"))
+
+    def _multiply(self, x: Tensor, packed: Tensor, scales_zeros: Tensor) -> Tensor:
         return torch.ops.aten._weight_int4pack_mm(
-            x.to(torch.bfloat16), self.get_buffer("packed"), self.group,
-            self.get_buffer("scales_zeros")).to(x.dtype)
+            x.to(torch.bfloat16), packed, self.group, scales_zeros).to(x.dtype)
+
+    @property
+    def looks_up_rows(self) -> bool:  # type: ignore[override]
+        return rows_are_in_lanes(self.inner, self.get_buffer("packed").device)
+
+    def own_logits(self, x: Tensor, ids: Tensor) -> Tensor:
+        n, count = ids.shape
+        if count % _TILE or not self.looks_up_rows:
+            return super().own_logits(x, ids)
+        at = ids.flatten()
+        products = self._multiply(x, packed_rows(self.get_buffer("packed"), at),
+                                  self.get_buffer("scales_zeros")[:, at].contiguous())
+        return products.view(n, n, count).diagonal(dim1=0, dim2=1).t()
+
+
+_TILE, _LANES = 8, 4  # rows of a tile of the GPU's layout, and lanes of a row in it
+
+
+def packed_rows(packed: Tensor, ids: Tensor) -> Tensor:
+    """Rows ``ids``, a multiple of 8, of a matrix in the GPU's layout, as a matrix in it: each of a tile's 32 lanes
+    holds weights of one row, of lane / 4."""
+    tiles, runs, lanes, words = packed.shape
+    by_row = packed.view(tiles, runs, _TILE, _LANES * words)
+    rows = by_row[ids // _TILE, :, ids % _TILE].view(-1, _TILE, runs, _LANES * words)
+    return rows.transpose(1, 2).reshape(-1, runs, lanes, words)
+
+
+@cache
+def rows_are_in_lanes(inner: int, device: torch.device) -> bool:
+    """Whether PyTorch's layout on ``device`` is the one that :func:`packed_rows` knows: it is not documented."""
+    width = 2 * 8 * inner  # two runs of columns
+    codes = torch.arange(_TILE * _TILE * width, device=device).mul_(97).remainder_(251).to(torch.uint8)
+    codes = codes.view(_TILE * _TILE, width)
+    ids = torch.arange(_TILE, device=device) * (_TILE + 1)
+    whole, some = (torch.ops.aten._convert_weight_to_int4pack(part, inner) for part in (codes, codes[ids]))
+    return torch.equal(packed_rows(whole, ids), some)
 
 
 def _fill_scales_zeros(scales_zeros: Tensor, lo: int, stored: Mapping[str, Tensor]) -> None:

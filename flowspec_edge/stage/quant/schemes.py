@@ -101,6 +101,13 @@ class Int8Linear(QuantLinear):
         y: Tensor = self.low(x).add_(self.high(x), alpha=_PLANE)
         return y if self.bias is None else y.add_(self.bias)
 
+    @property
+    def looks_up_rows(self) -> bool:  # type: ignore[override]
+        return self.low.looks_up_rows
+
+    def own_logits(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.low.own_logits(x, ids).add(self.high.own_logits(x, ids), alpha=_PLANE)
+
 
 BLOCK = 64
 _MINIMUM = "0.49"  # the first version with both kinds on CPUs and on GPUs

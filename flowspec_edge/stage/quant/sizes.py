@@ -12,6 +12,7 @@ from flowspec_edge.model.manifest import HeadBits, QuantKind, ShardDtype
 DEFAULT_GROUP = 128
 GROUPS = (32, 64, 128, 256)  # sizes that the kernels support
 ROWS = 16  # the CPU's kernel needs a multiple of this many rows of a matrix; the GPU's, of 8
+HEAD_BLOCK_BYTES = 240 << 20  # of a piece of lm_head
 _SCALE_AND_ZERO = 4  # bytes of a group
 Packed = Literal["int4", "int8"]
 
@@ -30,6 +31,19 @@ def matrix_bytes(rows: int, columns: int, width: int, packed: Packed | None, gro
         return rows * columns * width
     codes = rows * columns // (2 if packed == "int4" else 1)
     return codes + rows * (columns // fitting) * _SCALE_AND_ZERO
+
+
+def factor_bytes(rank: int, rows: int, columns: int, width: int, packed: Packed | None) -> int:
+    """Bytes in memory of a candidate head's factor of an lm_head [rows, columns]; a pass reads all of it."""
+    return matrix_bytes(rows, rank, width, packed) + rank * columns * width
+
+
+def rescored_bytes(tokens: int, rows: int, columns: int, width: int, packed: Packed | None) -> int:
+    """What looking up ``tokens`` rows of an lm_head [rows, columns] moves: they are read, and, from each of the pieces
+    in which it is in memory, written and read as a matrix."""
+    matrix = matrix_bytes(rows, columns, width, packed)
+    pieces = -(-matrix // HEAD_BLOCK_BYTES)
+    return round(tokens * matrix / rows * (1 + 2 * pieces))
 
 
 def default_head_bits(dtype: ShardDtype) -> HeadBits:

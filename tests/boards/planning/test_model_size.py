@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from kits.block_drafters import published_block
+from kits.draft_heads import published_eagle3
 from kits.family_checkpoints import family_model
 from kits.mtp_layers import with_mtp
 from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
@@ -238,6 +239,30 @@ def test_a_block_drafter_is_counted(tmp_path: Path, drafted: int | None) -> None
     assert (size.draft, size.draft_lm_head) == (held, 0 if drafted else size.lm_head)
     assert size.draft_kv_row == 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, bytes
     assert not size.draft_estimated
+
+
+def test_a_candidate_head_for_a_large_vocabulary() -> None:
+    """Qwen3.6-27B's MTP layer ranks by an lm_head of 248,320 x 5,120 in int8, in groups of 128."""
+    whole, narrow = (model_bytes("qwen3.6-27b", "int4", candidates=count) for count in (0, 128))
+    assert model_bytes("qwen3.6-27b", "int4") == narrow
+    assert (whole.candidates, narrow.candidates) == (0, 128)
+    row = 5120 + 5120 // 128 * 4
+    assert whole.draft_lm_head == whole.lm_head == 248_320 * row
+    assert narrow.draft_lm_head == 10 * 128 * row * (1 + 2 * 6)  # of ten nodes, from six pieces
+    # The large factor in int4, the small one in 16 bits.
+    assert narrow.draft - whole.draft == 248_320 * (128 + 2 * 4) + 256 * 5120 * 2
+    assert model_bytes("llama-2-7b", "int4").candidates == 0  # a small vocabulary
+    assert model_bytes("qwen3-8b", "int4", draft="head").candidates == 0  # its EAGLE-3 head ranks 32,000 tokens
+
+
+def test_an_eagle4_heads_pass_reads_some_rows_of_its_lm_head(tmp_path: Path) -> None:
+    target = tiny_llama(tmp_path / "model", layers=8, hidden=64)
+    vocabulary = int(load_config(target).vocab_size)
+    published_eagle3(tmp_path / "model" / "eagle3", 0, 64, vocabulary, fc_norm=True, norm_output=True, form="eagle4",
+                     factor=8, num_candidates=16)
+    size = model_bytes(str(tmp_path / "model"), "fp32")
+    assert size.planned.kind.name == "eagle3"
+    assert size.draft_unread == max(0, vocabulary * 64 * 4 - 10 * 16 * 64 * 4 * 3)
 
 
 def test_a_sharded_model_cannot_be_planned(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from flowspec_edge.drafting.checkpoint import HeadFiles
 from flowspec_edge.drafting.eagle.eagle3_formats import head3_config, head3_layers, load_head3, save_head3
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.sharding.drafts import open_draft
 
 T, V = 24, 61
 TARGETS = torch.randn(V, T, generator=torch.Generator().manual_seed(1))
@@ -127,6 +128,29 @@ def test_wrong_tensors_are_named(tmp_path, change, message):
     with pytest.raises(FlowspecError, match=message) as caught:
         load_head3(tmp_path, TARGETS, torch.float32)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("change", "config", "message"), [
+    ({"efficient_lm_head.weight": None}, {}, "tensor efficient_lm_head.weight is missing"),
+    ({"efficient_lm_head_down_proj.weight": None}, {}, "tensor efficient_lm_head_down_proj.weight is missing"),
+    ({"efficient_lm_head.weight": torch.zeros(V, 7)}, {}, r"down_proj.weight has shape \[8, 24\].*\[7, 24\]"),
+    ({"lm_head.weight": None}, {}, "tensor lm_head.weight is missing, by which a candidate head scores"),
+    ({}, {"num_candidates": 10}, "num_candidates must be a number of tokens, 16 at least, not 10"),
+    ({}, {"num_candidates": "many"}, "num_candidates must be a number of tokens, 16 at least, not 'many'"),
+])
+def test_what_an_eagle4_head_can_lack(tmp_path, change, config, message):
+    _, weights = published_eagle3(tmp_path, 0, T, V, **VARIANTS["EAGLE-4"] | config)
+    rewrite(tmp_path, {n: w for n, w in {**weights, **change}.items() if w is not None})
+    with pytest.raises(FlowspecError, match=message) as caught:
+        load_head3(tmp_path, TARGETS, torch.float32)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_eagle4_head_is_an_eagle3_head_with_a_window(tmp_path):
+    published_eagle3(tmp_path, 0, T, V, **VARIANTS["EAGLE-4"])
+    assert open_draft(tmp_path).kind.name == "eagle3"
+    head = load_head3(tmp_path, TARGETS, torch.float32)
+    assert (head.config.candidate_rank, head.config.num_candidates, head.cache_shape().window) == (8, 16, 9)
 
 
 @pytest.mark.parametrize(("shape", "targets", "message"), [

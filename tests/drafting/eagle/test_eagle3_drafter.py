@@ -29,8 +29,10 @@ def session(directory, seed, sampling=GREEDY, rank="draft", tau=0.7, device="cpu
     drafter, states = Eagle3Drafter(head, layers), len(layers)
     weights = {"embed_tokens.weight": targets, **weights}
     reference = Eagle3({n: w.double().numpy() for n, w in weights.items()}, raw["num_attention_heads"],
-                       raw["num_key_value_heads"], raw["rms_norm_eps"], raw["max_position_embeddings"],
-                       raw.get("rope_theta", 10000.0), **{name: raw.get(name) for name in SWITCHES})
+                       raw["num_key_value_heads"], raw["rms_norm_eps"],
+                       raw.get("sliding_window") or raw["max_position_embeddings"],
+                       raw.get("rope_theta", 10000.0), num_candidates=raw.get("num_candidates"),
+                       **{name: raw.get(name) for name in SWITCHES})
 
     def tell(rows, known):
         """In several messages, in any order, with dead rows among the living."""
@@ -58,6 +60,10 @@ def test_random_histories_agree_with_full_recomputation(tmp_path, drafted, kv_he
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_published_variant_agrees(tmp_path, variant, fused):
     session(tmp_path, 12, kv_heads=2, fused=fused, **VARIANTS[variant]).random_history(15)
+
+
+def test_an_eagle4_head_ranks_its_candidates_with_noise(tmp_path):
+    session(tmp_path, 13, Sampling(0.8, seed=7), "noise", **VARIANTS["EAGLE-4"]).random_history(15, prompt=14)
 
 
 @needs_cuda

@@ -72,7 +72,7 @@ def oracle(base: Path, bits: HeadBits) -> Any:
 @pytest.mark.parametrize("bits", ["16bit", "int8", "int4"])
 def test_blocks_of_rows_are_one_matrix(base: Path, bits: HeadBits, monkeypatch: pytest.MonkeyPatch) -> None:
     one = output_head.load_output_head(sharded(base, bits), "fp32")
-    monkeypatch.setattr(output_head, "_BLOCK_BYTES", 1)  # a slice of rows each
+    monkeypatch.setattr(output_head, "HEAD_BLOCK_BYTES", 1)  # a slice of rows each
     several = output_head.load_output_head(sharded(base, bits), "fp32")
     assert (len(one.blocks), len(several.blocks)) == (1, 5)
     assert one.vocabulary == several.vocabulary == VOCABULARY
