@@ -19,7 +19,7 @@ from flowspec_edge.d0.config import DraftConfig
 from flowspec_edge.device_profile import Profile
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.model.config import check_config, load_config, position_limit
+from flowspec_edge.model.config import check_config, load_config, position_limit, read_decoder_config
 from flowspec_edge.model.gguf.config import Fields, config_of
 from flowspec_edge.model.gguf.header import read_header
 from flowspec_edge.model.gguf.tokenizer import tokenizer_of
@@ -92,7 +92,7 @@ def test_model_configurations_in_transformers(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_bytes(data)
         config = load_config(tmp_path)
         if config.num_hidden_layers < 20 and config.vocab_size < 1 << 20 and config.hidden_size < 1 << 14:
-            skeleton(config)
+            skeleton(read_decoder_config(tmp_path))
 
     assert fuzz(one_line(read), [DEMO_CONFIG, *corpus("config")], 3 * FEW) >= 1
 

@@ -6,7 +6,6 @@ import gc
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,14 +16,10 @@ from kits.sharded_models import cut
 from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
 from kits.tiny_models import tiny_llama, tiny_model
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowspec_edge.lab.plain import load_reference_model
-from flowspec_edge.messages import Open
-from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.quant.schemes import scheme
-from flowspec_edge.stage.shard import Shard, load_shard
-from flowspec_edge.util import kernels
+from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.util.linears import join
 from flowspec_edge.util.tensors import to_torch
 
@@ -143,54 +138,3 @@ def test_nothing_is_in_memory_twice(tmp_path: Path) -> None:
     assert held[544, 136] == 3  # gate and up
     assert held[68, 136] == 0  # k, v
     assert len(shard.modules) == 3
-
-
-class Launches(TorchDispatchMode):
-    """Operations that would be a kernel on a GPU: those that write, or that allocate their result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        results = out if isinstance(out, (tuple, list)) else [out]
-        given = {t.untyped_storage().data_ptr() for t in args if isinstance(t, torch.Tensor)}
-        is_view = all(t.untyped_storage().data_ptr() in given for t in results)
-        if func._schema.is_mutable or not (is_view or "empty" in str(func)):
-            self.names[str(func.overloadpacket)] += 1
-        return out
-
-
-def launches_a_layer(path: Path, dtype: str) -> Counter[str]:
-    """The launches that one layer adds to a segment of 16 rows."""
-    counted = []
-    for layers in (1, 2):
-        shard: Shard = load_shard(path, 0, 1, dtype)
-        shard = Shard(**{**vars(shard), "layers": (0, layers), "modules": shard.modules[:layers]})
-        engine = StageEngine(shard)
-        engine.open(Open(session=1, epoch=0, capacity=64))
-        admitted = engine.admit(Book().text(range(1, 17)))
-        assert admitted is not None
-        with Launches() as launches:
-            engine.compute([admitted])
-        counted.append(launches.names)
-    return counted[1] - counted[0]
-
-
-@pytest.mark.parametrize("fuses", [True, False])
-@pytest.mark.parametrize(("family", "extra", "kind", "most"), [
-    ("llama", {"num_key_value_heads": 4}, None, 13), ("llama", {}, None, 15), ("qwen3", {}, None, 18),
-    ("llama", {"num_key_value_heads": 4}, "int4", 15),
-])
-def test_launches_a_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str,
-                          extra: dict[str, object], kind: str | None, most: int, fuses: bool) -> None:
-    """A launch costs a board's CPU core 25 to 40 µs.  PyTorch 2.8 has no kernel for an RMS norm: two more."""
-    monkeypatch.setattr(kernels, "fuses_rms_norm", lambda device: fuses)
-    path = tiny_model(family, tmp_path / "model", layers=2, hidden=256, vocab=VOCAB, **extra)
-    if kind is not None:
-        cut(path, tmp_path / "cut", 1, kind)
-        path = tmp_path / "cut"
-    found = launches_a_layer(path, "bf16")
-    copies = 2 if kind else 0  # packed products want contiguous rows
-    assert found.total() == most + (0 if fuses else 2 + copies), found

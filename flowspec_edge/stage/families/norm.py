@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowspec_edge.util.kernels import HeadNorms, RmsNorm
@@ -29,7 +30,11 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] to the same shape and dtype."""
-        return self._kernel(x.float()).to(x.dtype) if self.centred else self._kernel(x)
+        if self.centred:
+            return self._kernel(x.float()).to(x.dtype)
+        if x.dtype != torch.float32 and x.device.type == "cpu":  # rounded twice, as plain decoding is there
+            return F.rms_norm(x.float(), x.shape[-1:], None, self.eps).to(x.dtype) * self.weight
+        return self._kernel(x)
 
 
 def head_norms(*norms: tuple[Norm, int]) -> HeadNorms:
