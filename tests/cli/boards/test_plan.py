@@ -19,7 +19,7 @@ from kits.tiny_model_dir import tiny_model_dir
 from flowspec_edge.boards.deploy.resolve import resolve_deployment
 from flowspec_edge.boards.inventory import load_inventory
 from flowspec_edge.boards.planning.draft_heads import head_costs
-from flowspec_edge.boards.planning.model_size import model_bytes, usual_heads_of
+from flowspec_edge.boards.planning.model_size import model_bytes, ranking_bytes, usual_heads_of
 from flowspec_edge.boards.planning.one_board import rate_text
 from flowspec_edge.boards.planning.planned_draft import PlannedDraft, charged_as, level_seconds
 from flowspec_edge.boards.planning.planner import DoesNotFit
@@ -281,8 +281,9 @@ def test_a_block_drafter_is_charged_one_pass_for_all_depths() -> None:
     costs = head_costs("qwen3-8b", nano)
     for kind in map(DRAFT_KINDS.__getitem__, ("eagle2", "dflash", "dspark")):
         head = usual_heads_of("qwen3-8b")[2][kind.name]
-        own = replace(size, planned=PlannedDraft(kind, "here"), draft=head.part.nbytes(2, None),
-                      draft_unread=0, draft_lm_head=size.lm_head)
+        factor, ranked, count = ranking_bytes(kind, head, 151_936, 4_096, 2, "16bit")  # EAGLE has a candidate head
+        own = replace(size, planned=PlannedDraft(kind, "here"), draft=head.part.nbytes(2, None) + factor,
+                      draft_unread=0, draft_lm_head=ranked, candidates=count)
         [cost] = [c for c in costs if (c.kind, c.bits) == (kind.name, "16bit")]
         d0 = scaled(nano, own)[0]
         level = level_seconds(d0, kind, 0) * 1e3
