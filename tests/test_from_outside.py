@@ -78,7 +78,7 @@ BENCH = dedent('''
         return report, row["tokens_per_second"]
 
     (out / "p.jsonl").write_text(json.dumps({"prompt": "import os\\n"}))
-    report, usual = bench(own, "--set", "draft=own", "--twin-levels", "3")
+    report, usual = bench(own, "--set", "draft=own", "--set", "twin_levels=3")
     assert report["settings"]["twin_levels"] == 3
     assert report["settings"]["spd_width"] == 1
 
