@@ -97,7 +97,8 @@ assert main(["plan", "--model", str(own), "--devices", "orin-nano-8gb:3"]) == 0
 """),
     "family": Change({
         # A family of transformers that this package does not run, whose layers are Llama's with biases.
-        "model/families.py": inserted('    Family("seed_oss", form=LayerForm(query_biases=True)),\n', '    Family("mistral", {'),
+        "model/families.py": inserted('    Family("seed_oss", form=LayerForm(query_biases=True)),\n',
+                                      '    Family("mistral", {'),
     }, 2, _BENCH + """
 import shutil, torch
 from transformers import AutoModelForCausalLM, SeedOssConfig
