@@ -65,7 +65,8 @@ def cache_of(config: Qwen3NextConfig, dtype: torch.dtype) -> RecurrentCache:
 def run(net: DeltaNet, cache: RecurrentCache, x: Tensor, mask: NDArray[np.bool_]) -> Tensor:
     cache.begin(mask)
     inputs = net.before(x)
-    return net.out(inputs, net.attend(inputs, None, _Pass(cache, len(x)), len(x)))
+    out: Tensor = net.projection(net.finish(inputs, net.attend(inputs, None, _Pass(cache, len(x)), len(x))))
+    return out
 
 
 def causal(cache: RecurrentCache, rows: int) -> NDArray[np.bool_]:

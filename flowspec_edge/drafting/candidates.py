@@ -9,7 +9,7 @@ order the tree and no more: the target's tokens always come from the whole lm_he
 EAGLE-4 heads bring the factor (``eagle.eagle3``).  For other heads :func:`narrowed` makes it when the head is loaded:
 ``down`` projects on the principal components of the states that the head itself produces, and ``up`` is lm_head on
 these.  Tokens and states of that are the head's own: it feeds itself from nothing, and its tokens are drawn from its
-logits.  (The truncated SVD of lm_head alone, which knows no states, finds a third of the best ten.)
+logits.  (The truncated SVD of lm_head alone, which knows no states, finds a quarter of the best ten.)
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from textwrap import shorten
 from typing import Any
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config
+from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config, layer_types
 from flowspec_edge.model.families import family_of, text_config
 from flowspec_edge.model.recognise import refuse_quantised, refuse_unless_runnable, require_family
 from flowspec_edge.util.bounded_read import read_json_object
@@ -31,10 +31,7 @@ def recurrent_layers(config: Mapping[str, Any]) -> int:
     """Layers without keys and values."""
     if not family_of(config).recurrent:
         return 0
-    layers, every = int(config["num_hidden_layers"]), int(config.get("full_attention_interval") or 4)
-    kinds = config.get("layer_types") or [
-        "full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(layers)]
-    return sum(kind == "linear_attention" for kind in kinds)
+    return layer_types(config, "config.json").count("linear_attention")
 
 
 def position_limit(config: Mapping[str, Any]) -> int:

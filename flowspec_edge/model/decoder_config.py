@@ -106,7 +106,7 @@ def decoder_config(config: Mapping[str, Any], origin: Path | str) -> DecoderConf
         if value := fields.get(name):
             raise UsageError(f"{origin}: {name} is {value!r}, which stages do not compute")
     head_dim = int(fields.get("head_dim") or width // heads)
-    types = _layer_types(fields, family, layers, origin)
+    types = layer_types(fields, origin)
     experts = _experts(fields, family, layers, origin)
     _check_recurrence(fields, family, origin)
     return DecoderConfig(
@@ -141,7 +141,9 @@ def _window(fields: Mapping[str, Any]) -> int | None:
     return None if window is None else int(window)
 
 
-def _layer_types(fields: Mapping[str, Any], family: Family, layers: int, origin: Path | str) -> tuple[str, ...]:
+def layer_types(fields: Mapping[str, Any], origin: Path | str) -> tuple[str, ...]:
+    """Decide the type of every layer, of a config.json with its defaults; errors as for :func:`decoder_config`."""
+    family, layers = family_of(fields), int(fields["num_hidden_layers"])
     if family.always_windowed:
         return (_SLIDING,) * layers
     named = fields.get("layer_types")

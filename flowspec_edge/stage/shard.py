@@ -92,19 +92,6 @@ class Shard:
     def is_last(self) -> bool:
         return self.norm is not None
 
-    @property
-    def kv_heads(self) -> int:
-        return self.config.num_key_value_heads
-
-    @property
-    def kv_groups(self) -> int:
-        """Query heads per key/value head."""
-        return self.config.num_attention_heads // self.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.config.head_dim
-
     @cached_property
     def kinds(self) -> Sequence[CacheKind]:
         """How each of its layers remembers rows."""

@@ -80,17 +80,14 @@ def _halved(x: Tensor, plus_minus: Tensor, weight: Tensor | None, eps: float) ->
     return F.layer_norm(both, (2 * width,), weight, None, eps)[..., :width]
 
 
-def angles(embedding: nn.Module, x: Tensor, positions: Tensor, layer_type: str = "") -> Any:
+def angles(embedding: nn.Module, x: Tensor, positions: Tensor) -> Any:
     """Cosines and sines of ``positions`` [B, n] in x's dtype, from a family's rotary embedding.
-
-    layer_type  of layers, whose angles are those of other types in some families; "": all have the same
 
     Qwen3.5's has grids of positions for time, height and width, which are equal in a text.  Before release
     5.20 of transformers it takes all three only.
     """
     grids = positions.expand(3, -1, -1) if hasattr(embedding, "mrope_section") else positions
-    by_type = {"layer_type": layer_type} if layer_type else {}
-    return embedding(x, position_ids=grids, **by_type)
+    return embedding(x, position_ids=grids)
 
 
 def rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

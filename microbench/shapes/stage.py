@@ -41,7 +41,7 @@ class SegmentTime:
 def segment_times(name: str, dtype: str, device: str, layers: int, rows: Sequence[int],
                   contexts: Sequence[int], copy_rate: float) -> Iterator[SegmentTime]:
     shard = random_stage(SHAPES[name], layers, dtype, device)
-    kv_row = 2 * shard.kv_heads * shard.head_dim * shard.dtype.itemsize * layers
+    kv_row = 2 * shard.config.num_key_value_heads * shard.config.head_dim * shard.dtype.itemsize * layers
     for context in contexts:
         for n in rows:
             run = _segments(StageEngine(shard), n, context)

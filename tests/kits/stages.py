@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import LinearAttentionLayer
 
 from flowspec_edge.messages import Open, Output, Prune, Segment, Tap
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layers import kv_cache, recurrent
 from flowspec_edge.stage.layers.kinds import KeysValues
@@ -120,9 +121,10 @@ def engines(path: Path, stages: int, dtype: str = "fp32", capacity: int = 256,
     return chain
 
 
-def stored_state(layer: nn.Module, heads: int, kv_heads: int) -> dict[str, Tensor]:
+def stored_state(layer: nn.Module, config: DecoderConfig) -> dict[str, Tensor]:
     """A llama-like layer's tensors by their names in checkpoints, which it has joined by rows."""
-    joined = {"self_attn.qkv_proj": {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads},
+    heads, others = config.num_attention_heads, config.num_key_value_heads
+    joined = {"self_attn.qkv_proj": {"q_proj": heads, "k_proj": others, "v_proj": others},
               "mlp.gate_up_proj": {"gate_proj": 1, "up_proj": 1}}
     found: dict[str, Tensor] = {}
     for name, tensor in layer.state_dict().items():

@@ -1,4 +1,4 @@
-"""Layers against transformers, and the number of their launches."""
+"""Layers against transformers; joined matrices against each alone."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_a_shard_holds_its_part_only(model: Path) -> None:
     for shard in shards:
         held = 0
         for i, module in zip(range(*shard.layers), shard.modules, strict=True):
-            stored = stored_state(module, shard.kv_heads * shard.kv_groups, shard.kv_heads)
+            stored = stored_state(module, shard.config)
             for name, weight in whole.layers[i].state_dict().items():
                 assert torch.equal(stored.pop(name), weight)
                 held += weight.nbytes

@@ -61,7 +61,7 @@ def test_a_stage_is_cut_where_the_manifest_says(model: Path, dense: Path) -> Non
         assert (shard.embed is not None, shard.norm is not None) == (index == 0, index == 2)
         assert shard.nbytes == manifest.part(f"stage-{index + 1}").weight_bytes
         for i, module in zip(range(lo, hi), shard.modules, strict=True):
-            stored = stored_state(module, shard.kv_heads * shard.kv_groups, shard.kv_heads)
+            stored = stored_state(module, shard.config)
             for name, weight in whole.layers[i].state_dict().items():
                 assert torch.equal(stored[name], weight)
     with pytest.raises(UsageError, match="was sharded into 3 stages, not 2"):

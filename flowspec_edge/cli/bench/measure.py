@@ -97,7 +97,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
             raise UsageError("give --cluster or --device, not both: the cluster file says torch_device")
         inventory = load_inventory(request.cluster)
         options = replace(options, stages=len(inventory.verify), device="cpu")
-    left_out: list[str] = []  # why, of strategies that cannot run here and that nobody named
+    left_out: list[str] = []  # for each strategy that "all" names and that cannot run here, the reason
     if clock.clock == "wall" and (options.strategies is None or every):
         from flowspec_edge.strategies.registry import groups
 

@@ -153,8 +153,11 @@ _DRIFT_S = 1e-5  # that a stage's clock may gain on D0's from one message to the
 
 
 class Feed(Observer):
-    """Notes events for any number of viewers; the event loop's thread takes them. While nobody watches (``watched``,
-    set from outside), it notes only what the statistics and the boards' state need."""
+    """Records events of the cluster for the page's viewers.
+
+    The thread of the event loop reads the records and sends them to every viewer.  The server sets ``watched`` while
+    a viewer is connected.  Without one, the feed records only events for the statistics and the boards' state.
+    """
 
     def __init__(self) -> None:
         self._flow: deque[SessionEvent | StagesLost] = deque(maxlen=_MAX_FLOW)

@@ -18,6 +18,7 @@ from flowspec_edge.stage.families.feed_forward import Mixture, Mlp, Routed, feed
 from flowspec_edge.stage.families.norm import Norm
 from flowspec_edge.stage.families.rotary import Rotation
 from flowspec_edge.stage.families.self_attention import Projected, SelfAttention
+from flowspec_edge.util.linears import add_product
 
 Begun = Projected | Inputs
 
@@ -95,12 +96,12 @@ class DecoderLayer(nn.Module):
 
     def after(self, rows: Tensor, begun: Begun, attended: Tensor) -> Routed | None:
         """Replace ``rows`` with the layer's output; with experts, with what ``mix`` completes."""
-        half = self.feed_forward
+        half, projection, mixed = self.feed_forward, self.mixer.projection, self.mixer.finish(begun, attended)
         if self._norms_of_outputs:
-            rows += self.post_attention_layernorm(self.mixer.out(begun, attended))
+            rows += self.post_attention_layernorm(projection(mixed))
             rows += self.post_feedforward_layernorm(half(self.pre_feedforward_layernorm(rows)))
             return None
-        self.mixer.add_to(rows, begun, attended)
+        add_product(rows, projection, mixed)
         normed = self.post_attention_layernorm(rows)
         if isinstance(half, Mixture):
             return half.route(rows, normed)

@@ -17,7 +17,7 @@ from flowspec_edge.stage.families.rotary import Rotation
 from flowspec_edge.stage.layers.recurrent import RecurrentPass
 from flowspec_edge.stage.layers.recurrent_layer import DeltaShape
 from flowspec_edge.util.kernels import RmsNorm
-from flowspec_edge.util.linears import add_product, detach_and_join
+from flowspec_edge.util.linears import detach_and_join
 
 
 class Inputs(NamedTuple):
@@ -79,16 +79,13 @@ class DeltaNet(nn.Module):
             outputs[rows] = output
         return outputs
 
-    def out(self, inputs: Inputs, mixed: Tensor) -> Tensor:
-        """Norm, gate and project what ``attend`` returned: [N, H]."""
-        made: Tensor = self.out_proj(self._gated(inputs, mixed))
-        return made
+    @property
+    def projection(self) -> nn.Module:
+        """Makes [N, H] of what ``finish`` returns."""
+        return self.out_proj
 
-    def add_to(self, rows: Tensor, inputs: Inputs, mixed: Tensor) -> None:
-        """Add :meth:`out` to ``rows`` [N, H]."""
-        add_product(rows, self.out_proj, self._gated(inputs, mixed))
-
-    def _gated(self, inputs: Inputs, mixed: Tensor) -> Tensor:
+    def finish(self, inputs: Inputs, mixed: Tensor) -> Tensor:
+        """Norm and gate what ``attend`` returned: [N, heads * v]."""
         gates = F.silu(inputs.gates.float()).view(mixed.shape)
         return (self._out_norm(mixed) * gates).flatten(1).to(inputs.gates.dtype)
 

@@ -13,7 +13,7 @@ from flowspec_edge.stage.families.rotary import Rotation
 from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, attend
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.util.kernels import HeadNorms, rotate_in_place
-from flowspec_edge.util.linears import add_product, detach_and_join
+from flowspec_edge.util.linears import detach_and_join
 
 
 class Projected(NamedTuple):
@@ -84,14 +84,11 @@ class SelfAttention(nn.Module):
         out = attend(queries[None].transpose(1, 2), keys, values, mask, self._scaling, self.sinks)
         return out.reshape(len(queries), -1)
 
-    def out(self, projected: Projected, attended: Tensor) -> Tensor:
-        """Project what ``attend`` returned: [N, H]."""
-        made: Tensor = self.o_proj(self._passed(projected, attended))
-        return made
+    @property
+    def projection(self) -> nn.Module:
+        """Makes [N, H] of what ``finish`` returns."""
+        return self.o_proj
 
-    def add_to(self, rows: Tensor, projected: Projected, attended: Tensor) -> None:
-        """Add :meth:`out` to ``rows`` [N, H]."""
-        add_product(rows, self.o_proj, self._passed(projected, attended))
-
-    def _passed(self, projected: Projected, attended: Tensor) -> Tensor:
+    def finish(self, projected: Projected, attended: Tensor) -> Tensor:
+        """Apply the gates to what ``attend`` returned: [N, heads * d]."""
         return attended if projected.gates is None else attended * projected.gates.flatten(1).sigmoid()

@@ -126,7 +126,7 @@ class CacheKind(Hashable, Protocol):
     def inputs(self, parts: Sequence[Any], index: int, dtype: torch.dtype, device: torch.device, rows: int
                ) -> tuple[Any, Any]:
         """What the layers take in a pass over ``parts`` (attention.Part), whose caches have this kind's as
-        ``parts[index]``: (past_key_values, attention_mask).  ``rows``: of the pass with its padding."""
+        ``parts[index]``: (cache, mask).  ``rows``: of the pass with its padding."""
 
 
 class StageCache:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
+from kits.small_manifest import MANIFEST, REQUEST
 
 from flowspec_edge.boards.deploy.actions import Environment
 from flowspec_edge.boards.deploy.diff import Diff, make_diff
@@ -21,20 +22,12 @@ from flowspec_edge.boards.deploy.resolve import Deployment
 from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.boards.probe.facts import BoardFacts, BoardStatus, Installed, ReleaseFacts, ServiceFacts
 from flowspec_edge.boards.services.status import FleetStatus
-from flowspec_edge.model.manifest import DRAFT, Manifest
 from flowspec_edge.model.opened import OpenModel
 
 KEYS = {"draft": "d" * 40, "stage": "s" * 40}
 OTHER = "o" * 40
 MODES = "< POWER_MODEL ID=0 NAME=15W >\n< POWER_MODEL ID=2 NAME=MAXN >\n"
 ENVIRONMENT = Environment("e" * 16, "/wheels", {"pip-1-py3-none-any.whl": "1" * 64, "flowspec.whl": "2" * 64})
-REQUEST = "a" * 64
-MANIFEST = Manifest.model_validate({
-    "format": 1, "source": {"name": "demo", "config_sha256": "0" * 64}, "model_type": "llama", "layers": 2,
-    "hidden_width": 8, "vocabulary": 9, "ranges": ((0, 2),), "dtype": "fp16", "compute_dtype": "fp16",
-    "quantisation": None, "request": REQUEST,
-    "parts": {part: {"files": (), "parameters": 1, "weight_bytes": 1, "row_bytes": 1}
-              for part in ("stage-1", DRAFT)}})
 STAGE_UNIT = "flowspec-verify@1.service"
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from kits.small_manifest import MANIFEST, REQUEST
 
 from flowspec_edge.boards import paths
 from flowspec_edge.boards.deploy.actions import BoardState
@@ -34,7 +35,6 @@ from flowspec_edge.boards.probe.facts import (
     SystemFacts,
 )
 from flowspec_edge.boards.services.status import FleetStatus
-from flowspec_edge.model.manifest import DRAFT, Manifest
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.util.tomlfile import parse_toml
 
@@ -42,13 +42,6 @@ KEYS = {"draft": "d" * 40, "stage": "s" * 40}
 IMAGE = Image("/lab/image.tar", 5_000_000_000, "c" * 64, (f"sha256:{'c' * 64}", f"sha256:{'d' * 64}"),
               ("flowspec-edge:latest",), "aarch64", "1.0")
 OLD = "b" * 16
-REQUEST = "a" * 64
-MANIFEST = Manifest.model_validate({
-    "format": 1, "source": {"name": "demo", "config_sha256": "0" * 64}, "model_type": "llama", "layers": 2,
-    "hidden_width": 8, "vocabulary": 9, "ranges": ((0, 2),), "dtype": "fp16", "compute_dtype": "fp16",
-    "quantisation": None, "request": REQUEST,
-    "parts": {part: {"files": (), "parameters": 1, "weight_bytes": 1, "row_bytes": 1}
-              for part in ("stage-1", DRAFT)}})
 UNIT = paths.verify_unit(1)
 
 

@@ -130,7 +130,8 @@ def test_the_loss_is_that_of_the_rounding(base: Path) -> None:
 
 def test_the_manifest_counts_its_bytes(base: Path) -> None:
     shard = load_shard(sharded(base, "int8"), 0, 2, "fp32")
-    arena = KVArena(range(*shard.layers), shard.kv_heads, shard.head_dim, shard.dtype, CPU, "int8", 10)
+    config = shard.config
+    arena = KVArena(range(*shard.layers), config.num_key_value_heads, config.head_dim, shard.dtype, CPU, "int8", 10)
     source = open_source(str(base))
     part = make_plan(source, recipe_for(source, "fp32", kv_cache="int8"), ranges_for(3, 2, None)).parts[0]
     assert arena.nbytes == 10 * part.row_bytes

@@ -105,7 +105,7 @@ def test_a_stage_reads_once_and_leaves_nothing(large: Path, model: str) -> None:
     assert cached(files) < 8e6
     truth = {name: tensor for path in files.glob("*.safetensors") for name, tensor in load_file(path).items()}
     for i, layer in enumerate(shard.modules):
-        for name, tensor in stored_state(layer, shard.kv_heads * shard.kv_groups, shard.kv_heads).items():
+        for name, tensor in stored_state(layer, shard.config).items():
             assert same(tensor, truth[f"model.layers.{i}.{name}"])
 
 
