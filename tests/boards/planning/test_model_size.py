@@ -86,7 +86,8 @@ def test_equals_the_bytes_of_the_files(model: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_a_row_equals_what_the_cache_allocates(model: Path, dtype: PlanDtype) -> None:
     shard = load_shard(model / "target", 0, 1, dtype)
-    arena = KVArena(range(3), shard.kv_heads, shard.head_dim, shard.dtype, shard.device, rows=100)
+    arena = KVArena(range(3), shard.config.num_key_value_heads, shard.config.head_dim, shard.dtype, shard.device,
+                    rows=100)
     assert arena.nbytes == 3 * 100 * model_bytes(str(model), dtype).kv_row
 
 

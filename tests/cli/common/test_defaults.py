@@ -123,8 +123,9 @@ def test_bytes_are_those_of_what_is_loaded(model: Path, tmp_path: Path, dtype: s
     torch_dtype = whole.dtype
     lm_head = load_lm_head(found.target, dtype)
     head = load_head(model / "eagle2", lm_head, torch_dtype)
-    caches = [KVArena(range(layers), whole.kv_heads, whole.head_dim, torch_dtype, whole.device, rows=100
-                      ).nbytes for layers in (whole.layers[1], 1)]
+    config = whole.config
+    caches = [KVArena(range(layers), config.num_key_value_heads, config.head_dim, torch_dtype, whole.device,
+                      rows=100).nbytes for layers in (whole.layers[1], 1)]
     in_memory = (p for name, p in head.named_parameters() if not name.startswith("embed_tokens"))
     d0 = lm_head.nbytes + sum(p.numel() for p in in_memory) * torch_dtype.itemsize
     if sharded:
