@@ -23,6 +23,8 @@ _FOR_DRIVERS = {
     "Profile": ("stage_seconds", "draft_seconds", "pass_ms", "verify_seconds", "link_seconds", "check_stages"),
     "Params": ("of", "largest_segment", "largest_tree"), "Restrictions": ("tokens",), "Sampling": ("least_log",),
     "Penalties": ("cost",), "SegmentBuilder": ("skip_prune",)}
+# What callers use: its arguments and errors are on the page. What strategies use has the rest in ``help()``.
+_WHOLE = ("Cluster", "Completion", "Params", "Penalties", "Profile", "Request", "Restrictions", "Sampling", "Stats")
 _ROLE = re.compile(r":(?:class|meth|func|attr):`~?([^`]+)`")
 
 
@@ -39,7 +41,8 @@ def section(name: str, thing: Any) -> Iterator[str]:
     if not inspect.isclass(thing):
         yield from (f"`{name}{signature(thing)}`", "")
     said = own_comments(thing) if dataclasses.is_dataclass(thing) else {}
-    yield from text(thing, said)
+    whole = name in _WHOLE or not inspect.isclass(thing)
+    yield from text(thing, said) if whole else first(text(thing, said))
     if not inspect.isclass(thing) or issubclass(thing, Exception):
         return
     if dataclasses.is_dataclass(thing):
@@ -51,7 +54,18 @@ def section(name: str, thing: Any) -> Iterator[str]:
         if member in _FOR_DRIVERS.get(name, ()):
             continue
         if not member.startswith("_") and (inspect.getdoc(value) or inspect.isabstract(thing)):
-            yield from described(member, value)
+            yield from described(member, value, whole)
+    if not whole:
+        yield ""
+
+
+def first(lines: Iterator[str]) -> Iterator[str]:
+    """The first paragraph, and a table of names."""
+    written = list(lines)
+    yield from written[: written.index("") + 1] if "" in written else written
+    if "```" in written:
+        begin = written.index("```")
+        yield from (*written[begin : written.index("```", begin + 1) + 1], "")
 
 
 def own_comments(thing: Any) -> dict[str, str]:
@@ -91,14 +105,20 @@ def fields(thing: Any, said: dict[str, str]) -> Iterator[str]:
     yield from ("```", "")
 
 
-def described(name: str, value: Any) -> Iterator[str]:
+def described(name: str, value: Any, whole: bool) -> Iterator[str]:
+    """A member's signature and docstring, of which only the first sentence unless ``whole``."""
     if isinstance(value, property):
-        yield from (f"#### `{name}` (property)", "")
-        yield from text(value.fget)
+        shown, function = f"{name}` (property)", value.fget
     elif isinstance(value, classmethod | staticmethod) or inspect.isfunction(value):
         function = getattr(value, "__func__", value)
-        yield from (f"#### `{name}{signature(function)}`", "")
-        yield from text(function)
+        shown = f"{name}{signature(function)}`"
+    else:
+        return
+    if whole:
+        yield from (f"#### `{shown}", "", *text(function))
+    else:
+        said = re.split(r"(?<=[.;])\s", next(text(function), ""))[0]
+        yield f"- `{shown}: {said[:1].lower()}{said[1:].rstrip('.;')}" if said else f"- `{shown}"
 
 
 def signature(function: Any) -> str:
@@ -108,7 +128,7 @@ def signature(function: Any) -> str:
         if p.name not in ("self", "cls"):
             if p.kind is p.KEYWORD_ONLY and "*" not in parts:
                 parts.append("*")
-            parts.append(f"{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {p.default!r}"))
+            parts.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}")
     returned = "" if found.return_annotation == "None" else f" -> {found.return_annotation}"
     return f"({', '.join(parts)}){returned}"
 
