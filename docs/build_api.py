@@ -25,6 +25,7 @@ _FOR_DRIVERS = {
     "Penalties": ("cost",), "SegmentBuilder": ("skip_prune",)}
 # What callers use: its arguments and errors are on the page. What strategies use has the rest in ``help()``.
 _WHOLE = ("Cluster", "Completion", "Params", "Penalties", "Profile", "Request", "Restrictions", "Sampling", "Stats")
+_IN_THE_GUIDE = ("Strategy",)  # docs/guides/write-a-strategy.md says what its members are for
 _ROLE = re.compile(r":(?:class|meth|func|attr):`~?([^`]+)`")
 
 
@@ -46,7 +47,7 @@ def section(name: str, thing: Any) -> Iterator[str]:
     if not inspect.isclass(thing) or issubclass(thing, Exception):
         return
     if dataclasses.is_dataclass(thing):
-        yield from fields(thing, said)
+        yield from fields(thing, said) if whole else without_comments(fields(thing, said))
     bases = [base for base in thing.__mro__[1:] if getattr(api, base.__name__, None) is base]
     for member, value in vars(thing).items():
         if any(inspect.getdoc(getattr(base, member, None)) == inspect.getdoc(getattr(thing, member)) for base in bases):
@@ -54,7 +55,7 @@ def section(name: str, thing: Any) -> Iterator[str]:
         if member in _FOR_DRIVERS.get(name, ()):
             continue
         if not member.startswith("_") and (inspect.getdoc(value) or inspect.isabstract(thing)):
-            yield from described(member, value, whole)
+            yield from described(member, value, whole, name in _IN_THE_GUIDE)
     if not whole:
         yield ""
 
@@ -66,6 +67,11 @@ def first(lines: Iterator[str]) -> Iterator[str]:
     if "```" in written:
         begin = written.index("```")
         yield from (*written[begin : written.index("```", begin + 1) + 1], "")
+
+
+def without_comments(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        yield line.partition("  # ")[0]
 
 
 def own_comments(thing: Any) -> dict[str, str]:
@@ -105,8 +111,8 @@ def fields(thing: Any, said: dict[str, str]) -> Iterator[str]:
     yield from ("```", "")
 
 
-def described(name: str, value: Any, whole: bool) -> Iterator[str]:
-    """A member's signature and docstring, of which only the first sentence unless ``whole``."""
+def described(name: str, value: Any, whole: bool, bare: bool) -> Iterator[str]:
+    """A member's signature and docstring, of which only the first sentence unless ``whole``, none if ``bare``."""
     if isinstance(value, property):
         shown, function = f"{name}` (property)", value.fget
     elif isinstance(value, classmethod | staticmethod) or inspect.isfunction(value):
@@ -117,7 +123,7 @@ def described(name: str, value: Any, whole: bool) -> Iterator[str]:
     if whole:
         yield from (f"#### `{shown}", "", *text(function))
     else:
-        said = re.split(r"(?<=[.;])\s", next(text(function), ""))[0]
+        said = "" if bare else re.split(r"(?<=[.;])\s", next(text(function), ""))[0]
         yield f"- `{shown}: {said[:1].lower()}{said[1:].rstrip('.;')}" if said else f"- `{shown}"
 
 
