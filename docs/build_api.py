@@ -47,7 +47,7 @@ def section(name: str, thing: Any) -> Iterator[str]:
     if not inspect.isclass(thing) or issubclass(thing, Exception):
         return
     if dataclasses.is_dataclass(thing):
-        yield from fields(thing, said) if whole else without_comments(fields(thing, said))
+        yield from fields(thing, said) if whole else in_a_line(fields(thing, said))
     bases = [base for base in thing.__mro__[1:] if getattr(api, base.__name__, None) is base]
     for member, value in vars(thing).items():
         if any(inspect.getdoc(getattr(base, member, None)) == inspect.getdoc(getattr(thing, member)) for base in bases):
@@ -69,9 +69,19 @@ def first(lines: Iterator[str]) -> Iterator[str]:
         yield from (*written[begin : written.index("```", begin + 1) + 1], "")
 
 
-def without_comments(lines: Iterator[str]) -> Iterator[str]:
+def in_a_line(lines: Iterator[str]) -> Iterator[str]:
+    """The fields' names and defaults, without what a comment says of them."""
+    names = []
     for line in lines:
-        yield line.partition("  # ")[0]
+        if line.startswith(("With", "```")):
+            if line.startswith("With"):
+                yield from (line, "")
+        elif line:
+            name, _, default = line.partition("  # ")[0].partition(" = ")
+            name = name.partition(":")[0]
+            names.append(f"`{name}={default}`" if default and "field(" not in default else f"`{name}`")
+    if names:
+        yield from (f"Fields: {', '.join(names)}.", "")
 
 
 def own_comments(thing: Any) -> dict[str, str]:
