@@ -49,6 +49,7 @@ def section(name: str, thing: Any) -> Iterator[str]:
     if dataclasses.is_dataclass(thing):
         yield from fields(thing, said) if whole else in_a_line(fields(thing, said))
     bases = [base for base in thing.__mro__[1:] if getattr(api, base.__name__, None) is base]
+    listed = False  # whether a list of members is to be ended
     for member, value in vars(thing).items():
         if any(inspect.getdoc(getattr(base, member, None)) == inspect.getdoc(getattr(thing, member)) for base in bases):
             continue  # described there
@@ -56,7 +57,8 @@ def section(name: str, thing: Any) -> Iterator[str]:
             continue
         if not member.startswith("_") and (inspect.getdoc(value) or inspect.isabstract(thing)):
             yield from described(member, value, whole, name in _IN_THE_GUIDE)
-    if not whole:
+            listed = not whole
+    if listed:
         yield ""
 
 
