@@ -1,5 +1,5 @@
-"""Renews docs/reference/fields.md from the tables of fields of :mod:`flowspec_edge.serving`.  What a refused field would
-do, and what to use instead, is in the server's error and not repeated here.
+"""Renews docs/reference/fields.md from the tables of fields of :mod:`flowspec_edge.serving`.  Of a refused field it has
+the name alone: the server's error says what to use instead.
 
     python docs/build_fields.py [--check]
 """
@@ -18,8 +18,9 @@ from flowspec_edge.serving.openai.fields import TABLE as OPENAI
 DOCUMENT = Path(__file__).parent / "reference" / "fields.md"
 _HEAD = """# All fields of requests
 
-Made by `python docs/build_fields.py`. [http.md](http.md#fields) has the rules. "(chat)" means: other endpoints refuse the
-field, or take it without effect where the answer is the same. The error of a refused field says what to use instead.
+Made by `python docs/build_fields.py`. [http.md](http.md#fields) has the rules. "(chat)" means: other endpoints refuse
+the field, or take it without effect where the answer is the same. The error of a refused field says what to use
+instead.
 """
 _SECTIONS = {
     "OpenAI's API": ("With the names of vLLM, SGLang, llama.cpp's server and other servers.", OPENAI),

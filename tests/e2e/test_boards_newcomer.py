@@ -67,7 +67,8 @@ def desk(tmp_path: Path) -> Iterator[tuple[Path, dict[str, str]]]:
     config.write_text(config.read_text().replace('"max_position_embeddings": 2048',
                                                  '"max_position_embeddings": 8192'))
     tokenizer = source / "target" / "tokenizer_config.json"
-    tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()), "chat_template": "{{ messages[0].content }}"}))
+    tokenizer.write_text(json.dumps({**json.loads(tokenizer.read_text()),
+                                     "chat_template": "{{ messages[0].content }}"}))
     tiny_eagle3(source)
     found = find_known("qwen3-14b")
     assert found is not None
