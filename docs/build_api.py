@@ -24,7 +24,7 @@ _FOR_DRIVERS = {
     "Params": ("of", "largest_segment", "largest_tree"), "Restrictions": ("tokens",), "Sampling": ("least_log",),
     "Penalties": ("cost",), "SegmentBuilder": ("skip_prune",)}
 # What callers use: its arguments and errors are on the page. What strategies use has the rest in ``help()``.
-_WHOLE = ("Cluster", "Completion", "Params", "Penalties", "Profile", "Request", "Restrictions", "Sampling", "Stats")
+_WHOLE = ("Cluster", "Completion", "Params", "Penalties", "Profile", "Request", "Restrictions", "Sampling")
 _IN_THE_GUIDE = ("Strategy",)  # docs/guides/write-a-strategy.md says what its members are for
 _ROLE = re.compile(r":(?:class|meth|func|attr):`~?([^`]+)`")
 
@@ -56,8 +56,9 @@ def section(name: str, thing: Any) -> Iterator[str]:
         if member in _FOR_DRIVERS.get(name, ()):
             continue
         if not member.startswith("_") and (inspect.getdoc(value) or inspect.isabstract(thing)):
-            yield from described(member, value, whole, name in _IN_THE_GUIDE)
-            listed = not whole
+            shown = list(described(member, value, whole, name in _IN_THE_GUIDE))
+            yield from shown
+            listed = listed or bool(shown and not whole)
     if listed:
         yield ""
 
