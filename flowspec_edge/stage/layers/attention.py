@@ -93,7 +93,7 @@ class SharedMask:
     def __init__(self, visible: Bool, groups: int, dtype: torch.dtype, device: torch.device) -> None:
         """``visible`` [n, m]: what each row sees; ``groups``: query heads per key/value head."""
         self._rows = len(visible)
-        self._hidden = additive(visible, dtype, device).repeat(groups, 1)[None, None]
+        self._hidden = additive(np.tile(visible, (groups, 1)), dtype, device)[None, None]
 
     def attend(self, queries: Tensor, held: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
         made = _call(queries[: self._rows], held[:, None], self._hidden, scaling, self._rows)
