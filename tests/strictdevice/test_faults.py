@@ -105,15 +105,15 @@ def test_memory_that_a_request_keeps(cuda: VirtualCluster, request_: Request,
 def test_an_allocation_in_the_life_of_a_request(cuda: VirtualCluster, request_: Request,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is freed again leaves only its event and the peak."""
-    made_of = attention.PathMask
+    made_of = attention.SharedMask
     with allocations() as plain:
         cuda.generate(request_)
 
-    def with_a_large_piece(*arguments: object, **options: object) -> attention.PathMask:
+    def with_a_large_piece(*arguments: object, **options: object) -> attention.SharedMask:
         torch.empty(1 << 24, dtype=torch.uint8, device="cuda")
         return made_of(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kinds, "PathMask", with_a_large_piece)
+    monkeypatch.setattr(kinds, "SharedMask", with_a_large_piece)
     with allocations() as made:
         cuda.generate(request_)
     assert plain.peak < 1 << 24 <= made.peak
