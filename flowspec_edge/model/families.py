@@ -221,6 +221,7 @@ FAMILIES = {family.name: family for family in (
            _DELTA, launches=75, within="qwen3_5_moe", experts=ExpertNames(), recurrent=True, rotated=0.25,
            draft_layers=(MTP,)),
 )}
+QWEN2, QWEN3 = FAMILIES["qwen2"], FAMILIES["qwen3"]  # layers of draft heads are Llama's or theirs
 # By the type of a multimodal checkpoint, the family of its language model.
 MULTIMODAL = {family.within: family for family in FAMILIES.values() if family.within}
 UNKNOWN = Family("")  # one that stages cannot run

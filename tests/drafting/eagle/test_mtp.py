@@ -44,7 +44,6 @@ def test_rows_are_those_of_the_formulas(tmp_path: Path, family: str, stacked: bo
         family_model(family, tmp_path)
         with_mtp(target)
     reference = Mtp(target, embedding, lm_head)
-    head.fuse_layer()
     memory = CacheMemory(head.cache_shape(), 300) if stacked else None  # as on a GPU
     drafter = EagleDrafter(head, lm_head, memory)
     Session(reference, drafter, H, VOCAB, 2, Sampling(temperature=0.8, seed=2), "noise").random_history(8)
