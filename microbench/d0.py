@@ -119,7 +119,7 @@ class _Drafter(TreeDrafter):
     def __init__(self, text: _Text, device: torch.device, asked: _Asked) -> None:
         """``asked``: the pass's positions, in the texts of all drafters that share it."""
         shape = CacheShape(1, 32, 128, torch.float16, device)
-        super().__init__(shape, PassModel(_not_run, lambda outputs: _draft_logits(asked), _WIDTH, True))
+        super().__init__(shape, PassModel(_not_run, lambda outputs: _draft_logits(asked), _WIDTH, True, _not_run))
         self._text_of = text
         self._asked_rows = asked
         self._states: list[Tensor] = []

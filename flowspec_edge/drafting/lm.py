@@ -22,6 +22,7 @@ from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.draft_kind import Shapes
 from flowspec_edge.model.opened import OpenModel
+from flowspec_edge.stage.families.rotary import RotaryTable
 from flowspec_edge.stage.layers.kinds import KeysValues
 from flowspec_edge.stage.output_head import load_output_head
 from flowspec_edge.stage.shard import Shard, load_shard
@@ -37,6 +38,8 @@ class LanguageModel:
         assert stage.embed is not None
         self._stage, self._lm_head, self._embed = stage, lm_head, stage.embed
         self.vocabulary = stage.config.vocab_size
+        self._rotations = {turn: RotaryTable(stage.rotary, turn, stage.dtype, stage.device)
+                           for turn in dict.fromkeys(stage.turns)}
         self.shape = CacheShape.of(stage.config, len(stage.modules),
                                    torch.empty(0, dtype=stage.dtype, device=stage.device))
 
@@ -45,12 +48,17 @@ class LanguageModel:
         stage, rows = self._stage, tokens if tokens.is_floating_point() else self._embed(tokens)
         if stage.embed_scale != 1.0:
             rows = rows * stage.embed_scale
-        rotations = {turn: stage.rotary(positions, turn, stage.dtype) for turn in dict.fromkeys(stage.turns)}
+        rotations = {turn: table(positions) for turn, table in self._rotations.items()}
         for layer, turn in zip(stage.modules, stage.turns, strict=True):
             layer(rows, rotations[turn], mask, cache, len(rows))
         assert stage.norm is not None
         normed: Tensor = stage.norm(rows)
         return normed
+
+    def reach(self, position: int) -> None:
+        """Make room for positions up to this one."""
+        for table in self._rotations.values():
+            table.reach(position)
 
     def logits(self, vocabulary: int | None, outputs: Tensor) -> Tensor:
         """[n, H] to [n, ``vocabulary``], or to fewer."""
@@ -59,7 +67,7 @@ class LanguageModel:
 
     def pass_model(self, vocabulary: int | None) -> PassModel:
         experts = any(layer.experts is not None for layer in self._stage.modules)
-        return PassModel(self.outputs, partial(self.logits, vocabulary), self._stage.hidden_size, False,
+        return PassModel(self.outputs, partial(self.logits, vocabulary), self._stage.hidden_size, False, self.reach,
                          self._embed if isinstance(self._embed, EmbeddingTable) else None,
                          "the host has to know which experts run" if experts else "")
 

@@ -42,6 +42,7 @@ class PassModel:
     logits    outputs [n, H] to [n, V], or [n, D] over a draft vocabulary
     width     H
     states    whether a pass starts with states
+    reach     makes room for positions up to this one
     embed     host's tokens [n] to embeddings [n, H] on the device, if no kernel looks them up
     unfit     why passes cannot be recorded, or ""
     """
@@ -50,6 +51,7 @@ class PassModel:
     logits: Callable[[Tensor], Tensor]
     width: int
     states: bool
+    reach: Callable[[int], None]
     embed: Callable[[Tensor], Tensor] | None = None
     unfit: str = ""
 
@@ -162,6 +164,7 @@ def _upload(target: Tensor, values: NDArray[np.generic]) -> None:
 @torch.inference_mode()
 def warm_up(model: PassModel, memory: CacheMemory) -> None:
     """A pass of ``WARM_ROWS`` over the whole memory, so that the allocator holds what later passes need."""
+    model.reach(memory.rows - 1)
     n, like = min(WARM_ROWS, memory.rows), memory.layers[0]
     numbers = torch.arange(n, device=like.device)
     states = like.new_zeros(n, model.width) if model.states else None

@@ -91,7 +91,9 @@ class TreeDrafter(Drafter, ABC):
         model, device = self.pass_model, self.shape.device
         counts = [len(rows) for _, rows, _ in parts]
         tokens = [token for *_, own in parts for token in own.tokens]
-        positions = indices([position for *_, own in parts for position in own.positions], device)
+        places = [position for *_, own in parts for position in own.positions]
+        model.reach(max(places))
+        positions = indices(places, device)
         given = [states for *_, own in parts for states in own.states]
         states = (given[0] if len(given) == 1 else torch.cat(given)) if given else None
         embedded = indices(tokens, device) if model.embed is None else model.embed(torch.tensor(tokens))

@@ -28,6 +28,7 @@ from flowspec_edge.stage.families.rotary import Rotary, Rotation
 from flowspec_edge.stage.families.self_attention import SelfAttention
 from flowspec_edge.util.kernels import HeadNorms, rotate_in_place
 from flowspec_edge.util.linears import concatenated, detach_and_join
+from flowspec_edge.util.weight_file import random_embedding
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ class MarkovHead(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         rank = config.markov_rank
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w1 = random_embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
         self.gate_proj = (nn.Linear(config.hidden_size + rank, rank) if config.markov_gated else None)
 
@@ -94,8 +95,8 @@ class CandidateSelector(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         rank = config.selector_rank
-        self.predecessor_codebook = nn.Embedding(config.vocab_size, rank)
-        self.successor_codebook = nn.Embedding(config.vocab_size, rank)
+        self.predecessor_codebook = random_embedding(config.vocab_size, rank)
+        self.successor_codebook = random_embedding(config.vocab_size, rank)
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
 
     def forward(self, tokens: Tensor, hidden: Tensor, candidates: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ class BlockHead(nn.Module):
         self.config = config
         self._rotary: Rotary | None = None
         width, vocabulary, drafted = config.hidden_size, config.vocab_size, config.draft_vocab_size
-        self.embed_tokens: nn.Module = nn.Embedding(vocabulary, width)
+        self.embed_tokens: nn.Module = random_embedding(vocabulary, width)
         self.fc = nn.Linear(len(config.captured) * width, width, bias=False)
         self.hidden_norm = Norm(width, config.rms_norm_eps)
         layer = ConvolvedLayer if config.conv_kernel_size else BlockLayer

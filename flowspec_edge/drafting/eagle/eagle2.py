@@ -35,7 +35,7 @@ from flowspec_edge.sampling.rule import DraftVocabulary
 from flowspec_edge.stage.families.decoder import Begun, DecoderLayer
 from flowspec_edge.stage.families.rotary import Rotation
 from flowspec_edge.util.tensors import check_finite
-from flowspec_edge.util.weight_file import Embedding, as_embedding
+from flowspec_edge.util.weight_file import Embedding, as_embedding, random_embedding
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ class EagleHead(DraftHead):
         self.config = config
         self.own_lm_head: nn.Linear | None = None
         self.token_map: Tensor | None = None
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = random_embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
 

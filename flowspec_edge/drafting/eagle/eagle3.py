@@ -33,6 +33,7 @@ from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.stage.families.decoder import DecoderLayer
 from flowspec_edge.stage.families.norm import Norm
 from flowspec_edge.stage.families.self_attention import SelfAttention
+from flowspec_edge.util.weight_file import random_embedding
 
 CAPTURED = 3  # inner states of the target per row, where a head does not say otherwise
 
@@ -99,7 +100,7 @@ class Eagle3Head(DraftHead):
         super().__init__()
         self.config = config
         width, vocabulary, draft_tokens = config.hidden_size, config.vocab_size, config.draft_vocab_size
-        self.embed_tokens = nn.Embedding(vocabulary, width)
+        self.embed_tokens = random_embedding(vocabulary, width)
         states, target_width, eps = config.num_aux_hidden_states, config.target_hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(states * target_width, width, bias=False)
         self.fc_norm = (nn.ModuleList(Norm(target_width, eps) for _ in range(states)) if config.fc_norm else None)

@@ -24,7 +24,7 @@ from flowspec_edge.errors import ProtocolError
 from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.stage.families.decoder import DecoderLayer
-from flowspec_edge.stage.families.rotary import Rotary, Rotation
+from flowspec_edge.stage.families.rotary import Rotary, RotaryTable, Rotation
 from flowspec_edge.util.weight_file import EmbeddingTable
 
 
@@ -39,7 +39,7 @@ class DraftHead(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self._rotary: Rotary | None = None
+        self._rotary: RotaryTable | None = None
 
     @property
     @abstractmethod
@@ -61,7 +61,9 @@ class DraftHead(nn.Module, ABC):
         dtype of all passes.  A second call does nothing."""
         if self._rotary is None:
             _prepare_below(self)
-            self._rotary = Rotary(self.config, self.weight.device)
+            weight = self.weight
+            self._rotary = RotaryTable(Rotary(self.config, weight.device), self.config.turns[0], weight.dtype,
+                                       weight.device)
 
     @property
     def weight(self) -> Tensor:
@@ -69,9 +71,17 @@ class DraftHead(nn.Module, ABC):
         return self.layer.post_attention_layernorm.weight
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Of rows at ``positions`` [n]."""
+        """Of rows at ``positions`` [n], which have been reached."""
+        return self._prepared(positions)
+
+    def reach(self, position: int) -> None:
+        """Make room for positions up to this one."""
+        self._prepared.reach(position)
+
+    @property
+    def _prepared(self) -> RotaryTable:
         assert self._rotary is not None, "prepare() comes before the first pass"
-        return self._rotary(positions, self.config.turns[0], self.weight.dtype)
+        return self._rotary
 
     def embedded(self, tokens: Tensor) -> Tensor:
         """``tokens`` [n], int64, or their embeddings [n, H], as embeddings."""
@@ -83,7 +93,7 @@ class DraftHead(nn.Module, ABC):
     def pass_model(self, logits: Callable[[Tensor], Tensor]) -> PassModel:
         """``logits``: of the head's outputs."""
         embeddings = self.embed_tokens
-        return PassModel(self, logits, self.config.hidden_size, True,
+        return PassModel(self, logits, self.config.hidden_size, True, self.reach,
                          embeddings if isinstance(embeddings, EmbeddingTable) else None,
                          "the host has to know which experts run" if self.layer.experts is not None else "")
 

@@ -31,7 +31,7 @@ from flowspec_edge.model.families import text_config
 from flowspec_edge.stage.families.decoder import DecoderLayer
 from flowspec_edge.stage.families.norm import Norm
 from flowspec_edge.util.bounded_read import read_json_object
-from flowspec_edge.util.weight_file import MTP, Embedding, as_embedding
+from flowspec_edge.util.weight_file import MTP, Embedding, as_embedding, random_embedding
 
 _WHAT = "an MTP layer"
 
@@ -47,7 +47,7 @@ class MtpHead(DraftHead):
             Norm(width, config.rms_norm_eps, config.family.form.centred_norms) for _ in range(3))
         self.fc = nn.Linear(2 * width, width, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(config, 0)])
-        self.embed_tokens = nn.Embedding(config.vocab_size, width)
+        self.embed_tokens = random_embedding(config.vocab_size, width)
 
     @property
     def layer(self) -> DecoderLayer:

@@ -61,7 +61,8 @@ def test_a_head_turns_as_transformers_does(rope):
     given = {"rope_parameters": {**rope, "rope_theta": 1e4}, "max_position_embeddings": 64}
     head = make_head(3, **given)
     head.prepare()
-    positions = torch.tensor([0, 1, 63, 700])
+    positions = torch.tensor([0, 1, 63, 5000])  # beyond the table's first size, too
+    head.reach(5000)
     cos, sin, scale = head.rotation(positions)
     wanted = LlamaRotaryEmbedding(LlamaConfig(hidden_size=H, num_attention_heads=HEADS, **given))
     for found, turned in zip((cos, sin), wanted(torch.zeros(1), position_ids=positions[None]), strict=True):
