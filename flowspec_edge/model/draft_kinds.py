@@ -57,7 +57,8 @@ _DFLASH = DraftKind("dflash", "dflash", "DFlash block drafter", "flowspec_edge.d
                     inner_states=True, shares_memory=False, passes=3.3, usual="five layers and fc",
                     trainer="flowspec_edge.lab.training.block:TRAINER")
 MTP = DraftKind("mtp", "mtp", "own MTP layer", "flowspec_edge.drafting.eagle.mtp", (0, 70),
-                formats=("MTP",), in_target="mtp.", narrows=True, looks_up_target=True, usual="a layer with attention")
+                formats=("MTP",), in_target="mtp.", narrows=True, looks_up_target=True,
+                usual="a layer with attention")  # passes of dense ones alone are recorded: a plan counts on none
 NGRAM = DraftKind("ngram", "", "n-grams of the text", "", (0, 0), is_head=False, shares_memory=False,
                   charged_as="")
 
