@@ -150,7 +150,7 @@ class _Drafter(TreeDrafter):
         return [torch.cat(own.states) for *_, own in parts]
 
 
-def _not_run(*_: Any) -> Tensor:
+def _not_run(*_: Any) -> Any:
     raise NotImplementedError("passes without products are never computed")
 
 
