@@ -25,7 +25,6 @@ from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.model.candidates import Candidates
 from flowspec_edge.model.output_head import MatrixRows, OutputHead
 from flowspec_edge.sampling.sampler import device_words, gumbel_from, largest
-from flowspec_edge.stage.layers.attention import folded_mask
 from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import tokens_device
 
@@ -92,8 +91,8 @@ def own_states(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm
         places = np.arange(_SEQUENCES) + _SEQUENCES * step
         cache = PassCache(memory, indices(places, device), _SEQUENCES * (step + 1))
         visible = np.tile(np.eye(_SEQUENCES, dtype=bool), step + 1)
-        mask = folded_mask(visible, shape.groups, shape.dtype, device)
-        states = head(states, tokens.to(tokens_device(head.embed_tokens, device)), positions, mask, cache)
+        known = tokens.to(tokens_device(head.embed_tokens, device))
+        states = head(states, known, positions, shape.mask(visible), cache)
         noise = gumbel_from(device_words(0, places, lm_head.vocabulary, device), torch.float32)
         tokens = (rank_states(states, watched) + noise).argmax(-1)
     return torch.cat(watched.seen[_UNLIKE:])

@@ -29,7 +29,7 @@ from torch import Tensor
 from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.errors import first_line
 from flowspec_edge.sampling.sampler import likeliest
-from flowspec_edge.stage.layers.attention import folded_mask
+from flowspec_edge.stage.layers.attention import SharedMask
 from flowspec_edge.util.graphs import Clock, KernelChoice, Recorder, Replay, compare
 
 ROWS = (16, 32)  # of a recorded pass; a request asks for ten nodes, and a few tokens are new
@@ -42,7 +42,7 @@ class PassModel:
     """What computes a pass.
 
     run       (states [n, H] or None, tokens, positions, mask, cache) to outputs [n, H]: tokens are int64 [n],
-              or their embeddings [n, H]; positions int64 [n]; the mask is a ``folded_mask``, or those of a batch
+              or their embeddings [n, H]; positions int64 [n]; mask and cache are as layers of stages take them
     logits    outputs [n, H] to [n, V], or [n, D] over a draft vocabulary
     width     H
     states    whether a pass starts with states
@@ -74,6 +74,12 @@ class PassInputs(NamedTuple):
     states: list[Tensor]
     visible: NDArray[np.bool_]
     rows: NDArray[np.int64]
+
+
+class _RecordedMask(SharedMask):
+    def __init__(self, hidden: Tensor, rows: int) -> None:
+        """``hidden`` [1, 1, groups * rows, m], additive."""
+        self._rows, self._hidden = rows, hidden
 
 
 class RecordedPasses:
@@ -144,7 +150,7 @@ class RecordedPasses:
     def _compute(self, rows: int, width: int) -> None:
         tokens, positions, places, _, own = self._numbers[rows]
         seen = self._seen[: rows * width].view(1, 1, rows, width).expand(-1, self._memory.shape.groups, -1, -1)
-        mask = torch.where(seen, self._seen_as, self._unseen_as).view(1, 1, -1, width)
+        mask = _RecordedMask(torch.where(seen, self._seen_as, self._unseen_as).view(1, 1, -1, width), rows)
         states = self._states.index_select(0, own) if self.model.states else None
         if self.model.embed is not None:
             tokens = self._embedded.index_select(0, own)
@@ -173,7 +179,7 @@ def warm_up(model: PassModel, memory: CacheMemory) -> None:
     numbers = torch.arange(n, device=like.device)
     states = like.new_zeros(n, model.width) if model.states else None
     tokens = numbers * 0 if model.embed is None else model.embed(torch.zeros(n, dtype=torch.int64))
-    mask = folded_mask(np.ones((n, memory.rows), bool), memory.shape.groups, like.dtype, like.device)
+    mask = memory.shape.mask(np.ones((n, memory.rows), bool))
     model.run(states, tokens, numbers, mask, PassCache(memory, numbers, memory.rows))
     for layer in memory.layers:
         layer.zero_()

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from flowspec_edge.model.decoder_config import DecoderConfig
-from flowspec_edge.stage.layers.attention import folded_mask
+from flowspec_edge.stage.layers.attention import SharedMask
 from flowspec_edge.util.tensors import indices
 
 _FIRST_CAPACITY = 256
@@ -56,6 +56,10 @@ class CacheShape:
         heads = config.num_key_value_heads
         return cls(layers, heads, config.head_dim, like.dtype, like.device, window,
                    config.num_attention_heads // heads)
+
+    def mask(self, visible: NDArray[np.bool_]) -> SharedMask:
+        """``visible`` [n, m]: what each row of a pass sees of the memory's first m rows."""
+        return SharedMask(visible, self.groups, self.dtype, self.device)
 
 
 class CacheMemory:
@@ -156,10 +160,12 @@ class PassCache:
     def __init__(self, memory: CacheMemory, rows: Tensor, width: int) -> None:
         self._memory, self._rows, self._width = memory, rows, width
 
-    def write(self, rows: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """As ``KVCache.write``: keys and values [n, 2, kv_heads, head_dim]."""
-        self._memory.layers[layer_idx].index_copy_(1, self._rows, rows.transpose(0, 1))
-        return self._memory.seen(layer_idx, self._width)
+    def write(self, rows: Tensor, layer_idx: int) -> Tensor:
+        """As ``KVCache.write``: keys and values [n, 2, kv_heads, head_dim] of the pass's rows; returns all [2, m,
+        kv_heads, head_dim] that it may see."""
+        held = self._memory.layers[layer_idx]
+        held.index_copy_(1, self._rows, rows.transpose(0, 1))
+        return held[:, : self._width]
 
 
 class PassCaches:
@@ -169,12 +175,10 @@ class PassCaches:
         """``lengths``: rows of each session in the pass."""
         self._caches, self._lengths = caches, list(lengths)
 
-    def write(self, rows: Tensor, layer_idx: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def write(self, rows: Tensor, layer_idx: int) -> list[Tensor]:
         """As ``BatchCache.write``."""
-        pairs = [cache.write(own, layer_idx)
-                 for cache, own in zip(self._caches, rows.split(self._lengths), strict=True)]
-        keys, values = zip(*pairs, strict=True)
-        return keys, values
+        return [cache.write(own, layer_idx)
+                for cache, own in zip(self._caches, rows.split(self._lengths), strict=True)]
 
 
 class TreeCache:
@@ -265,9 +269,8 @@ class TreeCache:
     def for_pass(self, placed: Placed) -> PassCache:
         return PassCache(self.memory, indices(placed.rows, self.device), placed.visible.shape[1])
 
-    def mask(self, placed: Placed) -> Tensor:
-        """As attention takes it: ``folded_mask``."""
-        return folded_mask(placed.visible, self.shape.groups, self.shape.dtype, self.device)
+    def mask(self, placed: Placed) -> SharedMask:
+        return self.shape.mask(placed.visible)
 
     def _mask(self, start: int, nodes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
         text = self.committed - start

@@ -21,7 +21,7 @@ from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, PassCache
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.sampling.sampler import fetched_children, rank_children
-from flowspec_edge.stage.layers.attention import BatchMask, folded_mask
+from flowspec_edge.stage.layers.attention import BatchMask
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 
@@ -106,7 +106,7 @@ class TreeDrafter(Drafter, ABC):
         shape, memory = self.shape, self._cache.memory
         if memory.shared or len(parts) == 1:
             whole = joined([own for *_, own in parts])
-            return (folded_mask(whole.visible, shape.groups, shape.dtype, shape.device),
+            return (shape.mask(whole.visible),
                     PassCache(memory, indices(whole.rows, shape.device), whole.visible.shape[1]))
         return (BatchMask([drafter._cache.mask(rows.placed) for drafter, rows, _ in parts], counts),
                 PassCaches([drafter._cache.for_pass(rows.placed) for drafter, rows, _ in parts], counts))

@@ -19,7 +19,6 @@ from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import choose, rank_children
-from flowspec_edge.stage.layers.attention import folded_mask
 from flowspec_edge.stage.quant.schemes import head_scheme
 from flowspec_edge.util.tensors import from_torch, indices, to_device, to_torch
 from microbench.d0 import SAMPLINGS, STRATEGIES, turns
@@ -116,5 +115,5 @@ def _head_pass(head: EagleHead, dtype: torch.dtype, device: str) -> Callable[[],
     tokens = torch.zeros(NODES, dtype=torch.int64, device=device)
     positions = torch.full((NODES,), CONTEXT, device=device)
     visible = np.concatenate((np.ones((NODES, CONTEXT), bool), np.eye(NODES, dtype=bool)), axis=1)
-    mask = folded_mask(visible, shape.groups, dtype, shape.device)
+    mask = shape.mask(visible)
     return lambda: head(features, tokens, positions, mask, cache)

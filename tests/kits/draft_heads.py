@@ -14,7 +14,6 @@ import torch
 
 from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.sampling.rule import Sampling, gumbel
-from flowspec_edge.stage.layers.attention import folded_mask
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
 GREEDY = Sampling()
@@ -155,9 +154,9 @@ def causal_pass(head, states, tokens):
     head.prepare()
     shape, n = head.cache_shape(), len(tokens)
     memory = CacheMemory(shape, n, shared=False)
-    mask = folded_mask(np.tri(n, dtype=bool), shape.groups, shape.dtype, shape.device)
+    cache, mask = PassCache(memory, torch.arange(n), n), shape.mask(np.tri(n, dtype=bool))
     with torch.inference_mode():
-        return head(states, torch.tensor(tokens), torch.arange(n), mask, PassCache(memory, torch.arange(n), n))
+        return head(states, torch.tensor(tokens), torch.arange(n), mask, cache)
 
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

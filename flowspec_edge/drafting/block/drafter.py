@@ -25,7 +25,7 @@ from flowspec_edge.messages import Tap
 from flowspec_edge.model.output_head import OutputHead
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.sampling.sampler import largest, rank_children
-from flowspec_edge.stage.layers.attention import folded_mask
+from flowspec_edge.stage.layers.attention import SharedMask
 from flowspec_edge.tree.draft_api import ABSENT, DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import tokens_device
@@ -154,14 +154,14 @@ class BlockDrafter(Drafter):
         most = head.config.selector_top_k
         return (hidden, logits, largest(logits, most)[1]) if most else (hidden, logits)
 
-    def _masks(self, slots: range) -> list[Tensor]:
+    def _masks(self, slots: range) -> list[SharedMask]:
         """Of all layers; the text's columns, then the slots'."""
-        config, groups = self._head.config, self._memory.shape.groups
-        made: dict[tuple[bool, int | None], Tensor] = {}
+        config = self._head.config
+        made: dict[tuple[bool, int | None], SharedMask] = {}
         for kind in zip(config.causal, config.windows, strict=True):
             if kind not in made:
                 visible = visible_slots(slots, *kind, config.window_from_root)
-                made[kind] = folded_mask(visible, groups, self._dtype, self._device)
+                made[kind] = self._memory.shape.mask(visible)
         return [made[kind] for kind in zip(config.causal, config.windows, strict=True)]
 
 

@@ -242,7 +242,7 @@ class BlockHead(nn.Module):
         for layer in self._layers():
             yield layer.mixer.keys_values(rows, rotation)
 
-    def forward(self, embedded: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: Any) -> Tensor:
+    def forward(self, embedded: Tensor, positions: Tensor, masks: Sequence[Any], cache: Any) -> Tensor:
         """One pass over the slots of a block.
 
         embedded   [m, H]     of the slots' tokens; is overwritten

@@ -30,7 +30,7 @@ from flowspec_edge.messages import Tap
 from flowspec_edge.model.draft_kind import Shapes
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import rank_children
-from flowspec_edge.stage.layers.attention import folded_mask
+from flowspec_edge.stage.layers.attention import additive
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import Embedding, as_embedding, tokens_device
@@ -141,7 +141,7 @@ class SpdDrafter(Drafter):
         """The module's outputs [n, H] for ``queries`` as the newest rows."""
         context = [self._memory.seen(layer, self._rows.slots) for layer in range(len(self._module.layers))]
         visible = np.concatenate((self._rows.visible(queries), np.eye(len(queries), dtype=bool)), axis=1)
-        mask = folded_mask(visible, 1, self._dtype, self._device)
+        mask = additive(visible, self._dtype, self._device)[None, None]
         features = self._module.newest(self._embed(queries))
         out: Tensor = self._module(features[None], self._positions(queries), context, mask)
         return out[0]
