@@ -291,13 +291,19 @@ class Eagle2Format(HeadFormat):
 
 def usual_layer(target: DecoderConfig) -> DecoderConfig:
     """A head's layer in the shape of a target's layers."""
+    return llama_layer({
+        "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_hidden_layers": 1,
+        "intermediate_size": target.intermediate_size or 4 * target.hidden_size, **layer_heads(target),
+        "head_dim": target.head_dim}, target.origin)
+
+
+def layer_heads(target: Any) -> dict[str, int]:
+    """The numbers of attention heads of such a layer: the target's, unless they do not divide its width, which other
+    programs' Llamas forbid.  ``target``: its configuration, here or of transformers."""
     heads = target.num_attention_heads
     if target.hidden_size % heads:
         heads = target.hidden_size // target.head_dim
-    return llama_layer({
-        "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_hidden_layers": 1,
-        "intermediate_size": target.intermediate_size or 4 * target.hidden_size, "num_attention_heads": heads,
-        "num_key_value_heads": gcd(heads, target.num_key_value_heads), "head_dim": target.head_dim}, target.origin)
+    return {"num_attention_heads": heads, "num_key_value_heads": gcd(heads, target.num_key_value_heads or heads)}
 
 
 FORMAT = Eagle2Format()

@@ -18,6 +18,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import LlamaConfig
 
+from flowspec_edge.drafting.eagle.eagle2 import layer_heads
 from flowspec_edge.lab.spd.kind import KIND
 from flowspec_edge.lab.spd.module import SpdModule, load_module, save_module
 from flowspec_edge.lab.training.heads import greedy_text
@@ -115,7 +116,8 @@ def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int]
 
 def new_module(target: Any, layers: int) -> SpdModule:
     """Takes the shape, lm_head and final norm of ``target``."""
-    config = LlamaConfig(**layer_shape(target.config), num_hidden_layers=layers, tie_word_embeddings=False)
+    shape = {**layer_shape(target.config), **layer_heads(target.config)}
+    config = LlamaConfig(**shape, num_hidden_layers=layers, tie_word_embeddings=False)
     config.target_layers = target.config.num_hidden_layers
     module = SpdModule(config)
     module.lm_head.weight.data.copy_(target.get_output_embeddings().weight)

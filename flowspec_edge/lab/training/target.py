@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from flowspec_edge.drafting.eagle.eagle2 import layer_heads
 from flowspec_edge.drafting.eagle.head_config import llama_layer
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.lab.plain import load_reference_model
@@ -92,5 +93,5 @@ def layer_shape(config: Any) -> dict[str, Any]:
 
 def head_layer(config: Any, family: Family = LLAMA) -> DecoderConfig:
     """A Llama layer of the target's shape, without Qwen3's norms on queries and keys; ``family``: ``llama_layer``'s."""
-    return llama_layer({"num_hidden_layers": 1, "tie_word_embeddings": False, **layer_shape(config)}, "the target",
-                       family)
+    shape = {**layer_shape(config), **layer_heads(config)}
+    return llama_layer({"num_hidden_layers": 1, "tie_word_embeddings": False, **shape}, "the target", family)
