@@ -1,4 +1,4 @@
-"""Draft passes as CUDA graphs: one launch where a head makes 33, and a small model some 390.
+"""Draft passes as CUDA graphs: one launch where a head makes 33, and a small model some 410.
 
 A stage's graphs are cut at attention, because its caches have no fixed places (``stage.layer_graphs``).  Here that
 would leave five launches a layer outside, and D0 waits for them: so caches of drafters have fixed places, and

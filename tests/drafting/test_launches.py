@@ -78,14 +78,14 @@ def copies_no_cache(log: Log, cache_bytes: int) -> bool:
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("sessions", [1, 3])
 def test_a_heads_pass(kv_heads: int, sessions: int, rms: bool) -> None:
-    """Greedy, over one memory if there are several.  Grouped heads' queries and outputs are put in order, their cache
-    is not copied."""
+    """Greedy, over one memory if there are several.  Grouped heads' queries, outputs and sums are put in order, their
+    cache is not copied."""
     torch.manual_seed(0)
     head = EagleHead(eagle_config(config(num_key_value_heads=kv_heads).to_dict(), "a head")).half().to("cuda")
     lm_head = torch.randn(V, H, dtype=torch.float16).to("cuda")
     memory = CacheMemory(head.cache_shape(), 1280) if sessions > 1 else None
     log = a_pass([EagleDrafter(head, lm_head, memory) for _ in range(sessions)], rms)
-    assert log.launches.total() <= 33 - rms + 2 * (kv_heads < 8) + 3 * (sessions > 1), log.launches
+    assert log.launches.total() <= 33 - rms + 3 * (kv_heads < 8) + 3 * (sessions > 1), log.launches
     assert len(log.waits) == 1
     assert copies_no_cache(log, TEXT * kv_heads * 64 * 2)
 
@@ -95,11 +95,11 @@ def test_a_pass_of_an_eagle_3_head(rms: bool) -> None:
     layer = vars(llama_layer(config(num_key_value_heads=2).to_dict(), "a head"))
     head = Eagle3Head(Eagle3Config(**layer, target_hidden_size=H, draft_vocab_size=V)).half().to("cuda")
     log = a_pass([Eagle3Drafter(head, [2, 4, 6])], rms)
-    assert log.launches.total() <= 40 - 4 * rms, log.launches
+    assert log.launches.total() <= 41 - 4 * rms, log.launches
     assert copies_no_cache(log, TEXT * 2 * 64 * 2)
 
 
-@pytest.mark.parametrize(("family", "most"), [("qwen3_5_text", 70), ("qwen3_5_moe_text", 132)])
+@pytest.mark.parametrize(("family", "most"), [("qwen3_5_text", 71), ("qwen3_5_moe_text", 132)])
 def test_a_pass_of_an_mtp_layer(family: str, most: int) -> None:
     """Without the products of the experts that rows have chosen."""
     torch.manual_seed(0)
@@ -127,7 +127,7 @@ def test_a_pass_of_a_small_model(sessions: int, rms: bool, tmp_path: Path) -> No
     first = load_lm(tmp_path, tmp_path, V, torch.float16, torch.device("cuda"))
     memory = CacheMemory(first.shape, 1280) if sessions > 1 else None
     log = a_pass([first.clone_session(memory) for _ in range(sessions)], rms)
-    assert log.launches.total() <= 392 - 45 * rms + 3 * (sessions > 1), log.launches
+    assert log.launches.total() <= 414 - 45 * rms + 3 * (sessions > 1), log.launches
     assert copies_no_cache(log, TEXT * 2 * 64 * 2)
 
 

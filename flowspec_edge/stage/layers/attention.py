@@ -93,7 +93,6 @@ class SharedMask:
     def __init__(self, visible: Bool, groups: int, dtype: torch.dtype, device: torch.device) -> None:
         """``visible`` [n, m]: what each row sees; ``groups``: query heads per key/value head."""
         self._rows = len(visible)
-        # Repeated before its rows get aligned strides: a repeated tensor has none.
         self._hidden = additive(np.tile(visible, (groups, 1)), dtype, device)[None, None]
 
     def attend(self, queries: Tensor, held: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
