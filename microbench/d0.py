@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,7 +119,7 @@ class _Drafter(TreeDrafter):
     def __init__(self, text: _Text, device: torch.device, asked: _Asked) -> None:
         """``asked``: the pass's positions, in the texts of all drafters that share it."""
         shape = CacheShape(1, 32, 128, torch.float16, device)
-        super().__init__(shape, lambda outputs: _draft_logits(asked))
+        super().__init__(shape, PassModel(_not_run, lambda outputs: _draft_logits(asked), _WIDTH, True, _not_run))
         self._text_of = text
         self._asked_rows = asked
         self._states: list[Tensor] = []
@@ -148,8 +149,10 @@ class _Drafter(TreeDrafter):
             drafter._cache.for_pass(rows.placed)
         return [torch.cat(own.states) for *_, own in parts]
 
-    def pass_model(self) -> PassModel:
-        raise NotImplementedError("passes without products are never recorded")
+
+def _not_run(*_: Any) -> Any:
+    raise NotImplementedError("passes without products are never computed")
+
 
 
 def _draft_logits(asked: _Asked) -> Tensor:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from flowspec_edge.lab.plain import separated
 from flowspec_edge.model.expert_counts import independent
-from flowspec_edge.model.experts import Experts, separated
+from flowspec_edge.model.experts import Experts
 from flowspec_edge.model.families import ExpertNames
 from flowspec_edge.stage.quant.schemes import scheme
 from microbench._common import Row, options, print_rows, random_codes

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model": {"errors", "util", "sampling"},
     "tree": FOUNDATION,
     "strategies": FOUNDATION | {"tree"},
-    "drafting": FOUNDATION | {"tree"},
+    "drafting": FOUNDATION | {"tree", "stage"},
     "stage": FOUNDATION | {"tree"},
     "transport": FOUNDATION | {"tree"},
     "sharding": FOUNDATION | {"tree", "drafting", "stage"},

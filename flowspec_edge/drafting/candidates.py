@@ -21,9 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.model.candidates import Candidates
 from flowspec_edge.model.output_head import MatrixRows, OutputHead
 from flowspec_edge.sampling.sampler import device_words, gumbel_from, largest
+from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import tokens_device
 
 _SEQUENCES, _STEPS = 32, 34  # of the head's own text
@@ -54,7 +56,7 @@ class CandidateHead(nn.Module):
 @torch.inference_mode()
 def narrowed(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm_head: OutputHead, how: Candidates,
              quantise: Callable[[nn.Module], None]) -> CandidateHead:
-    """Make the candidate head of a draft head that is on ``lm_head``'s device, and whose layer is not fused.
+    """Make the candidate head of a draft head that is prepared, on ``lm_head``'s device.
 
     rank_states  the head's outputs [..., H], and what ranks in the place of lm_head, to logits [..., V]
     quantise     replaces linears in a module
@@ -78,29 +80,21 @@ class _Watched(nn.Module):
         return cast(Tensor, self._lm_head(states))
 
 
-class _Text:
-    """Keys and values of all rows so far; as transformers' attention classes call a cache."""
-
-    def __init__(self) -> None:
-        self._held: tuple[Tensor, ...] = ()
-
-    def update(self, keys: Tensor, values: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
-        new = keys, values
-        self._held = tuple(torch.cat(pair, 2) for pair in zip(self._held, new, strict=True)) if self._held else new
-        return self._held
-
-
 def own_states(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm_head: OutputHead) -> Tensor:
     """States [n, H] that lm_head reads while the head continues its own text."""
-    device, watched, text = lm_head.device, _Watched(lm_head), _Text()
-    states = torch.zeros(_SEQUENCES, 1, head.config.hidden_size, dtype=lm_head.dtype, device=device)
-    tokens = torch.randint(lm_head.vocabulary, (_SEQUENCES, 1), generator=torch.Generator().manual_seed(0)).to(device)
+    device, watched, shape = lm_head.device, _Watched(lm_head), head.cache_shape()
+    memory = CacheMemory(shape, _SEQUENCES * _STEPS, shared=False)
+    states = torch.zeros(_SEQUENCES, head.config.hidden_size, dtype=lm_head.dtype, device=device)
+    tokens = torch.randint(lm_head.vocabulary, (_SEQUENCES,), generator=torch.Generator().manual_seed(0)).to(device)
     for step in range(_STEPS):
-        positions = torch.full((_SEQUENCES, 1), step, device=device)
-        states = head(states, tokens.to(tokens_device(head.embed_tokens, device)), positions, None, text)
+        positions = torch.full((_SEQUENCES,), step, device=device)
         places = np.arange(_SEQUENCES) + _SEQUENCES * step
+        cache = PassCache(memory, indices(places, device), _SEQUENCES * (step + 1))
+        visible = np.tile(np.eye(_SEQUENCES, dtype=bool), step + 1)
+        known = tokens.to(tokens_device(head.embed_tokens, device))
+        states = head(states, known, positions, shape.mask(visible), cache)
         noise = gumbel_from(device_words(0, places, lm_head.vocabulary, device), torch.float32)
-        tokens = (rank_states(states, watched)[:, 0] + noise).argmax(-1, keepdim=True)
+        tokens = (rank_states(states, watched) + noise).argmax(-1)
     return torch.cat(watched.seen[_UNLIKE:])
 
 

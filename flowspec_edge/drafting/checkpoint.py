@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
-from flowspec_edge.errors import FlowspecError, UsageError, first_line, last_line
+from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.config import check_config
+from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config
 from flowspec_edge.model.draft_kinds import kind_of_format, recognise_format
+from flowspec_edge.model.families import Family
 from flowspec_edge.model.recognise import describe
 from flowspec_edge.model.weights.checkpoint import Checkpoint, StoredTensor
 from flowspec_edge.model.weights.located import PICKLED, SAFE, locate, warn_of_unread
@@ -28,7 +29,7 @@ from flowspec_edge.util.tensors import check_finite
 from flowspec_edge.util.weight_file import Embedding, EmbeddingTable
 
 _Module = TypeVar("_Module", bound=nn.Module)
-_Config = TypeVar("_Config", bound=PretrainedConfig)
+_Config = TypeVar("_Config")
 
 _COMPUTED = "rotary_emb.inv_freq"  # stored by old releases of transformers; it follows from the config
 _TRAINING_ONLY = ("verifier_",)  # speculators: copies of the target's norm and lm_head, to train with
@@ -78,12 +79,18 @@ def _instead(raw: dict[str, Any]) -> str:
 EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
-def config_of(kind: type[_Config], fields: dict[str, Any], directory: Path) -> _Config:
-    """FlowspecError for fields of ``directory``'s config.json that do not go together."""
+def layer_config(fields: Mapping[str, Any], origin: Path | str, family: Family) -> DecoderConfig:
+    """Decide the fields of a draft model's layers, which are those of ``family``.
+
+    FlowspecError for fields that do not go together.
+    """
+    given = {name: value for name, value in fields.items() if value is not None}
     try:
-        return cast(_Config, kind.from_dict(fields))
-    except Exception as error:  # transformers and huggingface_hub raise many kinds of errors
-        raise FlowspecError(f"{directory / 'config.json'}: {last_line(error)}") from error
+        return decoder_config({**given, "model_type": family.name}, origin)
+    except UsageError as error:
+        raise FlowspecError(str(error)) from error
+    except (TypeError, ValueError) as error:
+        raise FlowspecError(f"{origin}: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,7 @@ class HeadFiles:
     def has_embedding(self) -> bool:
         return self._embedding is not None
 
-    def own_embedding(self, config: PretrainedConfig, dtype: torch.dtype) -> EmbeddingTable | None:
+    def own_embedding(self, config: Any, dtype: torch.dtype) -> EmbeddingTable | None:
         """A head's own embeddings, in their file; None if it has none, or not in a safetensors file.
         FlowspecError for another shape than ``config``'s."""
         if self.checkpoint is None or self._embedding is None:
@@ -188,8 +195,6 @@ def build(kind: Callable[[_Config], _Module], config: _Config, weights: dict[str
     _assign(module, weights, directory, what, dtype, quantise)
     if embedding is not None:
         module.embed_tokens = embedding.to(dtype)  # not copied
-    rotary: Any = type(module.rotary_emb)
-    module.rotary_emb = rotary(config)  # its buffers are computed, not stored
     return module.eval()
 
 

@@ -21,6 +21,7 @@ from flowspec_edge.drafting.candidates import narrowed
 from flowspec_edge.drafting.checkpoint import EMBEDDING, HeadFiles
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.candidates import Candidates
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.draft_kind import DraftKind, Shapes
 from flowspec_edge.model.output_head import OutputHead
 from flowspec_edge.util.torchdevice import release
@@ -29,15 +30,15 @@ from flowspec_edge.util.weight_file import Embedding
 log = logging.getLogger(__name__)
 
 
-class Fusible(Protocol):
-    """A head that can compute in few kernel launches."""
+class Preparable(Protocol):
+    """A head whose weights are joined where they will be used."""
 
     def to(self, device: torch.device, /) -> Any: ...
 
-    def fuse_layer(self) -> None: ...
+    def prepare(self) -> None: ...
 
 
-_Head = TypeVar("_Head", bound=Fusible)
+_Head = TypeVar("_Head", bound=Preparable)
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,6 @@ class Surroundings:
     layers     number of the target's layers
     dtype      of weights, cache and arithmetic
     quantise   replaces those linears that have weights; it is called after each tensor
-    fused      whether to compute in few kernel launches; None: on CUDA
     candidates of a head that ranks by the target's whole lm_head; None: it reads all of the matrix
     """
 
@@ -60,11 +60,10 @@ class Surroundings:
     layers: int
     dtype: torch.dtype
     quantise: Callable[[nn.Module], None]
-    fused: bool | None
     candidates: Candidates | None = None
 
     def narrowed(self, head: nn.Module, rank_states: Callable[[Tensor, nn.Module], Tensor]) -> nn.Module:
-        """What ranks by the target's lm_head for ``head``, before it is :meth:`placed`: a candidate head if one is
+        """What ranks by the target's lm_head for ``head``, which is :meth:`placed`: a candidate head if one is
         wanted, and lm_head's rows can be looked up.  ``rank_states`` as for ``candidates.narrowed``."""
         if self.candidates is None:
             return self.lm_head
@@ -72,16 +71,13 @@ class Surroundings:
             log.warning("the draft head ranks by all of lm_head: no row of it can be looked up in this layout, so a "
                         "candidate head would gain nothing")
             return self.lm_head
-        head.to(self.lm_head.device).eval()
         return narrowed(head, rank_states, self.lm_head, self.candidates, self.quantise)
 
     def placed(self, head: _Head) -> _Head:
-        """Move a head to the drafter's device, and let it compute in few launches there."""
-        device = self.lm_head.device
-        head.to(device)
-        if device.type == "cuda" or self.fused:
-            head.fuse_layer()
-            release(device)
+        """Move a head to the drafter's device, and prepare it there."""
+        head.to(self.lm_head.device)
+        head.prepare()
+        release(self.lm_head.device)
         return head
 
 
@@ -132,7 +128,7 @@ class DraftFormat(ABC):
 
     def fields(self, config: Any) -> dict[str, Any]:
         """The fields of :meth:`config` by their names."""
-        return dict(config.to_dict())
+        return vars(config)
 
     def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> Iterable[int]:
         """Every width that its config.json and tensors give to the target's states.
@@ -163,9 +159,8 @@ class HeadFormat(DraftFormat):
         """Its module, without memory; ``config`` holds its configuration."""
 
     @abstractmethod
-    def usual(self, target: Any, kind: DraftKind) -> nn.Module:
-        """The module of a usual one for a target of transformers' configuration ``target``, without
-        memory."""
+    def usual(self, target: DecoderConfig, kind: DraftKind) -> nn.Module:
+        """The module of a usual one for a target of the configuration ``target``, without memory."""
 
     def cached_layers(self, head: nn.Module) -> int:
         """Layers of a module that keep keys and values."""

@@ -39,7 +39,7 @@ class SharedMemory:
     def drafters(self, make: Callable[..., Drafter]) -> Callable[[], Drafter]:
         first = make()
         assert isinstance(first, TreeDrafter)
-        memory, model = CacheMemory(first.shape, self.rows), first.pass_model()
+        memory, model = CacheMemory(first.shape, self.rows), first.pass_model
         warm_up(model, memory)
         recorded, self.choice = record_passes(model, memory, self.record)
         return partial(make, memory=memory, recorded=recorded)
@@ -72,7 +72,7 @@ def load_drafters(kind: str, directory: OpenModel | Path, lm_head: Tensor | Outp
         raise FlowspecError(f"{place} looks up embeddings, and {model.target} has none")
     loaded = format_of(record).load(place, Surroundings(
         model.target, target, None if embedding is None else as_embedding(embedding), layers,
-        parse_dtype(dtype), quantise, memory is not None or None, candidates))
+        parse_dtype(dtype), quantise, candidates))
     if loaded.vocabulary is not None:
         require_vocabulary(place, loaded.vocabulary, target)
     return memory.drafters(loaded.make) if memory and record.shares_memory else loaded.make

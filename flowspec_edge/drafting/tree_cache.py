@@ -1,6 +1,7 @@
 """Keys and values of a drafter: text in slots [0, committed), tree nodes unordered in [committed, used).
 
-A layer's keys and values are one tensor, so that a pass's rows are stored by one kernel.
+A layer's keys and values are one tensor, so that a pass's rows are stored by one kernel.  Layers of a stage
+write to it as to a stage's own cache (``stage.layers.kv_cache``).
 
 When the text grows, only nodes whose slots it takes are moved.
 
@@ -9,17 +10,14 @@ one memory, which is allocated before the first of them: a session's slots are a
 to other slots without being copied, and a mask keeps each row of a pass to its own session's columns.  So
 a pass over rows of several sessions is like one over rows of one.
 
-Several memories side by side are one for a pass over rows of all of them. Any of transformers'
-models takes it: a mask keeps each row to its own session's columns. Attention does more work than it has
-to, which is little beside the weights of all layers, read once instead of once a session. EAGLE heads,
-whose attention is known, go session by session (``eagle.head_drafter``).
+Sessions with memories of their own share a pass, too: the linear layers see the rows of all, attention runs session
+by session, as in a stage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +25,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowspec_edge.util.tensors import indices, to_device
+from flowspec_edge.model.decoder_config import DecoderConfig
+from flowspec_edge.stage.layers.attention import SharedMask
+from flowspec_edge.util.tensors import indices
 
 _FIRST_CAPACITY = 256
 _WIDTH_STEP = 256  # columns of a mask over a shared memory
@@ -37,6 +37,7 @@ _WIDTH_STEP = 256  # columns of a mask over a shared memory
 class CacheShape:
     """``layers`` times keys and values, [1, kv_heads, capacity, head_dim] each.
 
+    ``groups``: query heads per key/value head.
     ``window``: a row attends only to that many nearest rows, itself included, so that no distance exceeds
     those of training; None: to all.
     """
@@ -47,12 +48,24 @@ class CacheShape:
     dtype: torch.dtype
     device: torch.device
     window: int | None = None
+    groups: int = 1
+
+    @classmethod
+    def of(cls, config: DecoderConfig, layers: int, like: Tensor, window: int | None = None) -> CacheShape:
+        """Of layers of a model; ``like``: a weight of their dtype, where they compute."""
+        heads = config.num_key_value_heads
+        return cls(layers, heads, config.head_dim, like.dtype, like.device, window,
+                   config.num_attention_heads // heads)
+
+    def mask(self, visible: NDArray[np.bool_]) -> SharedMask:
+        """``visible`` [n, m]: what each row of a pass sees of the memory's first m rows."""
+        return SharedMask(visible, self.groups, self.dtype, self.device)
 
 
 class CacheMemory:
     """Rows of keys and values, for one session or, if ``shared``, for all sessions of a draft model.
 
-    layers  [1, 2 * kv_heads, rows, head_dim] each: keys, then values
+    layers  [2, rows, kv_heads, head_dim] each: keys, then values
     """
 
     def __init__(self, shape: CacheShape, rows: int, shared: bool = True) -> None:
@@ -82,7 +95,7 @@ class CacheMemory:
 
     def seen(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first ``width`` rows, [1, kv_heads, width, head_dim] each."""
-        keys, values = self.layers[layer][:, :, :width].chunk(2, dim=1)
+        keys, values = self.layers[layer][:, :width].transpose(1, 2)[:, None]
         return keys, values
 
     def give_back(self, rows: NDArray[np.int64]) -> None:
@@ -101,7 +114,7 @@ class CacheMemory:
         if returned:
             rows = np.concatenate(returned)
             for held in self.layers:
-                held.index_fill_(2, indices(rows, self.shape.device), 0.0)
+                held.index_fill_(1, indices(rows, self.shape.device), 0.0)
             self._free[rows] = True
 
     def width(self, rows: int) -> int:
@@ -121,9 +134,9 @@ class CacheMemory:
         s, kept = self.shape, min(rows, self.rows)
         layers = []
         for layer in range(s.layers):
-            made = torch.zeros((1, 2 * s.kv_heads, rows, s.head_dim), dtype=s.dtype, device=s.device)
+            made = torch.zeros((2, rows, s.kv_heads, s.head_dim), dtype=s.dtype, device=s.device)
             if kept:
-                made[:, :, :kept] = self.layers[layer][:, :, :kept]
+                made[:, :kept] = self.layers[layer][:, :kept]
             layers.append(made)
         free = np.ones(rows, bool)
         free[:kept] = self._free[:kept]
@@ -142,45 +155,30 @@ class Placed(NamedTuple):
 
 
 class PassCache:
-    """The memory in a pass over ``rows`` of it, int64 [n], that sees its first ``width`` rows.
-
-    Called as transformers' attention classes call a cache.
-    """
+    """The memory in a pass over ``rows`` of it, int64 [n], that sees its first ``width`` rows."""
 
     def __init__(self, memory: CacheMemory, rows: Tensor, width: int) -> None:
         self._memory, self._rows, self._width = memory, rows, width
 
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
-               ) -> tuple[Tensor, Tensor]:
-        """Store a pass's rows [1, kv_heads, rows, head_dim]; return everything that it may see."""
-        held = self._memory.seen(layer, self._width)
-        for target, new in zip(held, (keys, values), strict=True):
-            target.index_copy_(2, self._rows, new)
-        return held
-
-    def write(self, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """As :meth:`update`, for keys, then values, of all heads: [rows, 2 * kv_heads, head_dim]."""
-        self._memory.layers[layer][0].index_copy_(1, self._rows, rows.transpose(0, 1))
-        return self._memory.seen(layer, self._width)
-
-    def joined(self, layer: int) -> Tensor:
-        """Everything that it may see: [1, 2 * kv_heads, width, head_dim]."""
-        return self._memory.layers[layer][:, :, : self._width]
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        """Part of transformers' cache protocol."""
-        return self._width
+    def write(self, rows: Tensor, layer_idx: int) -> Tensor:
+        """As ``KVCache.write``: keys and values [n, 2, kv_heads, head_dim] of the pass's rows; returns all [2, m,
+        kv_heads, head_dim] that it may see."""
+        held = self._memory.layers[layer_idx]
+        held.index_copy_(1, self._rows, rows.transpose(0, 1))
+        return held[:, : self._width]
 
 
-class ContextCache:
-    """Older rows' keys and values, by layer, before a pass's own, which are not stored."""
+class PassCaches:
+    """Memories of several sessions in a pass with a ``BatchMask``."""
 
-    def __init__(self, context: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._context = context
+    def __init__(self, caches: Sequence[PassCache], lengths: Sequence[int]) -> None:
+        """``lengths``: rows of each session in the pass."""
+        self._caches, self._lengths = caches, list(lengths)
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        older_keys, older_values = self._context[layer]
-        return torch.cat((older_keys, keys), dim=2), torch.cat((older_values, values), dim=2)
+    def write(self, rows: Tensor, layer_idx: int) -> list[Tensor]:
+        """As ``BatchCache.write``."""
+        return [cache.write(own, layer_idx)
+                for cache, own in zip(self._caches, rows.split(self._lengths), strict=True)]
 
 
 class TreeCache:
@@ -271,9 +269,8 @@ class TreeCache:
     def for_pass(self, placed: Placed) -> PassCache:
         return PassCache(self.memory, indices(placed.rows, self.device), placed.visible.shape[1])
 
-    def mask(self, placed: Placed) -> Tensor:
-        """Additive, [1, 1, n, m]: 0 or -inf."""
-        return additive_mask(placed.visible, self.shape.dtype, self.device)
+    def mask(self, placed: Placed) -> SharedMask:
+        return self.shape.mask(placed.visible)
 
     def _mask(self, start: int, nodes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
         text = self.committed - start
@@ -307,7 +304,7 @@ class TreeCache:
         else:
             target, source = indices(free, self.device), indices(held, self.device)
             for states in self.memory.layers:
-                states.index_copy_(2, target, states.index_select(2, source))
+                states.index_copy_(1, target, states.index_select(1, source))
         self._slot.update(zip(displaced, free, strict=True))
 
     def _grow(self, needed: int) -> None:
@@ -315,58 +312,3 @@ class TreeCache:
             return
         wanted = needed if self.memory.shared else max(needed, 2 * len(self._at))
         self._at = np.concatenate([self._at, self.memory.take(wanted - len(self._at))])
-
-
-def additive_mask(visible: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, 1, n, m]: 0 where ``visible`` [n, m], -inf elsewhere.
-
-    Attention kernels take it without a conversion or a copy in each layer: it has their dtype, and its rows
-    begin at multiples of 16 bytes.
-    """
-    n, m = visible.shape
-    seen = np.zeros((n, -(-m // 8) * 8), dtype=bool)
-    seen[:, :m] = visible
-    mask = torch.where(to_device(torch.from_numpy(seen), device), *levels(dtype, device))
-    return mask[None, None, :, :m]
-
-
-@lru_cache
-def levels(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    """An additive mask's values for what is seen, and for what is not."""
-    seen, unseen = (torch.full((), value, dtype=dtype, device=device) for value in (0.0, -torch.inf))
-    return seen, unseen
-
-
-class JointCache:
-    """Has the methods that transformers calls; see ``PassCache``."""
-
-    def __init__(self, caches: Sequence[PassCache], rows: Sequence[int]) -> None:
-        """``rows``: of each session in the pass."""
-        self._caches, self._rows = caches, list(rows)
-
-    def mask(self, masks: Sequence[Tensor]) -> Tensor:
-        """Additive, [1, 1, n, m], of the sessions' masks: a row sees nothing of the other sessions."""
-        width = sum(mask.shape[-1] for mask in masks)
-        # Fused attention kernels want rows that begin at multiples of 16 bytes.
-        whole = masks[0].new_full((1, 1, sum(self._rows), -(-width // 8) * 8), float("-inf"))
-        row = column = 0
-        for mask in masks:
-            below, right = row + mask.shape[-2], column + mask.shape[-1]
-            whole[:, :, row:below, column:right] = mask
-            row, column = below, right
-        return whole[..., :width]
-
-    def update(self, keys: Tensor, values: Tensor, layer: int, *_: object, **__: object
-               ) -> tuple[Tensor, Tensor]:
-        pairs = [cache.update(key, value, layer) for cache, key, value in
-                 zip(self._caches, keys.split(self._rows, 2), values.split(self._rows, 2), strict=True)]
-        return torch.cat([key for key, _ in pairs], 2), torch.cat([value for _, value in pairs], 2)
-
-    def write(self, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        for cache, own in zip(self._caches, rows.split(self._rows), strict=True):
-            cache.write(own, layer)
-        keys, values = torch.cat([cache.joined(layer) for cache in self._caches], 2).chunk(2, dim=1)
-        return keys, values
-
-    def get_seq_length(self, layer: int = 0) -> int:
-        return sum(cache.get_seq_length(layer) for cache in self._caches)

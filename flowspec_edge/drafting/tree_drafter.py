@@ -7,7 +7,7 @@ row sees the text, its expanded ancestors and itself.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +17,13 @@ from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
 from flowspec_edge.drafting.recorded import MOST_CHILDREN, WARM_ROWS, PassInputs, PassModel, RecordedPasses
-from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, Placed, TreeCache
+from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, PassCache, PassCaches, Placed, TreeCache
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.sampling.sampler import fetched_children, rank_children
+from flowspec_edge.stage.layers.attention import BatchMask
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
+from flowspec_edge.util.tensors import indices
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,21 +39,21 @@ class Rows:
 
 
 class TreeDrafter(Drafter, ABC):
-    """A subclass computes the rows (:meth:`_compute`)."""
+    """A subclass says what goes into a pass (:meth:`_inputs`)."""
 
     taps: tuple[int, ...] = ()
     rows_behind = 0  # how many fewer rows than tokens the text has
 
-    def __init__(self, shape: CacheShape, logits: Callable[[Tensor], Tensor],
+    def __init__(self, shape: CacheShape, model: PassModel,
                  draft_vocabulary: DraftVocabulary | None = None, memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None) -> None:
-        """logits    maps row outputs [n, H] to [n, V], or [n, D] over ``draft_vocabulary``
+        """model     computes passes; its logits are over ``draft_vocabulary``, if that is given
         memory    that all sessions of the model share; None: one of its own, which grows
         recorded  passes over it
         """
         self._cache = TreeCache(shape, memory)
         self._recorded = recorded
-        self._logits = logits
+        self.pass_model, self._logits = model, model.logits
         self._draft_vocabulary = draft_vocabulary
         self.reset(Sampling(), "draft", 1.0)
 
@@ -84,17 +86,34 @@ class TreeDrafter(Drafter, ABC):
     def _inputs(self, rows: Rows) -> PassInputs:
         """Of the queued text rows, whose states are used up, then of the nodes."""
 
-    @abstractmethod
     def _compute(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]]) -> list[Tensor]:
         """Outputs [n, H] of each drafter's rows, in one pass; all share passes with this one."""
+        model, device = self.pass_model, self.shape.device
+        counts = [len(rows) for _, rows, _ in parts]
+        tokens = [token for *_, own in parts for token in own.tokens]
+        places = [position for *_, own in parts for position in own.positions]
+        model.reach(max(places))
+        positions = indices(places, device)
+        given = [states for *_, own in parts for states in own.states]
+        states = (given[0] if len(given) == 1 else torch.cat(given)) if given else None
+        embedded = indices(tokens, device) if model.embed is None else model.embed(torch.tensor(tokens))
+        mask, cache = self._seen_and_stored(parts, counts)
+        return list(model.run(states, embedded, positions, mask, cache).split(counts))
+
+    def _seen_and_stored(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]], counts: Sequence[int]
+                         ) -> tuple[Any, Any]:
+        """The pass's mask and cache: of one memory, or session by session."""
+        shape, memory = self.shape, self._cache.memory
+        if memory.shared or len(parts) == 1:
+            whole = joined([own for *_, own in parts])
+            return (shape.mask(whole.visible),
+                    PassCache(memory, indices(whole.rows, shape.device), whole.visible.shape[1]))
+        return (BatchMask([drafter._cache.mask(rows.placed) for drafter, rows, _ in parts], counts),
+                PassCaches([drafter._cache.for_pass(rows.placed) for drafter, rows, _ in parts], counts))
 
     @property
     def shape(self) -> CacheShape:
         return self._cache.shape
-
-    @abstractmethod
-    def pass_model(self) -> PassModel:
-        """What computes passes."""
 
     @torch.inference_mode()
     def expand(self, request: DraftRequest) -> DraftOutput:

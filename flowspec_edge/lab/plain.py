@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from flowspec_edge.d0.request import FinishReason
 from flowspec_edge.lab.rounded_attention import register_rounded
-from flowspec_edge.model.experts import separate_experts
+from flowspec_edge.model.experts import ClampedGate, Experts, Gated
+from flowspec_edge.model.families import ExpertNames, family_of
 from flowspec_edge.model.manifest import stage_part
 from flowspec_edge.model.opened import OpenModel, opened
 from flowspec_edge.sampling.restrictions import AnswerRestrictions
@@ -131,3 +132,25 @@ def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: 
     if found.generation_config:
         model.generation_config = GenerationConfig.from_pretrained(found.target)
     return model.requires_grad_(False).eval()
+
+
+def separated(stacked: Any, names: ExpertNames) -> Experts:
+    """Experts like transformers' ``stacked`` ones, on the meta device."""
+    shape = ((stacked.hidden_size, stacked.intermediate_size) if names.clamped else
+             (stacked.hidden_dim, stacked.intermediate_dim))
+    gated = ClampedGate(stacked.alpha, stacked.limit) if names.clamped else Gated(stacked.act_fn)
+    return Experts.of(names, *shape, stacked.num_experts, gated)
+
+
+def separate_experts(core: Any) -> None:
+    """Replace the stacked experts of a decoder on the meta device; dense layers stay as they are."""
+    names = family_of(core.config).experts
+    for layer in core.layers if names else ():
+        assert names is not None
+        block = layer.mlp
+        if hasattr(block, "experts"):
+            block.experts = separated(block.experts, names)
+        if names.block != "mlp":  # a layer's forward calls ``mlp``; its tensors have the checkpoint's names
+            del layer.mlp
+            setattr(layer, names.block, block)
+            layer.__dict__["mlp"] = block

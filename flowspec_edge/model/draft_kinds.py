@@ -39,16 +39,16 @@ def _is_language_model(config: Mapping[str, Any], shapes: Shapes) -> bool:
     return "layers.0.input_layernorm.weight" in shapes and "fc.weight" not in shapes
 
 
-EAGLE2 = DraftKind("eagle2", "eagle2", "EAGLE-2 head", "flowspec_edge.drafting.eagle.eagle2", (0, 32),
+EAGLE2 = DraftKind("eagle2", "eagle2", "EAGLE-2 head", "flowspec_edge.drafting.eagle.eagle2", (0, 33),
                    narrows=True, recognise=_is_eagle2, formats=("EAGLE-2",), choice=0, graph_launches=6,
                    usual="one layer and fc", trainer="flowspec_edge.lab.training.eagle:EAGLE2_TRAINER",
                    measured_by=("flowspec", "chunk_pp"))
-EAGLE3 = DraftKind("eagle3", "eagle3", "EAGLE-3 head", "flowspec_edge.drafting.eagle.eagle3_formats", (0, 38),
+EAGLE3 = DraftKind("eagle3", "eagle3", "EAGLE-3 head", "flowspec_edge.drafting.eagle.eagle3_formats", (0, 41),
                    recognise=_is_eagle3, formats=("EAGLE-3", "EAGLE-4"), choice=1, inner_states=True, narrows=True,
                    graph_launches=5, usual="one layer, fc and an lm_head of 32,000 tokens",
                    trainer="flowspec_edge.lab.training.eagle:EAGLE3_TRAINER")
-LM = DraftKind("lm", "draft-lm", "small language model", "flowspec_edge.drafting.lm", (354, 18),
-               recognise=_is_language_model, is_head=False, charged_as="lm_pass_ms", graph_launches=4,
+LM = DraftKind("lm", "draft-lm", "small language model", "flowspec_edge.drafting.lm", (396, 18),
+               recognise=_is_language_model, is_head=False, charged_as="lm_pass_ms", graph_launches=5,
                measured_by=("speculative",))
 # ``passes``, by bytes at Llama-2-7B: five layers, fc over five states and lm_head in 2.46 GB, beside one
 # layer, fc and lm_head in 0.74.
@@ -56,8 +56,9 @@ _DFLASH = DraftKind("dflash", "dflash", "DFlash block drafter", "flowspec_edge.d
                     (0, 150), formats=("DFlash", "DFlash2", "JetSpec"), choice=3, is_block=True,
                     inner_states=True, shares_memory=False, passes=3.3, usual="five layers and fc",
                     trainer="flowspec_edge.lab.training.block:TRAINER")
-MTP = DraftKind("mtp", "mtp", "own MTP layer", "flowspec_edge.drafting.eagle.mtp", (0, 110),
-                formats=("MTP",), in_target="mtp.", narrows=True, looks_up_target=True, usual="a layer with attention")
+MTP = DraftKind("mtp", "mtp", "own MTP layer", "flowspec_edge.drafting.eagle.mtp", (0, 71),
+                formats=("MTP",), in_target="mtp.", narrows=True, looks_up_target=True,
+                usual="a layer with attention")  # passes of dense ones alone are recorded: a plan counts on none
 NGRAM = DraftKind("ngram", "", "n-grams of the text", "", (0, 0), is_head=False, shares_memory=False,
                   charged_as="")
 

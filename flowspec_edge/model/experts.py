@@ -2,7 +2,7 @@
 
 transformers stacks a layer's experts in two tensors and computes them, by default, as grouped products.  Here
 every matrix is a linear under the name that checkpoints give it, so that reading, sharding, sizes and
-quantisation treat experts like any other matrix, one at a time.  Routers are transformers' own.
+quantisation treat experts like any other matrix, one at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.model.expert_counts import independent
-from flowspec_edge.model.families import ExpertNames, family_of
+from flowspec_edge.model.families import ExpertNames
 from flowspec_edge.util.tensors import indices, on_host
 
 
@@ -112,14 +112,6 @@ class Experts(nn.ModuleList):
         return activated
 
 
-def separated(stacked: Any, names: ExpertNames) -> Experts:
-    """Experts like transformers' ``stacked`` ones, on the meta device."""
-    shape = ((stacked.hidden_size, stacked.intermediate_size) if names.clamped else
-             (stacked.hidden_dim, stacked.intermediate_dim))
-    gated = ClampedGate(stacked.alpha, stacked.limit) if names.clamped else Gated(stacked.act_fn)
-    return Experts.of(names, *shape, stacked.num_experts, gated)
-
-
 def _like(module: nn.Module) -> Any:
     """A module of the same kind on the meta device, which shares the hooks: to make many thousands of linears
     anew takes seconds."""
@@ -129,20 +121,6 @@ def _like(module: nn.Module) -> Any:
         for name, value in module._parameters.items()}, _modules={
         name: part and _like(part) for name, part in module._modules.items()})
     return made
-
-
-def separate_experts(core: Any) -> None:
-    """Replace the stacked experts of a decoder on the meta device; dense layers stay as they are."""
-    names = family_of(core.config).experts
-    for layer in core.layers if names else ():
-        assert names is not None
-        block = layer.mlp
-        if hasattr(block, "experts"):
-            block.experts = separated(block.experts, names)
-        if names.block != "mlp":  # a layer's forward calls ``mlp``; its tensors have the checkpoint's names
-            del layer.mlp
-            setattr(layer, names.block, block)
-            layer.__dict__["mlp"] = block
 
 
 def touched(layers: Iterable[nn.Module], start: int, stop: int) -> tuple[int, float]:

@@ -127,12 +127,6 @@ class Family:
         """Whether its layers have experts."""
         return self.experts is not None
 
-    @property
-    def llama_like(self) -> bool:
-        """Whether its layers are those of Llama, perhaps with biases, norms of heads or a window."""
-        form = replace(self.form, query_biases=False, head_norms=False)
-        return bool(self.name) and form == LayerForm() and not (self.sparse or self.recurrent)
-
 
 _DELTA = LayerForm(head_norms=True, centred_norms=True, output_gates=True)
 _LINEAR = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
@@ -221,6 +215,7 @@ FAMILIES = {family.name: family for family in (
            _DELTA, launches=75, within="qwen3_5_moe", experts=ExpertNames(), recurrent=True, rotated=0.25,
            draft_layers=(MTP,)),
 )}
+QWEN2, QWEN3 = FAMILIES["qwen2"], FAMILIES["qwen3"]  # layers of draft heads are Llama's or theirs
 # By the type of a multimodal checkpoint, the family of its language model.
 MULTIMODAL = {family.within: family for family in FAMILIES.values() if family.within}
 UNKNOWN = Family("")  # one that stages cannot run

@@ -7,11 +7,10 @@ A launch costs a small board's CPU core 25 to 40 µs, so short work on its GPU i
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @cache
@@ -38,11 +37,6 @@ class RmsNorm:
         self._signs = None if fused else signs(weight)
         self._both = None if fused else torch.cat([weight, weight])
 
-    @classmethod
-    def of(cls, norm: Any) -> RmsNorm:
-        """As transformers' RMS norm."""
-        return cls(norm.weight, norm.variance_epsilon)
-
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., H] to [..., H], not always contiguous."""
         if self._signs is None:
@@ -56,12 +50,6 @@ class HeadNorms:
     def __init__(self, weights: Tensor, eps: float) -> None:
         """weights [heads, head_dim]."""
         self._weights, self._eps, self._signs = weights, eps, signs(weights)
-
-    @classmethod
-    def of(cls, *norms: tuple[Any, int]) -> HeadNorms:
-        """transformers' RMS norms, each with the number of its heads."""
-        weights = torch.cat([norm.weight.expand(heads, -1) for norm, heads in norms])
-        return cls(weights, norms[0][0].variance_epsilon)
 
     def in_place(self, x: Tensor) -> None:
         """x [N, heads, head_dim], which may be a view."""
@@ -80,26 +68,10 @@ def _halved(x: Tensor, plus_minus: Tensor, weight: Tensor | None, eps: float) ->
     return F.layer_norm(both, (2 * width,), weight, None, eps)[..., :width]
 
 
-def angles(embedding: nn.Module, x: Tensor, positions: Tensor) -> Any:
-    """Cosines and sines of ``positions`` [B, n] in x's dtype, from a family's rotary embedding.
-
-    Qwen3.5's has grids of positions for time, height and width, which are equal in a text.  Before release
-    5.20 of transformers it takes all three only.
-    """
-    grids = positions.expand(3, -1, -1) if hasattr(embedding, "mrope_section") else positions
-    return embedding(x, position_ids=grids)
-
-
-def rotation(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotary cosines and sines [1, N, d] as [N, 1, d] each, the sines of the first half negated."""
-    low, high = sin[0].chunk(2, dim=-1)
-    return cos[0, :, None], torch.cat([-low, high], dim=-1)[:, None]
-
-
 def rotate_in_place(x: Tensor, by: tuple[Tensor, Tensor]) -> None:
     """x [N, heads, d]: its halves (a, b) become (a cos - b sin, b cos + a sin); three launches.
 
-    ``by``: from :func:`rotation`.
+    ``by``: cosines and sines [N, 1, d], the sines of the first half negated.
     """
     cos, signed_sin = by
     low, high = x.chunk(2, dim=-1)

@@ -71,6 +71,11 @@ def join(parts: Sequence[nn.Module]) -> nn.Module:
     return _Concatenated(parts)
 
 
+def concatenated(parts: Sequence[nn.Module]) -> nn.Module:
+    """A module that concatenates the linears' outputs, each of its own product."""
+    return _Concatenated(parts)
+
+
 def add_product(rows: Tensor, linear: nn.Module, x: Tensor) -> Tensor:
     """``rows`` [n, out] plus ``linear(x)``, in place; product and sum are one kernel if possible.
 

@@ -258,6 +258,14 @@ def as_embedding(embedding: Tensor | Embedding) -> Embedding:
     return nn.Embedding.from_pretrained(embedding) if isinstance(embedding, Tensor) else embedding
 
 
+def random_embedding(rows: int, width: int) -> nn.Embedding:
+    """A module with random rows, which takes no memory on the meta device.
+
+    Where ``nn.Embedding`` draws them itself, it imports torch._dynamo on that device: a second.
+    """
+    return nn.Embedding(rows, width, _weight=torch.randn(rows, width))
+
+
 def tokens_device(embedding: nn.Module, device: torch.device) -> torch.device:
     """Where ``embedding``, whose rows go to ``device``, wants the tokens."""
     return torch.device("cpu") if isinstance(embedding, EmbeddingTable) else device

@@ -13,18 +13,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaConfig
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead
-from flowspec_edge.drafting.tree_cache import additive_mask
+from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import choose, rank_children
 from flowspec_edge.stage.quant.schemes import head_scheme
-from flowspec_edge.util.tensors import from_torch, to_device, to_torch
+from flowspec_edge.util.tensors import from_torch, indices, to_device, to_torch
 from microbench.d0 import SAMPLINGS, STRATEGIES, turns
 from microbench.shapes.launches import launches
-from microbench.shapes.models import SHAPES, compute_dtype, random_head, random_matrix
+from microbench.shapes.models import SHAPES, Shape, compute_dtype, random_head, random_matrix
 from microbench.shapes.stopwatch import median_seconds
 
 NODES = 10  # of a draft pass
@@ -42,24 +41,6 @@ class PartTime:
     part: str
     ms: float
     launches: int
-
-
-class _Cache:
-    def __init__(self, heads: int, head_dim: int, dtype: torch.dtype, device: str) -> None:
-        self._held = random_matrix((1, 2 * heads, CONTEXT + NODES, head_dim), dtype, device)
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        for held, new in zip(self._held.chunk(2, 1), (keys, values), strict=True):
-            held[:, :, CONTEXT:] = new
-        return self._in_use()
-
-    def write(self, rows: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        self._held[0, :, CONTEXT:] = rows.transpose(0, 1)
-        return self._in_use()
-
-    def _in_use(self) -> tuple[Tensor, Tensor]:
-        keys, values = self._held.chunk(2, 1)
-        return keys, values
 
 
 def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
@@ -90,9 +71,7 @@ def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
     head = random_head(shape, computed, device)
     head_pass = _head_pass(head, computed, device)
     with torch.inference_mode():
-        ms = 1e3 * median_seconds(head_pass, device)
-        head.fuse_layer()  # is counted as it is on a GPU
-        yield PartTime(f"head, {NODES} nodes", ms, launches(head_pass))
+        yield PartTime(f"head, {NODES} nodes", 1e3 * median_seconds(head_pass, device), launches(head_pass))
     parts: dict[str, Callable[[], object]] = {
         f"lm_head, {NODES} rows": lambda: functional.linear(hidden[:NODES], lm_head),
         f"lm_head, {ROWS} rows": lambda: functional.linear(hidden, lm_head),
@@ -113,7 +92,7 @@ def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
         yield PartTime(f"a turn of {strategy}, {how}, without matrix products", statistics.median(costs), 0)
 
 
-def _packed_head(shape: LlamaConfig, bits: HeadBits, dtype: torch.dtype, device: torch.device
+def _packed_head(shape: Shape, bits: HeadBits, dtype: torch.dtype, device: torch.device
                  ) -> Callable[[Tensor], Tensor]:
     """With packed weights that nothing was quantised to: only the time counts."""
     scheme = head_scheme(bits)
@@ -129,10 +108,12 @@ def _packed_head(shape: LlamaConfig, bits: HeadBits, dtype: torch.dtype, device:
 
 def _head_pass(head: EagleHead, dtype: torch.dtype, device: str) -> Callable[[], object]:
     width = head.config.hidden_size
-    cache = _Cache(head.config.num_key_value_heads, head.config.head_dim, dtype, device)
-    features = random_matrix((1, NODES, width), dtype, device)
-    tokens = torch.zeros(1, NODES, dtype=torch.int64, device=device)
-    positions = torch.full((1, NODES), CONTEXT, device=device)
+    shape = head.cache_shape()
+    memory, own = CacheMemory(shape, CONTEXT + NODES, shared=False), np.arange(CONTEXT, CONTEXT + NODES)
+    cache = PassCache(memory, indices(own, shape.device), memory.rows)
+    features = random_matrix((NODES, width), dtype, device)
+    tokens = torch.zeros(NODES, dtype=torch.int64, device=device)
+    positions = torch.full((NODES,), CONTEXT, device=device)
     visible = np.concatenate((np.ones((NODES, CONTEXT), bool), np.eye(NODES, dtype=bool)), axis=1)
-    mask = additive_mask(visible, dtype, torch.device(device))
+    mask = shape.mask(visible)
     return lambda: head(features, tokens, positions, mask, cache)

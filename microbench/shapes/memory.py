@@ -37,7 +37,6 @@ from flowspec_edge.drafting.eagle.eagle3_formats import save_head3
 from flowspec_edge.drafting.tree_cache import CacheShape, TreeCache
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.catalogue import known_models
-from flowspec_edge.model.config import load_config
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS
 from flowspec_edge.model.manifest import DRAFT, CacheBits, Manifest, PartFile, stage_part
 from flowspec_edge.model.opened import OpenModel
@@ -147,7 +146,7 @@ def _write_parts(source: Path, out: Path, parts: Sequence[str], stages: int, kv_
 def _write_head(source: Path, directory: Path) -> None:
     """The draft head that the plan assumes, in 16 bits."""
     kind = DRAFT_KINDS[next(iter(known_models()[source.name].heads), "eagle2")]
-    head = assumed_head(load_config(source), kind)
+    head = assumed_head(OpenModel(source).decoder, kind)
     if not isinstance(head, EagleHead | Eagle3Head):
         raise FlowspecError(f"the draft head of {source.name} is no EAGLE head, and is not made up here: "
                             f"measure a stage alone, with --part {FIRST}")
@@ -200,12 +199,11 @@ def _tensor_bytes() -> int:
 def _full_draft_cache(head: Path, dtype: str, rows: int) -> TreeCache:
     """With ``rows`` of text, as the drafter of the head in ``head`` would have."""
     config = head_config(HeadFiles(head))
-    shape = CacheShape(1, config.num_key_value_heads, config.head_dim, parse_dtype(dtype),
-                       torch.device("cpu"))
+    shape = CacheShape.of(config, 1, torch.empty(0, dtype=parse_dtype(dtype), device="cpu"))
     cache = TreeCache(shape)
-    new = torch.zeros(1, shape.kv_heads, _TEXT, shape.head_dim, dtype=shape.dtype)
+    new = torch.zeros(_TEXT, 2, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
     for _ in range(rows // _TEXT):
-        cache.for_pass(cache.begin(_TEXT, [])).update(new, new, 0)
+        cache.for_pass(cache.begin(_TEXT, [])).write(new, 0)
     return cache
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, eagle_config
 from flowspec_edge.model.decoder_config import decoder_config
 from flowspec_edge.stage.families.decoder import layers_on_meta
 from flowspec_edge.stage.families.rotary import Rotary
@@ -69,17 +69,14 @@ def random_stage(shape: Shape, layers: int, dtype: str, device: str) -> Shard:
 
 def random_head(shape: Shape, dtype: torch.dtype, device: str) -> EagleHead:
     """An EAGLE-2 head for a model of this shape, with a vocabulary of 16 to save memory."""
-    config = LlamaConfig(
-        vocab_size=16, hidden_size=shape.hidden_size, num_hidden_layers=1, head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate_size, num_attention_heads=shape.num_attention_heads,
-        num_key_value_heads=shape.num_key_value_heads, max_position_embeddings=8192, bias=True)
+    config = eagle_config({
+        "vocab_size": 16, "hidden_size": shape.hidden_size, "num_hidden_layers": 1, "head_dim": shape.head_dim,
+        "intermediate_size": shape.intermediate_size, "num_attention_heads": shape.num_attention_heads,
+        "num_key_value_heads": shape.num_key_value_heads, "max_position_embeddings": 8192}, shape.family)
     with torch.device("meta"):
         head = EagleHead(config)
-    head.rotary_emb = type(head.rotary_emb)(config)  # computed, not random
     fill_random(head, dtype, torch.device(device))
-    head.rotary_emb.to(device)
-    if device != "cpu":
-        head.fuse_layer()  # as it is loaded
+    head.prepare()
     return head
 
 

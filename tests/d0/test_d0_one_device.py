@@ -10,8 +10,9 @@ from transformers import LlamaConfig
 
 from flowspec_edge.d0.lm_head import LmHead
 from flowspec_edge.drafting.base import Drafter
-from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
-from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, Eagle3Head
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead, eagle_config
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Config, Eagle3Drafter, Eagle3Head
+from flowspec_edge.drafting.eagle.head_config import llama_layer
 from flowspec_edge.lab.spd.drafter import SpdDrafter
 from flowspec_edge.lab.spd.module import SpdModule
 from flowspec_edge.messages import Payload, Tap
@@ -33,9 +34,10 @@ def drafter_on(kind: str, device: str) -> Drafter:
     lm_head = torch.zeros(V, H, dtype=torch.float16, device=device)
     with torch.device(device):
         if kind == "eagle2":
-            return EagleDrafter(EagleHead(config()).half(), lm_head)
+            return EagleDrafter(EagleHead(eagle_config(config().to_dict(), "a head")).half(), lm_head)
         if kind == "eagle3":
-            head = Eagle3Head(config(target_hidden_size=H, draft_vocab_size=V)).half()
+            layer = vars(llama_layer(config().to_dict(), "a head"))
+            head = Eagle3Head(Eagle3Config(**layer, target_hidden_size=H, draft_vocab_size=V)).half()
             return Eagle3Drafter(head, [0, 1, 2])
         return SpdDrafter(SpdModule(config(target_layers=LAYERS)).half(), lm_head)
 

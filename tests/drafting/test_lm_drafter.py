@@ -1,16 +1,14 @@
 """LMDrafter against transformers' own full forward of every path."""
 
-import copy
 import gc
 import weakref
 
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from kits.language_models import lm_drafter
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM
 
-from flowspec_edge.drafting.fused import fuse_model
-from flowspec_edge.drafting.lm import LMDrafter
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
@@ -22,21 +20,16 @@ def make_model(seed):
     torch.manual_seed(seed)
     config = LlamaConfig(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
                          num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3)
-    return LlamaForCausalLM(config).double().eval()
+    return LlamaForCausalLM(config).eval()
 
 
 def make_gemma(seed):
-    """Logits with a soft cap, scaled embeddings, norms around each block."""
+    """Scaled embeddings, norms around each block, two kinds of angles."""
     torch.manual_seed(seed)
-    config = Gemma2Config(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                          num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.3)
-    return Gemma2ForCausalLM(config).double().eval()
-
-
-def fused_copy(model):
-    copied = copy.deepcopy(model)
-    assert fuse_model(copied)
-    return copied
+    config = Gemma3TextConfig(vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+                              num_attention_heads=4, num_key_value_heads=2, head_dim=8, initializer_range=0.3,
+                              layer_types=["sliding_attention", "full_attention"])
+    return Gemma3ForCausalLM(config).eval()
 
 
 def check(model, drafter, text, root, requests, k=4):
@@ -57,10 +50,10 @@ def check_children(model, text, paths, got):
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_random_walks_agree_with_full_forwards(seed):
+def test_random_walks_agree_with_full_forwards(seed, tmp_path):
     rng = np.random.default_rng(seed)
     model = make_model(seed)
-    drafter = LMDrafter(model)
+    drafter = lm_drafter(model, tmp_path)
     drafter.reset(Sampling(), "draft", 1.0)
     text = [int(t) for t in rng.integers(0, V, size=9)]
     drafter.commit(text[:1], None)
@@ -97,13 +90,11 @@ def test_random_walks_agree_with_full_forwards(seed):
             next_id += 1
 
 
-@pytest.mark.parametrize(("make", "fused"), [(make_model, False), (make_gemma, False), (make_model, True)])
-def test_passes_of_several_sessions_agree_with_full_forwards(make, fused):
+@pytest.mark.parametrize("make", [make_model, make_gemma])
+def test_passes_of_several_sessions_agree_with_full_forwards(make, tmp_path):
     """Texts of different lengths; sessions that join late, and that skip a pass."""
     rng, model = np.random.default_rng(0), make(6)
-    first = LMDrafter(model)
-    if fused:  # as on a GPU
-        first = LMDrafter(fused_copy(model), shape=first.shape)
+    first = lm_drafter(model, tmp_path)
     drafters = [first, first.clone_session(), first.clone_session()]
     texts = [rng.integers(0, V, size=size).tolist() for size in (3, 20, 9)]
     for drafter, text in zip(drafters, texts, strict=True):
@@ -130,18 +121,17 @@ def test_passes_of_several_sessions_agree_with_full_forwards(make, fused):
             roots[i] = node.id
 
 
-def test_drafters_of_one_model_share_passes():
-    model = make_model(1)
-    drafter = LMDrafter(model)
+def test_drafters_of_one_model_share_passes(tmp_path):
+    drafter, other = (lm_drafter(make_model(1), tmp_path / name) for name in "ab")
     assert drafter.shares_passes_with(drafter.clone_session())
-    assert not drafter.shares_passes_with(LMDrafter(make_model(1)))
+    assert not drafter.shares_passes_with(other)
 
 
-def test_a_rewound_drafter_knows_the_text_up_to_there():
+def test_a_rewound_drafter_knows_the_text_up_to_there(tmp_path):
     """To before what a pass has computed, to after it, to the very end and to the first token."""
     rng = np.random.default_rng(4)
     model = make_model(4)
-    drafter = LMDrafter(model)
+    drafter = lm_drafter(model, tmp_path)
     text = []
     for keep in (0, 11, 13, 17, 1):
         if keep:
@@ -157,20 +147,20 @@ def test_a_rewound_drafter_knows_the_text_up_to_there():
     assert not drafter.rewind(0, Sampling(), "draft", 1.0)
 
 
-def test_half_precision_stays_close():
+def test_half_precision_stays_close(tmp_path):
     model = make_model(7)
     text = [5, 6, 7, 8, 9]
     with torch.no_grad():
         want = torch.log_softmax(model(input_ids=torch.tensor([text])).logits[0, -1], -1).numpy()
-    drafter = LMDrafter(model.to(torch.float16))
+    drafter = lm_drafter(model, tmp_path, torch.float16)
     drafter.commit(text, None)
     got = drafter.expand(DraftRequest(0, (DraftNode(0, -1, 9, 4),), V))
     assert np.abs(got.scores[0] - want[got.tokens[0]]).max() < 0.05
 
 
-def test_a_drafter_that_is_dropped_frees_its_cache_at_once():
+def test_a_drafter_that_is_dropped_frees_its_cache_at_once(tmp_path):
     """Not when the collector looks for circles, which a process with many objects does rarely."""
-    drafter = LMDrafter(make_model(1)).clone_session()
+    drafter = lm_drafter(make_model(1), tmp_path).clone_session()
     cache = weakref.ref(drafter._cache)
     gc.disable()
     try:

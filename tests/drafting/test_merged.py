@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
+from kits.language_models import lm_drafter
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from flowspec_edge.drafting.lm import LMDrafter
 from flowspec_edge.drafting.ngram import MergedDrafter, NgramDrafter, merge
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.sampling.rule import Sampling
@@ -52,11 +54,12 @@ def model() -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=5)])
-def test_below_a_looked_up_node_the_model_drafts_on(sampling: Sampling) -> None:
+def test_below_a_looked_up_node_the_model_drafts_on(sampling: Sampling, tmp_path: Path) -> None:
     """A session of both drafters apart and together: every node's children are the merged ones."""
     text = [1, 2, 3, 4, 5, 6, 1, 2, 3]
-    apart = LMDrafter(model()), NgramDrafter(3, 2)
-    together = MergedDrafter(LMDrafter(model()), NgramDrafter(3, 2))
+    own = lm_drafter(model(), tmp_path)
+    apart = own, NgramDrafter(3, 2)
+    together = MergedDrafter(own.clone_session(), NgramDrafter(3, 2))
     for drafter in (*apart, together):
         drafter.reset(sampling, "noise", 0.6)
         drafter.commit(text[:1], None)
@@ -67,9 +70,9 @@ def test_below_a_looked_up_node_the_model_drafts_on(sampling: Sampling) -> None:
                 DraftRequest(0, (DraftNode(3, 1, 5, 10), DraftNode(4, 1, 31, 10)), 2)]
     looked_up = 0
     for request in requests:
-        own, found = (drafter.expand(request) for drafter in apart)
+        drafted, found = (drafter.expand(request) for drafter in apart)
         got = together.expand(request)
-        expected = merge(own, found, request.children)
+        expected = merge(drafted, found, request.children)
         assert got.tokens.tolist() == expected.tokens.tolist()
         np.testing.assert_allclose(got.scores, expected.scores, rtol=1e-5)
         assert np.isfinite(got.scores).all()  # a model knows as many children as are asked for

@@ -67,7 +67,7 @@ def drafters(model: Path, kind: str, device: str, memory: SharedMemory | None = 
 def read(drafter: Any, tokens: list[int], device: str) -> None:
     """``tokens`` as the text of a new session."""
     drafter.reset(Sampling(), "draft", 1.0)
-    width = drafter.pass_model().width
+    width = drafter.pass_model.width
     states = torch.randn(len(tokens) - 1, width, generator=torch.Generator().manual_seed(1))
     for layer in drafter.taps:
         drafter.tap(Tap(0, 0, 0, layer, np.arange(len(states), dtype=np.int32), from_torch(states)))
@@ -187,10 +187,10 @@ def test_what_is_launched_beside_the_graphs(model: Path, kind: str) -> None:
         inside = 0
         with counting() as log:
             drafter.expand(DraftRequest(0, nodes, 10))
-        assert log.launches.total() - inside <= {"eagle2": 6, "eagle3": 5, "lm": 4}[kind]
+        assert log.launches.total() - inside <= {"eagle2": 6, "eagle3": 5, "lm": 5}[kind]
         assert [(event.kind, event.place) for event in log.waits] == [
             ("download, waits", "sampling/sampler.py:fetched")]
-        assert len(log.of("upload")) == 2 + (kind == "eagle2")  # whose embeddings are in a file
+        assert len(log.of("upload")) == 2 + (kind != "eagle3")  # the others' embeddings are in a file
         assert warm.launches == log.launches
         operations.append([event.name for event in log.of("launch")])
         drafter.rewind(length, Sampling(), "draft", 1.0)
@@ -212,7 +212,7 @@ def test_no_memory_is_taken_after_the_start(model: Path, draft: str) -> None:
     assert [layer.data_ptr() for layer in held.layers] == places
     held.clear_returned()
     assert held.take(held.rows).size == held.rows  # all have come back
-    assert not [event for event in made.events if event.place.endswith((":_resize", "fused.py:reach"))]
+    assert not [event for event in made.events if event.place.endswith(":_resize")]
 
 
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing\nmore"),
@@ -266,7 +266,7 @@ def test_rows_that_come_back_hold_nothing() -> None:
     cache, other = TreeCache(shape, memory), TreeCache(shape, memory)
     placed = cache.begin(3, [(1, 0)])
     other.begin(2, [])
-    cache.for_pass(placed).write(torch.full((4, 2, 4), torch.nan), 1)
+    cache.for_pass(placed).write(torch.full((4, 2, 1, 4), torch.nan), 1)
     assert not memory.layers[1].isfinite().all()
     cache.reset()
     placed = other.begin(1, [])

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoTokenizer
 
 from flowspec_edge.device_profile import DraftCost, LinkCost, LmHeadCost, Profile, StageCurve, load_profile
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, eagle_config, save_head
 from flowspec_edge.drivers.stage.parts import Charge
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.messages import Cancel, Shutdown
@@ -26,8 +26,8 @@ from kits.worker_thread import HeldEngine, Stage, Start
 
 def tiny_head(path: Path, vocab: int, hidden: int = 64, seed: int = 1) -> None:
     """A random EAGLE-2 head in the published format."""
-    config = LlamaConfig(vocab_size=vocab, hidden_size=hidden, intermediate_size=2 * hidden,
-                         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, bias=True)
+    config = eagle_config({"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": 2 * hidden,
+                           "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}, "a head")
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         save_head(EagleHead(config), path, torch.float32)

@@ -12,11 +12,12 @@ import numpy as np
 import safetensors.torch
 import torch
 
+from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.sampling.rule import Sampling, gumbel
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
 GREEDY = Sampling()
-# transformers' RMSNorm and rotary angles are float32 at any dtype.
+# Rotary angles are float32 at any dtype.
 TOLERANCE = {"rtol": 1e-3, "atol": 1e-3}
 
 
@@ -148,11 +149,14 @@ def rescored(low, exact, count):
     return found
 
 
-class KeptRows:
-    """A cache of a single pass's rows."""
-
-    def update(self, keys, values, layer, *_):
-        return keys, values
+def causal_pass(head, states, tokens):
+    """A head's outputs for rows [n, H] from position 0 on, each of which sees those before it."""
+    head.prepare()
+    shape, n = head.cache_shape(), len(tokens)
+    memory = CacheMemory(shape, n, shared=False)
+    cache, mask = PassCache(memory, torch.arange(n), n), shape.mask(np.tri(n, dtype=bool))
+    with torch.inference_mode():
+        return head(states, torch.tensor(tokens), torch.arange(n), mask, cache)
 
 
 SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

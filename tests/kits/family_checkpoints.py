@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, eagle_config, save_head
 from flowspec_edge.strategies.params import Params
 from kits.stages import RECURRENT
 from kits.tiny_model_dir import tiny_spd
@@ -93,8 +93,8 @@ def family_dir(name: str, path: Path, hidden: int = 32) -> Path:
         (path / "draft-lm").symlink_to(path / "target")
     else:
         tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=VOCAB, seed=2)
-    config = LlamaConfig(vocab_size=VOCAB, hidden_size=hidden, intermediate_size=2 * hidden,
-                         num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, bias=True)
+    config = eagle_config({"vocab_size": VOCAB, "hidden_size": hidden, "intermediate_size": 2 * hidden,
+                           "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}, "a head")
     with torch.random.fork_rng():
         torch.manual_seed(1)
         save_head(EagleHead(config), path / "eagle2", torch.float32)

@@ -50,8 +50,8 @@ class Mtp(Layer):
         weights = {name.removeprefix("mtp."): tensor.double().numpy() for name, tensor in
                    load_file(target / "model.safetensors").items() if name.startswith("mtp.")}
         super().__init__(weights, "layers.0.", config.num_attention_heads, config.num_key_value_heads,
-                         config.rms_norm_eps, config.rope_parameters["rope_theta"])
-        self.turned = int(config.head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0))
+                         config.rms_norm_eps, config.ropes[""]["rope_theta"])
+        self.turned = int(config.head_dim * config.ropes[""]["partial_rotary_factor"])
         self.config = config
         self.embedding, self.lm_head = embedding.double().numpy(), lm_head.double().numpy()
 
@@ -87,7 +87,7 @@ class Mtp(Layer):
             return self.gated(block, x)
         shares = np.exp(log_softmax(self.linear(block + "gate", x)))
         best = np.argsort(-shares)[: self.config.num_experts_per_tok]
-        total = shares[best].sum() if getattr(self.config, "norm_topk_prob", True) else 1.0
+        total = shares[best].sum() if self.config.normed_weights else 1.0
         routed = sum(shares[e] / total * self.gated(f"{block}experts.{e}.", x) for e in best)
         return routed + self.gated(block + "shared_expert.", x) / (
             1 + np.exp(-self.linear(block + "shared_expert_gate", x)))

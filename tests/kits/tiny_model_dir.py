@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
-from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head
+from flowspec_edge.drafting.eagle.eagle2 import EagleConfig, EagleHead, save_head, usual_layer
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Config, Eagle3Head
 from flowspec_edge.drafting.eagle.eagle3_formats import save_head3
 from flowspec_edge.lab.spd.module import SpdModule, save_module
+from flowspec_edge.model.config import read_decoder_config
 from kits.tiny_models import tiny_llama
 
 
@@ -40,10 +42,9 @@ def tiny_eagle3(model_dir: Path, drafted: int | None = None, seed: int = 0,
 
     ``drafted``: tokens that it can name, drawn at random; all by default.
     """
-    config = LlamaConfig.from_pretrained(model_dir / "target")
-    config.num_hidden_layers, config.max_position_embeddings = 1, max_positions
-    config.target_hidden_size = config.hidden_size
-    config.draft_vocab_size = drafted or config.vocab_size
+    layer = replace(usual_layer(read_decoder_config(model_dir / "target")), max_position_embeddings=max_positions)
+    config = Eagle3Config(**vars(layer), target_hidden_size=layer.hidden_size,
+                          draft_vocab_size=drafted or layer.vocab_size)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         head = Eagle3Head(config)
@@ -75,9 +76,7 @@ def tiny_model_dir(path: Path, layers: int = 4, hidden: int = 64, vocab: int = 3
     """
     tiny_llama(path / "target", layers=layers, hidden=hidden, vocab=vocab, seed=seed)
     tiny_llama(path / "draft-lm", layers=1, hidden=32, vocab=vocab, seed=seed + 1)
-    config = LlamaConfig.from_pretrained(path / "target")
-    config.num_hidden_layers = 1
-    config.bias = True  # the published convention
+    config = EagleConfig(**vars(usual_layer(read_decoder_config(path / "target"))))
     with torch.random.fork_rng():
         torch.manual_seed(seed + 2)
         save_head(EagleHead(config), path / "eagle2", torch.float32)

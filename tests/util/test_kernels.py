@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
 
-from flowspec_edge.util.kernels import HeadNorms, RmsNorm, angles, rotate_in_place, rotation
+from flowspec_edge.util.kernels import HeadNorms, RmsNorm, rotate_in_place
 
 ULP = {torch.float32: 2.0**-23, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 dtypes = st.sampled_from(list(ULP))
@@ -66,23 +66,7 @@ def test_a_rotation_turns_pairs_of_halves(seed: int, count: int, heads: int, wid
     x, angles = torch.randn(count, heads, width), torch.randn(count, width // 2)
     low, high = x.double().chunk(2, -1)
     turned = torch.complex(low, high) * torch.exp(1j * angles.double())[:, None]
-    both = torch.cat([angles, angles], -1)[None]
-    rotate_in_place(x, rotation(both.cos(), both.sin()))
+    cos, sin = (torch.cat(halves, -1)[:, None] for halves in (
+        (angles.cos(), angles.cos()), (-angles.sin(), angles.sin())))
+    rotate_in_place(x, (cos, sin))
     torch.testing.assert_close(x.double(), torch.cat([turned.real, turned.imag], -1), atol=1e-5, rtol=1e-5)
-
-
-class Grids(torch.nn.Module):
-    """Qwen3.5's embedding before transformers 5.20: positions [3, B, n] alone."""
-
-    mrope_section = (1, 1, 0)
-
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        time, height, width = position_ids[:, :, None, :].unbind()
-        assert torch.equal(time, height)
-        assert torch.equal(time, width)
-        return time[:, 0].to(x.dtype)
-
-
-def test_a_text_has_one_position_in_all_grids() -> None:
-    positions = torch.tensor([[4, 5, 9]])
-    assert angles(Grids(), torch.zeros(1, 3, 8), positions).tolist() == [[4.0, 5.0, 9.0]]

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from transformers import LlamaConfig
 
-from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead, eagle_config
 from flowspec_edge.drafting.load import SharedMemory
 from flowspec_edge.errors import FlowspecError, first_line
 from flowspec_edge.model.decoder_config import decoder_config
@@ -146,10 +145,11 @@ def _layers_in_graphs(device: torch.device) -> KernelChoice:
 @torch.inference_mode()
 def _draft_passes_in_graphs(device: torch.device) -> KernelChoice:
     """What D0 with a small EAGLE-2 head chooses when it loads it."""
-    config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=1, vocab_size=8192,
-                         num_attention_heads=32, num_key_value_heads=8, head_dim=64, bias=False)
+    config = eagle_config({"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 1, "vocab_size": 8192,
+                           "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "bias": False},
+                          "the check's head")
     head = EagleHead(config).to(device, torch.float16)
-    head.fuse_layer()
+    head.prepare()
     memory = SharedMemory(_CAPACITY, CudaRecorder(device))
     memory.drafters(partial(EagleDrafter, head, head.embed_tokens.weight))
     assert memory.choice is not None

@@ -1,7 +1,7 @@
 """The parts of a model: shapes, from which ``model_size`` computes bytes in any element type; without torch.
 
-``read_parts`` finds them through transformers' classes, which takes seconds.  The shapes of the catalogue's models are
-therefore kept in ``models/parts.json``, which ``python -m flowspec_edge.boards.planning.read_parts`` writes; a test
+``read_parts`` finds them through modules on the meta device, which takes seconds.  The shapes of the catalogue's models
+are therefore kept in ``models/parts.json``, which ``python -m flowspec_edge.boards.planning.read_parts`` writes; a test
 compares them with what is read.
 """
 

@@ -150,7 +150,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
         name, shape = known
         planned = planned_for(name_or_path, draft, (), shape.family)
     else:
-        from flowspec_edge.boards.planning.read_parts import read_model  # imports transformers
+        from flowspec_edge.boards.planning.read_parts import read_model  # imports torch
 
         name, planned, shape = read_model(name_or_path, dtype == "int4", draft, using)
     return _sized(name, shape, planned, dtype, lm_head or default_head_bits(dtype), kv_cache, candidates)
@@ -161,10 +161,10 @@ def usual_heads_of(name_or_path: str) -> tuple[int, int, dict[str, HeadShape]]:
     if known := _known(name_or_path):
         _, shape = known
         return shape.hidden, shape.vocabulary, shape.drafts
-    from flowspec_edge.boards.planning.read_parts import target_config, usual_heads  # imports transformers
+    from flowspec_edge.boards.planning.read_parts import target_decoder, usual_heads  # imports torch
 
-    config = target_config(name_or_path)
-    return int(config.hidden_size), int(config.vocab_size), usual_heads(config)
+    target = target_decoder(name_or_path)
+    return target.hidden_size, target.vocab_size, usual_heads(target)
 
 
 def _known(name_or_path: str) -> tuple[str, ModelParts] | None:

@@ -35,7 +35,6 @@ from flowspec_edge.model.config import parse_config
 from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config
 from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import OWN_LAYERS, WantedDraft, head_kinds
-from flowspec_edge.model.families import family_of
 from flowspec_edge.model.manifest import CacheBits, HeadBits
 from flowspec_edge.model.opened import OpenModel, model_path, refuse_two_targets, resolve_model
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
@@ -43,6 +42,7 @@ from flowspec_edge.model.weights.located import locate
 from flowspec_edge.sharding.drafts import open_draft
 from flowspec_edge.sharding.plan import IN_16_BITS
 from flowspec_edge.stage.families.decoder import Decoder, skeleton
+from flowspec_edge.stage.families.feed_forward import Mixture
 from flowspec_edge.stage.layers.kinds import layer_kinds
 from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.layers.recurrent import GatedDelta
@@ -72,9 +72,14 @@ def read_model(name_or_path: str, packed: bool, draft: WantedDraft, using: Store
     planned = PlannedDraft(using.kind, "here") if using else planned_for(
         name_or_path, draft, here, config.model_type, OpenModel(target) if target else None, from_weights)
     directory = using.directory if using else here.get(planned.kind.name)
-    drafts = {} if planned.by_ngrams else {planned.kind.name: _draft_shape(found.parsed, planned.kind, directory)}
+    drafts = {} if planned.by_ngrams else {planned.kind.name: _draft_shape(config, planned.kind, directory)}
     repack = gguf_importer(Checkpoint(target).gguf) if target and from_weights and packed else None
     return name, planned, _shape(config, core, drafts, repack, from_weights)
+
+
+def target_decoder(name_or_path: str) -> DecoderConfig:
+    """What a target's layers are, without a download of weights; errors as for :func:`read_model`."""
+    return _locate(name_or_path).decoder
 
 
 def target_config(name_or_path: str) -> Any:
@@ -89,7 +94,7 @@ class _Located:
     drafts   its draft models here, by kind
     fields   of config.json
     decoder  what they mean
-    parsed   makes transformers' configuration, from which usual draft heads are derived
+    parsed   makes transformers' configuration
     """
 
     name: str
@@ -179,27 +184,25 @@ def _cache_bytes(config: DecoderConfig, kv_cache: CacheBits, width: int) -> Cach
         state_read=sum(kind.read_bytes() for kind in recurrent) // len(kinds))
 
 
-def _draft_shape(parsed: Callable[[], Any], kind: DraftKind, directory: Path | None) -> HeadShape:
-    """Of the draft model in ``directory``; None: of a usual one for a target of transformers' configuration."""
+def _draft_shape(target: DecoderConfig, kind: DraftKind, directory: Path | None) -> HeadShape:
+    """Of the draft model in ``directory``; None: of a usual one for ``target``."""
     if directory and not kind.is_head:  # a model of its own, which is not packed
         files = open_draft(directory)
         values = files.weight_bytes(2) - files.weight_bytes(1)
         return HeadShape(part=PartShape(kept=values, matrices=[]), own_lm_head=True, drafted=0, kv_row=files.kv_row)
-    return head_shape(kind, head_format_of(kind).on_meta(directory) if directory else assumed_head(parsed(), kind))
+    return head_shape(kind, head_format_of(kind).on_meta(directory) if directory else assumed_head(target, kind))
 
 
-def assumed_head(config: Any, kind: DraftKind) -> nn.Module:
-    """A usual head of ``kind`` for a target of ``config``, on the meta device."""
-    return head_format_of(kind).usual(config, kind)
+def assumed_head(target: DecoderConfig, kind: DraftKind) -> nn.Module:
+    """A usual head of ``kind`` for ``target``, on the meta device."""
+    return head_format_of(kind).usual(target, kind)
 
 
 def head_shape(kind: DraftKind, head: nn.Module) -> HeadShape:
     config: Any = head.config
     embeddings: Any = head.embed_tokens
     part = part_shape(head)
-    heads = config.num_key_value_heads or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    mixtures: list[Any] = [module for module in head.modules() if hasattr(module, "experts")]
+    mixtures = [module for module in head.modules() if isinstance(module, Mixture)]
     looked_up = sum(_numel(module.parameters()) for module in head.modules() if isinstance(module, nn.Embedding))
     looked_up -= int(embeddings.weight.numel())
     candidates = int(config.num_candidates) if getattr(config, "candidate_rank", 0) else 0
@@ -207,7 +210,8 @@ def head_shape(kind: DraftKind, head: nn.Module) -> HeadShape:
         part=PartShape(kept=part.kept - int(embeddings.weight.numel()), matrices=part.matrices),
         own_lm_head=getattr(head, "lm_head", None) is not None,
         drafted=int(getattr(config, "draft_vocab_size", None) or config.vocab_size),
-        kv_row=row_bytes(int(heads), int(head_dim), 1, "16bit") * head_format_of(kind).cached_layers(head),
+        kv_row=(row_bytes(config.num_key_value_heads, config.head_dim, 1, "16bit")
+                * head_format_of(kind).cached_layers(head)),
         looked_up=looked_up, candidates=candidates,
         rescored=Matrices(rows=config.draft_vocab_size, columns=config.hidden_size) if candidates else None,
         experts=[ExpertsShape(count=len(mixture.experts), chosen=config.num_experts_per_tok,
@@ -248,13 +252,12 @@ def read_shipped(name: str) -> ModelParts:
     """A model of the catalogue, with a draft model of every kind that a plan can choose for it."""
     fields, origin = known_models()[name].config, f"the catalogue's {name}"
     config = decoder_config(fields, origin)
-    return _shape(config, skeleton(config), usual_heads(parse_config(fields, origin)), None, False)
+    return _shape(config, skeleton(config), usual_heads(config), None, False)
 
 
-def usual_heads(config: Any) -> dict[str, HeadShape]:
-    """Return a usual head of every kind that a target of transformers' ``config`` can have."""
-    kinds = (*head_kinds(), *family_of(config).draft_layers)
-    return {kind.name: _draft_shape(lambda: config, kind, None) for kind in kinds}
+def usual_heads(target: DecoderConfig) -> dict[str, HeadShape]:
+    """Return a usual head of every kind that a target can have."""
+    return {kind.name: _draft_shape(target, kind, None) for kind in (*head_kinds(), *target.family.draft_layers)}
 
 
 def main() -> None:

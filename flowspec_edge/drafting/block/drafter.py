@@ -19,12 +19,13 @@ from flowspec_edge.drafting.base import Drafter, root_misplaced_error
 from flowspec_edge.drafting.block.head import BlockHead
 from flowspec_edge.drafting.recorded import WARM_ROWS
 from flowspec_edge.drafting.tapped import TappedStates
-from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache, additive_mask
+from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.model.output_head import OutputHead
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.sampling.sampler import largest, rank_children
+from flowspec_edge.stage.layers.attention import SharedMask
 from flowspec_edge.tree.draft_api import ABSENT, DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import tokens_device
@@ -39,6 +40,7 @@ class BlockDrafter(Drafter):
 
     def __init__(self, head: BlockHead, lm_head: OutputHead) -> None:
         self._head: BlockHead = head.eval().requires_grad_(False)
+        head.prepare()
         self._lm_head: nn.Module = lm_head if head.lm_head is None else head.lm_head
         shape, config = head.cache_shape(), head.config
         self._dtype, self._device = shape.dtype, shape.device
@@ -132,9 +134,8 @@ class BlockDrafter(Drafter):
         for states in torch.cat(self._states).split(WARM_ROWS):
             rows = range(self._rows, self._rows + len(states))
             cache = self._cache(rows)
-            computed = self._head.keys_values(states[None], indices([[*rows]], self._device))
-            for layer, (keys, values) in enumerate(computed):
-                cache.update(keys, values, layer)
+            for layer, made in enumerate(self._head.keys_values(states, indices([*rows], self._device))):
+                cache.write(made, layer)
             self._rows = rows.stop
         self._states.clear()
 
@@ -147,21 +148,20 @@ class BlockDrafter(Drafter):
         head, first = self._head, self._rows
         slots = range(first, first + head.config.block_size)
         tokens = indices(head.slot_tokens(self._text[-1]), self._tokens_device)
-        out = head(head.embed_tokens(tokens)[None], indices([[*slots]], self._device), self._masks(slots),
-                   self._cache(slots))[0]
+        out = head(head.embed_tokens(tokens), indices([*slots], self._device), self._masks(slots), self._cache(slots))
         hidden = out[len(slots) - head.depths :]
         logits = self._lm_head(hidden)
         most = head.config.selector_top_k
         return (hidden, logits, largest(logits, most)[1]) if most else (hidden, logits)
 
-    def _masks(self, slots: range) -> list[Tensor]:
-        """Additive masks [1, 1, m, columns] of all layers; the text's columns, then the slots'."""
+    def _masks(self, slots: range) -> list[SharedMask]:
+        """Of all layers; the text's columns, then the slots'."""
         config = self._head.config
-        made: dict[tuple[bool, int | None], Tensor] = {}
+        made: dict[tuple[bool, int | None], SharedMask] = {}
         for kind in zip(config.causal, config.windows, strict=True):
             if kind not in made:
                 visible = visible_slots(slots, *kind, config.window_from_root)
-                made[kind] = additive_mask(visible, self._dtype, self._device)
+                made[kind] = self._memory.shape.mask(visible)
         return [made[kind] for kind in zip(config.causal, config.windows, strict=True)]
 
 

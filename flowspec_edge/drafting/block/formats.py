@@ -17,6 +17,7 @@ A confidence head is read past: the draft's scores are learned to be probabiliti
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -29,11 +30,14 @@ from flowspec_edge.drafting.block.drafter import BlockDrafter
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
 from flowspec_edge.drafting.checkpoint import EMBEDDING
 from flowspec_edge.drafting.eagle.eagle2 import check_target_ids
+from flowspec_edge.drafting.eagle.head_config import published
 from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.config import check_config
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.draft_kind import DraftKind, Shapes
 from flowspec_edge.model.draft_kinds import recognise_format
+from flowspec_edge.model.families import QWEN3
 from flowspec_edge.model.weights.checkpoint import StoredTensor
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
@@ -56,7 +60,7 @@ def load_block_head(directory: Path, embedding: Tensor | Embedding | None, dtype
     files = checkpoint.HeadFiles(directory)
     own = files.own_embedding(config, dtype) if in_file else None
     stored = _own_names(checkpoint.plain_names(files.read(_WHAT, own is None), directory))
-    config.own_lm_head = "lm_head.weight" in stored
+    config = replace(config, own_lm_head="lm_head.weight" in stored)
     if config.draft_vocab_size != config.vocab_size and not config.own_lm_head:
         raise FlowspecError(f"{directory}: tensor lm_head.weight is missing from the block drafter, which "
                             f"drafts {config.draft_vocab_size} of {config.vocab_size} tokens")
@@ -95,28 +99,24 @@ def block_config(directory: Path) -> BlockConfig:
                                  "from_root": bool(block.get("shift_label")),
                                  "all_causal": bool(said or block.get("causal_head")),
                                  "window_causal": said is None}
-    if (family := fields.get("model_type", "qwen3")) != "qwen3":
+    if (family := fields.get("model_type", QWEN3.name)) != QWEN3.name:
         raise FlowspecError(f"{path}: block drafters with layers of {family!r} are not supported, only of "
-                            "'qwen3'")
-    config = checkpoint.config_of(BlockConfig, fields, directory)
-    own = config.sliding_window
-    config.windows = tuple(own if kind == "sliding_attention" else None for kind in config.layer_types)
-    config.causal = tuple(settings.get("all_causal", False)
-                          or (settings.get("window_causal", False) and window is not None)
-                          for window in config.windows)
-    config.window_from_root = isinstance(inner, dict)
-    config.captured, config.from_root = settings["captured"], settings["from_root"]
-    for key in ("block_size", "mask_token_id"):
-        setattr(config, key, _number(settings.get(key), key, path))
-    config.markov_rank = _number(settings.get("markov_rank") or 0, "markov_rank", path)
-    config.markov_gated = _gated(settings, path) if config.markov_rank else False
-    for key in _DFLASH2:
-        setattr(config, key, _number(settings.get(key), key, path) if name == "DFlash2" else 0)
+                            f"{QWEN3.name!r}")
+    layer = checkpoint.layer_config(fields, path, QWEN3)
+    windows = tuple(layer.sliding_window if kind == "sliding_attention" else None for kind in layer.layer_types)
+    causal = tuple(settings.get("all_causal", False) or (settings.get("window_causal", False) and window is not None)
+                   for window in windows)
+    block_size, mask_token = (_number(settings.get(key), key, path) for key in ("block_size", "mask_token_id"))
+    rank = _number(settings.get("markov_rank") or 0, "markov_rank", path)
+    more: dict[str, Any] = {key: _number(settings.get(key), key, path) if name == "DFlash2" else 0 for key in _DFLASH2}
+    config = BlockConfig(
+        **vars(layer), windows=windows, causal=causal, window_from_root=isinstance(inner, dict),
+        captured=settings["captured"], from_root=settings["from_root"], block_size=block_size,
+        mask_token_id=mask_token, markov_rank=rank, markov_gated=_gated(settings, path) if rank else False,
+        draft_vocab_size=settings.get("draft_vocab_size") or layer.vocab_size, **more)
     for key, neutral in _SCALES.items():
         if (value := settings.get(key)) not in (None, neutral):
             raise FlowspecError(f"{path}: a head with {key} {value!r} is not supported, only with {neutral}")
-    config.draft_vocab_size = settings.get("draft_vocab_size") or config.vocab_size
-    config.own_lm_head = False
     _check(config, path)
     return config
 
@@ -132,21 +132,18 @@ def check_layers(directory: Path, config: BlockConfig, layers: int) -> None:
 def save_block_head(head: BlockHead, directory: Path, dtype: torch.dtype) -> None:
     """In the form of z-lab and SpecForge, without embeddings and lm_head, which are the target's."""
     config = head.config
-    facts = config.to_dict()
-    keys = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
-            "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
-            "rms_norm_eps", "rope_parameters", "sliding_window", "use_sliding_window", "vocab_size")
     block: dict[str, Any] = {"mask_token_id": config.mask_token_id, "shift_label": config.from_root,
                              "target_layer_ids": [depth - 1 for depth in config.captured]}
     if config.markov_rank:
         block |= {"projector_type": "dspark", "markov_rank": config.markov_rank,
                   "markov_head_type": "gated" if config.markov_gated else "vanilla"}
-    written = {"architectures": ["DSparkDraftModel" if config.markov_rank else "DFlashDraftModel"],
-               "model_type": "qwen3", "block_size": config.block_size, "dflash_config": block,
+    written = {**published(config), "model_type": QWEN3.name, "layer_types": list(config.layer_types),
+               "architectures": ["DSparkDraftModel" if config.markov_rank else "DFlashDraftModel"],
+               "block_size": config.block_size, "dflash_config": block,
+               "use_sliding_window": config.sliding_window is not None,
+               **({} if config.sliding_window is None else {"sliding_window": config.sliding_window}),
                **({"is_causal": config.causal[0]} if len(set(config.causal)) == 1 else {}),
-               "rope_theta": facts["rope_parameters"]["rope_theta"],
-               "torch_dtype": str(dtype).removeprefix("torch."),
-               **{key: facts[key] for key in keys if facts.get(key) is not None}}
+               "torch_dtype": str(dtype).removeprefix("torch.")}
     stored = {name: weight for name, weight in head.state_dict().items() if name != EMBEDDING}
     checkpoint.write(directory, written, stored, dtype)
 
@@ -209,7 +206,7 @@ def _check(config: BlockConfig, path: Path) -> None:
         _check_dflash2(config, path)
     for key, value in (("mask_token_id", config.mask_token_id),
                        ("draft_vocab_size", config.draft_vocab_size - 1)):
-        if value is None or not 0 <= value < config.vocab_size:
+        if not 0 <= value < config.vocab_size:
             raise FlowspecError(f"{path}: {key} does not fit into the vocabulary of {config.vocab_size}")
 
 
@@ -236,8 +233,8 @@ class BlockFormat(HeadFormat):
     """Reads block drafters of all kinds."""
 
     def load(self, directory: Path, beside: Surroundings) -> Loaded:
-        head = load_block_head(directory, beside.embedding, beside.dtype, beside.layers, True,
-                               beside.quantise).to(beside.lm_head.device)
+        head = beside.placed(load_block_head(directory, beside.embedding, beside.dtype, beside.layers, True,
+                                             beside.quantise))
         require_fit(directory, "width", head.config.hidden_size, beside.lm_head.hidden_size)
         return Loaded(partial(BlockDrafter, head, beside.lm_head), head.config.vocab_size)
 
@@ -251,17 +248,17 @@ class BlockFormat(HeadFormat):
 
     def on_meta(self, directory: Path) -> nn.Module:
         config = block_config(directory)
-        config.own_lm_head = config.draft_vocab_size != config.vocab_size
-        return checkpoint.on_meta(BlockHead, config)
+        own = config.draft_vocab_size != config.vocab_size
+        return checkpoint.on_meta(BlockHead, replace(config, own_lm_head=own))
 
-    def usual(self, target: Any, kind: DraftKind) -> nn.Module:
-        heads = target.num_attention_heads
+    def usual(self, target: DecoderConfig, kind: DraftKind) -> nn.Module:
+        layer = checkpoint.layer_config({
+            "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_hidden_layers": _USUAL_LAYERS,
+            "intermediate_size": target.intermediate_size or 4 * target.hidden_size,
+            "num_attention_heads": target.num_attention_heads, "num_key_value_heads": target.num_key_value_heads,
+            "head_dim": target.head_dim}, target.origin, QWEN3)
         return checkpoint.on_meta(BlockHead, BlockConfig(
-            vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_hidden_layers=_USUAL_LAYERS,
-            intermediate_size=getattr(target, "intermediate_size", 4 * target.hidden_size),
-            num_attention_heads=heads, num_key_value_heads=target.num_key_value_heads or heads,
-            head_dim=getattr(target, "head_dim", None) or target.hidden_size // heads,
-            captured=(1,) * _USUAL_STATES, block_size=_USUAL_BLOCK, mask_token_id=0,
+            **vars(layer), captured=(1,) * _USUAL_STATES, block_size=_USUAL_BLOCK, mask_token_id=0,
             causal=(False,) * _USUAL_LAYERS, windows=(None,) * _USUAL_LAYERS,
             markov_rank=_USUAL_RANK if "DSpark" in kind.formats else 0, draft_vocab_size=target.vocab_size))
 

@@ -13,25 +13,26 @@ Sources: papers as in the package's docstring; the published code is named in ``
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Qwen3Config
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3Attention,
-    Qwen3DecoderLayer,
-    Qwen3RMSNorm,
-    rotate_half,
-)
 
-from flowspec_edge.drafting.eagle.head_drafter import KeyValueCache
 from flowspec_edge.drafting.tree_cache import CacheShape
+from flowspec_edge.model.decoder_config import DecoderConfig
+from flowspec_edge.stage.families.decoder import DecoderLayer
+from flowspec_edge.stage.families.norm import Norm, head_norms
+from flowspec_edge.stage.families.rotary import Rotary, Rotation
+from flowspec_edge.stage.families.self_attention import SelfAttention
+from flowspec_edge.util.kernels import HeadNorms, rotate_in_place
+from flowspec_edge.util.linears import concatenated, detach_and_join
+from flowspec_edge.util.weight_file import random_embedding
 
 
-class BlockConfig(Qwen3Config):
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig(DecoderConfig):
     """Of the head's layers, and beside that:
 
     captured       after how many of the target's layers the states are captured, in fc's order; they have
@@ -52,12 +53,13 @@ class BlockConfig(Qwen3Config):
     own_lm_head    over ``draft_vocab_size`` tokens; False: the target's
     """
 
-    captured: tuple[int, ...] = ()
-    block_size: int = 0
-    mask_token_id: int | None = None
+    captured: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    draft_vocab_size: int
+    causal: tuple[bool, ...]
+    windows: tuple[int | None, ...]
     from_root: bool = False
-    causal: tuple[bool, ...] = ()
-    windows: tuple[int | None, ...] = ()
     window_from_root: bool = False
     markov_rank: int = 0
     markov_gated: bool = False
@@ -66,7 +68,6 @@ class BlockConfig(Qwen3Config):
     selector_rank: int = 0
     selector_top_k: int = 0
     own_lm_head: bool = False
-    draft_vocab_size: int = 0
 
 
 class MarkovHead(nn.Module):
@@ -75,7 +76,7 @@ class MarkovHead(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         rank = config.markov_rank
-        self.markov_w1 = nn.Embedding(config.vocab_size, rank)
+        self.markov_w1 = random_embedding(config.vocab_size, rank)
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
         self.gate_proj = (nn.Linear(config.hidden_size + rank, rank) if config.markov_gated else None)
 
@@ -94,8 +95,8 @@ class CandidateSelector(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         rank = config.selector_rank
-        self.predecessor_codebook = nn.Embedding(config.vocab_size, rank)
-        self.successor_codebook = nn.Embedding(config.vocab_size, rank)
+        self.predecessor_codebook = random_embedding(config.vocab_size, rank)
+        self.successor_codebook = random_embedding(config.vocab_size, rank)
         self.hidden_projection = nn.Linear(config.hidden_size, rank, bias=False)
 
     def forward(self, tokens: Tensor, hidden: Tensor, candidates: Tensor) -> Tensor:
@@ -117,35 +118,68 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(width, 2 * self._taps * width // self._shared, bias=False)
 
     def kernels(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Both, [B, m, taps, H] each, by the sublayer's input [B, m, H]."""
+        """Both, [..., m, taps, H] each, by the sublayer's input [..., m, H]."""
         change = self.kernel_projection(x).unflatten(-1, (2, self._taps, -1))
         before, after = (change.repeat_interleave(self._shared, -1) + self.base_kernel).unbind(-3)
         return before, after
 
 
 def convolved(x: Tensor, kernel: Tensor) -> Tensor:
-    """[B, m, H] by [B, m, taps, H]: tap t reads the slot t places before, and zeros before the first one."""
-    out = x * kernel[:, :, 0]
-    for tap in range(1, kernel.shape[2]):
-        out = out + F.pad(x, (0, 0, tap, 0))[:, :-tap] * kernel[:, :, tap]
+    """[..., m, H] by [..., m, taps, H]: tap t reads the slot t places before, and zeros before the first one."""
+    out = x * kernel[..., 0, :]
+    for tap in range(1, kernel.shape[-2]):
+        out = out + F.pad(x, (0, 0, tap, 0))[..., :-tap, :] * kernel[..., tap, :]
     return out
 
 
-class ConvolvedLayer(Qwen3DecoderLayer):
-    """A layer whose sublayers have convolutions around them; ``forward`` is over one block a sequence."""
+class BlockAttention(SelfAttention):
+    """Queries have a product of their own: text rows need keys and values alone."""
 
-    def __init__(self, config: BlockConfig, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
+    _key_norms: HeadNorms
+
+    def prepare(self) -> None:
+        if hasattr(self, "k_proj"):
+            self.kv_proj = detach_and_join(self, "k_proj", "v_proj")
+            self.qkv_proj = concatenated((self.q_proj, self.kv_proj))
+            del self.q_proj
+        super().prepare()
+        self._key_norms = head_norms((self.k_norm, self._kv_heads))
+
+    def keys_values(self, rows: Tensor, rotation: Rotation) -> Tensor:
+        """Of normed rows [N, H], as ``KVCache.write`` takes them: [N, 2, kv_heads, head_dim]."""
+        made: Tensor = self.kv_proj(rows).view(len(rows), 2, self._kv_heads, self._width)
+        self._key_norms.in_place(made[:, 0])
+        rotate_in_place(made[:, 0], (rotation.cos, rotation.sin))
+        return made
+
+
+class BlockLayer(DecoderLayer):
+    def __init__(self, config: BlockConfig, index: int) -> None:
+        super().__init__(config, index)
+        self.self_attn = BlockAttention(config, index)
+
+
+class ConvolvedLayer(BlockLayer):
+    """A layer whose sublayers have convolutions around them; ``forward`` is over one block."""
+
+    def __init__(self, config: BlockConfig, index: int) -> None:
+        super().__init__(config, index)
         self.attention_conv, self.mlp_conv = Convolution(config), Convolution(config)
 
-    def forward(self, hidden_states: Tensor, **attention: Any) -> Tensor:
-        x = self.input_layernorm(hidden_states)
+    def prepare(self) -> None:
+        for part in (self.self_attn, self.mlp, self.input_layernorm, self.post_attention_layernorm):
+            cast(Any, part).prepare()
+
+    def forward(self, rows: Tensor, rotation: Rotation, mask: Any, cache: Any, new: int) -> Tensor:
+        x = self.input_layernorm(rows)
         before, after = self.attention_conv.kernels(x)
-        x, _ = self.self_attn(hidden_states=convolved(x, before), **attention)
-        hidden_states = hidden_states + convolved(x, after)
-        x = self.post_attention_layernorm(hidden_states)
+        begun = self.mixer.before(convolved(x, before), rotation)
+        attended = self.mixer.finish(begun, self.attend(begun, mask, cache, new))
+        rows += convolved(self.mixer.projection(attended), after)
+        x = self.post_attention_layernorm(rows)
         before, after = self.mlp_conv.kernels(x)
-        return hidden_states + convolved(self.mlp(convolved(x, before)), after)
+        rows += convolved(cast(nn.Module, self.mlp)(convolved(x, before)), after)
+        return rows
 
 
 class BlockHead(nn.Module):
@@ -159,20 +193,35 @@ class BlockHead(nn.Module):
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
         self.config = config
-        config._attn_implementation = "sdpa"
+        self._rotary: Rotary | None = None
         width, vocabulary, drafted = config.hidden_size, config.vocab_size, config.draft_vocab_size
-        self.embed_tokens = nn.Embedding(vocabulary, width)
+        self.embed_tokens: nn.Module = random_embedding(vocabulary, width)
         self.fc = nn.Linear(len(config.captured) * width, width, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(width, eps=config.rms_norm_eps)
-        layer = ConvolvedLayer if config.conv_kernel_size else Qwen3DecoderLayer
+        self.hidden_norm = Norm(width, config.rms_norm_eps)
+        layer = ConvolvedLayer if config.conv_kernel_size else BlockLayer
         self.layers = nn.ModuleList(layer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = Qwen3RMSNorm(width, eps=config.rms_norm_eps)
+        self.norm = Norm(width, config.rms_norm_eps)
         self.lm_head = nn.Linear(width, drafted, bias=False) if config.own_lm_head else None
         self.markov_head = MarkovHead(config) if config.markov_rank else None
         self.candidate_selector = CandidateSelector(config) if config.selector_rank else None
-        self.rotary_emb = LlamaRotaryEmbedding(cast(Any, config))
         if drafted != vocabulary:
             self.register_buffer("d2t", torch.zeros(drafted, dtype=torch.int64))
+
+    def prepare(self) -> None:
+        """As ``DraftHead.prepare``."""
+        if self._rotary is None:
+            self.hidden_norm.prepare()
+            for layer in self._layers():
+                layer.prepare()
+            self.norm.prepare()
+            self._rotary = Rotary(self.config, self.norm.weight.device)
+
+    def _layers(self) -> Iterator[BlockLayer]:
+        return (cast(BlockLayer, layer) for layer in self.layers)
+
+    def _rotation(self, positions: Tensor) -> Rotation:
+        assert self._rotary is not None, "prepare() comes before the first pass"
+        return self._rotary(positions, self.config.turns[0], self.norm.weight.dtype)
 
     @property
     def depths(self) -> int:
@@ -180,39 +229,32 @@ class BlockHead(nn.Module):
         return self.config.block_size - (not self.config.from_root)
 
     def slot_tokens(self, root: int) -> list[int]:
-        assert self.config.mask_token_id is not None
         return [root, *[self.config.mask_token_id] * (self.config.block_size - 1)]
 
-    def keys_values(self, states: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def keys_values(self, states: Tensor, positions: Tensor) -> Iterator[Tensor]:
         """Of text rows, layer by layer.
 
-        states     [B, n, captured * H]
-        positions  [B, n]
-        yields     [B, kv_heads, n, head_dim], keys and values
+        states     [n, captured * H]
+        positions  [n]
+        yields     [n, 2, kv_heads, head_dim]
         """
-        rows = self.hidden_norm(self.fc(states))
-        cos, sin = (angles[:, None] for angles in self.rotary_emb(rows, position_ids=positions))
-        heads = (*rows.shape[:2], -1, self.config.head_dim)
-        for layer in self.layers:
-            attention = cast(Qwen3Attention, layer.self_attn)
-            keys = attention.k_norm(attention.k_proj(rows).view(heads)).transpose(1, 2)
-            yield keys * cos + rotate_half(keys) * sin, attention.v_proj(rows).view(heads).transpose(1, 2)
+        rows, rotation = self.hidden_norm(self.fc(states)), self._rotation(positions)
+        for layer in self._layers():
+            yield layer.mixer.keys_values(rows, rotation)
 
-    def forward(self, embedded: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: KeyValueCache
-                ) -> Tensor:
-        """One pass over slots.
+    def forward(self, embedded: Tensor, positions: Tensor, masks: Sequence[Any], cache: Any) -> Tensor:
+        """One pass over the slots of a block.
 
-        embedded   [B, m, H]     of the slots' tokens
-        positions  [B, m]
-        masks      [B or 1, 1, m, columns] each, of every layer: bool or additive, over text, then slots
+        embedded   [m, H]     of the slots' tokens; is overwritten
+        positions  [m]
+        masks      of every layer, as layers of stages take them: over text, then slots
         cache      returns all columns' keys and values for the slots'
-        returns    [B, m, H]     after the last norm
+        returns    [m, H]     after the last norm
         """
-        x = embedded
-        rotary = self.rotary_emb(x, position_ids=positions)
-        for layer, mask in zip(self.layers, masks, strict=True):
-            x = layer(x, attention_mask=mask, past_key_values=cast(Any, cache), position_embeddings=rotary)
-        normed: Tensor = self.norm(x)
+        rotation = self._rotation(positions)
+        for layer, mask in zip(self._layers(), masks, strict=True):
+            layer(embedded, rotation, mask, cache, len(embedded))
+        normed: Tensor = self.norm(embedded)
         return normed
 
     def after(self, tokens: Tensor, hidden: Tensor, logits: Tensor, candidates: Tensor | None = None
@@ -234,6 +276,4 @@ class BlockHead(nn.Module):
         return ids + self.d2t if "d2t" in self._buffers else ids
 
     def cache_shape(self) -> CacheShape:
-        config, norm = self.config, self.norm.weight  # is never quantised
-        return CacheShape(layers=config.num_hidden_layers, kv_heads=config.num_key_value_heads,
-                          head_dim=config.head_dim, dtype=norm.dtype, device=norm.device)
+        return CacheShape.of(self.config, self.config.num_hidden_layers, self.norm.weight)  # is never quantised

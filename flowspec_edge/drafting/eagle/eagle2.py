@@ -8,7 +8,8 @@ features; a tree row uses its parent's *output*.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import gcd
 from pathlib import Path
@@ -16,84 +17,78 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaMLP,
-    LlamaRMSNorm,
-    LlamaRotaryEmbedding,
-)
 
 from flowspec_edge.drafting import checkpoint
-from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, HeadDrafter, KeyValueCache
+from flowspec_edge.drafting.eagle.head_config import llama_layer, published
+from flowspec_edge.drafting.eagle.head_drafter import DraftHead, HeadDrafter
 from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit, require_vocabulary
-from flowspec_edge.drafting.fused import DraftLayer
 from flowspec_edge.drafting.recorded import RecordedPasses
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.config import check_config
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.draft_kind import DraftKind, Shapes
+from flowspec_edge.model.families import LLAMA, QWEN2
 from flowspec_edge.model.output_head import OutputHead, as_output_head
 from flowspec_edge.model.weights.checkpoint import StoredTensor
 from flowspec_edge.sampling.rule import DraftVocabulary
+from flowspec_edge.stage.families.decoder import Begun, DecoderLayer
+from flowspec_edge.stage.families.rotary import Rotation
 from flowspec_edge.util.tensors import check_finite
-from flowspec_edge.util.weight_file import Embedding, as_embedding
+from flowspec_edge.util.weight_file import Embedding, as_embedding, random_embedding
 
 log = logging.getLogger(__name__)
 
 
-class EagleLayer(nn.Module):
-    """A Llama decoder layer without the norm before the attention."""
+@dataclass(frozen=True, kw_only=True)
+class EagleConfig(DecoderConfig):
+    """Of a head's layer, and beside that:
 
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.self_attn: nn.Module = LlamaAttention(config, layer_idx=0)
-        if getattr(config, "qkv_bias", False):  # heads of Qwen2: biases on these three only
-            for name in ("q_proj", "k_proj", "v_proj"):
-                plain = getattr(self.self_attn, name)
-                setattr(self.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
-        self.mlp = LlamaMLP(config)
-        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+    bias              whether fc has one
+    draft_vocab_size  tokens that it drafts; None: all
+    """
+
+    bias: bool = True
+    draft_vocab_size: int | None = None
 
 
-class EagleHead(FusibleHead):
-    """fc([embedding of token i + 1; f_i]), one layer, no final norm.
+class EagleLayer(DecoderLayer):
+    """A decoder layer without the norm before the attention."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(config, 0)
+        del self.input_layernorm
+
+    def before(self, rows: Tensor, rotation: Rotation) -> Begun:
+        begun: Begun = self.mixer.before(rows, rotation)
+        return begun
+
+
+class EagleHead(DraftHead):
+    """fc([embedding of token i + 1; f_i]), one layer, no final norm; its outputs approximate f_{i+1}.
 
     own_lm_head  [V, H], if the head ranks by another matrix than the target's lm_head; else None
     token_map    int64 [D], the target's ids of the tokens that it can draft; None: all
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
+    config: EagleConfig
+
+    def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         self.config = config
         self.own_lm_head: nn.Linear | None = None
         self.token_map: Tensor | None = None
-        config._attn_implementation = ATTENTION
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = random_embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.layers = nn.ModuleList([EagleLayer(config)])
-        self.rotary_emb = LlamaRotaryEmbedding(config)
 
-    def forward(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor,
-                cache: KeyValueCache) -> Tensor:
-        """One pass over n rows of each of B sequences.
+    @property
+    def layer(self) -> EagleLayer:
+        return cast(EagleLayer, self.layers[0])
 
-        features   [B, n, H]     f_i, true or approximated
-        tokens     [B, n]        token i + 1, int64; or its embedding, [B, n, H]
-        positions  [B, n]        i
-        mask       [B, 1, n, m]  over the cache's m rows: bool, or additive
-        returns    [B, n, H]     approximates f_{i+1}
-        """
-        x = self.fc(torch.cat((self.embedded(tokens), features), dim=-1))
-        rotary = self.rotary_emb(x, position_ids=positions)
-        if self.fused is not None:
-            return cast(Tensor, self.fused(x[0], x[0], rotary, mask, cache)[None])
-        layer = cast(EagleLayer, self.layers[0])
-        attended, _ = layer.self_attn(
-            x, position_embeddings=rotary, attention_mask=mask, past_key_values=cache
-        )
-        x = x + attended
-        out: Tensor = x + layer.mlp(layer.post_attention_layernorm(x))
+    def forward(self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Any, cache: Any) -> Tensor:
+        x: Tensor = self.fc(torch.cat((self.embedded(tokens), states), dim=-1))
+        out: Tensor = self.layer(x, self.rotation(positions), mask, cache, len(x))
         return out
 
     def ranking(self, lm_head: OutputHead) -> tuple[nn.Module, DraftVocabulary | None]:
@@ -107,10 +102,6 @@ class EagleHead(FusibleHead):
         vocabulary = DraftVocabulary(self.token_map.cpu().numpy(), self.config.vocab_size)
         return (lm_head.chosen(self.token_map) if own is None else own), vocabulary
 
-    def _fused_layer(self) -> DraftLayer:
-        layer = cast(EagleLayer, self.layers[0])
-        return DraftLayer(layer.self_attn, layer.mlp, layer.post_attention_layernorm)
-
 
 def rank_outputs(outputs: Tensor, lm_head: nn.Module) -> Tensor:
     """Logits by a head whose outputs are what lm_head reads."""
@@ -121,7 +112,7 @@ class EagleDrafter(HeadDrafter):
     """``logits`` ranks a row's children by its output: the target's lm_head ([V, H], or a module of it), of
     the head's dtype and on its device, or a module for the tokens of ``draft_vocabulary``."""
 
-    def __init__(self, head: FusibleHead, logits: Tensor | nn.Module, memory: CacheMemory | None = None,
+    def __init__(self, head: DraftHead, logits: Tensor | nn.Module, memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None, draft_vocabulary: DraftVocabulary | None = None
                  ) -> None:
         ranks = as_output_head(logits) if isinstance(logits, Tensor) else logits
@@ -129,12 +120,6 @@ class EagleDrafter(HeadDrafter):
 
 
 _WHAT = "an EAGLE head"
-PUBLISHED = (  # keys of a head's config.json for its layer
-    "attention_bias", "bos_token_id", "eos_token_id", "head_dim", "hidden_act", "hidden_size",
-    "intermediate_size", "max_position_embeddings", "mlp_bias", "model_type", "num_attention_heads",
-    "num_hidden_layers", "num_key_value_heads", "pad_token_id", "qkv_bias", "rms_norm_eps",
-    "rope_parameters", "tie_word_embeddings", "vocab_size",
-)
 
 
 def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
@@ -151,7 +136,7 @@ def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torc
     return read_head(files, head_config(files), embedding, dtype, in_file, quantise, lm_head)
 
 
-def read_head(files: checkpoint.HeadFiles, config: LlamaConfig, embedding: Tensor | Embedding | None,
+def read_head(files: checkpoint.HeadFiles, config: EagleConfig, embedding: Tensor | Embedding | None,
               dtype: torch.dtype, in_file: bool, quantise: Callable[[nn.Module], None], lm_head: OutputHead | None
               ) -> EagleHead:
     """As :func:`load_head`, of files whose :func:`head_config` is known."""
@@ -222,23 +207,20 @@ def check_target_ids(directory: Path, ids: Tensor, vocabulary: int, name: str = 
 
 
 def save_head(head: EagleHead, directory: Path, dtype: torch.dtype, with_embedding: bool = True) -> None:
-    write_head(head, directory, dtype, with_embedding, PUBLISHED, architectures=["LlamaForCausalLM"],
-               bias=head.fc.bias is not None)
+    config = head.config
+    write_head(head, directory, dtype, with_embedding, architectures=["LlamaForCausalLM"],
+               bias=head.fc.bias is not None, qkv_bias=config.family is QWEN2)
 
 
-def write_head(head: nn.Module, directory: Path, dtype: torch.dtype, with_embedding: bool,
-               keys: Sequence[str], **settings: object) -> None:
-    """config.json has the config's ``keys``, and ``settings``."""
-    facts = cast(LlamaConfig, head.config).to_dict()
-    config = {key: facts[key] for key in keys if key in facts}
-    config.update(settings, rope_theta=facts["rope_parameters"]["rope_theta"],
-                  torch_dtype=str(dtype).removeprefix("torch."))
+def write_head(head: DraftHead, directory: Path, dtype: torch.dtype, with_embedding: bool, **settings: object) -> None:
+    """A head that is not prepared; config.json has the fields of its layer, and ``settings``."""
+    config = {**published(head.config), **settings, "torch_dtype": str(dtype).removeprefix("torch.")}
     stored = {name: weight for name, weight in head.state_dict().items()
               if with_embedding or name != checkpoint.EMBEDDING}
     checkpoint.write(directory, config, stored, dtype)
 
 
-def head_config(files: checkpoint.HeadFiles) -> LlamaConfig:
+def head_config(files: checkpoint.HeadFiles) -> EagleConfig:
     """The head's layer: as config.json has it, but with the biases that its files hold.
 
     UsageError or FlowspecError if config.json is missing or unusable.
@@ -260,12 +242,20 @@ def head_config(files: checkpoint.HeadFiles) -> LlamaConfig:
         raw["mlp_bias"] = "layers.0.mlp.gate_proj.bias" in names
         if _TOKEN_MAP in names:
             raw["draft_vocab_size"] = names[_TOKEN_MAP][0]
-    raw.setdefault("bias", True)  # the published convention: absent means that fc has one
-    raw.pop("model_type", None)  # the layer is Llama's in heads of Qwen2, too
-    config = checkpoint.config_of(LlamaConfig, raw, directory)
+    config = eagle_config(raw, path)
     if config.num_hidden_layers != 1:
         raise FlowspecError(f"{path}: an EAGLE-1/2 head has one layer, not {config.num_hidden_layers}")
     return config
+
+
+def eagle_config(fields: Mapping[str, Any], origin: Path | str) -> EagleConfig:
+    """Of a config.json as EAGLE's authors write it: absent means that fc has a bias.
+
+    The layer is Llama's in heads for other families, too.  FlowspecError for fields that do not go together.
+    """
+    family = QWEN2 if fields.get("qkv_bias") else LLAMA
+    return EagleConfig(**vars(llama_layer(fields, origin, family)), bias=bool(fields.get("bias", True)),
+                       draft_vocab_size=fields.get("draft_vocab_size"))
 
 
 class Eagle2Format(HeadFormat):
@@ -278,8 +268,8 @@ class Eagle2Format(HeadFormat):
         require_vocabulary(directory, config.vocab_size, beside.lm_head)
         head = read_head(files, config, beside.embedding, beside.dtype, True, beside.quantise, beside.lm_head)
         whole = head.own_lm_head is None and head.token_map is None
-        narrow = beside.narrowed(head, rank_outputs) if whole else None
         ranks, drafted = beside.placed(head).ranking(beside.lm_head)
+        narrow = beside.narrowed(head, rank_outputs) if whole else None
         return Loaded(partial(EagleDrafter, head, narrow or ranks, draft_vocabulary=drafted), config.vocab_size)
 
     def config(self, directory: Path) -> Any:
@@ -295,21 +285,21 @@ class Eagle2Format(HeadFormat):
     def on_meta(self, directory: Path) -> nn.Module:
         return checkpoint.on_meta(EagleHead, self.config(directory))
 
-    def usual(self, target: Any, kind: DraftKind) -> nn.Module:
-        return checkpoint.on_meta(EagleHead, usual_layer(target))
+    def usual(self, target: DecoderConfig, kind: DraftKind) -> nn.Module:
+        return checkpoint.on_meta(EagleHead, EagleConfig(**vars(usual_layer(target))))
 
 
-def usual_layer(target: Any) -> LlamaConfig:
-    """A head's layer in the shape of the layers of a target of transformers' configuration ``target``."""
-    return LlamaConfig(
-        vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_hidden_layers=1,
-        intermediate_size=getattr(target, "intermediate_size", 4 * target.hidden_size),
-        **layer_heads(target), head_dim=getattr(target, "head_dim", None), bias=True)
+def usual_layer(target: DecoderConfig) -> DecoderConfig:
+    """A head's layer in the shape of a target's layers."""
+    return llama_layer({
+        "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_hidden_layers": 1,
+        "intermediate_size": target.intermediate_size or 4 * target.hidden_size, **layer_heads(target),
+        "head_dim": target.head_dim}, target.origin)
 
 
 def layer_heads(target: Any) -> dict[str, int]:
-    """The numbers of attention heads of such a layer: the target's, unless they do not divide its width, which a Llama
-    forbids."""
+    """The numbers of attention heads of such a layer: the target's, unless they do not divide its width, which other
+    programs' Llamas forbid.  ``target``: its configuration, here or of transformers."""
     heads = target.num_attention_heads
     if target.hidden_size % heads:
         heads = target.hidden_size // target.head_dim

@@ -16,38 +16,34 @@ Any of them may bring its own embeddings, and take another number of states.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, Qwen3Config
 
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.checkpoint import EMBEDDING
-from flowspec_edge.drafting.eagle.eagle2 import PUBLISHED, check_target_ids, usual_layer, write_head
-from flowspec_edge.drafting.eagle.eagle3 import (
-    CAPTURED,
-    Eagle3Drafter,
-    Eagle3Head,
-    captured_layers,
-    states_of,
-)
+from flowspec_edge.drafting.eagle.eagle2 import check_target_ids, usual_layer, write_head
+from flowspec_edge.drafting.eagle.eagle3 import CAPTURED, Eagle3Config, Eagle3Drafter, Eagle3Head, captured_layers
+from flowspec_edge.drafting.eagle.head_config import llama_layer
 from flowspec_edge.drafting.format import HeadFormat, Loaded, Surroundings, require_fit, require_vocabulary
-from flowspec_edge.errors import FlowspecError, last_line
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.candidates import COUNT, LEAST_COUNT
 from flowspec_edge.model.config import check_config
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.draft_kind import DraftKind, Shapes
+from flowspec_edge.model.families import LLAMA, QWEN3, with_defaults
 from flowspec_edge.model.weights.checkpoint import StoredTensor
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
 _WHAT = "an EAGLE-3 head"
 _LAYER_IDS, _STATES = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
-_OWN = ("draft_vocab_size", "target_hidden_size", _LAYER_IDS, "eagle_config")
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _FACTOR, _FACTOR_DOWN = "efficient_lm_head.weight", "efficient_lm_head_down_proj.weight"  # [V, r] and [r, H]
-_LAYERS: dict[str, type[LlamaConfig] | type[Qwen3Config]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_LAYERS = {family.name: family for family in (LLAMA, QWEN3)}
 
 
 def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
@@ -60,10 +56,10 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
     output_is_embedding = not config.own_lm_head and config.tie_word_embeddings
     read = files.read(_WHAT, own is None or output_is_embedding)
     stored = _own_names(checkpoint.plain_names(read, directory))
-    _complete_vocabulary(directory, stored, config)
+    config = _complete_vocabulary(directory, stored, config)
     if output_is_embedding and EMBEDDING in stored:
         stored[checkpoint.LM_HEAD] = _rows(stored[EMBEDDING], stored.get("d2t"))
-        config.own_lm_head = True
+        config = replace(config, own_lm_head=True)
         if own is not None:
             del stored[EMBEDDING]
     shared: Embedding | None = None
@@ -93,12 +89,14 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
 
 def save_head3(head: Eagle3Head, directory: Path, dtype: torch.dtype) -> None:
     """As EAGLE's authors publish a head, without the embedding, which is the target's."""
-    write_head(head, directory, dtype, False, (*PUBLISHED, *_OWN),
-               architectures=["LlamaForCausalLMEagle3"])
+    config = head.config
+    write_head(head, directory, dtype, False, architectures=["LlamaForCausalLMEagle3"],
+               draft_vocab_size=config.draft_vocab_size, target_hidden_size=config.target_hidden_size,
+               **({"target_layer_ids": [depth - 1 for depth in config.captured]} if config.captured else {}))
 
 
-def head3_config(files: checkpoint.HeadFiles) -> LlamaConfig:
-    """The head's layer, with all that ``Eagle3Head`` reads, and ``captured``: :func:`head3_layers`.
+def head3_config(files: checkpoint.HeadFiles) -> Eagle3Config:
+    """The head's layer, with all that ``Eagle3Head`` reads.
 
     Where its weights are, they decide what config.json may get wrong: whether there is an lm_head, norms of
     queries and keys, and the size of the draft vocabulary.
@@ -118,25 +116,22 @@ def head3_config(files: checkpoint.HeadFiles) -> LlamaConfig:
         _check_deepspec(fields, path)
     qk_norm = bool(fields.pop("qk_norm", "target_layer_ids" in fields))
     window = _window(fields, shapes)
-    fields.pop("model_type", None)  # the layer is Llama's in every family, but for the norms of q and k
-    fields.pop("layer_types", None)
-    config = checkpoint.config_of(LlamaConfig, fields, directory)
-    config.qk_norm = qk_norm
-    config.captured = _named_layers(raw, path)
-    if config.captured:
-        setattr(config, _STATES, len(config.captured))
+    layer = llama_layer(fields, path)
+    if layer.num_hidden_layers != 1:
+        raise FlowspecError(f"{path}: an EAGLE-3 head has one layer, not {layer.num_hidden_layers}")
     if window is not None:  # the drafter's window is the head's training length
-        config.max_position_embeddings = min(window, config.max_position_embeddings)
-    if config.num_hidden_layers != 1:
-        raise FlowspecError(f"{path}: an EAGLE-3 head has one layer, not {config.num_hidden_layers}")
-    for key, usual in (("target_hidden_size", config.hidden_size), ("draft_vocab_size", config.vocab_size),
-                       (_STATES, CAPTURED)):
-        if getattr(config, key, None) is None:
-            setattr(config, key, usual)
-    for switch in _SWITCHES:
-        setattr(config, switch, bool(getattr(config, switch, False)))
-    _follow_files(shapes, config)
-    _read_candidates(shapes, config, path)
+        layer = replace(layer, max_position_embeddings=min(window, layer.max_position_embeddings))
+    captured = _named_layers(raw, path)
+    own: dict[str, Any] = {"captured": captured, **{switch: bool(fields.get(switch)) for switch in _SWITCHES},
+           _STATES: len(captured) if captured else fields.get(_STATES) or CAPTURED,
+           "target_hidden_size": fields.get("target_hidden_size") or layer.hidden_size,
+           "draft_vocab_size": fields.get("draft_vocab_size") or layer.vocab_size}
+    if shapes:
+        own |= _own_of_files(shapes, own["draft_vocab_size"], layer.vocab_size)
+        qk_norm, biased = _layer_of_files(shapes)
+        layer = replace(layer, attention_bias=biased)
+    own |= _candidates(shapes, fields, own, path)
+    config = Eagle3Config(**vars(replace(layer, model_type=(QWEN3 if qk_norm else LLAMA).name)), **own)
     if config.norm_before_fc and config.fc_norm:
         raise FlowspecError(f"{path}: norm_before_fc and fc_norm exclude each other")
     if config.draft_vocab_size > config.vocab_size:
@@ -147,17 +142,14 @@ def head3_config(files: checkpoint.HeadFiles) -> LlamaConfig:
 
 def _speculators_fields(inner: dict[str, Any], raw: dict[str, Any], path: Path) -> dict[str, Any]:
     """``inner`` with what it leaves out, the defaults of its own family, and the fields beside it."""
-    family = inner.get("model_type", "qwen3")
+    family = inner.get("model_type", QWEN3.name)
     if family not in _LAYERS:
         raise FlowspecError(f"{path}: EAGLE-3 heads with a layer of {family!r} are not supported, only of "
                             f"{' and '.join(_LAYERS)}")
     check_config(inner, path)
-    try:
-        fields = _LAYERS[family].from_dict(inner).to_dict()
-    except Exception as error:  # of many kinds, for fields that do not go together
-        raise FlowspecError(f"{path}: transformer_layer_config: {last_line(error)}") from error
+    fields = with_defaults({**inner, "model_type": family})
     beside = ("draft_vocab_size", "target_hidden_size", *_SWITCHES)
-    return {**fields, **{key: raw[key] for key in beside if key in raw}, "qk_norm": family == "qwen3"}
+    return {**fields, **{key: raw[key] for key in beside if key in raw}, "qk_norm": family == QWEN3.name}
 
 
 def _check_deepspec(fields: dict[str, Any], path: Path) -> None:
@@ -175,20 +167,21 @@ def _window(fields: dict[str, Any], shapes: dict[str, torch.Size]) -> int | None
     return fields.get("sliding_window") if slides else None
 
 
-def _read_candidates(shapes: dict[str, torch.Size], config: LlamaConfig, path: Path) -> None:
+def _candidates(shapes: dict[str, torch.Size], fields: dict[str, Any], own: dict[str, Any], path: Path
+                ) -> dict[str, Any]:
     """The factor's rank is that of the tensors; FlowspecError for a head with a part of one."""
     held = [name for name in (_FACTOR, _FACTOR_DOWN) if name in shapes]
-    config.candidate_rank = shapes[held[0]][-1 if held[0] == _FACTOR else 0] if held else 0
     if not held:
-        return
-    nested = getattr(config, "candidate_head", None)
-    count = (nested if isinstance(nested, dict) else {}).get("num_candidates", getattr(config, "num_candidates", None))
-    config.num_candidates = COUNT if count is None else count
-    if type(config.num_candidates) is not int or config.num_candidates < LEAST_COUNT:
+        return {}
+    nested = fields.get("candidate_head")
+    count = (nested if isinstance(nested, dict) else {}).get("num_candidates", fields.get("num_candidates"))
+    count = COUNT if count is None else count
+    if type(count) is not int or count < LEAST_COUNT:
         raise FlowspecError(f"{path}: num_candidates must be a number of tokens, {LEAST_COUNT} at least, not "
-                            f"{config.num_candidates!r}")
-    if not config.own_lm_head:
+                            f"{count!r}")
+    if not own["own_lm_head"]:
         raise FlowspecError(f"{path.parent}: tensor {checkpoint.LM_HEAD} is missing, by which a candidate head scores")
+    return {"candidate_rank": shapes[held[0]][-1 if held[0] == _FACTOR else 0], "num_candidates": count}
 
 
 def _named_layers(raw: dict[str, Any], path: Path) -> tuple[int, ...] | None:
@@ -215,8 +208,8 @@ def head3_layers(directory: Path, config: Any, layers: int) -> tuple[int, ...]:
     """
     depths: tuple[int, ...] = config.captured or captured_layers(layers)
     path = directory / "config.json"
-    if len(depths) != states_of(config):
-        raise FlowspecError(f"{path}: the head takes {states_of(config)} states, but {_LAYER_IDS} does not "
+    if len(depths) != config.num_aux_hidden_states:
+        raise FlowspecError(f"{path}: the head takes {config.num_aux_hidden_states} states, but {_LAYER_IDS} does not "
                             "name their layers")
     if min(depths) < 0 or max(depths) > layers:
         raise FlowspecError(f"{path}: the head's states after {', '.join(map(str, depths))} layers reach "
@@ -230,32 +223,32 @@ def _own_names(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
             for name, tensor in stored.items()}
 
 
-def _check_fc(directory: Path, stored: dict[str, StoredTensor], config: LlamaConfig) -> None:
+def _check_fc(directory: Path, stored: dict[str, StoredTensor], config: Eagle3Config) -> None:
     """A clearer error than that of a wrong shape."""
-    fc, width, states = stored.get("fc.weight"), config.target_hidden_size, states_of(config)
+    fc, width, states = stored.get("fc.weight"), config.target_hidden_size, config.num_aux_hidden_states
     if fc is not None and len(fc.shape) == 2 and fc.shape[1] != states * width:
         raise FlowspecError(f"{directory}: tensor fc.weight takes {fc.shape[1]} values, but {states} "
                             f"captured states of width {width} have {states * width}")
 
 
-def _follow_files(shapes: dict[str, torch.Size], config: LlamaConfig) -> None:
-    """Set what the shapes of the stored tensors tell, if there are any."""
-    if not shapes:
-        return
-    config.own_lm_head = checkpoint.LM_HEAD in shapes
-    config.qk_norm = any(name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight"))
-                         for name in shapes)
-    attention = [name for name in shapes if name.endswith(("q_proj.bias", "o_proj.bias"))]
-    config.attention_bias = any(name.endswith("o_proj.bias") for name in attention)
+def _own_of_files(shapes: dict[str, torch.Size], drafted: int, vocabulary: int) -> dict[str, Any]:
+    """What the shapes of the stored tensors tell of a head."""
     rows = [shapes[name][0] for name in (checkpoint.LM_HEAD, "d2t") if shapes.get(name)]
     if rows:  # a whole lm_head may stand beside a smaller vocabulary
-        config.draft_vocab_size = rows[0] if rows[0] != config.vocab_size else rows[-1]
+        drafted = rows[0] if rows[0] != vocabulary else rows[-1]
     elif "t2d" not in shapes:  # else ``_complete_vocabulary`` counts
-        config.draft_vocab_size = config.vocab_size
+        drafted = vocabulary
+    return {"own_lm_head": checkpoint.LM_HEAD in shapes, "draft_vocab_size": drafted}
 
 
-def _complete_vocabulary(directory: Path, stored: dict[str, StoredTensor], config: LlamaConfig) -> None:
-    """Derive d2t or t2d from the other; drop both if all tokens are drafted.
+def _layer_of_files(shapes: dict[str, torch.Size]) -> tuple[bool, bool]:
+    """Whether the stored layer norms queries and keys, and whether its projections have biases."""
+    return (any(name.endswith(("self_attn.q_norm.weight", "self_attn.k_norm.weight")) for name in shapes),
+            any(name.endswith("o_proj.bias") for name in shapes))
+
+
+def _complete_vocabulary(directory: Path, stored: dict[str, StoredTensor], config: Eagle3Config) -> Eagle3Config:
+    """Derive d2t or t2d from the other, and the size of the draft vocabulary; drop both if all tokens are drafted.
 
     Published heads number their draft tokens by the target's ids, in rising order.
     """
@@ -263,7 +256,7 @@ def _complete_vocabulary(directory: Path, stored: dict[str, StoredTensor], confi
     if d2t is None and t2d is not None:
         ids = t2d.read().bool().nonzero().flatten()
         if checkpoint.LM_HEAD not in stored:
-            config.draft_vocab_size = len(ids)
+            config = replace(config, draft_vocab_size=len(ids))
         if len(ids) != config.draft_vocab_size:
             raise FlowspecError(f"{directory}: tensor t2d marks {len(ids)} tokens, and the head drafts "
                                 f"{config.draft_vocab_size}")
@@ -271,13 +264,13 @@ def _complete_vocabulary(directory: Path, stored: dict[str, StoredTensor], confi
     if config.draft_vocab_size == config.vocab_size and d2t is not None and not d2t.read().any():
         d2t = stored.pop("d2t")  # the identity
         stored.pop("t2d", None)
-        return
+        return config
     if d2t is None:
         if config.draft_vocab_size != config.vocab_size:
             raise FlowspecError(f"{directory}: the head drafts {config.draft_vocab_size} of "
                                 f"{config.vocab_size} tokens, and neither d2t nor t2d says which: copy the "
                                 "draft model again")
-        return
+        return config
     matrix = stored.get(checkpoint.LM_HEAD)
     if matrix is not None and matrix.shape[:1] == (config.vocab_size,) != d2t.shape:
         stored[checkpoint.LM_HEAD] = _rows(matrix, d2t)  # a whole lm_head, as the target's
@@ -285,6 +278,7 @@ def _complete_vocabulary(directory: Path, stored: dict[str, StoredTensor], confi
         ids = d2t.read().long() + torch.arange(config.draft_vocab_size)
         check_target_ids(directory, ids, config.vocab_size)
         stored["t2d"] = _computed(torch.zeros(config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True))
+    return config
 
 
 def _computed(tensor: Tensor) -> StoredTensor:
@@ -320,8 +314,8 @@ class Eagle3Format(HeadFormat):
         captured = head3_layers(directory, head.config, beside.layers)
         require_vocabulary(directory, head.config.vocab_size, beside.lm_head)
         whole = head.lm_head is None and head.config.draft_vocab_size == head.config.vocab_size
-        narrow = beside.narrowed(head, head.logits) if whole else None
         placed = beside.placed(head)
+        narrow = beside.narrowed(head, head.logits) if whole else None
         return Loaded(partial(Eagle3Drafter, placed, captured,
                               lm_head=narrow or placed.shared_lm_head(beside.lm_head)), head.config.vocab_size)
 
@@ -332,16 +326,15 @@ class Eagle3Format(HeadFormat):
         fc = shapes.get("fc.weight")
         head3_layers(directory, config, layers)
         own = [] if EMBEDDING in shapes else [config.hidden_size]
-        return [config.target_hidden_size, *([fc[1] // states_of(config)] if fc else []), *own]
+        return [config.target_hidden_size, *([fc[1] // config.num_aux_hidden_states] if fc else []), *own]
 
     def on_meta(self, directory: Path) -> nn.Module:
         return checkpoint.on_meta(Eagle3Head, self.config(directory))
 
-    def usual(self, target: Any, kind: DraftKind) -> nn.Module:
-        config = usual_layer(target)
-        config.target_hidden_size, config.attention_bias = target.hidden_size, False
-        config.draft_vocab_size = min(USUAL_VOCABULARY, target.vocab_size)
-        return checkpoint.on_meta(Eagle3Head, config)
+    def usual(self, target: DecoderConfig, kind: DraftKind) -> nn.Module:
+        return checkpoint.on_meta(Eagle3Head, Eagle3Config(
+            **vars(usual_layer(target)), target_hidden_size=target.hidden_size,
+            draft_vocab_size=min(USUAL_VOCABULARY, target.vocab_size)))
 
 
 USUAL_VOCABULARY = 32_000  # draft tokens of most published heads

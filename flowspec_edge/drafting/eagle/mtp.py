@@ -12,83 +12,66 @@ Source: vLLM's ``qwen3_next_mtp.py`` and ``qwen3_5_mtp.py``, whose models return
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, rank_outputs
-from flowspec_edge.drafting.eagle.head_drafter import ATTENTION, FusibleHead, KeyValueCache
+from flowspec_edge.drafting.eagle.head_drafter import DraftHead
 from flowspec_edge.drafting.format import Loaded, OwnLayerFormat, Surroundings, require_fit
-from flowspec_edge.drafting.fused import DraftLayer
-from flowspec_edge.errors import FlowspecError, last_line
 from flowspec_edge.model.config import check_config
+from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config
 from flowspec_edge.model.draft_kind import DraftKind, Shapes
-from flowspec_edge.model.experts import separate_experts
 from flowspec_edge.model.families import text_config
+from flowspec_edge.stage.families.decoder import DecoderLayer
+from flowspec_edge.stage.families.norm import Norm
 from flowspec_edge.util.bounded_read import read_json_object
-from flowspec_edge.util.kernels import angles
-from flowspec_edge.util.weight_file import MTP, Embedding, as_embedding
+from flowspec_edge.util.weight_file import MTP, Embedding, as_embedding, random_embedding
 
 _WHAT = "an MTP layer"
 
 
-class MtpHead(FusibleHead):
-    """``config``: the target's, of one layer with attention (:func:`mtp_config`); the layer (its experts one
-    by one), the norms and the rotary embedding are those that transformers has for the family."""
+class MtpHead(DraftHead):
+    """``config``: the target's, of one layer with attention (:func:`mtp_shape`)."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        core = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).model
-        separate_experts(core)
         self.config = config
-        width, eps, norm = config.hidden_size, config.rms_norm_eps, type(core.norm)
-        self.pre_fc_norm_embedding = norm(width, eps=eps)
-        self.pre_fc_norm_hidden = norm(width, eps=eps)
+        width = config.hidden_size
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden, self.norm = (
+            Norm(width, config.rms_norm_eps, config.family.form.centred_norms) for _ in range(3))
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = core.layers
-        self.norm = core.norm
-        self.embed_tokens = core.embed_tokens
-        self.rotary_emb = core.rotary_emb
+        self.layers = nn.ModuleList([DecoderLayer(config, 0)])
+        self.embed_tokens = random_embedding(config.vocab_size, width)
 
-    def forward(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor,
-                cache: KeyValueCache) -> Tensor:
-        """As :meth:`EagleHead.forward`."""
-        x = self.fc(torch.cat((self.pre_fc_norm_embedding(self.embedded(tokens)),
-                               self.pre_fc_norm_hidden(features)), dim=-1))
-        x = self.layers[0](x, position_embeddings=angles(self.rotary_emb, x, positions),
-                           attention_mask=mask, past_key_values=cache)
-        return cast(Tensor, self.norm(x))
+    @property
+    def layer(self) -> DecoderLayer:
+        return cast(DecoderLayer, self.layers[0])
 
-    def _fused_layer(self) -> DraftLayer | None:
-        return None  # its attention has output gates
+    def forward(self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Any, cache: Any) -> Tensor:
+        x = self.fc(torch.cat((self.pre_fc_norm_embedding(self.embedded(tokens)), self.pre_fc_norm_hidden(states)), -1))
+        return cast(Tensor, self.norm(self.layer(x, self.rotation(positions), mask, cache, len(x))))
 
 
-def mtp_config(directory: Path) -> Any:
-    """Of a target's config.json. FlowspecError or UsageError for fields that do not go together."""
+def mtp_config(directory: Path) -> DecoderConfig:
+    """Of a target's config.json.  UsageError for fields that do not go together."""
     path = directory / "config.json"
     fields = text_config(read_json_object(path))
     check_config(fields, path)
-    try:
-        config = AutoConfig.for_model(**fields)
-    except Exception as error:  # transformers and huggingface_hub raise many kinds of errors
-        raise FlowspecError(f"{path}: {last_line(error)}") from error
-    return mtp_shape(config)
+    return mtp_shape(decoder_config(fields, path))
 
 
-def mtp_shape(target: Any) -> Any:
-    """The configuration of an MTP layer for a target of transformers' configuration ``target``."""
-    config = deepcopy(target)
-    config.num_hidden_layers, config.layer_types = 1, ["full_attention"]
-    return config
+def mtp_shape(target: DecoderConfig) -> DecoderConfig:
+    """The configuration of a target's MTP layer."""
+    return replace(target, num_hidden_layers=1, layer_types=("full_attention",), sparse=target.sparse[:1])
 
 
-def mtp_tensors(config: Any) -> Mapping[str, torch.Size]:
+def mtp_tensors(config: DecoderConfig) -> Mapping[str, torch.Size]:
     """Shapes of the tensors of an MTP layer of :func:`mtp_config`, by their names in checkpoints."""
     head = checkpoint.on_meta(MtpHead, config)
     return {f"{MTP}{name}": value.shape for name, value in head.state_dict().items()
@@ -114,8 +97,8 @@ class MtpFormat(OwnLayerFormat):
     def load(self, directory: Path, beside: Surroundings) -> Loaded:
         assert beside.embedding is not None
         head = load_mtp(directory, beside.embedding, beside.dtype, beside.quantise)
-        ranks = beside.narrowed(head, rank_outputs)
-        return Loaded(partial(EagleDrafter, beside.placed(head), ranks), head.config.vocab_size)
+        ranks = beside.narrowed(beside.placed(head), rank_outputs)
+        return Loaded(partial(EagleDrafter, head, ranks), head.config.vocab_size)
 
     def config(self, directory: Path) -> Any:
         return mtp_config(directory)
@@ -126,7 +109,7 @@ class MtpFormat(OwnLayerFormat):
     def on_meta(self, directory: Path) -> nn.Module:
         return checkpoint.on_meta(MtpHead, mtp_config(directory))
 
-    def usual(self, target: Any, kind: DraftKind) -> nn.Module:
+    def usual(self, target: DecoderConfig, kind: DraftKind) -> nn.Module:
         return checkpoint.on_meta(MtpHead, mtp_shape(target))
 
 

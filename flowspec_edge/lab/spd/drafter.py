@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
 from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings
-from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, PassCache, additive_mask
+from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, PassCache
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.lab.spd.module import (
     FIRST_CAPACITY,
@@ -30,6 +30,7 @@ from flowspec_edge.messages import Tap
 from flowspec_edge.model.draft_kind import Shapes
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import rank_children
+from flowspec_edge.stage.layers.attention import additive
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import Embedding, as_embedding, tokens_device
@@ -133,14 +134,14 @@ class SpdDrafter(Drafter):
         cache = PassCache(self._memory, indices([row.slot for row in rows], self._device), self._rows.slots)
         computed = self._module.keys_values(features[None], self._positions(rows))
         for layer, (keys, values) in enumerate(computed):
-            cache.update(keys, values, layer)
+            cache.write(torch.stack((keys[0], values[0])).permute(2, 0, 1, 3), layer)
         self._rows.mark_computed(stale)
 
     def _speculate(self, queries: Sequence[SpdRow]) -> Tensor:
         """The module's outputs [n, H] for ``queries`` as the newest rows."""
         context = [self._memory.seen(layer, self._rows.slots) for layer in range(len(self._module.layers))]
         visible = np.concatenate((self._rows.visible(queries), np.eye(len(queries), dtype=bool)), axis=1)
-        mask = additive_mask(visible, self._dtype, self._device)
+        mask = additive(visible, self._dtype, self._device)[None, None]
         features = self._module.newest(self._embed(queries))
         out: Tensor = self._module(features[None], self._positions(queries), context, mask)
         return out[0]
@@ -170,6 +171,9 @@ class SpdFormat(DraftFormat):
 
     def config(self, directory: Path) -> Any:
         return module_config(directory)
+
+    def fields(self, config: Any) -> dict[str, Any]:
+        return dict(config.to_dict())
 
     def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> list[int]:
         fc = shapes.get("fc.weight")

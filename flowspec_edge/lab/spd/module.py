@@ -29,10 +29,22 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from flowspec_edge.drafting import checkpoint
-from flowspec_edge.drafting.tree_cache import ContextCache
-from flowspec_edge.errors import FlowspecError
+from flowspec_edge.errors import FlowspecError, last_line
 from flowspec_edge.messages import Tap
 from flowspec_edge.util.tensors import to_device, to_torch
+
+
+class _ContextCache:
+    """Older rows' keys and values, by layer, before a pass's own, which are not stored; called as transformers'
+    attention calls a cache."""
+
+    def __init__(self, context: Sequence[KeyValues]) -> None:
+        self._context = context
+
+    def update(self, keys: Tensor, values: Tensor, layer: int) -> KeyValues:
+        older_keys, older_values = self._context[layer]
+        return torch.cat((older_keys, keys), dim=2), torch.cat((older_values, values), dim=2)
+
 
 KeyValues = tuple[Tensor, Tensor]  # of one layer, keys rotated: 2 x [B, kv_heads, m, head_dim]
 
@@ -88,7 +100,7 @@ class SpdModule(nn.Module):
         returns    [B, n, H]         after the final norm
         """
         rotary = self.rotary_emb(features, position_ids=positions)
-        cache = ContextCache(context)
+        cache = _ContextCache(context)
         x = features
         for layer in self._layers():
             x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)
@@ -111,7 +123,9 @@ def load_module(directory: Path, dtype: torch.dtype) -> SpdModule:
     """Raise UsageError for a missing file, FlowspecError that names a bad setting or tensor."""
     config = module_config(directory)
     weights = checkpoint.read_weights(directory, _WHAT)
-    return checkpoint.build(SpdModule, config, weights, directory, _WHAT, dtype)
+    module = checkpoint.build(SpdModule, config, weights, directory, _WHAT, dtype)
+    module.rotary_emb = LlamaRotaryEmbedding(config)  # its buffers are computed, not stored
+    return module
 
 
 def module_config(directory: Path) -> LlamaConfig:
@@ -121,7 +135,10 @@ def module_config(directory: Path) -> LlamaConfig:
         if not isinstance(raw.get(key), int):
             raise FlowspecError(f"{directory / 'config.json'} has no {key}: this is not an SPD module's")
     fields = {key: raw[key] for key in _STORED if key in raw}
-    return checkpoint.config_of(LlamaConfig, fields, directory)
+    try:
+        return LlamaConfig.from_dict(fields)
+    except Exception as error:  # transformers and huggingface_hub raise many kinds of errors
+        raise FlowspecError(f"{directory / 'config.json'}: {last_line(error)}") from error
 
 
 def save_module(module: SpdModule, directory: Path, dtype: torch.dtype) -> None:

@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from torch import Tensor
+from transformers import LlamaConfig
 
+from flowspec_edge.drafting.eagle.eagle2 import layer_heads
 from flowspec_edge.lab.spd.kind import KIND
 from flowspec_edge.lab.spd.module import SpdModule, load_module, save_module
 from flowspec_edge.lab.training.heads import greedy_text
@@ -35,7 +37,7 @@ from flowspec_edge.lab.training.python_source import QUICK_CHARACTERS, Tokenized
 from flowspec_edge.lab.training.target import (
     check_target,
     fingerprint,
-    layer_config,
+    layer_shape,
     load_fast_tokenizer,
     load_target,
 )
@@ -114,7 +116,8 @@ def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int]
 
 def new_module(target: Any, layers: int) -> SpdModule:
     """Takes the shape, lm_head and final norm of ``target``."""
-    config = layer_config(target.config, num_hidden_layers=layers)
+    shape = {**layer_shape(target.config), **layer_heads(target.config)}
+    config = LlamaConfig(**shape, num_hidden_layers=layers, tie_word_embeddings=False)
     config.target_layers = target.config.num_hidden_layers
     module = SpdModule(config)
     module.lm_head.weight.data.copy_(target.get_output_embeddings().weight)

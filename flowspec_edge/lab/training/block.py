@@ -16,7 +16,8 @@ from torch import Tensor
 
 from flowspec_edge.drafting.block.formats import default_layers, load_block_head, save_block_head
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
-from flowspec_edge.drafting.tree_cache import ContextCache
+from flowspec_edge.drafting.checkpoint import layer_config
+from flowspec_edge.lab.training.differentiable import BlockPass, ContextCache
 from flowspec_edge.lab.training.heads import (
     HeadRecipe,
     HeadTrainer,
@@ -26,6 +27,7 @@ from flowspec_edge.lab.training.heads import (
     frozen_embedding,
 )
 from flowspec_edge.lab.training.target import layer_shape
+from flowspec_edge.model.families import QWEN3
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,14 @@ def new_block_head(target: Any, recipe: BlockRecipe, mask_token: int) -> BlockHe
     and begins with its final norm."""
     config, layers = target.config, target.config.num_hidden_layers
     shape = layer_shape(config)
-    own = BlockConfig(**{
+    layer = layer_config({
         **shape, "num_hidden_layers": recipe.layers, "tie_word_embeddings": False,
-        "head_dim": shape.get("head_dim") or config.hidden_size // config.num_attention_heads,
-        "captured": default_layers(layers, min(recipe.states, layers)), "block_size": recipe.depth,
-        "mask_token_id": mask_token, "from_root": True, "causal": (False,) * recipe.layers,
-        "windows": (None,) * recipe.layers, "markov_rank": recipe.rank,
-        "draft_vocab_size": config.vocab_size})
-    head = BlockHead(own)
+        "head_dim": shape.get("head_dim") or config.hidden_size // config.num_attention_heads}, "the target", QWEN3)
+    own = BlockConfig(
+        **vars(layer), captured=default_layers(layers, min(recipe.states, layers)), block_size=recipe.depth,
+        mask_token_id=mask_token, from_root=True, causal=(False,) * recipe.layers, windows=(None,) * recipe.layers,
+        markov_rank=recipe.rank, draft_vocab_size=config.vocab_size)
+    head = BlockHead(own).requires_grad_(True)
     head.embed_tokens.weight = frozen_embedding(target)
     head.norm.weight.data.copy_(target.model.norm.weight)
     if head.markov_head is not None:
@@ -72,6 +74,10 @@ def rarest_token(tokens: Tensor, vocabulary: int) -> int:
 class Block(Student):
     name = "block"
 
+    def __init__(self, head: BlockHead, target: Any) -> None:
+        super().__init__(head, target)
+        self._pass = BlockPass(head)
+
     def read(self, rows: Tensor) -> Reading:
         out = self.target.model(input_ids=rows, use_cache=False, output_hidden_states=True)
         states = torch.cat([out.hidden_states[layer] for layer in self.head.config.captured], dim=-1)
@@ -82,7 +88,7 @@ class Block(Student):
         head, slots = self.head, self.head.config.block_size
         batch, count = len(rows), len(anchors)
         text = torch.arange(states.shape[1], device=rows.device)
-        context = list(head.keys_values(states, text[None].expand(batch, -1)))
+        context = list(self._pass.keys_values(states, text[None].expand(batch, -1)))
         tokens = rows.new_full((batch, count, slots), head.config.mask_token_id)
         tokens[:, :, 0] = rows[:, anchors + 1]
         positions = (anchors[:, None] + 1 + torch.arange(slots, device=rows.device)).flatten()
@@ -90,8 +96,8 @@ class Block(Student):
         own = torch.eye(count, dtype=torch.bool, device=rows.device)
         own = own.repeat_interleave(slots, 0).repeat_interleave(slots, 1)
         mask = torch.cat((before, own), 1)[None, None]
-        out = head(head.embed_tokens(tokens.flatten(1)), positions[None].expand(batch, -1),
-                   [mask] * len(head.layers), ContextCache(context))
+        out = self._pass(head.embed_tokens(tokens.flatten(1)), positions[None].expand(batch, -1),
+                         [mask] * len(head.layers), ContextCache(context))
         hidden: Tensor = out.view(batch, count, slots, -1)
         return hidden
 

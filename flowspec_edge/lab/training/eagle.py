@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead, load_head, save_head
-from flowspec_edge.drafting.eagle.eagle3 import Eagle3Head, captured_layers
+from flowspec_edge.drafting.eagle.eagle2 import EagleConfig, EagleHead, load_head, save_head
+from flowspec_edge.drafting.eagle.eagle3 import Eagle3Config, Eagle3Head, captured_layers
 from flowspec_edge.drafting.eagle.eagle3_formats import load_head3, save_head3
+from flowspec_edge.lab.training.differentiable import Eagle2Pass, Eagle3Pass
 from flowspec_edge.lab.training.heads import (
     HeadRecipe,
     HeadTrainer,
@@ -20,8 +21,9 @@ from flowspec_edge.lab.training.heads import (
     UnrolledStudent,
     frozen_embedding,
 )
-from flowspec_edge.lab.training.target import layer_config
+from flowspec_edge.lab.training.target import head_layer
 from flowspec_edge.model.draft_kinds import EAGLE2, EAGLE3
+from flowspec_edge.model.families import LLAMA, QWEN2
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ def new_head(target: Any) -> EagleHead:
     """An untrained head with the target's shape and (frozen) embedding, and its biases on q, k and v."""
     biased = (any(name.endswith("self_attn.q_proj.bias") for name, _ in target.model.layers.named_parameters())
               and not getattr(target.config, "attention_bias", False))
-    head = EagleHead(layer_config(target.config, bias=True, **({"qkv_bias": True} if biased else {})))
+    config = head_layer(target.config, QWEN2 if biased else LLAMA)
+    head = EagleHead(EagleConfig(**vars(config))).requires_grad_(True)
     head.embed_tokens.weight = frozen_embedding(target)
     return head
 
@@ -51,6 +54,7 @@ class Eagle2(UnrolledStudent):
     def __init__(self, head: EagleHead, target: Any, soft_weight: float = 1.0, ranked: Tensor | None = None
                  ) -> None:
         super().__init__(head, target)
+        self.run = Eagle2Pass(head)
         self._soft_weight = soft_weight
         lm_head = target.lm_head
         self._ranked: nn.Linear = lm_head
@@ -138,9 +142,9 @@ def draft_vocabulary(tokens: Tensor, vocabulary: int, size: int) -> Tensor:
 
 def new_head3(target: Any, drafted: Tensor) -> Eagle3Head:
     """Drafts the tokens ``drafted`` (ascending ids); the target's final norm and lm_head rows."""
-    config = layer_config(target.config)
-    config.target_hidden_size, config.draft_vocab_size = config.hidden_size, len(drafted)
-    head = Eagle3Head(config)
+    config = head_layer(target.config)
+    head = Eagle3Head(Eagle3Config(**vars(config), target_hidden_size=config.hidden_size,
+                                   draft_vocab_size=len(drafted))).requires_grad_(True)
     head.embed_tokens.weight = frozen_embedding(target)
     ids = drafted.to(target.lm_head.weight.device)
     head.lm_head.weight.data.copy_(target.lm_head.weight[ids])
@@ -156,6 +160,7 @@ class Eagle3(UnrolledStudent):
 
     def __init__(self, head: Eagle3Head, target: Any) -> None:
         super().__init__(head, target)
+        self.run = self._pass = Eagle3Pass(head)
         self._ids = head.target_ids()
         self._drafted = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=self._ids.device)
         self._drafted[self._ids] = True
@@ -167,8 +172,7 @@ class Eagle3(UnrolledStudent):
         return Reading(states.float(), out.last_hidden_state)
 
     def input_states(self, states: Tensor) -> Tensor:
-        fused: Tensor = self.head.fuse(states)
-        return fused
+        return self._pass.fuse(states)
 
     def targets(self, features: Tensor) -> tuple[Tensor, ...]:
         """(the target's distribution over the draft vocabulary, rows whose best token is in it)."""
@@ -177,12 +181,12 @@ class Eagle3(UnrolledStudent):
 
     def loss(self, out: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
         wanted, counted = targets
-        logits = self.head.logits(out).float()
+        logits = self._pass.logits(out).float()
         cost = logits.logsumexp(-1) - (wanted * logits).sum(-1)
         return (cost * counted).sum() / counted.sum().clamp(min=1)
 
     def best(self, out: Tensor) -> Tensor:
-        return self._ids[self.head.logits(out).argmax(-1)]
+        return self._ids[self._pass.logits(out).argmax(-1)]
 
 
 def _eagle2(target: Any, recipe: HeadRecipe, text: TextTokens, drafted: int, start: EagleHead | None) -> Eagle2:

@@ -1,7 +1,7 @@
 """Training a draft head on a frozen target's states, and measuring its agreement.
 
 An EAGLE head is unrolled along a text as drafting unrolls a branch: a row at depth d attends to true states
-up to d - 1 rows back, then to the head's own rows of depth 2 … d.  Training uses drafting's forward.
+up to d - 1 rows back, then to the head's own rows of depth 2 … d.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowspec_edge.drafting.eagle.head_drafter import KeyValueCache
+from flowspec_edge.lab.training.differentiable import KeyValueCache
 from flowspec_edge.lab.training.loop import (
     LoopOptions,
     Optimiser,
@@ -154,7 +154,9 @@ class Student(ABC):
 
 
 class UnrolledStudent(Student):
-    """An EAGLE head."""
+    """An EAGLE head; ``run`` computes a pass of it, through which gradients flow."""
+
+    run: Head
 
     def step_loss(self, fade: float, rows: Tensor, reading: Reading, noise: Tensor, anchors: Tensor,
                   depth: int) -> Tensor:
@@ -163,7 +165,7 @@ class UnrolledStudent(Student):
         with torch.no_grad():
             targets = self.targets(features[:, 1:])
         total, weights = torch.zeros((), device=self.target.device), 0.0
-        outputs = unroll(self.head, self.input_states(states[:, :-1] + noise), rows[:, 1:], anchors, depth)
+        outputs = unroll(self.run, self.input_states(states[:, :-1] + noise), rows[:, 1:], anchors, depth)
         for d, out in enumerate(outputs):
             at = anchors + d if d else slice(None)
             total = total + fade**d * self.loss(out, tuple(t[:, at] for t in targets))
@@ -171,7 +173,7 @@ class UnrolledStudent(Student):
         return total / weights
 
     def drafts(self, states: Tensor, rows: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:
-        outputs = unroll(self.head, self.input_states(states[:, :-1]), rows[:, 1:], anchors, depth)
+        outputs = unroll(self.run, self.input_states(states[:, :-1]), rows[:, 1:], anchors, depth)
         for d, out in enumerate(outputs):
             yield self.best(out if d else out[:, anchors])
 

@@ -7,12 +7,15 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from flowspec_edge.drafting.eagle.eagle2 import layer_heads
+from flowspec_edge.drafting.eagle.head_config import llama_layer
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.lab.training.loop import device
+from flowspec_edge.model.decoder_config import DecoderConfig
+from flowspec_edge.model.families import LLAMA, Family
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import digest
 from flowspec_edge.model.weights.located import shown
@@ -88,7 +91,7 @@ def layer_shape(config: Any) -> dict[str, Any]:
     return shape | {"rope_parameters": dict(by_type[0] if by_type else rope)}
 
 
-def layer_config(config: Any, **own: Any) -> LlamaConfig:
-    """A Llama layer of the target's shape, without Qwen3's norms on queries and keys."""
+def head_layer(config: Any, family: Family = LLAMA) -> DecoderConfig:
+    """A Llama layer of the target's shape, without Qwen3's norms on queries and keys; ``family``: ``llama_layer``'s."""
     shape = {**layer_shape(config), **layer_heads(config)}
-    return LlamaConfig(**{"num_hidden_layers": 1, "tie_word_embeddings": False, **shape, **own})
+    return llama_layer({"num_hidden_layers": 1, "tie_word_embeddings": False, **shape}, "the target", family)

@@ -38,7 +38,7 @@ class Mlp(nn.Module):
             self.gate_proj = nn.Linear(hidden, inner, bias=biases)
             self.up_proj = nn.Linear(hidden, inner, bias=biases)
         self.down_proj: nn.Module = nn.Linear(inner, hidden, bias=biases)
-        self._activation = _ACTIVATIONS[config.activation]
+        self.activation = _ACTIVATIONS[config.activation]
 
     def prepare(self) -> None:
         """Join what is loaded."""
@@ -56,7 +56,7 @@ class Mlp(nn.Module):
 
     def _inner(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self._activation(gate) * up
+        return self.activation(gate) * up
 
 
 class Router(nn.Module):

@@ -17,7 +17,7 @@ class Norm(nn.Module):
     def __init__(self, width: int, eps: float, centred: bool = False) -> None:
         """``centred``: the weight is stored as its difference from 1, and rows are normed in float32."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(width), requires_grad=False)
+        self.weight = nn.Parameter(torch.zeros(width) if centred else torch.ones(width), requires_grad=False)
         self.eps, self.centred = eps, centred
 
     @property

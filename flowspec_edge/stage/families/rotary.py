@@ -48,6 +48,34 @@ class Rotary:
                         scaled)
 
 
+class RotaryTable:
+    """Looks up what a rotary embedding computes: one launch instead of a dozen."""
+
+    def __init__(self, rotary: Rotary, kind: str, dtype: torch.dtype, device: torch.device) -> None:
+        """``kind``: of layers, as the embedding takes it."""
+        self._rotary, self._kind, self._dtype, self._device = rotary, kind, dtype, device
+        self._angles = torch.empty(0)
+        self._scale: Tensor | None = None
+        self.reach(_FIRST_POSITIONS - 1)
+
+    @torch.inference_mode()
+    def reach(self, position: int) -> None:
+        """Make room for positions up to this one."""
+        if position < len(self._angles):
+            return
+        positions = torch.arange(max(position + 1, 2 * len(self._angles)), device=self._device)
+        cos, sin, self._scale = self._rotary(positions, self._kind, self._dtype)
+        self._angles = torch.cat((cos, sin), 1)  # [positions, 2, d]
+
+    def __call__(self, positions: Tensor) -> Rotation:
+        """``positions`` [N] int64, which have been reached."""
+        cos, sin = self._angles.index_select(0, positions)[:, :, None].unbind(1)
+        return Rotation(cos, sin, None if self._scale is None else self._scale.index_select(0, positions))
+
+
+_FIRST_POSITIONS = 4096
+
+
 def _frequencies(rope: Mapping[str, Any], width: int, positions: int) -> tuple[Tensor, float]:
     """Angles a position [d / 2] in float32, and a factor of cosines and sines."""
     turned, kind = int(width * rope["partial_rotary_factor"]), rope["rope_type"]

@@ -26,13 +26,14 @@ class Projected(NamedTuple):
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, config: DecoderConfig, index: int) -> None:
+    def __init__(self, config: DecoderConfig, index: int, inputs: int = 0) -> None:
+        """``inputs``: width of the rows that are projected; 0: the model's."""
         super().__init__()
         form, self._index, self._width = config.family.form, index, config.head_dim
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._gated, self._scaling = form.output_gates, config.score_width**-0.5
         self._head_norms: HeadNorms | None = None
-        hidden, d = config.hidden_size, self._width
+        hidden, d = inputs or config.hidden_size, self._width
         biases = form.query_biases or config.attention_bias
         queries = self._heads * d * (2 if form.output_gates else 1)
         if form.one_matrix:
@@ -41,7 +42,8 @@ class SelfAttention(nn.Module):
             self.q_proj = nn.Linear(hidden, queries, bias=biases)
             self.k_proj = nn.Linear(hidden, self._kv_heads * d, bias=biases)
             self.v_proj = nn.Linear(hidden, self._kv_heads * d, bias=biases)
-        self.o_proj: nn.Module = nn.Linear(self._heads * d, hidden, bias=biases and not form.query_biases)
+        self.o_proj: nn.Module = nn.Linear(self._heads * d, config.hidden_size,
+                                           bias=biases and not form.query_biases)
         if form.head_norms:
             self.q_norm = Norm(d, config.rms_norm_eps, form.centred_norms)
             self.k_norm = Norm(d, config.rms_norm_eps, form.centred_norms)

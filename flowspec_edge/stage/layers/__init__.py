@@ -1,1 +1,1 @@
-"""The parts of a decoder layer: attention over a tree's mask, the KV cache, the fused layer for CUDA."""
+"""The parts of a decoder layer: attention over a tree's mask, and what layers remember."""

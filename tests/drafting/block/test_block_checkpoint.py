@@ -9,10 +9,11 @@ from kits.block_drafters import VARIANTS, VOCABULARY, WIDTH, published_block
 
 from flowspec_edge.drafting.block.formats import FORMAT, block_config, load_block_head, save_block_head
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
-from flowspec_edge.drafting.checkpoint import on_meta
+from flowspec_edge.drafting.checkpoint import layer_config, on_meta
 from flowspec_edge.drafting.format import TargetFacts
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.model.families import QWEN3
 from flowspec_edge.sharding.drafts import check_fit, open_draft
 from flowspec_edge.stage.quant.schemes import quantise_linears, scheme
 
@@ -70,9 +71,11 @@ def test_a_dflash2_head_that_does_not_fit_is_one_line(tmp_path, fields, said):
     ({"hidden_size": 5120, "intermediate_size": 17408, "vocab_size": 248_320}, 1_924_404_480),
 ])
 def test_it_has_the_parameters_of_published_heads(shape, published):
-    config = BlockConfig(**shape, num_hidden_layers=5, num_attention_heads=32, num_key_value_heads=8,
-                         head_dim=128, captured=(1,) * 5, conv_kernel_size=2, conv_group_size=16,
-                         selector_rank=256, selector_top_k=16, draft_vocab_size=shape["vocab_size"])
+    layer = layer_config({**shape, "num_hidden_layers": 5, "num_attention_heads": 32, "num_key_value_heads": 8,
+                          "head_dim": 128}, "a head", QWEN3)
+    config = BlockConfig(**vars(layer), captured=(1,) * 5, block_size=16, mask_token_id=0, causal=(False,) * 5,
+                         windows=(None,) * 5, conv_kernel_size=2, conv_group_size=16, selector_rank=256,
+                         selector_top_k=16, draft_vocab_size=shape["vocab_size"])
     head = on_meta(BlockHead, config)
     own = sum(weight.numel() for name, weight in head.named_parameters() if name != "embed_tokens.weight")
     assert own == published
@@ -116,7 +119,7 @@ def test_what_is_written_is_read_again(tmp_path, variant):
     save_block_head(head, tmp_path / "written", torch.float32)
     again = load_block_head(tmp_path / "written", EMBEDDING, torch.float32, 8)
     for key in ("captured", "block_size", "mask_token_id", "from_root", "causal", "windows", "markov_rank",
-                "markov_gated", "draft_vocab_size", "rope_parameters"):
+                "markov_gated", "draft_vocab_size", "ropes"):
         assert getattr(again.config, key) == getattr(head.config, key), key
     for name, weight in head.state_dict().items():
         assert torch.equal(weight, again.state_dict()[name]), name
@@ -148,6 +151,6 @@ def test_matrices_in_four_bits_still_draft(tmp_path):
 
     make = load_drafters("dspark", tmp_path, target, target, "fp32", 8, packed)
     head = make()._head
-    assert isinstance(head.layers[0].self_attn.k_proj, type(head.fc))
+    assert isinstance(head.layers[0].self_attn.o_proj, type(head.fc))
     assert not isinstance(head.fc, torch.nn.Linear)
     assert isinstance(head.markov_head.markov_w1, torch.nn.Embedding)

@@ -7,8 +7,9 @@ import pytest
 import torch
 from kits.draft_heads import GREEDY, Eagle2, Session, log_softmax
 from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead, load_head, save_head
+from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead, eagle_config, load_head, save_head
 from flowspec_edge.drafting.ngram import NgramDrafter
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.errors import ProtocolError
@@ -22,9 +23,9 @@ H, V, HEADS, KV_HEADS = 32, 61, 4, 2
 
 def make_head(seed, kv_heads=KV_HEADS, **extra):
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=V, hidden_size=H, intermediate_size=48, num_hidden_layers=1,
-                         num_attention_heads=HEADS, num_key_value_heads=kv_heads, bias=True, **extra)
-    head = EagleHead(config).double()
+    head = EagleHead(eagle_config({"vocab_size": V, "hidden_size": H, "intermediate_size": 48, "num_hidden_layers": 1,
+                                   "num_attention_heads": HEADS, "num_key_value_heads": kv_heads, **extra}, "a head"))
+    head = head.double()
     with torch.no_grad():
         for p in head.parameters():
             p.copy_(torch.randn_like(p) * 0.8 / p.shape[-1] ** 0.5)
@@ -37,49 +38,38 @@ def reference_of(head, lm_head):
                   head.config.rms_norm_eps, head.config.max_position_embeddings)
 
 
-def session(seed, sampling=GREEDY, rank="draft", tau=0.7, fused=False, **config):
+def session(seed, sampling=GREEDY, rank="draft", tau=0.7, **config):
     head = make_head(seed, **config)
     lm_head = torch.randn(V, H, dtype=torch.float64)
     reference = reference_of(head, lm_head)
-    if fused:  # as on a GPU
-        head.fuse_layer()
     return Session(reference, EagleDrafter(head, lm_head), H, V, seed, sampling, rank, tau)
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_histories_agree_with_full_recomputation(seed, fused):
+def test_random_histories_agree_with_full_recomputation(seed):
     noisy = seed % 2 == 1
     s = session(seed, Sampling(temperature=0.8 if noisy else 0.0, seed=seed), "noise" if noisy else "draft",
-                fused=fused, kv_heads=(1, 2, 4)[seed // 2])
+                kv_heads=(1, 2, 4)[seed // 2])
     s.random_history(25)
 
 
 @pytest.mark.parametrize("rope", [
     {"rope_type": "linear", "factor": 2.0}, {"rope_type": "yarn", "factor": 4.0},
-    {"rope_type": "dynamic", "factor": 2.0},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
      "original_max_position_embeddings": 64}])
-def test_a_fused_head_turns_as_transformers_does(rope, monkeypatch):
-    """At positions beyond the table's first size, too; where angles depend on the longest text they are
-    computed anew."""
-    monkeypatch.setattr("flowspec_edge.drafting.fused._FIRST_POSITIONS", 8)
-    lm_head, found = torch.randn(V, H, dtype=torch.float64), []
-    for fused in (False, True):
-        head = make_head(3, rope_parameters={**rope, "rope_theta": 1e4}, max_position_embeddings=64)
-        if fused:
-            head.fuse_layer()
-            assert (head.fused is None) == (rope["rope_type"] == "dynamic")
-        drafter, rng = EagleDrafter(head, lm_head), np.random.default_rng(1)
-        drafter.commit([1], None)
-        for count in (5, 20, 60):
-            drafter.commit(rng.integers(0, V, count).tolist(), torch.from_numpy(rng.normal(size=(count, H))),
-                           range(count))
-            at = drafter._text_length - 1
-            found.append(drafter.expand(DraftRequest(count, (DraftNode(count, -1, 5, at),), V)))
-    for one, other in zip(found[:3], found[3:], strict=True):
-        np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_allclose(one.scores, other.scores, atol=1e-5)
+def test_a_head_turns_as_transformers_does(rope):
+    given = {"rope_parameters": {**rope, "rope_theta": 1e4}, "max_position_embeddings": 64}
+    head = make_head(3, **given)
+    head.prepare()
+    positions = torch.tensor([0, 1, 63, 5000])  # beyond the table's first size, too
+    head.reach(5000)
+    cos, sin, scale = head.rotation(positions)
+    wanted = LlamaRotaryEmbedding(LlamaConfig(hidden_size=H, num_attention_heads=HEADS, **given))
+    for found, turned in zip((cos, sin), wanted(torch.zeros(1), position_ids=positions[None]), strict=True):
+        found = found[:, 0].float()
+        half = found.shape[-1] // 2
+        torch.testing.assert_close(found[:, half:], turned[0, :, half:])
+    assert scale is None
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -109,7 +99,7 @@ def test_every_node_again_after_every_commit():
 @pytest.mark.parametrize("limit", [2, 5, 12])
 def test_rows_see_no_further_than_the_head_was_trained_for(limit):
     """Prompts longer than the limit at once, texts that grow past it, trees deeper than it."""
-    s = session(limit, fused=limit == 5, max_position_embeddings=limit)
+    s = session(limit, max_position_embeddings=limit)
     s.random_history(25, prompt=limit + 3)
     s = session(limit + 1, max_position_embeddings=limit)
     s.commit([4, 2])
@@ -122,9 +112,8 @@ def test_rows_see_no_further_than_the_head_was_trained_for(limit):
     s.every_node_again(3)
 
 
-@pytest.mark.parametrize("fused", [False, True])
-def test_the_cache_grows_past_its_first_size(fused):
-    s = session(5, fused=fused)
+def test_the_cache_grows_past_its_first_size():
+    s = session(5)
     s.commit([int(t) for t in s.rng.integers(0, V, size=240)])
     s.plant()
     s.expand([s.root.id])
@@ -153,17 +142,14 @@ def test_reset_forgets_everything():
     session(3).forgets()
 
 
-@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float16", 0.05), ("bfloat16", 0.3)])
-def test_half_precision_heads_take_features_of_their_dtype(dtype, tolerance, fused):
+def test_half_precision_heads_take_features_of_their_dtype(dtype, tolerance):
     head, lm_head = make_head(4), torch.randn(V, H, dtype=torch.float64) / 8
     features = torch.randn(6, H).to(getattr(torch, dtype))
     reference = reference_of(head, lm_head)
     rows = [(f, t, i) for i, (f, t) in enumerate(zip(features.double().numpy(), range(1, 7), strict=True))]
     x = reference.logits(reference.row(rows))
     head.to(getattr(torch, dtype))
-    if fused:
-        head.fuse_layer()
     drafter = EagleDrafter(head, lm_head.to(getattr(torch, dtype)))
     drafter.commit([0], None)
     drafter.commit(list(range(1, 7)), features)
@@ -173,22 +159,25 @@ def test_half_precision_heads_take_features_of_their_dtype(dtype, tolerance, fus
 
 
 @pytest.mark.parametrize("bits", ["int4", "int8"])
-def test_a_quantised_head_in_few_launches_gives_what_it_gave(tmp_path, bits):
-    """Its packed matrices are joined, int8's two planes of them."""
-    config = LlamaConfig(vocab_size=V, hidden_size=128, intermediate_size=192, num_hidden_layers=1,
-                         num_attention_heads=2, num_key_value_heads=1, bias=True)
+def test_a_quantised_heads_matrices_are_joined(tmp_path, bits):
+    """Its packed matrices, int8's two planes of them; it drafts as one with the values that they stand for."""
+    config = eagle_config({"vocab_size": V, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 1,
+                           "num_attention_heads": 2, "num_key_value_heads": 1}, "a head")
     save_head(EagleHead(config), tmp_path, torch.float32)
     lm_head, features, found = torch.randn(V, 128), torch.randn(6, 128), []
-    for fused in (False, True):
-        quantise = partial(quantise_linears, how=head_scheme(bits), device=torch.device("cpu"))
-        head = load_head(tmp_path, None, torch.float32, quantise=quantise)
-        if fused:
-            head.fuse_layer()
-            assert all(isinstance(part, QuantLinear) for part in (head.fused.qkv, head.fused.gate_up))
+    quantise = partial(quantise_linears, how=head_scheme(bits), device=torch.device("cpu"))
+    packed, plain = (load_head(tmp_path, None, torch.float32, quantise=how) for how in (quantise, lambda module: None))
+    with torch.inference_mode():
+        for name, own in plain.named_modules():
+            if isinstance(own, torch.nn.Linear) and isinstance(part := packed.get_submodule(name), QuantLinear):
+                own.weight.copy_(part(torch.eye(own.in_features)).T - (0 if own.bias is None else own.bias[:, None]))
+    for head in (packed, plain):
         drafter = EagleDrafter(head, lm_head)
         drafter.commit([0], None)
         drafter.commit(list(range(1, 7)), features)
         found.append(drafter.expand(DraftRequest(0, (DraftNode(0, -1, 6, 6),), V)))
+    layer = packed.layer
+    assert all(isinstance(part, QuantLinear) for part in (layer.self_attn.qkv_proj, layer.mlp.gate_up_proj))
     np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
     np.testing.assert_allclose(found[0].scores, found[1].scores, atol=1e-4)
 
@@ -233,12 +222,10 @@ def begun(head, lm_head, seed, ranking):
 
 
 @pytest.mark.parametrize("ranking", RANKINGS.values(), ids=RANKINGS)
-@pytest.mark.parametrize(("count", "fused"), [(1, False), (2, True), (5, False), (5, True)])
-def test_children_are_those_of_passes_alone(count, fused, ranking):
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_children_are_those_of_passes_alone(count, ranking):
     """The root, some of its children, and the root again, which has no row left to compute."""
     head, lm_head = make_head(7), torch.randn(V, H, dtype=torch.float64)
-    if fused:
-        head.fuse_layer()
     together, alone = ([begun(head, lm_head, seed, ranking) for seed in range(count)]
                        for _ in range(2))
     requests = [DraftRequest(0, (DraftNode(0, -1, 5, at),), 6) for _, at in together]

@@ -5,7 +5,7 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from kits.draft_heads import VARIANTS, KeptRows, published_eagle3
+from kits.draft_heads import VARIANTS, causal_pass, published_eagle3
 from transformers import Qwen3Config
 
 from flowspec_edge.drafting.checkpoint import HeadFiles
@@ -20,11 +20,10 @@ TARGETS = torch.randn(V, T, generator=torch.Generator().manual_seed(1))
 
 def probe(head):
     """The logits of three causal rows."""
-    states = torch.linspace(-1, 1, 9 * T).reshape(1, 3, 3 * T)
-    causal = torch.ones(1, 1, 3, 3).tril().bool()
-    tokens, positions = torch.tensor([[1, 2, 3]]), torch.arange(3)[None]
-    with torch.no_grad():
-        return head.logits(head(head.fuse(states), tokens, positions, causal, KeptRows()))
+    head.prepare()
+    with torch.inference_mode():
+        fused = head.fuse(torch.linspace(-1, 1, 9 * T).reshape(3, 3 * T))
+        return head.logits(causal_pass(head, fused, [1, 2, 3]))
 
 
 def rewrite(directory, weights):
@@ -217,9 +216,10 @@ def test_what_a_layer_leaves_out_is_its_familys_default(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(raw))
     config = head3_config(HeadFiles(tmp_path))
     for field in ("head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "rms_norm_eps",
-                  "num_key_value_heads", "rope_parameters"):
+                  "num_key_value_heads"):
         assert getattr(config, field) == getattr(layer, field), field
-    assert (config.norm_before_residual, config.qk_norm, config.fc_norm) == (True, True, False)
+    assert config.ropes[""]["rope_theta"] == layer.rope_parameters["rope_theta"]
+    assert (config.norm_before_residual, config.family.form.head_norms, config.fc_norm) == (True, True, False)
 
 
 def test_a_layer_that_slides_limits_the_window(tmp_path):

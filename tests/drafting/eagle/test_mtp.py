@@ -8,6 +8,7 @@ import pytest
 import torch
 from kits.draft_heads import Session
 from kits.family_checkpoints import FAMILIES, VOCAB, family_dir, family_model
+from kits.graph_recorder import record
 from kits.mtp_layers import Mtp, with_mtp
 from kits.sharded_models import cut, edit
 from kits.tiny_models import tiny_llama, tiny_model
@@ -15,7 +16,8 @@ from kits.tiny_models import tiny_llama, tiny_model
 from flowspec_edge.cli.common.workload import require_runnable
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter
 from flowspec_edge.drafting.eagle.mtp import load_mtp
-from flowspec_edge.drafting.load import load_drafters
+from flowspec_edge.drafting.load import SharedMemory, load_drafters
+from flowspec_edge.drafting.recorded import ROWS
 from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.opened import OpenModel
@@ -23,6 +25,7 @@ from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.stage.quant.base import QuantLinear
 from flowspec_edge.stage.quant.schemes import head_scheme, quantise_linears
 from flowspec_edge.strategies.params import Params
+from flowspec_edge.util import graphs
 
 H = 32
 
@@ -44,12 +47,26 @@ def test_rows_are_those_of_the_formulas(tmp_path: Path, family: str, stacked: bo
         family_model(family, tmp_path)
         with_mtp(target)
     reference = Mtp(target, embedding, lm_head)
-    head.fuse_layer()
     memory = CacheMemory(head.cache_shape(), 300) if stacked else None  # as on a GPU
     drafter = EagleDrafter(head, lm_head, memory)
     Session(reference, drafter, H, VOCAB, 2, Sampling(temperature=0.8, seed=2), "noise").random_history(8)
     Session(reference, drafter, H, VOCAB, 4).random_history(8)
     assert drafter.rewind(5, Sampling(), "draft", 1.0)
+
+
+@pytest.mark.parametrize(("family", "reason"), [
+    ("qwen3.5", ""), ("qwen3.5-moe", "draft passes run kernel by kernel: the host has to know which experts run")])
+def test_passes_without_experts_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, reason: str
+                                             ) -> None:
+    monkeypatch.setattr(graphs, "_NOISE", 1e9)  # repeating operations from Python takes longer than computing
+    target = with_mtp(family_model(family, tmp_path))
+    embedding, lm_head = tables()
+    memory = SharedMemory(300, record)
+    make = load_drafters("mtp", target, lm_head, embedding, "fp32", 4, memory=memory)
+    assert memory.choice is not None
+    assert memory.choice.reason == reason
+    assert sorted(memory.choice.ms) == ([] if reason else [*ROWS])
+    Session(Mtp(target, embedding, lm_head), make(), H, VOCAB, 2).random_history(8)
 
 
 def test_its_matrices_and_experts_go_into_four_bits(tmp_path: Path) -> None:

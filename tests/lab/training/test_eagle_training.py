@@ -21,7 +21,7 @@ from flowspec_edge.lab.training.eagle import (
 )
 from flowspec_edge.lab.training.heads import Student, agreement, greedy_text, train_head, unroll
 from flowspec_edge.lab.training.loop import LoopOptions
-from flowspec_edge.lab.training.target import layer_config
+from flowspec_edge.lab.training.target import head_layer
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
@@ -81,12 +81,12 @@ def drafted_chain(student, text, anchor, depth):
 @pytest.mark.parametrize("drafted", [None, WHOLE, DRAFTED], ids=["eagle2", "eagle3", "eagle3, a part"])
 def test_unrolled_rows_are_the_drafters_rows(target, drafted):
     student = random_student(target, drafted)
-    logits, tokens = (target.lm_head, WHOLE) if drafted is None else (student.head.logits, drafted)
+    logits, tokens = (target.lm_head, WHOLE) if drafted is None else (student._pass.logits, drafted)
     text = torch.randint(0, V, (20,), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         states, _ = student.read(text[None])
         anchors = torch.tensor([0, 4, 5, 12])
-        outputs = list(unroll(student.head, student.input_states(states[:, :-1]), text[None, 1:], anchors, 7))
+        outputs = list(unroll(student.run, student.input_states(states[:, :-1]), text[None, 1:], anchors, 7))
         scores = [logits(out).log_softmax(-1)[0] for out in outputs]
     for chain, anchor in enumerate(anchors.tolist()):
         want = drafted_chain(student, text, anchor, 7)
@@ -107,7 +107,7 @@ def test_the_loss_is_the_papers_sum_over_the_draft_vocabulary(target):
         out = torch.randn(2, 10, H, generator=torch.Generator().manual_seed(5))
         got = student.loss(out, student.targets(features)).item()
         logits = target.lm_head(features).double().reshape(-1, V).tolist()
-        heads = student.head.logits(out).double().reshape(-1, len(DRAFTED)).tolist()
+        heads = student._pass.logits(out).double().reshape(-1, len(DRAFTED)).tolist()
     total, count = 0.0, 0
     for wanted, own in zip(logits, heads, strict=True):
         if int(np.argmax(wanted)) % 4:
@@ -142,7 +142,7 @@ def test_a_head_takes_heads_that_divide_its_width(heads, own):
     """Qwen3.5's family has targets with other numbers, which transformers refuses for a Llama layer."""
     config = Qwen3Config(vocab_size=V, hidden_size=H, intermediate_size=48, num_hidden_layers=1, head_dim=8,
                          num_attention_heads=heads, num_key_value_heads=1)
-    layer = layer_config(config)
+    layer = head_layer(config)
     assert (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim) == (own, 1, 8)
 
 
@@ -178,7 +178,7 @@ def test_a_head_begins_with_the_least_squares_solution(target):
     with torch.no_grad():
         reading = student.read(rows)
         student.first_weights(rows, reading)
-        [out] = unroll(student.head, reading.features[:, :-1], rows[:, 1:], torch.tensor([0]), 1)
+        [out] = unroll(student.run, reading.features[:, :-1], rows[:, 1:], torch.tensor([0]), 1)
     given = torch.cat((target.get_input_embeddings()(rows[:, 1:]), reading.features[:, :-1],
                        torch.ones(4, 199, 1)), dim=-1).flatten(0, 1).double().numpy()
     wanted = reading.features[:, 1:].flatten(0, 1).double().numpy()

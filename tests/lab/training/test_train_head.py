@@ -29,7 +29,9 @@ from flowspec_edge.lab.training.heads import train_head, unroll
 from flowspec_edge.lab.training.loop import LoopOptions, window_batch
 from flowspec_edge.lab.training.target import load_target
 from flowspec_edge.lab.training.train_head import HeadOptions, recipe_for, train_head_part
+from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.opened import resolve_model
+from flowspec_edge.stage.families.rotary import Rotary
 from flowspec_edge.strategies.params import Params
 
 VOCAB = 300
@@ -97,12 +99,16 @@ def test_a_head_for_every_family_drafts_losslessly(family, tmp_path, data):
         own, targets = getattr(head.layers[0].self_attn, name), getattr(layer.self_attn, name)
         assert own.weight.shape == targets.weight.shape
         assert (own.bias is None) == (targets.bias is None)
-    assert torch.equal(head.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
-    assert head.layers[0].post_attention_layernorm.variance_epsilon == reference.config.rms_norm_eps
+    assert turns_of(head.config) == turns_of(model.decoder)
+    assert head.layers[0].post_attention_layernorm.eps == reference.config.rms_norm_eps
     head3 = load_head3(model.path / "eagle3", reference.get_input_embeddings().weight, torch.float32)
     assert head3.midlayer.self_attn.o_proj.weight.shape == layer.self_attn.o_proj.weight.shape
-    assert torch.equal(head3.rotary_emb.inv_freq, reference.model.rotary_emb.inv_freq)
+    assert turns_of(head3.config) == turns_of(model.decoder)
     assert len(head3.target_ids()) == 200
+
+
+def turns_of(config: DecoderConfig) -> list[float]:
+    return Rotary(config, torch.device("cpu"))(torch.tensor([1, 50]), "", torch.float32).cos.flatten().tolist()
 
 
 class Stops(Exception):

@@ -21,12 +21,12 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from flowspec_edge.boards.planning.model_size import model_bytes
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.lab.plain import separated
 from flowspec_edge.model.config import load_config
 from flowspec_edge.model.expert_counts import correlated, independent
 from flowspec_edge.model.experts import (
     Experts,
     correlation_of,
-    separated,
     touched,
 )
 from flowspec_edge.model.families import FAMILIES

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from flowspec_edge.drafting.checkpoint import read_weights
-from flowspec_edge.drafting.eagle.eagle2 import EagleHead, save_head
+from flowspec_edge.drafting.eagle.eagle2 import EagleHead, eagle_config, save_head
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.opened import OpenModel
@@ -182,9 +182,9 @@ for kind in (head, model, experts):
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By kind: the class of what was loaded, the peak of memory, the bytes and place of its files."""
     home = tmp_path_factory.mktemp("loaded")
-    config = LlamaConfig(vocab_size=64, hidden_size=1408, intermediate_size=8192, num_hidden_layers=1,
-                         num_attention_heads=8, bias=True)
-    save_head(EagleHead(config), home / "head/eagle2", torch.bfloat16)
+    head = eagle_config({"vocab_size": 64, "hidden_size": 1408, "intermediate_size": 8192, "num_hidden_layers": 1,
+                         "num_attention_heads": 8}, "a head")
+    save_head(EagleHead(head), home / "head/eagle2", torch.bfloat16)
     config = LlamaConfig(vocab_size=256, hidden_size=1408, intermediate_size=2048, num_hidden_layers=2,
                          num_attention_heads=8)
     for part in ("draft-lm", "target"):
