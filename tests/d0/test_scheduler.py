@@ -161,10 +161,10 @@ def demo_speeds(model: Path, prompts: list[list[int]], policy: SchedulingPolicy,
                 ) -> list[float]:
     """Tokens/s of requests beside one another, whose texts are those of their runs alone."""
     cluster = virtual(model, 4, policy)
-    requests = [Request(tokens, "flowspec_plus", 40, priority=priority)
+    requests = [Request(tokens, "flowspec_plus", 24, priority=priority)
                 for tokens, priority in zip(prompts, priorities, strict=False)]
     results = cluster.generate_many(requests)
-    expected = [text(model, tuple(request.prompt), 40, request.sampling) for request in requests]
+    expected = [text(model, tuple(request.prompt), 24, request.sampling) for request in requests]
     assert [result.tokens for result in results] == expected
     return [result.stats.tokens_per_second for result in results]
 
