@@ -23,6 +23,9 @@ _FOR_DRIVERS = {
     "Profile": ("stage_seconds", "draft_seconds", "pass_ms", "verify_seconds", "link_seconds", "check_stages"),
     "Params": ("of", "largest_segment", "largest_tree"), "Restrictions": ("tokens",), "Sampling": ("least_log",),
     "Penalties": ("cost",), "SegmentBuilder": ("skip_prune",)}
+# What callers use: its arguments and errors are on the page. What strategies use has the rest in ``help()``.
+_WHOLE = ("Cluster", "Completion", "Params", "Penalties", "Profile", "Request", "Restrictions", "Sampling")
+_IN_THE_GUIDE = ("Strategy",)  # docs/guides/write-a-strategy.md says what its members are for
 _ROLE = re.compile(r":(?:class|meth|func|attr):`~?([^`]+)`")
 
 
@@ -39,19 +42,49 @@ def section(name: str, thing: Any) -> Iterator[str]:
     if not inspect.isclass(thing):
         yield from (f"`{name}{signature(thing)}`", "")
     said = own_comments(thing) if dataclasses.is_dataclass(thing) else {}
-    yield from text(thing, said)
+    whole = name in _WHOLE or not inspect.isclass(thing)
+    yield from text(thing, said) if whole else first(text(thing, said))
     if not inspect.isclass(thing) or issubclass(thing, Exception):
         return
     if dataclasses.is_dataclass(thing):
-        yield from fields(thing, said)
+        yield from fields(thing, said) if whole else in_a_line(fields(thing, said))
     bases = [base for base in thing.__mro__[1:] if getattr(api, base.__name__, None) is base]
+    listed = False  # whether a list of members is to be ended
     for member, value in vars(thing).items():
         if any(inspect.getdoc(getattr(base, member, None)) == inspect.getdoc(getattr(thing, member)) for base in bases):
             continue  # described there
         if member in _FOR_DRIVERS.get(name, ()):
             continue
         if not member.startswith("_") and (inspect.getdoc(value) or inspect.isabstract(thing)):
-            yield from described(member, value)
+            shown = list(described(member, value, whole, name in _IN_THE_GUIDE))
+            yield from shown
+            listed = listed or bool(shown and not whole)
+    if listed:
+        yield ""
+
+
+def first(lines: Iterator[str]) -> Iterator[str]:
+    """The first paragraph, and a table of names."""
+    written = list(lines)
+    yield from written[: written.index("") + 1] if "" in written else written
+    if "```" in written:
+        begin = written.index("```")
+        yield from (*written[begin : written.index("```", begin + 1) + 1], "")
+
+
+def in_a_line(lines: Iterator[str]) -> Iterator[str]:
+    """The fields' names and defaults, without what a comment says of them."""
+    names = []
+    for line in lines:
+        if line.startswith(("With", "```")):
+            if line.startswith("With"):
+                yield from (line, "")
+        elif line:
+            name, _, default = line.partition("  # ")[0].partition(" = ")
+            name = name.partition(":")[0]
+            names.append(f"`{name}={default}`" if default and "field(" not in default else f"`{name}`")
+    if names:
+        yield from (f"Fields: {', '.join(names)}.", "")
 
 
 def own_comments(thing: Any) -> dict[str, str]:
@@ -91,14 +124,20 @@ def fields(thing: Any, said: dict[str, str]) -> Iterator[str]:
     yield from ("```", "")
 
 
-def described(name: str, value: Any) -> Iterator[str]:
+def described(name: str, value: Any, whole: bool, bare: bool) -> Iterator[str]:
+    """A member's signature and docstring, of which only the first sentence unless ``whole``, none if ``bare``."""
     if isinstance(value, property):
-        yield from (f"#### `{name}` (property)", "")
-        yield from text(value.fget)
+        shown, function = f"{name}` (property)", value.fget
     elif isinstance(value, classmethod | staticmethod) or inspect.isfunction(value):
         function = getattr(value, "__func__", value)
-        yield from (f"#### `{name}{signature(function)}`", "")
-        yield from text(function)
+        shown = f"{name}{signature(function)}`"
+    else:
+        return
+    if whole:
+        yield from (f"#### `{shown}", "", *text(function))
+    else:
+        said = "" if bare else re.split(r"(?<=[.;])\s", next(text(function), ""))[0]
+        yield f"- `{shown}: {said[:1].lower()}{said[1:].rstrip('.;')}" if said else f"- `{shown}"
 
 
 def signature(function: Any) -> str:
@@ -108,7 +147,7 @@ def signature(function: Any) -> str:
         if p.name not in ("self", "cls"):
             if p.kind is p.KEYWORD_ONLY and "*" not in parts:
                 parts.append("*")
-            parts.append(f"{p.name}: {p.annotation}" + ("" if p.default is p.empty else f" = {p.default!r}"))
+            parts.append(p.name if p.default is p.empty else f"{p.name}={p.default!r}")
     returned = "" if found.return_annotation == "None" else f" -> {found.return_annotation}"
     return f"({', '.join(parts)}){returned}"
 

@@ -1,4 +1,5 @@
-"""Renews docs/reference/fields.md from the tables of fields of :mod:`flowspec_edge.serving`.
+"""Renews docs/reference/fields.md from the tables of fields of :mod:`flowspec_edge.serving`.  Of a refused field it has
+the name alone: the server's error says what to use instead.
 
     python docs/build_fields.py [--check]
 """
@@ -6,6 +7,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from flowspec_edge.serving.anthropic.fields import TABLE as ANTHROPIC
@@ -16,9 +18,9 @@ from flowspec_edge.serving.openai.fields import TABLE as OPENAI
 DOCUMENT = Path(__file__).parent / "reference" / "fields.md"
 _HEAD = """# All fields of requests
 
-Made by `python docs/build_fields.py`. [http.md](http.md#fields) has the rules. "(chat)" means: other
-endpoints refuse the field, or take it without effect where the answer is the same. Every field takes `null`
-and the value that asks for nothing, such as `best_of: 1`.
+Made by `python docs/build_fields.py`. [http.md](http.md#fields) has the rules. "(chat)" means: other endpoints refuse
+the field, or take it without effect where the answer is the same. The error of a refused field says what to use
+instead.
 """
 _SECTIONS = {
     "OpenAI's API": ("With the names of vLLM, SGLang, llama.cpp's server and other servers.", OPENAI),
@@ -29,8 +31,22 @@ def document() -> str:
     """The whole document."""
     parts = [_HEAD]
     for title, (about, table) in _SECTIONS.items():
-        parts += [f"## {title}\n" + (f"{about}\n" if about else ""), "\n".join(table.rows())]
+        parts += [f"## {title}\n" + (f"{about}\n" if about else ""), "\n".join(names_alone(table.rows()))]
     return "\n".join(parts)
+
+
+def names_alone(rows: Iterable[str]) -> Iterator[str]:
+    """The rows, of refused fields a single one with their names."""
+    refused: list[str] | None = None
+    for row in rows:
+        if refused is None or not row.startswith("- "):
+            if refused and not row:
+                yield f"{', '.join(sorted(refused))}."
+            yield row
+            if row.endswith(":"):
+                refused = [] if row == "Refused:" else None
+        else:
+            refused += row[2:].partition(": ")[0].split(", ")
 
 
 def main() -> int:

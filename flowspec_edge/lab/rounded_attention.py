@@ -10,7 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from flowspec_edge.stage.layers.attention import attend
+from flowspec_edge.stage.layers.attention import SharedMask, attend
 from flowspec_edge.stage.layers.kv_cache import from_int8, in_int8
 
 _NAME = "flowspec-int8-kv"
@@ -27,10 +27,8 @@ def _attend_rounded(module: nn.Module, query: Tensor, key: Tensor, value: Tensor
                     ) -> tuple[Tensor, None]:
     key, value = (from_int8(in_int8(states), states.dtype) for states in (key, value))
     if (sinks := options.get("s_aux")) is not None:
-        visible = args[0]
-        mask = torch.zeros(visible.shape, dtype=query.dtype, device=query.device)
-        mask.masked_fill_(~visible, float("-inf"))
-        groups = query.shape[1] // key.shape[1]
-        return attend(query, key, value, mask.repeat(1, 1, groups, 1), options["scaling"], sinks), None
+        mask = SharedMask(args[0][0, 0].numpy(force=True), query.shape[1] // key.shape[1], query.dtype, query.device)
+        held = torch.cat((key, value)).transpose(1, 2)
+        return attend(query[0].transpose(0, 1), held, mask, options["scaling"], sinks)[None], None
     out, _ = sdpa_attention_forward(module, query, key, value, *args, **options)
     return out, None

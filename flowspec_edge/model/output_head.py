@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from flowspec_edge.util.linears import product
+
 
 class RowBlock(Protocol):
     """A linear module without bias: [n, H] to [n, out_features]."""
@@ -136,7 +138,7 @@ class MatrixRows(nn.Module):
         self.out_features = len(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return functional.linear(x, self.weight)
+        return product(x, self.weight)
 
 
 def as_output_head(weight: Tensor | OutputHead) -> OutputHead:

@@ -119,7 +119,7 @@ def _layers(shard: Modules, parts: Sequence[Part], tap: Callable[[int, Tensor], 
     hidden = states.new_zeros(rows, states.shape[-1])  # layers write to it; ``states`` may be a received message's
     hidden[:n] = states
     ids = to_device(torch.from_numpy(np.pad(positions.astype(np.int64), (0, rows - n))), shard.device)
-    inputs = [kind.inputs(parts, index, shard.dtype, shard.device, rows)
+    inputs = [kind.inputs(parts, index, shard.dtype, shard.device, shard.row_step)
               for index, kind in enumerate(shard.layers_of_kinds)]
     rotations = {turn: shard.rotary(ids, turn, shard.dtype) for turn in dict.fromkeys(shard.turns)}
     if (recorded := graphs.get(rows)) is not None:

@@ -31,6 +31,7 @@ from flowspec_edge.stage.layers.stage_cache import CacheKind, LayerArena, Part, 
 from flowspec_edge.stage.quant.half import HalfLinear, halve_linears, is_mixed
 from flowspec_edge.stage.weights import tensor_names
 from flowspec_edge.stage.weights.load import load_modules, load_tensor, schemes_of
+from flowspec_edge.util.linears import PaddedLinear, replace_linears
 from flowspec_edge.util.tensors import from_torch, parse_dtype, wire_name
 from flowspec_edge.util.torchdevice import allocation, available_bytes, release, use_exact_kernels
 from flowspec_edge.util.weight_file import Embedding, as_embedding
@@ -223,6 +224,8 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
                 module.prepare()
                 if halves:
                     halve_linears(module)
+                elif torch_dtype == torch.bfloat16 and torch_device.type == "cpu":
+                    replace_linears(module, PaddedLinear)
         release(torch_device)
         wanted = read if found.sharded else tensor_names.whole_model(skeleton(config))
         tensor_names.check_no_unexpected(part.directory, checkpoint.names, wanted)

@@ -10,12 +10,12 @@ import torch
 from kits.int4_matrices import DEVICES
 from kits.stages import Book, engines, random_tokens
 from kits.tiny_models import tiny_llama
-from kits.torch_devices import needs_cuda
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from flowspec_edge.messages import Cancel, Output, Prune
 from flowspec_edge.stage.forward import AHEAD, LaunchPacer, to_host
-from flowspec_edge.stage.layers.attention import attend, folded_mask
+from flowspec_edge.stage.layers import attention
+from flowspec_edge.stage.layers.attention import PathMask, SharedMask, additive, attend, kernel_of
 from flowspec_edge.util.tensors import to_device
 from flowspec_edge.util.torchdevice import use_exact_kernels
 
@@ -139,38 +139,51 @@ def test_copies_there_and_back(device: str) -> None:
 
 
 def arguments(rows: int, columns: int, groups: int, device: str, dtype: torch.dtype
-              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, np.ndarray]:
-    """Queries, keys and values as from a cache of 300 slots, and a mask."""
+              ) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    """Queries [rows, heads, 64], keys and values as from a cache of 300 slots, and what the rows see."""
     torch.manual_seed(columns)
     visible = np.random.default_rng(rows).random((rows, columns)) < 0.5
     visible[:, -1] = True
-    mask = folded_mask(visible, groups, dtype, torch.device(device))
-    query = torch.randn(1, 2 * groups, rows, 64, dtype=dtype, device=device)
-    store = torch.randn(2, 300, 2, 64, dtype=dtype, device=device)
-    keys, values = (part.transpose(0, 1)[None].narrow(2, 0, columns) for part in store)
-    return query, keys, values, mask, visible
+    queries = torch.randn(rows, 2 * groups, 64, dtype=dtype, device=device)
+    return queries, torch.randn(2, 300, 2, 64, dtype=dtype, device=device)[:, :columns], visible
+
+
+def computed(queries: torch.Tensor, held: torch.Tensor, visible: np.ndarray, sinks: torch.Tensor | None
+             ) -> torch.Tensor:
+    """In float64: [rows, heads, 64]."""
+    keys, values = held.double().repeat_interleave(queries.shape[1] // held.shape[2], 2).transpose(1, 2)
+    scores = (queries.double().transpose(0, 1) @ keys.mT / 8).masked_fill(torch.from_numpy(~visible), float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double()[:, None, None].expand(-1, len(visible), 1)), -1)
+    return (scores.softmax(-1)[..., : visible.shape[1]] @ values).transpose(0, 1)
 
 
 @pytest.mark.parametrize("columns", [1, 7, 8, 9, 100, 255])
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("rows", [1, 5, 16])
-def test_masks_are_aligned_and_right(rows: int, groups: int, columns: int) -> None:
-    """CUDA's kernel does not copy a mask if all strides but the last are multiples of 8."""
-    query, keys, values, mask, visible = arguments(rows, columns, groups, "cpu", torch.float32)
-    assert mask.shape == (1, 1, groups * rows, columns)
-    assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
-    assert mask.stride(-1) == 1
-    out = attend(query, keys, values, mask, query.shape[-1] ** -0.5)
-    scores = query.double() @ keys.double().repeat_interleave(groups, 1).transpose(2, 3) / 8
-    weights = scores.masked_fill(torch.from_numpy(~visible), float("-inf")).softmax(-1)
-    expected = (weights @ values.double().repeat_interleave(groups, 1)).transpose(1, 2)
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
+def test_masks_are_right(rows: int, groups: int, columns: int) -> None:
+    queries, held, visible = arguments(rows, columns, groups, "cpu", torch.float32)
+    sinks = torch.randn(2 * groups)
+    for own in (None, sinks):
+        for unfused in (False, True):
+            with pytest.MonkeyPatch.context() as patch:
+                if unfused:
+                    patch.setattr(attention, "_kernel", attention._unfused)
+                for mask in (SharedMask(visible, groups, torch.float32, torch.device("cpu")),
+                             PathMask(visible, 0, None, torch.float32, torch.device("cpu"), 16)):
+                    out = attend(torch.cat((queries, queries[:1])), held, mask, queries.shape[-1] ** -0.5, own)
+                    expected = computed(queries, held, visible, own)
+                    torch.testing.assert_close(out[:-1].double(), expected, atol=1e-5, rtol=1e-5)
+                    assert not out[-1].any()  # padding
 
 
-def test_padding_rows_see_everything() -> None:
-    mask = folded_mask(np.eye(3, dtype=bool), 2, torch.float32, torch.device("cpu"), rows=5)
-    for group in mask[0, 0].view(2, 5, 3):
-        assert group.isfinite().tolist() == [*np.eye(3, dtype=bool).tolist(), [True] * 3, [True] * 3]
+def test_masks_are_aligned() -> None:
+    """CUDA's kernel takes masks whose strides but the last are multiples of 8."""
+    for columns in (1, 7, 8, 9, 100):
+        mask = additive(np.ones((3, columns), dtype=bool), torch.float32, torch.device("cpu"))
+        assert mask.shape == (3, columns)
+        assert mask.stride(0) % 8 == 0
+        assert mask.stride(1) == 1
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -179,17 +192,5 @@ def test_a_fused_kernel_is_chosen(device: str) -> None:
     use_exact_kernels()
     dtype, wanted = ((torch.float32, SDPBackend.FLASH_ATTENTION) if device == "cpu" else
                      (torch.float16, SDPBackend.EFFICIENT_ATTENTION))
-    for columns in (7, 16, 255):
-        query, keys, values, mask, _ = arguments(16, columns, 1, device, dtype)
-        assert SDPBackend(torch._fused_sdp_choice(query, keys, values, attn_mask=mask)) == wanted
+    assert kernel_of(torch.device(device), dtype, 64) == wanted
     assert not torch.backends.cuda.cudnn_sdp_enabled()
-
-
-@needs_cuda
-@pytest.mark.parametrize("columns", [7, 16, 255])
-@pytest.mark.parametrize("groups", [1, 4])
-def test_the_memory_efficient_kernel_copies_no_mask(groups: int, columns: int) -> None:
-    query, keys, values, mask, _ = arguments(16, columns, groups, "cuda", torch.float16)
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), torch.profiler.profile(acc_events=True) as profile:
-        attend(query, keys, values, mask, query.shape[-1] ** -0.5)
-    assert not [event.name for event in profile.events() if "pad" in event.name]

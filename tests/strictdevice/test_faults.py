@@ -105,31 +105,25 @@ def test_memory_that_a_request_keeps(cuda: VirtualCluster, request_: Request,
 def test_an_allocation_in_the_life_of_a_request(cuda: VirtualCluster, request_: Request,
                                                 monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is freed again leaves only its event and the peak."""
-    attended = attention.folded_mask
+    made_of = attention.PathMask
     with allocations() as plain:
         cuda.generate(request_)
 
-    def with_a_large_piece(*arguments: object, **options: object) -> Tensor:
+    def with_a_large_piece(*arguments: object, **options: object) -> attention.PathMask:
         torch.empty(1 << 24, dtype=torch.uint8, device="cuda")
-        return attended(*arguments, **options)  # type: ignore[arg-type]
+        return made_of(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(kinds, "folded_mask", with_a_large_piece)
+    monkeypatch.setattr(kinds, "PathMask", with_a_large_piece)
     with allocations() as made:
         cuda.generate(request_)
     assert plain.peak < 1 << 24 <= made.peak
     large = [event for event in made.events if event.nbytes == 1 << 24]
-    assert {event.place for event in large} == {"stage/layers/kinds.py:inputs"}
+    assert {event.place for event in large} == {"stage/layers/kinds.py:_mask"}
 
 
 def test_a_mask_whose_rows_are_not_aligned(cuda: VirtualCluster, request_: Request,
                                            monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch pads it in every layer."""
-    counted = []
-    for alignment in (8, 1):
-        monkeypatch.setattr(attention, "_ALIGNED", alignment)
-        with counting() as log:
-            cuda.generate(request_)
-        counted.append(log.launches)
-    aligned, unaligned = counted
-    assert unaligned.total() > aligned.total() + aligned["efficient_attention"]
-    assert aligned["efficient_attention"] == unaligned["efficient_attention"]
+    """The kernel refuses it."""
+    monkeypatch.setattr(attention, "_ALIGNED", 1)
+    with pytest.raises(RuntimeError, match="no multiple of 8 apart"):
+        cuda.generate(request_)

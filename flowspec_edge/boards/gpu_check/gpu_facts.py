@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
-import numpy as np
 import torch
-from torch.nn.attention import SDPBackend
 from transformers import LlamaConfig
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter, EagleHead
@@ -26,7 +24,7 @@ from flowspec_edge.model.families import LLAMA
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.families.decoder import layers_on_meta
 from flowspec_edge.stage.families.rotary import Rotary
-from flowspec_edge.stage.layers.attention import folded_mask
+from flowspec_edge.stage.layers.attention import kernel_of
 from flowspec_edge.stage.preparation import choose_graphs, warm_up
 from flowspec_edge.stage.shard import Shard
 from flowspec_edge.util.graphs import CudaRecorder, KernelChoice
@@ -35,8 +33,8 @@ from flowspec_edge.util.torchdevice import release
 
 _LAUNCHES = 1000  # fewer than the 1024 that CUDA queues before the host waits
 _RUNS = 5
-_ROWS, _HEADS, _KV_HEADS, _HEAD_DIM = 16, 32, 8, 128  # a segment through a layer of Llama-3.1-8B
-_CACHED, _CAPACITY = 500, 1024
+_HEAD_DIM = 128  # of Llama-3.1-8B
+_CAPACITY = 1024
 _RESERVE = 128 << 20  # bytes left to the system
 _MB = 10**6
 
@@ -99,7 +97,8 @@ def _median_us(seconds: Callable[[], float]) -> float:
 
 
 def attention(device: str, dtype: str) -> str:
-    return f"SDPA takes its {_sdpa_backend(torch.device(device), DTYPES[dtype])} kernel for a segment's mask"
+    kernel = kernel_of(torch.device(device), DTYPES[dtype], _HEAD_DIM).name.lower().replace("_", " ")
+    return f"SDPA takes its {kernel} kernel for a segment's mask"
 
 
 def rms_norm(device: str) -> str:
@@ -122,17 +121,6 @@ def layers_in_graphs(device: str) -> str:
 
 def draft_passes_in_graphs(device: str) -> str:
     return str(_draft_passes_in_graphs(torch.device(device)))
-
-
-@torch.inference_mode()
-def _sdpa_backend(device: torch.device, dtype: torch.dtype) -> str:
-    """Such as "efficient attention", for the arguments with which a stage's layer calls it."""
-    groups = _HEADS // _KV_HEADS
-    query = torch.zeros(1, _KV_HEADS, groups * _ROWS, _HEAD_DIM, dtype=dtype, device=device)
-    cache = torch.zeros(1, _KV_HEADS, _CAPACITY, _HEAD_DIM, dtype=dtype, device=device)[:, :, :_CACHED]
-    mask = folded_mask(np.ones((_ROWS, _CACHED), dtype=bool), groups, dtype, device)
-    chosen = torch._fused_sdp_choice(query, cache, cache, mask)
-    return SDPBackend(chosen).name.lower().replace("_", " ")
 
 
 @torch.inference_mode()

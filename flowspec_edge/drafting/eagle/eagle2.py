@@ -301,15 +301,19 @@ class Eagle2Format(HeadFormat):
 
 def usual_layer(target: Any) -> LlamaConfig:
     """A head's layer in the shape of the layers of a target of transformers' configuration ``target``."""
-    heads = target.num_attention_heads
-    if target.hidden_size % heads:  # which a Llama forbids
-        heads = target.hidden_size // target.head_dim
     return LlamaConfig(
         vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_hidden_layers=1,
         intermediate_size=getattr(target, "intermediate_size", 4 * target.hidden_size),
-        num_attention_heads=heads,
-        num_key_value_heads=gcd(heads, target.num_key_value_heads or heads),
-        head_dim=getattr(target, "head_dim", None), bias=True)
+        **layer_heads(target), head_dim=getattr(target, "head_dim", None), bias=True)
+
+
+def layer_heads(target: Any) -> dict[str, int]:
+    """The numbers of attention heads of such a layer: the target's, unless they do not divide its width, which a Llama
+    forbids."""
+    heads = target.num_attention_heads
+    if target.hidden_size % heads:
+        heads = target.hidden_size // target.head_dim
+    return {"num_attention_heads": heads, "num_key_value_heads": gcd(heads, target.num_key_value_heads or heads)}
 
 
 FORMAT = Eagle2Format()

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from flowspec_edge.drafting.eagle.eagle2 import layer_heads
 from flowspec_edge.errors import FlowspecError, UsageError, first_line
 from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.lab.training.loop import device
@@ -89,4 +90,5 @@ def layer_shape(config: Any) -> dict[str, Any]:
 
 def layer_config(config: Any, **own: Any) -> LlamaConfig:
     """A Llama layer of the target's shape, without Qwen3's norms on queries and keys."""
-    return LlamaConfig(**{"num_hidden_layers": 1, "tie_word_embeddings": False, **layer_shape(config), **own})
+    shape = {**layer_shape(config), **layer_heads(config)}
+    return LlamaConfig(**{"num_hidden_layers": 1, "tie_word_embeddings": False, **shape, **own})

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flowspec_edge.model.decoder_config import ACTIVATIONS, DecoderConfig
 from flowspec_edge.model.experts import ClampedGate, Experts, Gated
 from flowspec_edge.model.families import ExpertNames
-from flowspec_edge.util.linears import add_product, detach_and_join
+from flowspec_edge.util.linears import add_product, detach_and_join, product
 
 _TANH = partial(F.gelu, approximate="tanh")
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = dict(zip(
@@ -71,7 +71,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Routed:
         """[N, H] normed rows."""
-        scores = F.linear(x, self.weight, self.bias)
+        scores = product(x, self.weight, self.bias)
         if self._among_chosen:  # the softmax of the chosen experts' scores
             top, chosen = scores.topk(self._chosen, -1)
             return Routed(x, chosen, top.softmax(-1))

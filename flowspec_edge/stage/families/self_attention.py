@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.stage.families.norm import Norm, head_norms
 from flowspec_edge.stage.families.rotary import Rotation
-from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, attend
+from flowspec_edge.stage.layers.attention import BatchCache, Mask, attend
 from flowspec_edge.stage.layers.kv_cache import KVCache
 from flowspec_edge.util.kernels import HeadNorms, rotate_in_place
 from flowspec_edge.util.linears import detach_and_join
@@ -77,12 +77,11 @@ class SelfAttention(nn.Module):
             self._head_norms.in_place(queries_keys)
         rotate_in_place(queries_keys[..., : rotation.cos.shape[-1]], (rotation.cos, rotation.sin))
 
-    def attend(self, projected: Projected, mask: Tensor | BatchMask, cache: KVCache | BatchCache, new: int) -> Tensor:
+    def attend(self, projected: Projected, mask: Mask, cache: KVCache | BatchCache, new: int) -> Tensor:
         """Add the keys and values of the first ``new`` rows to the cache; [N, heads * d]."""
         queries, cached, _ = projected
-        keys, values = cache.write(cached[:new].unflatten(1, (2, self._kv_heads)), self._index)
-        out = attend(queries[None].transpose(1, 2), keys, values, mask, self._scaling, self.sinks)
-        return out.reshape(len(queries), -1)
+        held = cache.write(cached[:new].unflatten(1, (2, self._kv_heads)), self._index)
+        return attend(queries, held, mask, self._scaling, self.sinks).flatten(1)
 
     @property
     def projection(self) -> nn.Module:

@@ -1,52 +1,70 @@
-"""Attention that reads grouped key/value heads in place.
+"""Attention of a pass's rows over a cache: which kernel calls it takes, and how their results are put together.
 
-The query heads of a group become rows of one head, so that the cache is never copied.
+Query heads of a group read their key and value head in place: the cache is never copied for them.  In float32 all
+rows of a request share one call (:class:`SharedMask`).  In 16 bits each row is computed along its own path alone
+(:class:`PathMask`), so that its bits are those of plain decoding whatever else is in the tree.
 
-A batch has rows of several sessions in one pass. The linear layers see all rows at once; attention runs
+A batch has rows of several sessions in one pass.  The linear layers see all rows at once; attention runs
 session by session, each over its own cache: a call over one pool of all sessions' rows would read every
 cache for every row (docs/experiments/serving.md has both times).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from flowspec_edge.stage.layers.stage_cache import Part
-from flowspec_edge.util.tensors import to_device
+from flowspec_edge.util.tensors import indices, to_device
+
+Bool = NDArray[np.bool_]
+
+
+class Mask(Protocol):
+    """What the rows of a pass see."""
+
+    def attend(self, queries: Tensor, held: Any, scaling: float, sinks: Tensor | None) -> Tensor:
+        """Return [n, heads, d] for queries [n + padding, heads, d]; the others as for :func:`attend`."""
+
+
+def attend(queries: Tensor, held: Any, mask: Mask, scaling: float, sinks: Tensor | None = None) -> Tensor:
+    """Return [N, heads, d] for queries [N, heads, d], the last of which may be padding.
+
+    held   keys and values [2, m, kv heads, d] as the cache's ``write`` returns them, or those of a batch's parts
+    sinks  [heads]: scores of columns whose value is 0
+    """
+    outputs = mask.attend(queries, held, scaling, sinks)
+    if len(outputs) == len(queries):
+        return outputs
+    padded = queries.new_zeros(queries.shape)
+    padded[: len(outputs)] = outputs
+    return padded
 
 
 class BatchMask:
-    """Additive masks of the parts' rows, in order (``attention.folded_mask``)."""
+    """The masks of a batch's parts, whose rows follow one another."""
 
-    def __init__(self, masks: Sequence[Tensor], lengths: Sequence[int]) -> None:
+    def __init__(self, masks: Sequence[Mask], lengths: Sequence[int]) -> None:
         """``lengths``: rows of each part, at least one."""
-        self.rows = sum(lengths)
-        self._masks = masks
-        self._lengths = lengths
+        self._masks, self._lengths = masks, lengths
 
-    def attend(self, attend: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], query: Tensor,
-               keys: Sequence[Tensor | None], values: Sequence[Tensor | None]) -> Tensor:
-        """query [1, heads, n + padding, d] to [1, n + padding, heads, d].
-
-        ``attend`` computes a part's rows from query, key, value and mask.  Rows of ended parts, whose key is
-        None, and padding become 0.
-        """
-        heads, total, width = query.shape[1:]
-        out = query.new_zeros(1, total, heads, width)
-        start = 0
-        for mask, n, key, value in zip(self._masks, self._lengths, keys, values, strict=True):
-            if key is not None and value is not None:
-                out[:, start : start + n] = attend(query[:, :, start : start + n], key, value, mask)
-            start += n
-        return out
+    def attend(self, queries: Tensor, held: Sequence[Tensor | None], scaling: float, sinks: Tensor | None) -> Tensor:
+        """As :meth:`Mask.attend`; rows of parts that have ended, of which nothing is held, become 0."""
+        made, start = queries.new_zeros(sum(self._lengths), *queries.shape[1:]), 0
+        for mask, n, own in zip(self._masks, self._lengths, held, strict=True):
+            at = slice(start, start := start + n)
+            if own is not None:
+                made[at] = mask.attend(queries[at], own, scaling, sinks)
+        return made
 
 
 class BatchCache:
@@ -57,66 +75,222 @@ class BatchCache:
         self._parts = parts
         self._kind = kind
 
-    def write(self, rows: Tensor, layer_idx: int
-              ) -> tuple[tuple[Tensor | None, ...], tuple[Tensor | None, ...]]:
+    def write(self, rows: Tensor, layer_idx: int) -> list[Tensor | None]:
         """As ``KVCache.write``, by part; None for parts that have ended."""
-        pairs = []
+        held = []
         for part, own in zip(self._parts, rows.split([len(part) for part in self._parts]), strict=True):
             cache: Any = part.cache.parts[self._kind]
-            pairs.append((None, None) if part.ended else cache.write(own, layer_idx))
-        keys, values = zip(*pairs, strict=True)
-        return keys, values
+            held.append(None if part.ended else cache.write(own, layer_idx))
+        return held
 
 
 _ALIGNED = 8  # elements: the mask stride that the memory-efficient kernel requires
 
 
-def folded_mask(visible: NDArray[np.bool_], groups: int, dtype: torch.dtype, device: torch.device,
-                rows: int = 0) -> Tensor:
-    """The additive mask for ``attend``, [1, 1, groups * rows, m]: 0 where ``visible`` [n, m], -inf elsewhere.
+class SharedMask:
+    """All rows in one call over all columns.  The order of sums depends on the other rows and their columns."""
 
-    ``rows``: at least n, or 0 for n; the extra rows are padding and see everything.  Every SDPA kernel
-    takes the layers' dtype without a conversion.  The row stride is a multiple of 8 elements, or fused CUDA
+    def __init__(self, visible: Bool, groups: int, dtype: torch.dtype, device: torch.device) -> None:
+        """``visible`` [n, m]: what each row sees; ``groups``: query heads per key/value head."""
+        self._rows = len(visible)
+        self._hidden = additive(np.tile(visible, (groups, 1)), dtype, device)[None, None]
+
+    def attend(self, queries: Tensor, held: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
+        made = _call(queries[: self._rows], held[:, None], self._hidden, scaling, self._rows)
+        return made.outputs if sinks is None else _with_sinks(made, sinks).outputs
+
+
+def additive(visible: Bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return [n, m]: 0 where ``visible`` [n, m], minus infinity elsewhere.
+
+    Kernels take the layers' dtype without a conversion.  The row stride is a multiple of 8 elements, or fused CUDA
     kernels would copy the mask in every layer.
     """
     n, m = visible.shape
-    rows, width = rows or n, -(-m // _ALIGNED) * _ALIGNED
-    hidden = np.zeros((rows, width), dtype=bool)
-    np.logical_not(visible, out=hidden[:n, :m])
-    additive = torch.zeros(groups, rows, width, dtype=dtype, device=device)
-    additive.masked_fill_(to_device(torch.from_numpy(hidden), device), float("-inf"))
-    return additive.view(1, 1, groups * rows, width)[..., :m]
+    hidden = np.zeros((n, -(-m // _ALIGNED) * _ALIGNED), dtype=bool)
+    np.logical_not(visible, out=hidden[:, :m])
+    values = torch.zeros(hidden.shape, dtype=dtype, device=device)
+    return values.masked_fill_(to_device(torch.from_numpy(hidden), device), float("-inf"))[:, :m]
 
 
-def attend(query: Tensor, key: Any, value: Any, mask: Tensor | BatchMask, scaling: float,
-           sinks: Tensor | None = None) -> Tensor:
-    """query [1, heads, n, d], key and value [1, kv_heads, m, d], or those of each part of a batch; returns
-    [1, n, heads, d].  ``sinks`` [heads]: scores of columns whose value is 0."""
-    one = partial(_attend, scaling) if sinks is None else partial(_attend_with_sinks, sinks, scaling)
-    return mask.attend(one, query, key, value) if isinstance(mask, BatchMask) else one(query, key, value, mask)
+BLOCK = 16  # rows of a path: as many, from a multiple of it on, are computed together for all rows of a pass
+_NEWEST = 16  # rows of a path, at least, that are computed for each row by itself
+TAIL = BLOCK + _NEWEST  # columns of a row's own call
+_START = 64  # rows: a window's first call begins at a multiple of them, where CUDA's kernels begin a tile
 
 
-def _attend(scaling: float, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+def own_from(path: int) -> int:
+    """Return from which row of its path a row with so many, its own included, reads columns of its own."""
+    return max(0, (path - _NEWEST) // BLOCK * BLOCK)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Rows of a pass over the same first columns of their paths.
+
+    rows     their indexes in the pass; None: all
+    columns  of what is held
+    hidden   additive, what a window hides of them; None: nothing
+    """
+
+    rows: Tensor | None
+    columns: slice | Tensor
+    hidden: Tensor | None
+
+
+class PathMask:
+    """Each row along its own path, in the order of the text: its bits depend on its path alone.
+
+    The end of a path, where branches differ, is gathered for each row; from the text's beginning up to a place that
+    the length of the path alone decides, rows share the columns.  Both calls have shapes that the length alone
+    decides, too: kernels that are chosen by shape add in another order for another one.  Two results are put together
+    by their sums.  (Rows over the same columns in another order, or among other columns that they do not see, differ
+    in the last bits, which is enough to change tokens in 16 bits: docs/experiments/costs.md.)
+    """
+
+    def __init__(self, visible: Bool, first: int, window: int | None, dtype: torch.dtype, device: torch.device,
+                 step: int) -> None:
+        """
+        visible  [n, m]: the rows' paths among the session's rows and the pass's
+        first    of the m columns, those that the cache does not hold
+        window   rows of its path that a row sees, its own included; None: all
+        step     rows of a shared call, which is padded to it
+        """
+        self._step, n = step, len(visible)
+        text = np.where(visible.all(1), visible.shape[1], visible.argmin(1))  # columns that a row sees without a gap
+        slots = np.zeros((n, TAIL), dtype=np.int64)
+        shown = np.zeros((n, TAIL), dtype=bool)
+        shared: dict[tuple[int, int, bool, int], list[int]] = {}  # rows by start, stop, …, and with gaps by row
+        lowest = np.zeros(n, dtype=np.int64)
+        for row in range(n):
+            gap = int(text[row])
+            path = gap + np.count_nonzero(visible[row, gap:])
+            begin = own_from(path)
+            lowest[row] = lo = 0 if window is None else max(0, path - window)
+            own = np.flatnonzero(visible[row, begin:]) + begin if begin <= gap else np.flatnonzero(visible[row])[begin:]
+            slots[row, : len(own)] = own
+            shown[row, max(0, lo - begin) : len(own)] = True
+            if lo < begin:
+                key = (lo // _START * _START, begin, lo > 0, -1 if begin <= gap else row)
+                shared.setdefault(key, []).append(row)
+        self._slots = indices(np.maximum(slots - first, 0).ravel(), device)
+        self._hidden = additive(shown, dtype, device)[:, None, None]
+        self._shared = [self._prefix(visible, first, lowest, key, rows, dtype, device)
+                        for key, rows in shared.items()]
+
+    def _prefix(self, visible: Bool, first: int, lowest: NDArray[np.int64], key: tuple[int, int, bool, int],
+                rows: list[int], dtype: torch.dtype, device: torch.device) -> Prefix:
+        start, stop, hides, with_gaps = key
+        columns: slice | Tensor = slice(start - first, stop - first)
+        if with_gaps >= 0 or start < first:  # rows before the first one are hidden: any may stand in their place
+            path = np.arange(start, stop) if with_gaps < 0 else np.flatnonzero(visible[with_gaps])[start:stop]
+            columns = indices(np.maximum(path - first, 0), device)
+        hidden = additive(np.arange(start, stop) >= lowest[rows][:, None], dtype, device) if hides else None
+        return Prefix(None if len(rows) == len(visible) else indices(np.array(rows), device), columns, hidden)
+
+    def attend(self, queries: Tensor, held: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
+        n, (_, _, kv_heads, width) = len(self._hidden), held.shape
+        queries = queries[:n]
+        columns = held.index_select(1, self._slots).view(2, n, TAIL, kv_heads, width)
+        own = _call(queries, columns, self._hidden.expand(-1, -1, queries.shape[1] // kv_heads, -1), scaling, 1)
+        if sinks is not None:
+            own = _with_sinks(own, sinks)
+        outputs = own.outputs
+        for prefix in self._shared:
+            if prefix.rows is None:
+                return _together(self._seen(prefix, queries, held, scaling), own)
+            rows = Attended(*(part.index_select(0, prefix.rows) for part in own))
+            seen = self._seen(prefix, queries.index_select(0, prefix.rows), held, scaling)
+            outputs = outputs.index_copy(0, prefix.rows, _together(seen, rows))
+        return outputs
+
+    def _seen(self, prefix: Prefix, queries: Tensor, held: Tensor, scaling: float) -> Attended:
+        """What ``prefix.rows`` make of its columns."""
+        n, step = len(queries), self._step
+        more = -n % step
+        calls = (n + more) // step
+        columns = held[:, prefix.columns] if isinstance(prefix.columns, slice) else held.index_select(1, prefix.columns)
+        hidden = prefix.hidden
+        if more:
+            queries = F.pad(queries, (0, 0, 0, 0, 0, more))
+            hidden = None if hidden is None else F.pad(hidden, (0, 0, 0, more))
+        if hidden is not None:
+            groups = queries.shape[1] // held.shape[2]
+            hidden = hidden.view(calls, 1, 1, step, -1).expand(-1, -1, groups, -1, -1).flatten(2, 3)
+        seen = _call(queries, columns[:, None].expand(-1, calls, -1, -1, -1), hidden, scaling, step)
+        return Attended(seen.outputs[:n], seen.log_sums[:n])
+
+
+class Attended(NamedTuple):
+    """What a kernel gives n rows: outputs [n, heads, d], and the logarithms of the sums of their exponentiated
+    scores [n, heads] in float32, by which results over several sets of columns are put together."""
+
+    outputs: Tensor
+    log_sums: Tensor
+
+
+def _together(first: Attended, second: Attended) -> Tensor:
+    """The outputs of one softmax over both sets of columns."""
+    share = torch.sigmoid(first.log_sums - second.log_sums)[..., None]
+    return torch.lerp(second.outputs.float(), first.outputs.float(), share).to(first.outputs.dtype)
+
+
+def _with_sinks(made: Attended, sinks: Tensor) -> Attended:
+    """Add a column of value 0 to each head, whose score is its sink's [heads]."""
+    outputs = made.outputs * torch.sigmoid(made.log_sums - sinks)[..., None]
+    return Attended(outputs.to(made.outputs.dtype), torch.logaddexp(made.log_sums, sinks.float()))
+
+
+def _call(queries: Tensor, columns: Tensor, hidden: Tensor | None, scaling: float, rows: int) -> Attended:
+    """One call of a kernel for ``queries`` [calls * rows, heads, d], in which it attends ``calls`` times.
+
+    columns  [2, calls, m, kv heads, d]
+    hidden   [calls or 1, 1, groups * rows, m], added to the scores
+    """
+    calls, kv_heads = columns.shape[1], columns.shape[3]
+    keys, values = columns.transpose(2, 3)
     # Query head h becomes row block h % groups of key head h // groups.
-    folded = query.reshape(1, key.shape[1], -1, query.shape[-1])
-    return _unfolded(F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling), query)
+    folded = queries.unflatten(0, (calls, rows)).unflatten(2, (kv_heads, -1))  # [calls, rows, kv heads, groups, d]
+    folded = folded.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    outputs, log_sums = (part[:calls] for part in _kernel(folded, keys, values, hidden, scaling))
+    outputs = outputs.unflatten(2, (-1, rows)).permute(0, 3, 1, 2, 4)
+    log_sums = log_sums.unflatten(2, (-1, rows)).permute(0, 3, 1, 2)
+    return Attended(outputs.reshape(queries.shape), log_sums.reshape(queries.shape[:2]))
 
 
-def _attend_with_sinks(sinks: Tensor, scaling: float, query: Tensor, key: Tensor, value: Tensor,
-                       mask: Tensor) -> Tensor:
-    """Every head has one more column, whose score is its sink's [heads] and whose value is 0."""
-    n, d = query.shape[2:]
-    kv_heads = key.shape[1]
-    folded = query.reshape(1, kv_heads, -1, d) * scaling
-    scores = (folded @ key.mT).float() + mask
-    own = sinks.float().view(kv_heads, -1).repeat_interleave(n, 1)[None, :, :, None]
-    top = torch.maximum(scores.amax(-1, keepdim=True), own)
-    weights = (scores - top).exp_()
-    weights /= weights.sum(-1, keepdim=True) + (own - top).exp_()
-    return _unfolded(weights.to(value.dtype) @ value, query)
+def _kernel(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scaling: float
+            ) -> tuple[Tensor, Tensor]:
+    """PyTorch's fused attention, with the sums that ``scaled_dot_product_attention`` does not return.
+
+    queries [b, heads, n, d], keys and values [b, heads, m, d]; returns outputs like the queries, and [b, heads, n].
+    """
+    if queries.device.type == "cpu":
+        if len(queries) * queries.shape[1] == 1:  # a lone head would be split over threads, and sum in another order
+            queries, keys, values = (tensor.expand(2, -1, -1, -1) for tensor in (queries, keys, values))
+        outputs, log_sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, 0.0, False, attn_mask=hidden, scale=scaling)
+        return outputs, log_sums
+    if kernel_of(queries.device, queries.dtype, queries.shape[-1]) != SDPBackend.EFFICIENT_ATTENTION:
+        return _unfused(queries, keys, values, hidden, scaling)
+    if hidden is not None:
+        hidden = hidden.expand(*queries.shape[:3], -1)
+    outputs, log_sums, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        queries, keys, values, hidden, True, 0.0, False, scale=scaling)
+    return outputs, log_sums[..., : queries.shape[2]]  # which the kernel pads
 
 
-def _unfolded(out: Tensor, query: Tensor) -> Tensor:
-    _, heads, n, d = query.shape
-    out = out.view(1, out.shape[1], -1, n, d).permute(0, 3, 1, 2, 4)  # [1, n, kv_heads, groups, d]
-    return out.reshape(1, n, heads, d)
+@cache
+def kernel_of(device: torch.device, dtype: torch.dtype, width: int) -> SDPBackend:
+    """Return the kernel that PyTorch has for masks over heads of ``width``."""
+    rows = torch.zeros(1, 1, 16, width, dtype=dtype, device=device)
+    return SDPBackend(torch._fused_sdp_choice(rows, rows, rows, additive(np.eye(16, dtype=bool), dtype, device)))
+
+
+def _unfused(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scaling: float
+             ) -> tuple[Tensor, Tensor]:
+    """As :func:`_kernel`, where PyTorch was built without it or it does not take heads of this width."""
+    scores = ((queries * scaling) @ keys.mT).float()
+    if hidden is not None:
+        scores += hidden
+    log_sums = scores.logsumexp(-1)
+    return (scores - log_sums[..., None]).exp_().to(values.dtype) @ values, log_sums

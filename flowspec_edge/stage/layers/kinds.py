@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.manifest import CacheBits, reserved
-from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, folded_mask
+from flowspec_edge.stage.layers.attention import BatchCache, BatchMask, Mask, PathMask, SharedMask
 from flowspec_edge.stage.layers.kv_cache import KVArena, row_bytes, window_reusable, window_rows
 from flowspec_edge.stage.layers.recurrent import GatedDelta
-from flowspec_edge.stage.layers.stage_cache import CacheKind, Part
+from flowspec_edge.stage.layers.stage_cache import CacheKind, LayerCache, Part
 
 
 @dataclass(frozen=True)
@@ -52,15 +51,19 @@ class KeysValues:
         """Of one row in one layer; ``width``: bytes of a value in the compute dtype."""
         return row_bytes(self.kv_heads, self.head_dim, width, self.kept_in)
 
-    def inputs(self, parts: Sequence[Part], index: int, dtype: torch.dtype, device: torch.device, rows: int
-               ) -> tuple[Any, Tensor | BatchMask]:
-        """The caches, and additive masks; ``rows``: of a pass with padding."""
-        visible = [part.cache.parts[index].visible(part.mask, part.segment.positions, part.columns)
-                   for part in parts]
+    def inputs(self, parts: Sequence[Part], index: int, dtype: torch.dtype, device: torch.device, step: int
+               ) -> tuple[Any, Mask]:
+        """The caches, and what the rows see of them."""
+        masks = [self._mask(part, part.cache.parts[index], dtype, device, step) for part in parts]
         if len(parts) == 1:
-            return parts[0].cache.parts[index], folded_mask(visible[0], self.groups, dtype, device, rows)
-        masks = [folded_mask(mask, self.groups, dtype, device) for mask in visible]
+            return parts[0].cache.parts[index], masks[0]
         return BatchCache(parts, index), BatchMask(masks, [len(part) for part in parts])
+
+    def _mask(self, part: Part, cache: LayerCache, dtype: torch.dtype, device: torch.device, step: int) -> Mask:
+        if dtype == torch.float32:
+            visible = cache.visible(part.mask, part.segment.positions, part.columns)
+            return SharedMask(visible, self.groups, dtype, device)
+        return PathMask(part.mask, cache.first, self.window, dtype, device, step)
 
 
 def layer_kinds(config: DecoderConfig, kept_in: CacheBits = "16bit") -> list[KeysValues | GatedDelta]:

@@ -170,14 +170,14 @@ class KVCache:
                                 f"capacity {self.capacity}: shorten the request or raise the capacity")
         self._reserved = rows
 
-    def write(self, rows: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def write(self, rows: Tensor, layer_idx: int) -> Tensor:
         """Write one layer's new keys and values [n, 2, kv_heads, head_dim] behind the last slot.
 
-        Returns all keys and all values of the layer, new rows included: [1, kv_heads, len + n, head_dim] each.
+        Returns all keys, then all values of the layer, new rows included: [2, len + n, kv_heads, head_dim].
         """
         held = self._held(layer_idx, len(rows))
         held[:, self._length :].copy_(rows.transpose(0, 1))
-        return _views(held)
+        return held
 
     def _held(self, layer_idx: int, new: int) -> Tensor:
         """The layer's rows, and slots for ``new`` rows."""
@@ -302,10 +302,10 @@ class Int8KVCache(KVCache):
     not depend on when it is computed.
     """
 
-    def write(self, rows: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+    def write(self, rows: Tensor, layer_idx: int) -> Tensor:
         held = self._held(layer_idx, len(rows))
         held[:, self._length :].copy_(in_int8(rows).transpose(0, 1))
-        return _views(from_int8(held, self._arena.dtype))
+        return from_int8(held, self._arena.dtype)
 
 
 _SCALE = 2  # bytes of a bfloat16
@@ -330,8 +330,3 @@ def from_int8(stored: Tensor, dtype: torch.dtype) -> Tensor:
 def row_bytes(kv_heads: int, head_dim: int, width: int, kept_in: CacheBits) -> int:
     """Of one row's keys and values in one layer; ``width``: bytes of a value in the compute dtype."""
     return 2 * kv_heads * (head_dim + _SCALE if kept_in == "int8" else head_dim * width)
-
-
-def _views(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """[2, m, kv_heads, head_dim] as attention takes them: keys and values [1, kv_heads, m, head_dim]."""
-    return rows[0].transpose(0, 1)[None], rows[1].transpose(0, 1)[None]

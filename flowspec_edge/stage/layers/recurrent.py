@@ -89,7 +89,7 @@ class GatedDelta(DeltaShape):
         """0: a row of the text takes no memory."""
         return 0
 
-    def inputs(self, parts: Sequence[Part], index: int, dtype: torch.dtype, device: torch.device, rows: int
+    def inputs(self, parts: Sequence[Part], index: int, dtype: torch.dtype, device: torch.device, step: int
                ) -> tuple[RecurrentPass, None]:
         for part in parts:
             _held(part, index).begin(part.mask)

@@ -123,10 +123,10 @@ class CacheKind(Hashable, Protocol):
     def row_bytes(self, width: int) -> int:
         """Of one row in one layer; ``width``: bytes of a value in the compute dtype."""
 
-    def inputs(self, parts: Sequence[Any], index: int, dtype: torch.dtype, device: torch.device, rows: int
+    def inputs(self, parts: Sequence[Any], index: int, dtype: torch.dtype, device: torch.device, step: int
                ) -> tuple[Any, Any]:
-        """What the layers take in a pass over ``parts`` (attention.Part), whose caches have this kind's as
-        ``parts[index]``: (cache, mask).  ``rows``: of the pass with its padding."""
+        """What the layers take in a pass over ``parts``, whose caches have this kind's as ``parts[index]``:
+        (cache, mask).  ``step``: rows of the pass are padded to a multiple of it."""
 
 
 class StageCache:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.util.linears import replace_linears
 from flowspec_edge.util.tensors import MIXED
 
 _MOST = torch.finfo(torch.float16).max
@@ -51,11 +52,8 @@ def is_mixed(dtype: str, device: torch.device | str) -> bool:
 
 
 def halve_linears(module: nn.Module) -> None:
-    """Replace the linears of ``module``, which frees their weights one by one."""
-    for path in [path for path, part in module.named_modules() if type(part) is nn.Linear]:
-        linear = cast(nn.Linear, module.get_submodule(path))
-        parent, _, child = path.rpartition(".")
-        setattr(module.get_submodule(parent), child, HalfLinear(linear.weight, linear.bias))
+    """Replace the linears of ``module``."""
+    replace_linears(module, lambda linear: HalfLinear(linear.weight, linear.bias))
 
 
 def round_linears(module: nn.Module) -> None:

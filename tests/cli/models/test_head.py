@@ -41,6 +41,7 @@ def refusals(found: Any) -> list[str]:
     ("llama-2-7b", ["EAGLE-llama2-chat-7B (eagle2)", "TinyLlama"]),
     ("Qwen/Qwen3-8B", ["(eagle3)", "Qwen3-0.6B"]),
     ("qwen3.6-35b-a3b", ["own MTP layer", "same tokenizer"]),
+    ("qwen3.8-27b", ["(dflash; licence", "same tokenizer"]),
 ])
 def test_the_ways_of_a_model_of_the_catalogue(capsys: pytest.CaptureFixture[str], model: str, kinds: list[str]
                                               ) -> None:

@@ -7,7 +7,7 @@ import safetensors.torch
 import torch
 from kits.block_drafters import VARIANTS, VOCABULARY, WIDTH, published_block
 
-from flowspec_edge.drafting.block.formats import block_config, load_block_head, save_block_head
+from flowspec_edge.drafting.block.formats import FORMAT, block_config, load_block_head, save_block_head
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
 from flowspec_edge.drafting.checkpoint import on_meta
 from flowspec_edge.drafting.format import TargetFacts
@@ -76,6 +76,21 @@ def test_it_has_the_parameters_of_published_heads(shape, published):
     head = on_meta(BlockHead, config)
     own = sum(weight.numel() for name, weight in head.named_parameters() if name != "embed_tokens.weight")
     assert own == published
+
+
+def test_a_dspark_head_has_the_parameters_of_a_published_one(tmp_path):
+    """RedHatAI/Qwen3.8-27B-speculator.dspark: the count of its copy in FP8, less the confidence head, a row of weights
+    for the state and the 256 values of the Markov head, and a bias."""
+    layers = {"model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 5,
+              "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 248_320,
+              "sliding_window": 2048, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 5}
+    (tmp_path / "config.json").write_text(json.dumps({
+        "speculators_model_type": "dspark", "aux_hidden_state_layer_ids": [4, 12, 20, 28, 36, 44, 52, 60],
+        "block_size": 8, "mask_token_id": 248_070, "markov_rank": 256, "draft_vocab_size": 248_320,
+        "transformer_layer_config": layers}))
+    head = FORMAT.on_meta(tmp_path)
+    own = sum(weight.numel() for name, weight in head.named_parameters() if name != "embed_tokens.weight")
+    assert own == 1_988_431_617 - (5120 + 256 + 1)
 
 
 def test_tensors_that_are_missing_or_too_many_are_named(tmp_path):

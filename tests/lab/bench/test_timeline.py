@@ -121,15 +121,15 @@ DOCUMENT = DOCS / "reference" / "strategies.md"
 METHOD = DOCS / "explained" / "method.md"
 
 
-def test_every_strategy_has_a_section_with_a_timeline() -> None:
-    text = DOCUMENT.read_text()
-    assert set(re.findall(r"^## (\w+)$", text, re.MULTILINE)) == set(STRATEGIES)
-    assert set(re.findall(r"<!-- timeline (\w+)", text)) == set(STRATEGIES)
+def test_every_strategy_has_a_section() -> None:
+    assert set(re.findall(r"^## (\w+)$", DOCUMENT.read_text(), re.MULTILINE)) == set(STRATEGIES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("document", "name"), [*((DOCUMENT, name) for name in STRATEGIES), (METHOD, "flowspec")],
-                         ids=lambda value: value if isinstance(value, str) else value.stem)
+@pytest.mark.parametrize(("document", "name"), [
+    (document, name) for document in (DOCUMENT, METHOD)
+    for name in re.findall(r"<!-- timeline (\w+)", document.read_text(encoding="utf-8"))],
+    ids=lambda value: value if isinstance(value, str) else value.stem)
 def test_the_timelines_are_those_of_the_code(document: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """After an intended change of a schedule run: make timelines."""
     text = document.read_text()

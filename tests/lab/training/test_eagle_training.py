@@ -6,7 +6,7 @@ import copy
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleDrafter
 from flowspec_edge.drafting.eagle.eagle3 import Eagle3Drafter, captured_layers
@@ -21,6 +21,7 @@ from flowspec_edge.lab.training.eagle import (
 )
 from flowspec_edge.lab.training.heads import Student, agreement, greedy_text, train_head, unroll
 from flowspec_edge.lab.training.loop import LoopOptions
+from flowspec_edge.lab.training.target import layer_config
 from flowspec_edge.messages import Payload, Tap
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
@@ -134,6 +135,15 @@ def test_an_untrained_head_starts_from_the_target(target):
         assert torch.equal(own.embed_tokens.weight, target.get_input_embeddings().weight)
         assert not own.embed_tokens.weight.requires_grad
     assert "d2t" not in new_head3(target, WHOLE).state_dict()
+
+
+@pytest.mark.parametrize(("heads", "own"), [(3, 4), (4, 4)])
+def test_a_head_takes_heads_that_divide_its_width(heads, own):
+    """Qwen3.5's family has targets with other numbers, which transformers refuses for a Llama layer."""
+    config = Qwen3Config(vocab_size=V, hidden_size=H, intermediate_size=48, num_hidden_layers=1, head_dim=8,
+                         num_attention_heads=heads, num_key_value_heads=1)
+    layer = layer_config(config)
+    assert (layer.num_attention_heads, layer.num_key_value_heads, layer.head_dim) == (own, 1, 8)
 
 
 @pytest.mark.parametrize("greedy", [False, True])

@@ -36,8 +36,8 @@ def filled(rows: int, capacity: int = 64) -> tuple[StageCache, torch.Tensor]:
 @torch.inference_mode()  # as a stage computes
 def write(cache: StageCache, rows: torch.Tensor, numbers: np.ndarray) -> None:
     for i, (keys, values) in enumerate(rows):
-        all_keys, all_values = cache.parts[0].write(torch.stack((keys, values), 1), LAYERS[0] + i)
-        assert all_keys.shape == all_values.shape == (1, KV_HEADS, len(cache) + len(numbers), HEAD_DIM)
+        held = cache.parts[0].write(torch.stack((keys, values), 1), LAYERS[0] + i)
+        assert held.shape == (2, len(cache) + len(numbers), KV_HEADS, HEAD_DIM)
     cache.append(numbers, numbers)
 
 
@@ -116,8 +116,7 @@ class Arenas(RuleBasedStateMachine):
         self.made += count * ROW // 4
         cache.reserve(count)
         for layer in range(*LAYERS):
-            keys, values = cache.parts[0].write(rows[:, layer - LAYERS[0]], layer)
-            seen = torch.stack([keys[0].transpose(0, 1), values[0].transpose(0, 1)])
+            seen = cache.parts[0].write(rows[:, layer - LAYERS[0]], layer)
             assert torch.equal(seen, torch.stack([*held, *rows])[:, layer - LAYERS[0]].transpose(0, 1))
             if layer == LAYERS[0]:
                 self.take(data.draw(st.integers(1, 300)))

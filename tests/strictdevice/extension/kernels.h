@@ -63,7 +63,7 @@ static int64_t choose_attention(const Tensor& q, const Tensor& k, const Tensor& 
 }
 
 static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(
-    const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& mask, bool, double, bool causal,
+    const Tensor& q, const Tensor& k, const Tensor& v, const Maybe& mask, bool with_sums, double, bool causal,
     std::optional<double> scale) {
   for (const Tensor* t : {&q, &k, &v}) {
     TORCH_CHECK(t->is_cuda(), "MIXED DEVICES in attention: q, k or v is on the CPU");
@@ -89,7 +89,14 @@ static std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_attention(
                                                                    causal, std::nullopt, scale));
   // [batch, rows, heads, width] in memory, as the kernel writes it
   made = made.to(q.scalar_type()).transpose(1, 2).contiguous();
-  return {fresh(made).transpose(1, 2), Tensor(), Tensor(), Tensor()};
+  Tensor sums;
+  if (with_sums) {  // for a multiple of 32 rows, of which those behind the last are undefined
+    Tensor scores = at::matmul(wide(q), wide(k).mT()) * scale.value_or(1 / std::sqrt((double)q.size(-1)));
+    if (wide_mask) scores = scores + *wide_mask;
+    if (causal) scores = scores.masked_fill(~at::ones_like(scores, at::kBool).tril(), -INFINITY);
+    sums = fresh(at::constant_pad_nd(at::logsumexp(scores, {-1}), {0, (32 - q.size(-2) % 32) % 32}, NAN));
+  }
+  return {fresh(made).transpose(1, 2), sums, Tensor(), Tensor()};
 }
 
 // Without dropout and without a gradient of the mask, as nothing here needs them.
