@@ -19,7 +19,7 @@ from flowspec_edge.stage import forward
 from flowspec_edge.stage.layers import attention, kinds
 from flowspec_edge.util import tensors
 from flowspec_edge.util.tensors import to_torch
-from strictdevice import allocations, counting
+from strictdevice import allocations
 
 pytestmark = pytest.mark.strict
 
