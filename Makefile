@@ -91,7 +91,7 @@ soak: $(READY)
 	FLOWSPEC_CHAOS_REPORT=$(CHAOS_REPORT) FLOWSPEC_ALL_EXAMPLES=1 $(BIN)/python -m pytest \
 		-m '(soak or hypothesis) and not fleet and not aarch64'
 
-# Each planted fault of tests/faults/faults.toml must fail one of the tests that it names: half an hour.
+# Each planted fault of tests/faults/faults.toml must fail one of the tests that it names: some ten minutes.
 faults: $(READY)
 	$(BIN)/python -m tests.faults
 

@@ -90,7 +90,6 @@ def test_an_entry_overrides_the_cluster_and_its_defaults(tmp_path: Path) -> None
     (HEAD + DRAFT + VERIFY.replace("0.2", "0.1"),
      "9: device.1.address: '10.0.0.1' is another entry's address, too (a): every board needs its own"),
     (HEAD + DRAFT + VERIFY + "ssh_port = 0", "11: device.1.ssh_port: input should be greater than or equal"),
-    (HEAD + DRAFT + VERIFY + "ssh_port = 70000", "11: device.1.ssh_port: input should be less than or equal"),
     (HEAD + DRAFT + VERIFY + 'ssh_port = "22"', "11: device.1.ssh_port: input should be a valid integer, not "
                                                 '"22": write it without quotes'),
     (HEAD + DRAFT + VERIFY + "ssh_user = 5", "11: device.1.ssh_user: input should be a valid string, not 5: "
@@ -102,13 +101,8 @@ def test_an_entry_overrides_the_cluster_and_its_defaults(tmp_path: Path) -> None
      "4: unknown key 'cluster.interfaec': did you mean 'interface'?"),
     (HEAD + 'ssh_user = "x"\n' + DRAFT + VERIFY, "3: unknown key 'cluster.ssh_user': it belongs to [[devic"),
     (HEAD + DRAFT + VERIFY + 'model = "x"', "11: unknown key 'device.1.model': it belongs to [cluster]"),
-    (HEAD + DRAFT + VERIFY.replace("10.0.0.2", "10.0.0.256"),
-     "9: device.1.address: '10.0.0.256' is not an IPv4 address"),
-    (HEAD + DRAFT + VERIFY.replace("10.0.0.2", "-oProxyCommand=x"), "9: device.1.address: '-oProxyCommand="),
-    (HEAD + DRAFT + VERIFY.replace("10.0.0.2", "fe80::1"), "9: device.1.address: 'fe80::1' is neither an I"),
     (HEAD + DRAFT + VERIFY + 'interface = "eth0; reboot"',
      "11: device.1.interface: 'eth0; reboot' is not a network interface"),
-    (HEAD + DRAFT + VERIFY + 'ssh_user = "-x"', "11: device.1.ssh_user: '-x' is not a user's name"),
     (HEAD + DRAFT + VERIFY + 'python = "python3"', "11: device.1.python: 'python3' is not an absolute path"),
     (HEAD + DRAFT + VERIFY.replace("verify", "both"),
      "10: device.1.role: input should be 'auto', 'draft' or 'verify', not \"both\""),

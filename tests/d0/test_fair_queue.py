@@ -111,14 +111,6 @@ def test_nothing_is_lost_and_a_caller_keeps_its_order(steps: list[tuple[str, int
             assert own == sorted(own)
 
 
-def test_a_caller_with_many_delays_others_by_one() -> None:
-    queue = made()
-    for i in range(50):
-        queue.put(("many",), f"many{i}")
-    queue.put(("one",), "mine")
-    assert [queue.take() for _ in range(2)][1] == "mine"
-
-
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 1))), st.integers(0, 5))
 def test_how_many_come_before_is_what_taking_them_shows(asked: list[tuple[str, int]], taken: int) -> None:
     clock = Clock()
@@ -234,20 +226,6 @@ def test_a_caller_with_nothing_here_is_admitted_beside_any_flood(asked: list[Cal
         else:
             assert caller == ("k", "a", "u") or not nothing
     assert len(queue) <= 4 * limit
-
-
-def test_many_users_of_an_address_share_its_places() -> None:
-    it = Places(4)
-    for number in range(8):
-        it.put(("", "one", f"user {number}"))
-    it.settle()
-    mine = it.put(("", "other", ""))
-    it.settle()
-    assert mine in it.queue.placed
-    more = [it.put(("", "other", "")) for _ in range(3)]
-    it.settle()
-    assert more[0] in it.queue.placed
-    assert it.held(("", "one")) == it.held(("", "other")) == 2
 
 
 def test_an_item_that_is_stuck_gets_the_room_of_a_greedy_caller() -> None:

@@ -112,10 +112,9 @@ def test_what_is_learned_is_what_every_stage_told(tiny_model: Path) -> None:
     cluster = VirtualCluster(tiny_model, 3, uneven, observer=watch, learn=True)
     for length in (70, 9):
         cluster.generate(Request(list(range(length)), "flowspec_plus", 12))
-    warm = [Computed(0, 0, 0, place, rows, rows, 0, 0,
-                     round(1e6 * cluster.devices.stage_seconds(place, rows)))
+    warm = [(place, rows, round(1e6 * cluster.devices.stage_seconds(place, rows)) * 1e-6)
             for place in (1, 2, 3) for rows in (1, 16, 64)]
-    watch.times = warm + watch.times
+    watch.told = warm + watch.told
     watch.link_row_s = cluster.devices.link_row_seconds()
     assert watch.curve() == pytest.approx(watch.expected(), rel=1e-5)
 
@@ -156,12 +155,12 @@ def test_a_report_weighs_little_and_is_charged(tiny_model: Path) -> None:
 
 
 class Watch(Observer):
-    """Stages' reports while ``timed``, and the newest request's draft session."""
+    """Stages' reports while ``timed`` (stage, rows, seconds), and the newest request's draft session."""
 
     def __init__(self) -> None:
         self.timed = True
         self.link_row_s = 0.0
-        self.times: list[Computed] = []
+        self.told: list[tuple[int, int, float]] = []
         self.draft_sessions: list[DraftSession] = []
 
     @property
@@ -175,7 +174,8 @@ class Watch(Observer):
                 assert draft_session is not None
                 self.draft_sessions.append(draft_session)
             case StageTimes():
-                self.times.append(event.times)
+                times = event.times
+                self.told.append((times.stage, times.rows, (times.end - times.start) * 1e-6))
 
     def curve(self) -> list[float]:
         """What the newest request's strategy is told of each length."""
@@ -187,8 +187,8 @@ class Watch(Observer):
         """What a curve makes of the reports that were seen here, and each row's link time."""
         curve = SlotCurve()
         curve.link_row_s = self.link_row_s
-        for told in self.times:
-            curve.observe(told.stage, told.rows, (told.end - told.start) * 1e-6)
+        for stage, rows, seconds in self.told:
+            curve.observe(stage, rows, seconds)
         return [curve.seconds(rows) for rows in SIZES]
 
 
@@ -204,14 +204,15 @@ def watch() -> Watch:
 
 @pytest.fixture(scope="module")
 def cluster(model: Path, watch: Watch) -> Iterator[ProcessCluster]:
+    """A cluster whose warm-up has shown short and long segments."""
     with ProcessCluster(ClusterSpec(model, 2, threads=1, observer=watch)).start() as made:
+        assert {(stage, rows) for stage, rows, _ in watch.told} == {
+            (stage, rows) for stage in (1, 2) for rows in (1, 16, 64)}
+        watch.link_row_s = (watch.curve()[-1] - watch.expected()[-1]) / SIZES[-1]
         yield made
 
 
-def test_the_warm_up_has_shown_short_and_long_segments(cluster: ProcessCluster, watch: Watch) -> None:
-    assert {(told.stage, told.rows) for told in watch.times} == {
-        (stage, rows) for stage in (1, 2) for rows in (1, 16, 64)}
-    watch.link_row_s = (watch.curve()[-1] - watch.expected()[-1]) / SIZES[-1]
+def test_the_warm_up_has_shown_what_links_take(cluster: ProcessCluster, watch: Watch) -> None:
     assert watch.link_row_s >= 0
     assert watch.curve() == pytest.approx(watch.expected())
 
@@ -239,9 +240,11 @@ def test_an_observer_that_wants_no_times_gets_none(cluster: ProcessCluster, watc
     cluster.generate(Request(PROMPT, "autoregressive", 4))
     monkeypatch.setattr(SlotCurve, "observe", spy)
     watch.timed = False
-    seen = len(watch.times)
+    seen = len(watch.told)
     cluster.generate(Request(PROMPT, "flowspec_plus", 16, params=FIXED))
     assert not learned  # no strategy uses them, so none were sent
     cluster.generate(Request(PROMPT, "flowspec_plus", 16))
     assert {stage for stage, _, _ in learned} == {1, 2}
-    assert len(watch.times) == seen
+    cluster.generate(Request(PROMPT, "autoregressive", 4))
+    assert len(watch.told) == seen
+    watch.told += learned  # other tests compare the curve with all that it was told

@@ -19,7 +19,7 @@ from flowspec_edge.d0.scheduler import Scheduler
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
-from flowspec_edge.messages import Batch, Credit, Segment, parts_of
+from flowspec_edge.messages import MAX_BATCH, Batch, Credit, Segment, parts_of
 from flowspec_edge.strategies.registry import STRATEGIES
 
 PROFILE = load_profile("paper-7b")
@@ -161,10 +161,10 @@ def demo_speeds(model: Path, prompts: list[list[int]], policy: SchedulingPolicy,
                 ) -> list[float]:
     """Tokens/s of requests beside one another, whose texts are those of their runs alone."""
     cluster = virtual(model, 4, policy)
-    requests = [Request(tokens, "flowspec_plus", 40, priority=priority)
+    requests = [Request(tokens, "flowspec_plus", 24, priority=priority)
                 for tokens, priority in zip(prompts, priorities, strict=False)]
     results = cluster.generate_many(requests)
-    expected = [text(model, tuple(request.prompt), 40, request.sampling) for request in requests]
+    expected = [text(model, tuple(request.prompt), 24, request.sampling) for request in requests]
     assert [result.tokens for result in results] == expected
     return [result.stats.tokens_per_second for result in results]
 
@@ -244,6 +244,16 @@ def test_one_batch_at_v1_with_rows_of_all(tiny_model: Path, removed: int, order:
     assert sent(sessions) == []
     sessions.receive(Credit(1, 0, 0))
     assert sent(sessions) == [(number, 1, 16) for number in (1, 2, 3) if number != removed]
+
+
+def test_who_found_no_room_in_a_batch_is_in_the_next(tiny_model: Path) -> None:
+    count = MAX_BATCH + 9
+    everyone = {*range(1, count + 1)}
+    sessions = scheduled(tiny_model, count, priorities=(0,) * count)
+    first = {session for session, _, _ in sent(sessions)}
+    assert first < everyone
+    sessions.receive(Credit(1, 0, 0))
+    assert first | {session for session, _, _ in sent(sessions)} == everyone
 
 
 def test_ranks_of_a_tensor_parallel_group_get_one_segment(tiny_model: Path) -> None:

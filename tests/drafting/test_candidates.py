@@ -1,6 +1,7 @@
 """Candidate heads against float64 formulas, and what they may and may not change."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from kits.torch_devices import needs_cuda
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drafting.candidates import CandidateHead
+from flowspec_edge.drafting.candidates import CandidateHead, own_states, principal
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
@@ -98,6 +99,37 @@ def test_a_head_makes_its_own_factor() -> None:
     with torch.no_grad():
         torch.testing.assert_close(whole._logits(states), as_output_head(weight)(states),  # type: ignore[attr-defined]
                                    rtol=1e-3, atol=1e-3)
+
+
+def test_the_factor_loses_as_little_of_the_states_as_can_be() -> None:
+    """By Eckart and Young: what numpy's singular values leave over."""
+    states = drawn(40, 64, seed=4) * torch.linspace(3, 0.1, 64)
+    base = principal(states, 8).double()
+    left = torch.linalg.norm(states.double() - states.double() @ base.T @ base)
+    values = np.linalg.svd(states.double().numpy(), compute_uv=False)
+    assert float(left) == pytest.approx(float(np.linalg.norm(values[8:])), rel=1e-5)
+
+
+class Chained(torch.nn.Module):
+    """A head whose output is the sum of all that it is given."""
+
+    def __init__(self, embeddings: torch.Tensor) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding.from_pretrained(embeddings)
+        self.config = SimpleNamespace(hidden_size=embeddings.shape[1])
+        self.tokens: list[torch.Tensor] = []
+
+    def forward(self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, *_: object) -> torch.Tensor:
+        self.tokens.append(tokens)
+        return states + self.embed_tokens(tokens) + positions[..., None]
+
+
+def test_a_head_goes_on_from_its_own_states_tokens_and_positions() -> None:
+    head, lm_head = Chained(drawn(V, H, seed=5)), blocks(drawn(V, H), V)
+    found = own_states(head, lambda states, ranked: ranked(states), lm_head).view(-1, 32, H)
+    steps = torch.stack([head.embed_tokens(tokens[:, 0]) + step for step, tokens in enumerate(head.tokens)])
+    torch.testing.assert_close(found, steps.double().cumsum(0)[-len(found):].float(), rtol=1e-4, atol=1e-3)
+    assert len({tuple(row) for row in torch.cat(head.tokens, 1).tolist()}) == 32  # each sequence is another text
 
 
 def test_a_matrix_without_rows_is_read_whole(caplog: pytest.LogCaptureFixture) -> None:

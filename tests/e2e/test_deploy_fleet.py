@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ def files(cluster: Cluster, board: int) -> set[str]:
     return set(cluster.fleet.shell(board, _FILES.replace("(", r"\(").replace(")", r"\)")).splitlines())
 
 
+@cache
 def plain(sampling: Sampling) -> list[int]:
     """What one process with the whole model answers."""
     demo = resolve_model("demo")
@@ -82,10 +84,12 @@ def plain(sampling: Sampling) -> list[int]:
     return PlainDecoder(demo.path).generate(prompt, COUNT, sampling, demo.stop_ids)[0]
 
 
+ASKED = ("--max-new-tokens", str(COUNT), "--temperature")
+
+
 def answers_as_plain_decoding_does(cluster: Cluster) -> None:
-    asked = ("--max-new-tokens", str(COUNT), "--temperature")
-    assert cluster.tokens(*asked, "0") == plain(Sampling())
-    assert cluster.tokens(*asked, "1", "--seed", "3") == plain(Sampling(1.0, seed=3))
+    """Sampled; the first test asks for the greedy text, too."""
+    assert cluster.tokens(*ASKED, "1", "--seed", "3") == plain(Sampling(1.0, seed=3))
 
 
 @pytest.mark.core
@@ -94,6 +98,7 @@ def test_from_nothing_to_tokens(cluster: Cluster, first: str) -> None:
     assert (status["ok"], status["ready"], status["release"]) == (True, True, first)
     assert [board["role"] for board in status["boards"]] == ["draft", *["verify"] * 4]
     assert cluster.fleet.shell(0, UNTRIED) == ""
+    assert cluster.tokens(*ASKED, "0") == plain(Sampling())
     answers_as_plain_decoding_does(cluster)
 
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 from kits import board_images, container_boards
@@ -83,14 +84,18 @@ def both_fail(fleet: PowerFleet, names: bool) -> None:
     fleet.wait_ready()
 
 
+@cache
+def plain() -> list[int]:
+    demo = resolve_model("demo")
+    prompt = Tokenizer(demo).encode(PROMPT)
+    return PlainDecoder(demo.path).generate(prompt, COUNT, Sampling(), demo.stop_ids)[0]
+
+
 def completes(cluster: Cluster) -> str:
     """The release that `up` brings about, and that answers as plain decoding does."""
     told = cluster.deploy("up")
     assert told["ok"], told["problems"] or told
-    demo = resolve_model("demo")
-    prompt = Tokenizer(demo).encode(PROMPT)
-    expected = PlainDecoder(demo.path).generate(prompt, COUNT, Sampling(), demo.stop_ids)[0]
-    assert cluster.tokens("--max-new-tokens", str(COUNT)) == expected
+    assert cluster.tokens("--max-new-tokens", str(COUNT)) == plain()
     release: str = told["release"]
     return release
 

@@ -23,6 +23,9 @@ from kits.tiny_model_dir import tiny_spd
 from kits.tiny_models import tiny_llama
 from kits.worker_thread import HeldEngine, Stage, Start
 
+__all__ = ["demo_model", "demo_prompts", "eight_layers", "ideal_profile", "oracle_draft_model", "real",
+           "small_vocabulary_model", "start", "tiny_model", "untrained_draft_model", "worker_model"]
+
 
 def tiny_head(path: Path, vocab: int, hidden: int = 64, seed: int = 1) -> None:
     """A random EAGLE-2 head in the published format."""

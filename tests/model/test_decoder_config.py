@@ -42,6 +42,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e7}}),
     ("phi3", {"partial_rotary_factor": 0.5}),
     ("mixtral", {"rope_theta": 2e5, "head_dim": 64}),
+    *(("qwen3_moe", {"norm_topk_prob": normed}) for normed in (True, False)),
     ("ministral3", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 2.0, "mscale": 0.8,
                                         "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.2,
                                         "original_max_position_embeddings": 64}}),
@@ -63,6 +64,7 @@ def test_fields_are_those_of_transformers(family: str, fields: dict[str, Any]) -
             wanted = wanted or 0  # of families without
         if name != "swiglu_limit" or wanted is not None:
             assert getattr(ours, name) == wanted, name
+    assert ours.normed_weights == (ours.family.sparse and getattr(theirs, "norm_topk_prob", True))
     heads = theirs.hidden_size // theirs.num_attention_heads
     assert ours.head_dim == (getattr(theirs, "head_dim", None) or heads)
     if not ours.family.always_windowed:
@@ -94,14 +96,17 @@ def test_rows_turn_as_in_transformers(family: str, fields: dict[str, Any]) -> No
         assert torch.equal(found.cos[:, 0, :half], found.cos[:, 0, half:])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_tensors_are_those_of_transformers(family: str) -> None:
+@pytest.mark.parametrize(("family", "extra"), [
+    *((family, {}) for family in FAMILIES),
+    *((family, {"decoder_sparse_step": 2, "mlp_only_layers": [3]}) for family in ("qwen3_moe", "qwen3_next")),
+])
+def test_tensors_are_those_of_transformers(family: str, extra: dict[str, Any]) -> None:
     """Names and shapes, but for experts, which transformers stacks."""
     fields = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
               "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 50, "moe_intermediate_size": 24,
               "shared_expert_intermediate_size": 40, "pad_token_id": 0,
               **({"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2}
-                 if FAMILIES[family].sparse else {})}
+                 if FAMILIES[family].sparse else {}), **extra}
     ours, theirs = both(family, fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(theirs).model

@@ -16,9 +16,7 @@ from kits.http_server import NAME, Held, Running, running, served
 from kits.process_clusters import PATIENCE, alive, until
 from transformers import AutoTokenizer
 
-from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
-from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import PeerLost, RequestFailed
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import OpenModel
@@ -164,13 +162,6 @@ def test_a_token_of_long_ago_shows_nothing(held: Held, model: Path) -> None:
     assert admission.readiness().reason == "no token for 61 s"
     admission.close()
     owner.join(PATIENCE)
-
-
-def test_a_cluster_that_never_starts_is_the_starters_error(model: Path) -> None:
-    clusters = open_cluster(ClusterSpec(model, 5))  # more stages than layers
-    with pytest.raises(Exception, match="5 stages are more than"):
-        Admission(served(model).probe()).run(clusters)
-    clusters.close()
 
 
 def test_the_answer_of_ready_says_why(held: Held, model: Path) -> None:

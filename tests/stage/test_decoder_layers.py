@@ -16,8 +16,10 @@ from kits.sharded_models import cut
 from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens, through
 from kits.tiny_models import tiny_llama, tiny_model
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from flowspec_edge.lab.plain import load_reference_model
+from flowspec_edge.stage.families.norm import Norm
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.util.linears import join
@@ -79,6 +81,17 @@ def test_16_bits_are_no_worse_than_transformers(tmp_path: Path, dtype: str, torc
     ours = (to_torch(output.hidden).float() - truth).abs().mean()
     theirs = (Oracle(path, torch_dtype).forward(text).float() - truth).abs().mean()
     assert 0 < ours < 1.2 * theirs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_cpu_norms_in_16_bits_round_as_transformers_do(dtype: torch.dtype) -> None:
+    """Plain decoding there is transformers', and texts are compared with its."""
+    theirs, ours, rng = LlamaRMSNorm(48, 1e-6), Norm(48, 1e-6), torch.Generator().manual_seed(0)
+    weight, rows = torch.randn(48, generator=rng).to(dtype), torch.randn(400, 48, generator=rng).to(dtype)
+    for norm in (theirs, ours):
+        norm.weight = nn.Parameter(weight, requires_grad=False)
+    ours.prepare()
+    assert (theirs(rows) != ours(rows)).float().mean() < 1e-3  # of the root, PyTorch's last digit
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

@@ -109,7 +109,10 @@ def figures(process: subprocess.Popen[str]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit_s", [LIMIT_S, pytest.param(USUAL_S, marks=pytest.mark.soak)])
-@pytest.mark.parametrize("padding", [0, 5000])
+@pytest.mark.parametrize(("pairs", "padding"), [
+    ("plain", 0), ("curve", 5000),
+    *(pytest.param(*case, marks=pytest.mark.soak) for case in (("plain", 5000), ("curve", 0)))
+], indirect=["pairs"])
 def test_a_bound_end_may_be_busy_for_any_time(pairs: list[KeyPair], tmp_path: Path, limit_s: float,
                                               padding: int) -> None:
     """Links of data and of control, each to a writer that goes on although the queue is full. Small messages

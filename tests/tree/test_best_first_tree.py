@@ -238,13 +238,6 @@ def named(tree: BestFirstTree, parent: Node, *children: tuple[int, float],
     return [parent.children[token] for token, _ in children]
 
 
-def found(tree: BestFirstTree, parent: Node, token: int, p: float) -> Node:
-    """A child that the text names."""
-    node = tree.look_up_child(parent, token, math.log(p))
-    assert node is not None
-    return node
-
-
 @given(st.lists(st.sampled_from([0.2, 0.3, 0.4]), min_size=2, max_size=12), st.integers(1, 3))
 @settings(deadline=None)
 def test_a_node_queued_again_under_a_former_score_is_given_once(chances: list[float], limit: int) -> None:
@@ -258,58 +251,6 @@ def test_a_node_queued_again_under_a_former_score_is_given_once(chances: list[fl
             named(tree, node)
     assert sorted(given_out) == [1, 2, 3]
     assert sorted(node.token for node in tree.pop_unsent(10)) == [1, 2, 3]
-
-
-def test_a_deep_likely_node_comes_before_a_shallow_unlikely_one() -> None:
-    tree = made()
-    a, b = named(tree, tree.root, (1, 0.9), (2, 0.1))
-    [c] = named(tree, a, (3, 0.9))
-    assert tree.pop_unexpanded(2) == [c, b]
-    assert tree.pop_unsent(3) == [a, c, b]
-
-
-def test_a_named_child_is_no_node_until_it_is_needed() -> None:
-    tree = made()
-    scores = [math.log(p) for p in (0.5, 0.3, 0.1, 0.05)]
-    tree.name_children(tree.root, [1, 2, 3, 4], scores, scores)
-    assert tree.size == 0
-    [a] = tree.pop_unsent(1)
-    assert (tree.size, a.token) == (1, 1)
-    [_, b] = tree.pop_unexpanded(2)
-    assert (tree.size, b.token) == (2, 2)
-    d = tree.look_up_child(tree.root, 4, math.log(0.5))
-    assert d is not None
-    assert (tree.size, tree.evidence(d).draft_score) == (3, math.log(0.05))  # both sources count
-    tree.mark_sent(tree.root, 0)
-    tree.record(0, 3)
-    [c], missed = accepted_path(tree)
-    assert (c.token, missed) == (3, -1)
-
-
-def test_a_node_waits_until_its_parent_is_expanded() -> None:
-    tree = made()
-    a = found(tree, tree.root, 1, 0.5)
-    b = found(tree, a, 2, 0.5)
-    assert tree.pop_unexpanded(5) == []
-    named(tree, tree.root, (1, 0.5))
-    assert tree.pop_unexpanded(5) == [a]
-    assert tree.pop_unexpanded(5) == []  # it has left the queue, and its child waits
-    tree.requeue_expansion([a])
-    assert tree.pop_unexpanded(5) == [a]
-    named(tree, a, (2, 0.5))
-    assert tree.pop_unexpanded(5) == [b]
-
-
-def test_what_the_draft_model_does_not_name_it_doubts() -> None:
-    tree = made()
-    child = found(tree, tree.root, 1, 0.5)
-    below = found(tree, child, 2, 0.5)
-    before, given_it = tree.probability(child), tree.probability(below) / tree.probability(child)
-    named(tree, tree.root, (7, 0.5))
-    assert tree.probability(child) < before
-    assert tree.probability(below) / tree.probability(child) == pytest.approx(given_it)
-    named(tree, tree.root, (1, 0.9))
-    assert tree.probability(child) > before
 
 
 def test_what_the_target_has_reached_is_learned_once() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import grp
 import inspect
+import pwd
 
 import pytest
 
@@ -52,6 +54,15 @@ def test_a_tool_is_root_and_sees_the_board_s_processes() -> None:
     assert found[-4:] == ["--entrypoint=python3", "flowspec-board:abc", "-c", "print()"]
     assert {"--user=0:0", "--pid=host", "--interactive"} <= set(found)
     assert not any(option.startswith(("--workdir", "--name", "--env")) for option in found)
+
+
+def test_a_service_has_the_groups_of_its_user_but_for_the_one_that_may_use_docker(monkeypatch: pytest.MonkeyPatch
+                                                                                 ) -> None:
+    name = pwd.getpwuid(0).pw_name
+    groups = [grp.struct_group((group, "x", number, members)) for group, number, members in (
+        ("video", 44, [name]), ("docker", 996, [name]), ("audio", 29, ["other"]))]
+    monkeypatch.setattr(grp, "getgrall", lambda: groups)
+    assert launcher._user(name) == User(0, pwd.getpwuid(0).pw_gid, [44])
 
 
 @pytest.mark.parametrize(("shown", "limit"), [

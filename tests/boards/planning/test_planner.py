@@ -124,18 +124,6 @@ def test_never_worse_than_every_split_there_is(instance: tuple[list[CandidateBoa
                                         *(b.name for b, _ in made.left_out)}
 
 
-@pytest.mark.parametrize("of_d0", [100, 1000])
-def test_slow_ports_are_side_by_side(of_d0: int) -> None:
-    """No hop from a slow port to a quick one, and back to a slow one."""
-    boards = [board("d", role="draft", mbps=of_d0),
-              *(board(f"b{i}", usable_mb=1500, mbps=mbps) for i, mbps in enumerate((100, 1000, 100)))]
-    p = problem(size(layers=6))
-    made, best = plan(boards, p), brute_force(boards, p)
-    assert best is not None
-    assert len(made.stages) == 3
-    assert of_plan(p, made) == pytest.approx(best, abs=10 * NS)
-
-
 def profiles(split: PipelinePlan) -> list[str]:
     """D0's, then those of the stages in a fixed order: splits over equal boards have the same."""
     return [repr(split.d0.profile), *sorted(repr(stage.board.profile) for stage in split.stages)]
@@ -207,14 +195,6 @@ def test_most_layers_is_what_memory_alone_allows(
         fitting.append(sum(max(k for k in range(p.size.layers + 1) if k == 0 or fits(b, p.stage(k)))
                            for b in boards if b is not d0))
     assert max(most_layers(boards, p), 0) == max(fitting)
-
-
-def test_a_layer_goes_where_it_costs_least() -> None:
-    made = plan([board("d"), board("fast", layer_ms=1, usable_mb=30_000), board("slow", layer_ms=3,
-                 usable_mb=30_000)], problem(size(layers=8)))
-    assert made.d0.name == "d"
-    assert {s.board.name: s.layers[1] - s.layers[0] for s in made.stages} == {"fast": 6, "slow": 2}
-    assert made.slowest == pytest.approx(6e-3)
 
 
 def test_boards_left_out_say_why() -> None:

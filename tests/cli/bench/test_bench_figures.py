@@ -27,21 +27,17 @@ def test_a_plot_of_files(tmp_path: Path) -> None:
     (["--out", "f.svg"], "give --from OUT.json"),
     (["--from", "GOOD"], "give --out F.svg or F.png"),
     (["--from", "GOOD", "--out", "f.jpeg"], "f.jpeg: a figure must end in .svg or .png"),
-    (["--from", "GOOD", "--out", "/nowhere/f.svg"], "cannot write /nowhere/f.svg"),
-    (["--from", "/nowhere.json", "--out", "f.svg"], "cannot read /nowhere.json"),
-    (["--from", "FOREIGN", "--out", "f.svg"], "is not valid JSON"),
 ])
 def test_plot_errors_are_one_line(tmp_path: Path, arguments: list[str], says: str,
                                   monkeypatch: pytest.MonkeyPatch,
                                   capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     report(["flowspec"], ["qa"], [0.0]).save(tmp_path / "GOOD")
-    (tmp_path / "FOREIGN").write_text("no")
     assert main(["bench", "plot", *arguments]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert says in err
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["FOREIGN", "GOOD"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["GOOD"]
 
 
 def test_a_timeline_as_text_and_as_a_figure(model: Path, tmp_path: Path,
@@ -65,11 +61,7 @@ def test_a_timeline_as_text_and_as_a_figure(model: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (["--strategy", "magic"], "no strategy 'magic'"),
-    (["--skip-turns", "9999"], "turns after its first token; lower --skip-turns"),
-    (["--turns", "46"], "--turns may be at most 45"),
     (["--prompt", ""], "the prompt is empty"),
-    (["--profile", "nowhere"], "no profile 'nowhere'"),
     (["--out", "t.txt"], "a figure must end in .svg or .png"),
 ])
 def test_timeline_errors_are_one_line(model: Path, tmp_path: Path, arguments: list[str], says: str,

@@ -91,8 +91,3 @@ def test_a_board_without_the_model_is_named_and_all_are_put_back(
 def test_a_cluster_has_links_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SWEEP, "--cluster", "x.toml", "--links", "namespaces"]) == 2
     assert "not both" in capsys.readouterr().err
-
-
-def test_a_cluster_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SWEEP, "--cluster", "nowhere.toml"]) == 2
-    assert "there is no cluster file nowhere.toml: " in capsys.readouterr().err

@@ -68,6 +68,8 @@ def test_bandwidth_in_one_go_and_resumed(given: list[str], tmp_path: Path,
     assert again["points"][1]["samples"][1:] == data["points"][1]["samples"][1:]
     before = part.read_bytes()
     sweep("bandwidth=125", part, *given, "--strategies", "megatron", "--resume")
+    assert main(["sweep", "latency", *given, "--json", str(part), "--resume"]) == 2
+    assert "axis differs (bandwidth there, latency here)" in capsys.readouterr().err
     assert part.read_bytes() == before
     assert load_sweep(whole).as_json() == data
 
@@ -116,11 +118,8 @@ def test_published_figures_are_shown_only_where_they_belong(given: list[str], tm
     (["bandwidth=fast"], "bandwidth must be positive numbers separated by commas, not 'fast'"),
     (["bandwidth=125,"], "bandwidth must be positive numbers separated by commas, not '125,'"),
     (["bandwidth=125,-1"], "bandwidth must be positive numbers"),
-    (["bandwidth=0"], "bandwidth must be positive numbers"),
     (["bandwidth=inf"], "bandwidth must be positive numbers"),
-    (["bandwidth=nan"], "bandwidth must be positive numbers"),
     (["bandwidth=125,250,125.0"], "bandwidth names 125 twice"),
-    (["latency=-0.1"], "latency must be numbers of at least 0 separated by commas"),
     (["acceptance=1,2.5"], "acceptance must be numbers from 0 to 2, not '1,2.5'"),
     (["stages=4,2.5"], "stages must be whole numbers from 1, separated by commas"),
     (["stages=0"], "stages must be whole numbers from 1"),
@@ -139,13 +138,7 @@ def test_published_figures_are_shown_only_where_they_belong(given: list[str], tm
     (["tau=1,2", "--set", "tau=3"], "tau is the axis of this sweep: leave --set tau out"),
     (["latency", "--links", "namespaces"], "--links namespaces is for the axis bandwidth, not latency"),
     (["latency", "--cluster", "c.toml"], "boards cannot change their link latency"),
-    (["bandwidth", "--strategies", "chunk_pp,magic"], "no strategy 'magic'"),
-    (["bandwidth", "--json", "/nowhere/b.json"], "cannot write /nowhere/b.json"),
     (["bandwidth", "--out", "/nowhere/b.svg"], "cannot write /nowhere/b.svg"),
-    (["bandwidth", "--out", "b.pdf"], "b.pdf: a figure must end in .svg or .png"),
-    (["bandwidth", "--resume"], "--resume needs --json OUT"),
-    (["bandwidth", "--profile", "nowhere"], "no profile 'nowhere'"),
-    (["bandwidth", "--max-new-tokens", "2047"], "the model stops at 2048"),
 ])
 def test_bad_input_is_one_line_and_nothing_is_written(given: list[str], tmp_path: Path, arguments: list[str],
                                                       says: str, monkeypatch: pytest.MonkeyPatch,
@@ -159,59 +152,12 @@ def test_bad_input_is_one_line_and_nothing_is_written(given: list[str], tmp_path
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_missing_draft_model_is_found_first(
-        model: Path, given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    (bare / "target").symlink_to(model / "target")
-    assert main(["sweep", "latency", *given, "--model", str(bare), "--json", str(tmp_path / "o.json")]) == 2
-    assert "drafts with eagle2/, which" in capsys.readouterr().err
-    assert not (tmp_path / "o.json").exists()
-
-
 def test_without_matplotlib_nothing_runs(given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                          capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["sweep", "latency", *given, "--json", str(tmp_path / "o.json"), "--out", "f.svg"]) == 2
     assert "pip install '.[plot]'" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture(scope="module")
-def measured(model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    """The file of a sweep."""
-    path = tmp_path_factory.mktemp("measured") / "o.json"
-    sweep("bandwidth=125", path, "--model", str(model), "--prompts", str(prompts), "--max-new-tokens", "6",
-          "--strategies", "chunk_pp", "--limit", "1")
-    return path.read_bytes()
-
-
-@pytest.mark.parametrize(("arguments", "says"), [
-    (["bandwidth", "--seed", "3"], "was measured with other settings: seed differs (0 there, 3 here)"),
-    (["bandwidth", "--temperature", "1"], "other settings: temperature differs (0.0 there, 1.0 here)"),
-    (["bandwidth", "--profile", "orin-nano-8gb"], "was measured with other settings: profile differs;"),
-    (["latency"], "was measured with other settings: axis differs (bandwidth there, latency here)"),
-])
-def test_resuming_something_else_is_refused(given: list[str], measured: bytes, tmp_path: Path, arguments: list[str],
-                                            says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "o.json"
-    path.write_bytes(measured)
-    axis, *others = arguments
-    assert main(["sweep", axis, *given, "--limit", "1", "--strategies", "chunk_pp", "--json", str(path),
-                 "--resume", *others]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert says in err
-    assert path.read_bytes() == measured
-
-
-def test_resuming_from_a_foreign_file_leaves_it_alone(given: list[str], tmp_path: Path,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "mine.json"
-    path.write_text('{"precious": 1}')
-    assert main(["sweep", "stages", *given, "--json", str(path), "--resume"]) == 2
-    assert "cannot resume: " in capsys.readouterr().err
-    assert path.read_text() == '{"precious": 1}'
 
 
 def test_two_parameters_are_a_grid(given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,6 @@ def test_a_table_with_a_winner_and_a_file(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--rows", "1;4"], "--rows must be whole numbers from 1, separated by commas, not '1;4'"),
-    (["--rows", "0"], "--rows must be whole numbers from 1"),
     (["--shape", "4096"], "--shape '4096': give outputs and inputs, such as 4096x4096"),
     (["--shape", "a x b"], "--shape must be whole numbers from 1, separated by an x"),
     (["--shape", "100x64"], "a matrix of a multiple of 16 outputs by one of 64 inputs"),

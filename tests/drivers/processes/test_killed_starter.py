@@ -27,7 +27,7 @@ with ProcessCluster(ClusterSpec(Path(sys.argv[1]), int(sys.argv[3]), threads=1),
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("workers", "stages", "processes"), [("forks", 2, 3), ("programs", 1, 1)])
+@pytest.mark.parametrize(("workers", "stages", "processes"), [("forks", 1, 2), ("programs", 1, 1)])
 def test_nothing_is_left(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: str,
                          stages: int, processes: int) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))

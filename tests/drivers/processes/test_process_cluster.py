@@ -148,16 +148,6 @@ def test_an_interrupted_request_leaves_the_cluster_up(cluster: ProcessCluster, m
     assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=5)).tokens == greedy(model, 5)
 
 
-def test_more_stages_than_layers_is_an_error(model: Path) -> None:
-    with pytest.raises(UsageError, match="4 stages are more than the model's 3 layers"):
-        ProcessCluster(ClusterSpec(model, 4)).start()
-
-
-def test_no_model_is_an_error_before_anything_starts(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="is an empty directory"):
-        ProcessCluster(ClusterSpec(tmp_path, 1)).start()
-
-
 @pytest.mark.parametrize(("named", "large", "expected"), [
     ("", False, 1), ("", True, max(1, len(os.sched_getaffinity(0)) // 2)), ("5", True, 7)])
 def test_d0_takes_its_share_of_threads(model: Path, monkeypatch: pytest.MonkeyPatch, named: str, large: bool,
@@ -310,12 +300,3 @@ def test_boards_are_connected_once_and_refreshed(model: Path, tmp_path: Path) ->
         assert board.calls == ["refresh", "connect", "refresh"]
         assert board.worker is not None
     assert board.worker is None
-
-
-def test_a_worker_says_what_is_wrong_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "w.toml").write_text('stage = 1\n')
-    assert WorkerProcess(tmp_path / "w.toml", tmp_path / "output").wait(PATIENCE) == UsageError.exit_code
-    said = (tmp_path / "output").read_text()
-    assert said.startswith("flowspec worker: ")
-    assert "missing key 'instance'" in said
-    assert len(said.splitlines()) == 1

@@ -1,13 +1,8 @@
-"""Stages are lost at random moments, again and again: every answer is complete and that of plain decoding.
-
-A moment is a number of messages since the requests began, so it may be in the prompt, in the answer or at its
-end; which stage is lost when follows from a seed.
-"""
+"""Stages that are lost again and again for one cause; random losses are in test_everything_soak and in tests/chaos."""
 
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 from collections.abc import Callable
@@ -15,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from kits.lost_stages import Striker
-from kits.process_clusters import PATIENCE, alive
+from kits.process_clusters import PATIENCE
 from kits.tiny_model_dir import tiny_model_dir
 
-from flowspec_edge.d0.request import ClusterState, Request
+from flowspec_edge.d0.request import Request
 from flowspec_edge.d0.run_events import SessionOpened
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
@@ -49,41 +44,6 @@ def own_text(model: Path) -> Callable[[Request], list[int]]:
         return known[key]
 
     return text
-
-
-def strike_often(cluster: ProcessCluster, striker: Striker, own_text: Callable[[Request], list[int]],
-                 names: list[str], losses: int, seed: int) -> set[int]:
-    """Run two or three requests at a time until so many stages were killed, or now and then stopped; all
-    process ids."""
-    chance, pids, struck = random.Random(seed), set(cluster.pids), 0
-    while struck < losses:
-        requests = [Request(LONG[:chance.choice((12, 70, 150))], chance.choice(names), chance.choice((8, 24)),
-                            chance.choice(SAMPLINGS)) for _ in range(chance.choice((2, 3)))]
-        stage = chance.randrange(len(cluster.pids))
-        number = signal.SIGSTOP if struck % 6 == 5 else signal.SIGKILL
-        striker.arm(chance.randint(1, 60), lambda: os.kill(cluster.pids[stage], number))  # noqa: B023
-        results = cluster.generate_many(requests)
-        for request, result in zip(requests, results, strict=True):
-            assert result.tokens == own_text(request), (struck, request.strategy, stage, number)
-        struck += not striker.armed
-        pids |= set(cluster.pids)
-    return pids
-
-
-@pytest.mark.soak
-def test_random_losses(model: Path, own_text: Callable[[Request], list[int]]) -> None:
-    striker, losses = Striker(), 30
-    with ProcessCluster(ClusterSpec(model, 4, threads=1, dead_after=2.0, rejoin_within=PATIENCE,
-                                    observer=striker)).start() as cluster:
-        pids = strike_often(cluster, striker, own_text, PIPELINED, 2, seed=1)
-        cluster.generate(Request(LONG, "flowspec", 8))  # D0's head keeps a descriptor of its file from here on
-        descriptors = len(os.listdir("/proc/self/fd"))
-        pids |= strike_often(cluster, striker, own_text, PIPELINED, losses - 2, seed=2)
-        assert len(os.listdir("/proc/self/fd")) <= descriptors
-        assert len(striker.losses) >= losses - 2  # what is struck at the very end may count with the next
-        assert cluster.status.state is ClusterState.RUNNING
-    assert len(pids) >= 4 + losses - 2
-    assert not any(map(alive, pids))
 
 
 @pytest.mark.soak

@@ -109,6 +109,20 @@ def test_the_figures_are_those_of_the_weights(recorded: Recording, computed: Vir
         assert one == pytest.approx(other, rel=within)
 
 
+def test_an_answer_that_ended_ends_there_again(demo_model: Path, recorded: Recording, about: Recording, tmp_path: Path
+                                               ) -> None:
+    text = recorded.texts[0]
+    whole = text.answer[: text.answer.index(text.answer[5])]
+    about = replace(about, stop_ids=frozenset({text.answer[5]}))
+    asked = [TextToRecord("code", "short", Request(list(text.prompt), max_new_tokens=TOKENS, stop_ids=about.stop_ids,
+                                                   params=PARAMS))]
+    short = record(VirtualCluster(demo_model, 1, load_profile("paper-7b")), asked, about, Budget(16, 8), tmp_path)
+    [one] = short.texts
+    assert (one.answer, one.reason, one.stop) == (whole, "stop", text.answer[5])
+    again = VirtualCluster(short, 4, load_profile("paper-7b")).generate(request_of(one, short, TOKENS, params=PARAMS))
+    assert (tuple(again.tokens), again.finish_reason) == (whole, "stop")
+
+
 def test_several_requests_share_the_stages(recorded: Recording) -> None:
     cluster = VirtualCluster(recorded, 4, load_profile("paper-7b"))
     texts = [recorded.texts[i % 2] for i in range(4)]
@@ -199,16 +213,30 @@ def test_paths_that_differ_have_other_digests(one: list[int], other: list[int]) 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 90), st.integers(1, 5), st.lists(st.integers(0, 20), max_size=4))
 def test_the_expander_takes_levels_the_text_and_the_likeliest(seed: int, nodes: int, children: int, text: list[int]
                                                              ) -> None:
-    """What is left out is no likelier than what a batch took after the levels; the text's nodes are there."""
+    """Each pass takes the text's next node and the likeliest: ten of a level, of five levels, then 16 of all."""
     random = np.random.default_rng(seed)
     expander = Expander(Budget(nodes, children), text)
     sums: list[float] = []
+    depths: list[int] = []
+    level = 0
     while places := expander.next():
+        left = sorted(((sums[place] + score, place, token) for place in range(len(sums)) for token, score in
+                       zip(expander.tokens[place], expander.scores[place], strict=True)
+                       if (place, token) not in expander.nodes), reverse=True)
+        room = nodes - len(sums)
+        if sums and room > 0 and level < 5:
+            level += 1
+            wanted = [found for found in left if depths[found[1]] == level - 1][: min(10, room)]
+        else:
+            wanted = left[: max(0, min(16, room)) if sums else 0]
+        assert {(parent, token) for _, parent, token in wanted} <= {*places}
+        assert len(places) <= max(1, len(wanted) + 1)
         tokens = np.stack([random.permutation(21)[:children] for _ in places]).astype(np.int32)
         output = DraftOutput(tokens, -np.sort(random.exponential(1.0, tokens.shape), axis=1))
         for parent, token in places:
             named = dict(zip(expander.tokens[parent], expander.scores[parent], strict=True)) if parent >= 0 else {}
             sums.append(sums[parent] + named.get(token, min(expander.scores[parent])) if parent >= 0 else 0.0)
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
         expander.add(places, output)
     found = expander.expansion()
     expanded = [*zip(found.parents.tolist(), found.own.tolist(), strict=True)]
@@ -218,14 +246,6 @@ def test_the_expander_takes_levels_the_text_and_the_likeliest(seed: int, nodes: 
     at = 0
     for token in text:
         at = found.index[at, token]
-    left = [sums[place] + score for place in range(len(sums)) for token, score in
-            zip(expander.tokens[place], expander.scores[place], strict=True) if (place, token) not in expanded]
-    levels, width = 1, 1  # the root and five levels of at most ten; then batches of 16, likeliest first
-    for _ in range(5):
-        width = min(10, width * children)
-        levels += width
-    if left and len(sums) > levels and not text:  # the text alone may go on where the budget is spent
-        assert max(left) <= max(sums[levels:]) + 1e-9
 
 
 def test_a_run_that_broke_off_continues(demo_model: Path, asked: list[TextToRecord], about: Recording,

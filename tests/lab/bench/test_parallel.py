@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,18 @@ from flowspec_edge.cli.main import main
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.errors import FlowspecError
+from flowspec_edge.lab.bench import parallel
 from flowspec_edge.lab.bench.parallel import ParallelRun, PipelineTask, Workplace
 from flowspec_edge.lab.plain import PlainDecoder
+
+
+@pytest.fixture(scope="module", autouse=True)
+def processes_for_all() -> Iterator[None]:
+    """Joblib's, which take seconds to load the libraries; a run ends them, and here the last one does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "_end_processes", lambda: None)
+        yield
+    parallel._end_processes()
 
 
 @pytest.fixture(scope="module")

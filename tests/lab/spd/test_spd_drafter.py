@@ -231,19 +231,6 @@ def test_every_order_of_arrival(order):
         s.expand([newest])
 
 
-def test_taps_may_come_after_the_output_or_never():
-    s = Session(1)
-    s.begin(5)
-    first = s.grow(s.root)
-    s.expand([first])
-    s.hit(first)
-    s.expand([s.root])
-    s.tap(s.text[-2], 3)  # the middle of a row whose final state has long been here
-    s.expand([s.root])
-    s.tap(s.text[0], 3)
-    s.expand([s.root])
-
-
 def test_keys_and_values_of_finished_rows_are_computed_once():
     s = Session(2)
     s.begin(8)

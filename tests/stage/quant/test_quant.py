@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.quant.base import KINDS as LAYER_KINDS
 from flowspec_edge.stage.quant.base import ROW_BLOCK, Kind, slices
-from flowspec_edge.stage.quant.grouped import CpuLinear, expand, kernel, pack, unpack
+from flowspec_edge.stage.quant.grouped import CpuLinear, kernel, pack, unpack
 from flowspec_edge.stage.quant.schemes import scheme
 
 KINDS: tuple[Kind, ...] = (*LAYER_KINDS, "int8")
@@ -295,13 +295,6 @@ def test_filling_never_holds_the_whole_matrix(kind: Kind, dtype: torch.dtype) ->
     bits = {"int4": 4 + 32 / 128, "nf4": 4 + 32 / 64, "fp4": 4 + 32 / 64, "int8": 8 + 32 / 128}[kind]
     assert linear.nbytes == rows * columns * bits / 8
     assert not linear.state_dict()
-
-
-@pytest.mark.parametrize("groups", [1, 3])
-def test_expanding_is_exact_to_rounding(groups: int) -> None:
-    stored = scheme("int4", 32).quantise(random_matrix(16, 32 * groups))
-    found = expand(stored["qweight"], stored["scales"], stored["zeros"])
-    assert np.abs(found.double().numpy() - grouped_weights(stored)).max() < 1e-7
 
 
 @pytest.mark.parametrize(("kind", "dtype", "capability", "said"), [

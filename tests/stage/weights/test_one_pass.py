@@ -77,9 +77,9 @@ def size_of(directory: Path) -> int:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint, and the same in one part of 225 MB."""
+    """A checkpoint, and the same in one part of 119 MB."""
     home = tmp_path_factory.mktemp("large")
-    tiny_llama(home / "whole", layers=3, hidden=1408)
+    tiny_llama(home / "whole", layers=3, hidden=1024)
     cut(home / "whole", home / "cut", stages=1, dtype="fp32")
     return home
 
@@ -89,7 +89,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_stage_reads_once_and_leaves_nothing(large: Path, model: str) -> None:
     home = large / model
     files = home / "stage-1" if OpenModel(home).sharded else home
-    assert size_of(files) > 200e6
+    assert size_of(files) > 100e6
     load_shard(home, 0, 1, "fp32")  # whatever is loaded on first use
     drop(files)
     try:
