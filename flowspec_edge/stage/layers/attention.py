@@ -96,8 +96,7 @@ class SharedMask:
         self._hidden = additive(np.tile(visible, (groups, 1)), dtype, device)[None, None]
 
     def attend(self, queries: Tensor, held: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
-        made = _call(queries[: self._rows], held[:, None], self._hidden, scaling, self._rows)
-        return made.outputs if sinks is None else _with_sinks(made, sinks).outputs
+        return _together([_call(queries[: self._rows], held[:, None], self._hidden, scaling, self._rows)], sinks)
 
 
 def additive(visible: Bool, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -193,16 +192,15 @@ class PathMask:
         queries = queries[:n]
         columns = held.index_select(1, self._slots).view(2, n, TAIL, kv_heads, width)
         own = _call(queries, columns, self._hidden.expand(-1, -1, queries.shape[1] // kv_heads, -1), scaling, 1)
-        if sinks is not None:
-            own = _with_sinks(own, sinks)
-        outputs = own.outputs
+        outputs: Tensor | None = None
         for prefix in self._shared:
             if prefix.rows is None:
-                return _together(self._seen(prefix, queries, held, scaling), own)
+                return _together([self._seen(prefix, queries, held, scaling), own], sinks)
             rows = Attended(*(part.index_select(0, prefix.rows) for part in own))
             seen = self._seen(prefix, queries.index_select(0, prefix.rows), held, scaling)
-            outputs = outputs.index_copy(0, prefix.rows, _together(seen, rows))
-        return outputs
+            outputs = _together([own], sinks) if outputs is None else outputs
+            outputs = outputs.index_copy(0, prefix.rows, _together([seen, rows], sinks))
+        return _together([own], sinks) if outputs is None else outputs
 
     def _seen(self, prefix: Prefix, queries: Tensor, held: Tensor, scaling: float) -> Attended:
         """What ``prefix.rows`` make of its columns."""
@@ -229,16 +227,20 @@ class Attended(NamedTuple):
     log_sums: Tensor
 
 
-def _together(first: Attended, second: Attended) -> Tensor:
-    """The outputs of one softmax over both sets of columns."""
-    share = torch.sigmoid(first.log_sums - second.log_sums)[..., None]
-    return torch.lerp(second.outputs.float(), first.outputs.float(), share).to(first.outputs.dtype)
+def _together(parts: Sequence[Attended], sinks: Tensor | None) -> Tensor:
+    """The outputs of one softmax over the columns of all parts and, with ``sinks`` [heads], one of value 0 a head.
 
-
-def _with_sinks(made: Attended, sinks: Tensor) -> Attended:
-    """Add a column of value 0 to each head, whose score is its sink's [heads]."""
-    outputs = made.outputs * torch.sigmoid(made.log_sums - sinks)[..., None]
-    return Attended(outputs.to(made.outputs.dtype), torch.logaddexp(made.log_sums, sinks.float()))
+    ``softmax`` of a CPU computes every row alike; an exponential of its own would not: elements behind the last whole
+    vector have another last bit.
+    """
+    if len(parts) == 1 and sinks is None:
+        return parts[0].outputs
+    sums = [part.log_sums for part in parts]
+    shares = torch.stack(sums if sinks is None else [*sums, sinks.float().expand_as(sums[0])], -1).softmax(-1)
+    outputs = parts[0].outputs * shares[..., 0, None]
+    for place, part in enumerate(parts[1:], 1):
+        outputs = outputs + part.outputs * shares[..., place, None]
+    return outputs.to(parts[0].outputs.dtype)
 
 
 def _call(queries: Tensor, columns: Tensor, hidden: Tensor | None, scaling: float, rows: int) -> Attended:
