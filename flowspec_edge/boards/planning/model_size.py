@@ -46,6 +46,7 @@ class ModelBytes:
                      candidate head, whose factor is in ``draft``
     candidates       of the candidate head; 0: there is none
     kv_row           keys and values of one row in one layer, on average; draft_kv_row: in the draft head
+    queries          values of a row's queries in one layer, on average, of layers that see the whole text; a number
     window           rows that layers with a window see; ``windowed``: their share of all layers
     state            of recurrent layers, in one layer, on average: states, snapshots and entries of a
                      request, and snapshots of a text that it may go on with; ``state_read``: what a
@@ -85,6 +86,7 @@ class ModelBytes:
     state_read: int = 0
     draft_unread: int = 0
     candidates: int = 0
+    queries: int = 0
 
     @property
     def bytes_per_value(self) -> int:
@@ -217,4 +219,4 @@ def _sized(name: str, shape: ModelParts, planned: PlannedDraft, dtype: PlanDtype
         window=cache.window, windowed=cache.windowed,
         experts=experts.count if experts else 0, chosen=experts.chosen if experts else 0,
         expert=experts.expert.nbytes(width, packed, shape.group) if experts else 0,
-        state=cache.state, state_read=cache.state_read)
+        state=cache.state, state_read=cache.state_read, queries=shape.queries)
