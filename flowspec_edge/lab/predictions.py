@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import fmean
 from threading import Thread
 
+from flowspec_edge.boards.planning.model_size import ModelBytes
 from flowspec_edge.boards.planning.one_board import SingleBoardEstimate, plain_tokens_per_second, rate_text
 from flowspec_edge.boards.planning.planned_draft import charged_as
 from flowspec_edge.boards.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
@@ -124,9 +125,14 @@ def predict_alone(board: CandidateBoard, problem: SplitProblem, source: Path | R
                   advance: Advance = lambda _: None, strategies: Sequence[str] = ALONE,
                   workers: Workers | None = None) -> list[Prediction]:
     scaled = _drafting(at_context(board.profile, problem.size, problem.context), problem, requests)
-    profile = scaled.model_copy(update={"link": _NO_LINK})
-    devices = Devices(profile, (profile,), (float(problem.size.layers),), board.name)
+    devices = single_board(scaled, problem.size, board.name)
     return _run(devices, strategies, source, requests, advance, workers=workers)
+
+
+def single_board(profile: Profile, size: ModelBytes, name: str) -> Devices:
+    """A board that is D0 and V1 with all layers."""
+    profile = profile.model_copy(update={"link": _NO_LINK})
+    return Devices(profile, (profile,), (float(size.layers),), name)
 
 
 def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -> Profile:
