@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean
 from threading import Thread
 
-from flowspec_edge.boards.planning.model_size import ModelBytes
 from flowspec_edge.boards.planning.one_board import SingleBoardEstimate, plain_tokens_per_second, rate_text
 from flowspec_edge.boards.planning.planned_draft import charged_as
 from flowspec_edge.boards.planning.planner import CandidateBoard, PipelinePlan, SplitProblem
@@ -116,7 +115,7 @@ def predict(plan: PipelinePlan, strategies: Sequence[str], source: Path | Record
     devices = Devices(
         _drafting(at_context(plan.d0.profile, size, context), plan.problem, requests),
         tuple(at_context(stage.board.profile, size, context) for stage in plan.stages),
-        tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan")
+        tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan", plan.prompt_rows)
     return _run(devices, strategies, source, requests, advance, right_children, kinds, workers)
 
 
@@ -125,14 +124,15 @@ def predict_alone(board: CandidateBoard, problem: SplitProblem, source: Path | R
                   advance: Advance = lambda _: None, strategies: Sequence[str] = ALONE,
                   workers: Workers | None = None) -> list[Prediction]:
     scaled = _drafting(at_context(board.profile, problem.size, problem.context), problem, requests)
-    devices = single_board(scaled, problem.size, board.name)
+    devices = single_board(board, scaled, problem)
     return _run(devices, strategies, source, requests, advance, workers=workers)
 
 
-def single_board(profile: Profile, size: ModelBytes, name: str) -> Devices:
-    """A board that is D0 and V1 with all layers."""
+def single_board(board: CandidateBoard, profile: Profile, problem: SplitProblem) -> Devices:
+    """A board that is D0 and V1 with all layers, with the times of ``profile``."""
     profile = profile.model_copy(update={"link": _NO_LINK})
-    return Devices(profile, (profile,), (float(size.layers),), name)
+    layers = problem.size.layers
+    return Devices(profile, (profile,), (float(layers),), board.name, problem.prompt_rows(board, layers, drafts=True))
 
 
 def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -> Profile:

@@ -166,7 +166,7 @@ def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:
     basis: Basis = "profile"
     if size.dtype == "int4" and not measured.quantised:
         basis = "kernel" if kernel else "bandwidth"
-        rows |= set(kernel.rows) if kernel else {_INT4_ROWS}
+        rows |= set(kernel.rows) if kernel else {_INT4_ROWS, *_expanded_corners(profile)}
     elif measured.quantised and size.dtype != "int4":
         basis = "bandwidth"
     corners = sorted(rows)
@@ -195,8 +195,16 @@ def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequenc
         return [curve.milliseconds(n) * _read_in_all(size, n, correlation) / 1e6 / measured.layer_mb
                 for n in corners]
     if basis == "bandwidth" and size.dtype == "int4":
-        return [max(curve.milliseconds(n), curve.ms[0] * n / _INT4_ROWS) * by_bytes[n] for n in corners]
+        # The kernel reads the weights again for every 16 rows; or they are read once, written in 16 bits, and multiplied.
+        full = measured.bytes_per_value / _INT4_BYTES
+        return [by_bytes[n] * min(max(curve.milliseconds(n), curve.ms[0] * n / _INT4_ROWS),
+                                  curve.ms[0] * (1 + full) + curve.milliseconds(n) * full) for n in corners]
     return [curve.milliseconds(n) * by_bytes[n] for n in corners]
+
+
+def _expanded_corners(profile: Profile) -> set[float]:
+    """Rows from which on int4 weights are expanded, where the profile's own weights take one time for so many."""
+    return {_INT4_ROWS * (1 + 2 * profile.model.bytes_per_value / _INT4_BYTES)}
 
 
 def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:

@@ -109,10 +109,11 @@ class Case:
             return FirstToken(tokens, None, missing)
         if plan:
             devices = Devices(plan.d0.profile, tuple(stage.board.profile for stage in plan.stages),
-                              tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan")
+                              tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan",
+                              replace(plan, problem=longer).prompt_rows)
         else:
             assert self.alone
-            devices = predictions.single_board(self.alone.profile, size, self.alone.name)
+            devices = predictions.single_board(self.alone, self.alone.profile, longer)
         found = first_token.in_virtual_time(devices, tokens)
         return found if context <= self.problem.context else replace(found, why=f"needs --context {context} or more")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from flowspec_edge.d0.prompt_chunks import PromptCurve
 from flowspec_edge.d0.request import Request, Stats
 from flowspec_edge.d0.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.drivers.processes.emulator import Emulator
@@ -34,6 +35,10 @@ class ClusterTiming:
         if self._emulator:
             return self._emulator.slot_seconds
         return self.curve.seconds if self.curve else None
+
+    def prompt_curve(self) -> PromptCurve | None:
+        """Return the times by which prompts are cut into segments; None if they are not known."""
+        return PromptCurve(self._emulator.prompt_seconds) if self._emulator else None
 
     def draft_passes(self, kind: str, rows: int) -> float:
         """Return how many draft passes fit into the time of ``rows`` rows through all stages."""
