@@ -111,7 +111,7 @@ def test_what_is_learned_is_what_every_stage_told(tiny_model: Path) -> None:
     uneven = Devices(board, (board,) * 3, (8, 10, 14), "uneven")
     cluster = VirtualCluster(tiny_model, 3, uneven, observer=watch, learn=True)
     for length in (70, 9):
-        cluster.generate(Request(list(range(length)), "flowspec_plus", 12))
+        cluster.generate(Request(list(range(length)), "flowspec_plus", 12, params=Params(prefill_chunk=64)))
     warm = [Computed(0, 0, 0, place, rows, rows, 0, 0,
                      round(1e6 * cluster.devices.stage_seconds(place, rows)))
             for place in (1, 2, 3) for rows in (1, 16, 64)]

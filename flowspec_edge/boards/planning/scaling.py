@@ -190,12 +190,16 @@ def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequenc
     if basis == "kernel":
         assert kernel
         full = measured.bytes_per_value / _INT4_BYTES  # bytes in 16 bits that are measured beside one of int4
-        return [curve.milliseconds(n) * by_bytes[n] * full * kernel.ratio(n) for n in corners]
+        last = curve.rows[-1]  # beyond the rows that a stage was measured with, it grows at least as its products
+        own = {n: max(curve.milliseconds(n), curve.milliseconds(min(n, last)) * kernel.full(max(n, last))
+                      / kernel.full(last)) for n in corners}
+        return [own[n] * by_bytes[n] * full * kernel.ratio(n) for n in corners]
     if basis == "bandwidth" and size.dtype == "int4" and size.experts:
         return [curve.milliseconds(n) * _read_in_all(size, n, correlation) / 1e6 / measured.layer_mb
                 for n in corners]
     if basis == "bandwidth" and size.dtype == "int4":
-        # The kernel reads the weights again for every 16 rows; or they are read once, written in 16 bits, and multiplied.
+        # The kernel reads the weights again for every 16 rows.  For many they are read once, written in 16 bits, and
+        # multiplied (``stage.quant.expanded``).
         full = measured.bytes_per_value / _INT4_BYTES
         return [by_bytes[n] * min(max(curve.milliseconds(n), curve.ms[0] * n / _INT4_ROWS),
                                   curve.ms[0] * (1 + full) + curve.milliseconds(n) * full) for n in corners]

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from flowspec_edge.d0.jobs import Job
-from flowspec_edge.d0.prompt_chunks import MOST
+from flowspec_edge.d0.prompt_chunks import MOST, USUAL
 from flowspec_edge.d0.session import DraftPass, Verify
 from flowspec_edge.device_profile import MixedBoards, Profile
 from flowspec_edge.errors import UsageError
@@ -89,6 +89,13 @@ class Devices:
         if rows not in self._occupied:  # a scheduler asks for up to 256 lengths of every batch
             self._occupied[rows] = self.prompt_seconds(rows, 0)
         return self._occupied[rows]
+
+    @cached_property
+    def prompt_rows(self) -> int:
+        """Rows of a prompt's segment at most: those for which there is memory, and times.  A curve that is flat to its
+        end says nothing of more rows."""
+        ends = [profile.stage.rows[-1] for profile in self.stages if not profile.stage.rises]
+        return min(self.most_rows, max(USUAL, int(min(ends, default=MOST))))
 
     def prompt_seconds(self, rows: int, context: int) -> float:
         """:meth:`occupied_seconds` with ``context`` tokens in the caches."""

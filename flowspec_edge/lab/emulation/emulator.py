@@ -40,6 +40,10 @@ class ProfileEmulator:
     def slot_seconds(self, rows: int) -> float:
         return self.emulation.devices.occupied_seconds(rows)
 
+    @property
+    def prompt_rows(self) -> int:
+        return self.emulation.devices.prompt_rows
+
     def prompt_seconds(self, rows: int, context: int, /) -> float:
         return self.emulation.devices.prompt_seconds(rows, context)
 
