@@ -65,7 +65,8 @@ def speed_of(results: list[Result]) -> float:
 def test_to_learn_is_as_fast_as_to_be_told(demo_model: Path, demo_prompts: list[list[int]], curve: str,
                                            temperature: float, prompts: int) -> None:
     """``microbench.curve`` has a dozen prompts; the text is the same in any case."""
-    requests = [Request(prompt, "flowspec_plus", 48 if prompts == 1 else 64, Sampling(temperature, seed=1))
+    requests = [Request(prompt, "flowspec_plus", 48 if prompts == 1 else 64, Sampling(temperature, seed=1),
+                        Params(prefill_chunk=LONGEST_BLOCK))
                 for prompt in demo_prompts[1:1 + prompts]]  # the first one's answer has no miss
     sizes = Sizes()
     clusters = [VirtualCluster(demo_model, 4, profile(curve), observer=sizes, learn=True),
