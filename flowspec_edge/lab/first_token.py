@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from flowspec_edge.d0.request import Request, Result
-from flowspec_edge.drivers.virtual.cluster import VirtualCluster
-from flowspec_edge.drivers.virtual.devices import Devices
-from flowspec_edge.drivers.virtual.recording import RecordedText, Recording
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_kinds import EAGLE2
-from flowspec_edge.sampling.settings import Sampling
-from flowspec_edge.strategies.params import Params
+
+if TYPE_CHECKING:
+    from flowspec_edge.d0.request import Request, Result
+    from flowspec_edge.drivers.virtual.devices import Devices
+    from flowspec_edge.strategies.params import Params
 
 LENGTHS = (512, 4096, 32_768)  # tokens of a prompt
 
@@ -34,11 +33,19 @@ class FirstToken:
 
 def request_of(tokens: int, params: Params | None = None, first: int = 0) -> Request:
     """Return a request with a prompt of so many tokens, which begins with ``first``, and an answer of one."""
+    from flowspec_edge.d0.request import Request  # here: readers of results need neither numpy nor a driver
+    from flowspec_edge.strategies.params import Params
+
     return Request([first, *[0] * (tokens - 1)], "autoregressive", 1, params=params or Params())
 
 
 def in_virtual_time(devices: Devices, tokens: int, params: Params | None = None) -> FirstToken:
     """Simulate the prompt on ``devices``, without a model."""
+    from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+    from flowspec_edge.drivers.virtual.recording import RecordedText, Recording
+    from flowspec_edge.model.draft_kinds import EAGLE2
+    from flowspec_edge.sampling.settings import Sampling
+
     text = RecordedText("prompt", str(tokens), (0,) * tokens, (0,), "length", None, Sampling(), ())
     recording = Recording("prompt", devices.d0.model.layers, 2, frozenset(), EAGLE2.name, "noise", 0.6, (text,))
     with VirtualCluster(recording, len(devices.stages), devices) as cluster:
