@@ -98,6 +98,11 @@ class StageCurve(StrictModel):
             own += share * (self._at(self.shared_ms, rows) - own)
         return own + seen
 
+    @property
+    def rises(self) -> bool:
+        """Whether the time grows at the last corner, by more than a measurement's noise."""
+        return len(self.ms) > 1 and self.ms[-1] > 1.1 * self.ms[-2]
+
     def _at(self, values: list[float], rows: float) -> float:
         if rows <= self.rows[0] or len(self.rows) == 1:
             return values[0]
@@ -125,8 +130,11 @@ class Int4Cost(StrictModel):
 
     def ratio(self, rows: float) -> float:
         """The time with int4 weights over that with the profile's own."""
-        int4, full = (StageCurve(layers=1, rows=self.rows, ms=times) for times in (self.ms, self.full_ms))
-        return int4.milliseconds(rows) / full.milliseconds(rows)
+        return StageCurve(layers=1, rows=self.rows, ms=self.ms).milliseconds(rows) / self.full(rows)
+
+    def full(self, rows: float) -> float:
+        """The time with the profile's own weights."""
+        return StageCurve(layers=1, rows=self.rows, ms=self.full_ms).milliseconds(rows)
 
 
 class DraftCost(StrictModel):

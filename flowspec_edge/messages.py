@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 MAX_BATCH = 64  # sessions in a Batch
 
 Int32 = NDArray[np.int32]
@@ -210,7 +210,11 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Vi → D0 on connecting; ``newest``: the highest session number that it has received, -1: none."""
+    """Vi → D0 on connecting.
+
+    newest  the highest session number that it has received, -1: none
+    rows    of a prompt's segment: for more it has no memory, or they gain nothing
+    """
 
     instance: str
     stage: int
@@ -219,6 +223,7 @@ class Hello:
     digest: str
     version: int = PROTOCOL_VERSION
     newest: int = -1
+    rows: int = 64
 
 
 @dataclass(frozen=True, slots=True)

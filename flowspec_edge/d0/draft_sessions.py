@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from flowspec_edge.d0.prefix_cache import PrefixHit
+from flowspec_edge.d0.prompt_chunks import PromptCurve
 from flowspec_edge.d0.request import Request
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.d0.target import Target
@@ -75,7 +76,7 @@ class DraftSessions(ABC):
                       passes: Callable[[str], float], slot: Callable[[int], float] | None = None,
                       predecessor: DraftSession | None = None, prefix: PrefixHit | None = None,
                       around: Callable[[Drafter], Drafter] | None = None, sparse: bool = False,
-                      carries: bool = False) -> DraftSession:
+                      carries: bool = False, prompts: PromptCurve | None = None) -> DraftSession:
         """Create D0's side of one request; UsageError if it cannot run on this model.
 
         passes       kind of draft model -> passes per full segment's latency through the pipeline
@@ -85,6 +86,7 @@ class DraftSessions(ABC):
         around       wraps a new drafter
         sparse       rows choose experts, or those of the emulated model do
         carries      what the request learns is for later ones, too, unless its parameters say
+        prompts      the stages' times of a prompt's segments, if they are known
         """
         self.check(request)
         chosen = strategy_class(request.strategy)
@@ -102,7 +104,7 @@ class DraftSessions(ABC):
         return DraftSession(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
                             self._head, clock, session, predecessor=predecessor,
                             cached_rows=cached_rows, parent_session=parent,
-                            draft=draft_label(chosen, request.params, kind))
+                            draft=draft_label(chosen, request.params, kind), prompts=prompts)
 
     def _drafter(self, kind: str, params: Params, merged: bool = False) -> Drafter:
         looked_up = NgramDrafter(params.ngram_max, params.ngram_min)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from flowspec_edge.d0.capacity import session_rows, tentative_rows
 from flowspec_edge.d0.generation import Generation
+from flowspec_edge.d0.prompt_chunks import USUAL, PromptCurve
 from flowspec_edge.d0.request import FinishReason, Likelihood, Request, Result
 from flowspec_edge.d0.strategy_contract import StrategyContract
 from flowspec_edge.d0.target import Logits, States, Target
@@ -24,7 +25,6 @@ from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.errors import ProtocolError, RequestFailed, UsageError
 from flowspec_edge.messages import Cancel, Open, Output, Prune, Segment, Tap
 from flowspec_edge.strategies.base import Strategy
-from flowspec_edge.strategies.parameters import MOST
 from flowspec_edge.tree.draft_api import Commit, DraftOutput, DraftRequest
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 
@@ -53,12 +53,13 @@ class DraftSession:
     def __init__(self, request: Request, make: Callable[[SegmentBuilder], Strategy], drafter: Drafter | None,
                  head: Target, clock: Callable[[], float], session: int = 1,
                  predecessor: DraftSession | None = None, cached_rows: int = 0, parent_session: int = -1,
-                 draft: str = "") -> None:
+                 draft: str = "", prompts: PromptCurve | None = None) -> None:
         """predecessor  the request's draft session in an earlier session: its prompt and answer become this
                      one's prompt
         cached_rows  rows of the prompt that the stages retain from ``parent_session``; at least one must be
                      left to prefill, and a drafter must have been rewound to one token more
         draft  what the request drafts with, as ``draft_label`` says it
+        prompts  the stages' times of a prompt's segments, if they are known
         """
         if not request.prompt:
             raise UsageError("the prompt is empty; give at least one token")
@@ -85,6 +86,8 @@ class DraftSession:
         assert 0 <= cached_rows < len(self._text)
         self._reused: int = predecessor._reused if predecessor else cached_rows
         self._prompt = deque(self._text[cached_rows:])
+        self._chunk = request.params.prefill_chunk or (
+            prompts.chunk(len(self._prompt), self.strategy.pipeline.stages, cached_rows) if prompts else USUAL)
         self._prompt_left = len(self._prompt)  # rows of it that have not come back
         self._read = list(self._text)  # all accepted tokens, also those after the end of the answer
         self._chain = list(range(cached_rows))  # numbers of its rows that have come back
@@ -138,7 +141,7 @@ class DraftSession:
         """Return the best segment that may be sent now, of at most ``rows`` rows if they are given; the
         caller checks that V1 has room. A chunk of the prompt, while any is left."""
         if self.is_reading:
-            return self._next_chunk(min(rows or MOST, self.request.params.prefill_chunk))
+            return self._next_chunk(min(rows or self._chunk, self._chunk))
         if self.finished or self._prompt_left:
             return None
         if not self._may_send:

@@ -115,7 +115,7 @@ def predict(plan: PipelinePlan, strategies: Sequence[str], source: Path | Record
     devices = Devices(
         _drafting(at_context(plan.d0.profile, size, context), plan.problem, requests),
         tuple(at_context(stage.board.profile, size, context) for stage in plan.stages),
-        tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan")
+        tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan", plan.prompt_rows)
     return _run(devices, strategies, source, requests, advance, right_children, kinds, workers)
 
 
@@ -124,9 +124,15 @@ def predict_alone(board: CandidateBoard, problem: SplitProblem, source: Path | R
                   advance: Advance = lambda _: None, strategies: Sequence[str] = ALONE,
                   workers: Workers | None = None) -> list[Prediction]:
     scaled = _drafting(at_context(board.profile, problem.size, problem.context), problem, requests)
-    profile = scaled.model_copy(update={"link": _NO_LINK})
-    devices = Devices(profile, (profile,), (float(problem.size.layers),), board.name)
+    devices = single_board(board, scaled, problem)
     return _run(devices, strategies, source, requests, advance, workers=workers)
+
+
+def single_board(board: CandidateBoard, profile: Profile, problem: SplitProblem) -> Devices:
+    """A board that is D0 and V1 with all layers, with the times of ``profile``."""
+    profile = profile.model_copy(update={"link": _NO_LINK})
+    layers = problem.size.layers
+    return Devices(profile, (profile,), (float(layers),), board.name, problem.prompt_rows(board, layers, drafts=True))
 
 
 def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -> Profile:

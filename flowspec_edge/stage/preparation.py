@@ -7,21 +7,27 @@ consider the stage dead.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from statistics import median
 
 import numpy as np
 import torch
 
-from flowspec_edge.errors import first_line
+from flowspec_edge.errors import FlowspecError, first_line
 from flowspec_edge.messages import Int32, Open, Segment
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layer_graphs import LayerGraphs
+from flowspec_edge.stage.layers.recurrent import GatedDelta
+from flowspec_edge.stage.quant.grouped import CudaLinear, GroupedLinear
 from flowspec_edge.stage.shard import ROW_STEP, Shard
 from flowspec_edge.util.graphs import Clock, KernelChoice, Recorder, compare
-from flowspec_edge.util.tensors import from_torch
+from flowspec_edge.util.tensors import from_torch, to_host
 
 WARM_UP = (1, 16, 64)  # rows: plain decoding, a tree segment, a prompt chunk
 RECORDED = tuple(range(ROW_STEP, 65, ROW_STEP))  # rows; a segment rarely has more
+EXPANDED = (128, 256, 512)  # rows with which int4 products are tried with expanded weights
+_TURNS = 5  # of each
+_CLEARLY = 0.9  # of the kernel's time
 _TEXT = 256  # rows in the cache while kernels are compared
 
 
@@ -39,6 +45,82 @@ def warm_up(engine: StageEngine) -> None:
     for rows in WARM_UP:
         _pass_of(engine, rows, longest - rows if rows == WARM_UP[-1] else 0)()
     engine.reset()
+
+
+@torch.inference_mode()
+def prompt_rows(engine: StageEngine, most: int) -> int:
+    """Rows of a prompt's segment, up to ``most``, for which the stage has memory at the full length of its caches.
+
+    More than those of :data:`WARM_UP` only where a pass reads the weights once for them: on CUDA, and where int4
+    weights are expanded.  Not with recurrent layers, which compare the rows of a pass with one another.
+    """
+    shard, usual = shard_of(engine), WARM_UP[-1]
+    expands = any(module.expands_from for layer in shard.modules for module in _products(layer))
+    if any(isinstance(kind, GatedDelta) for kind in shard.kinds):
+        return usual
+    if shard.device.type != "cuda":
+        return max(usual, most) if expands else usual
+    rows = most
+    while rows > usual:
+        try:
+            _pass_of(engine, rows, max(rows, engine.cache_rows) - rows)()
+            engine.reset()
+            return rows
+        except FlowspecError:  # too little memory
+            engine.reset()
+            rows //= 2
+    return usual
+
+
+@torch.inference_mode()
+def choose_products(engine: StageEngine, clock: Clock = time.perf_counter) -> str:
+    """Measure from how many rows on products of int4 weights are faster with expanded weights, and set it; after
+    :func:`warm_up`, on CUDA.  Returns a line for the log, or "".  Any failure leaves the kernel for all rows."""
+    found = [module for layer in shard_of(engine).modules for module in _products(layer)
+             if isinstance(module, CudaLinear)]
+    return choose_expanded(found, clock) if found else ""
+
+
+@torch.inference_mode()
+def choose_expanded(found: Sequence[CudaLinear], clock: Clock = time.perf_counter) -> str:
+    """The same for some matrices, of which the largest is measured."""
+    largest = max(found, key=lambda linear: linear.out_features * linear.in_features)
+    try:
+        if not largest.knows_layout:
+            return "int4 weights stay: their layout on this GPU is not the one that is known"
+        first, times = expanding_pays(largest, clock)
+    except Exception as error:  # of PyTorch, the compiler of kernels, the driver
+        return f"int4 weights stay: they cannot be expanded: {first_line(error)}"
+    for linear in found:
+        linear.expands_from = first
+    measured = ", ".join(f"{rows} rows take {kernel:.1f} ms by the kernel, {expanded:.1f} expanded"
+                         for rows, (kernel, expanded) in times.items())
+    return f"int4 weights are expanded from {first} rows on: {measured}" if first else f"int4 weights stay: {measured}"
+
+
+def expanding_pays(linear: GroupedLinear, clock: Clock) -> tuple[int | None, dict[int, tuple[float, float]]]:
+    """The least of ``EXPANDED`` rows from which on expanding is clearly faster, None: never; and milliseconds with the
+    kernel and with expanded weights, medians, by rows."""
+    device = linear.get_buffer("scales_zeros").device
+    times: dict[int, tuple[float, float]] = {}
+    for rows in EXPANDED:
+        x = torch.ones(rows, linear.in_features, dtype=linear.dtype, device=device)
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for turn in range(_TURNS + 1):
+            for way, product in enumerate((linear.product, linear.expanded_product)):
+                begun = clock()
+                to_host([product(x)[:1]])
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                if turn:
+                    seconds[way].append(clock() - begun)
+        times[rows] = (1e3 * median(seconds[0]), 1e3 * median(seconds[1]))
+    slower = [rows for rows, (kernel, expanded) in times.items() if expanded > _CLEARLY * kernel]
+    return min((rows for rows in EXPANDED if rows > max(slower, default=0)), default=None), times
+
+
+def _products(layer: torch.nn.Module) -> list[GroupedLinear]:
+    return [module for module in layer.modules() if isinstance(module, GroupedLinear)]
 
 
 @torch.inference_mode()

@@ -129,7 +129,8 @@ class Parameters:
     ``__post_init__`` calls this one, and may raise UsageError.
     """
 
-    prefill_chunk: Annotated[int, "prompt tokens a segment"] = 64
+    prefill_chunk: Annotated[int, "prompt tokens a segment; 0: as many as give the first token soonest, by the stages' "
+                                  "times", 0] = 0
     segment: Annotated[int, "l: the longest segment; a turn is the time of a full one"] = 16
     draft: Annotated[str, "what guesses: own, the strategy's own kind of draft model, or another; ngram needs none",
                      DRAFTS] = OWN

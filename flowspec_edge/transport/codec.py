@@ -74,7 +74,7 @@ FIELDS: dict[type, dict[str, Field]] = {
     m.Computed: {**_RUN, "stage": Int(low=1), "rows": Int(), "batch_rows": Int(),
                  "start": Int(), "end": Int(), "sent": Int()},
     m.Hello: {**_STAGE, "stages": Int(low=1), "layers": Ints(length=2), "digest": Text(), "version": Int(),
-              "newest": Int(low=-1)},
+              "newest": Int(low=-1), "rows": Int(low=1)},
     m.Heartbeat: {**_STAGE, "counters": FloatMap(), "isolated": Bool()},
     m.SessionReport: {**_STAGE, "session": Int(), "counters": FloatMap()},
     m.Failed: {**_STAGE, "cause": Text()},

@@ -65,7 +65,8 @@ def speed_of(results: list[Result]) -> float:
 def test_to_learn_is_as_fast_as_to_be_told(demo_model: Path, demo_prompts: list[list[int]], curve: str,
                                            temperature: float, prompts: int) -> None:
     """``microbench.curve`` has a dozen prompts; the text is the same in any case."""
-    requests = [Request(prompt, "flowspec_plus", 48 if prompts == 1 else 64, Sampling(temperature, seed=1))
+    requests = [Request(prompt, "flowspec_plus", 48 if prompts == 1 else 64, Sampling(temperature, seed=1),
+                        Params(prefill_chunk=LONGEST_BLOCK))
                 for prompt in demo_prompts[1:1 + prompts]]  # the first one's answer has no miss
     sizes = Sizes()
     clusters = [VirtualCluster(demo_model, 4, profile(curve), observer=sizes, learn=True),
@@ -111,7 +112,7 @@ def test_what_is_learned_is_what_every_stage_told(tiny_model: Path) -> None:
     uneven = Devices(board, (board,) * 3, (8, 10, 14), "uneven")
     cluster = VirtualCluster(tiny_model, 3, uneven, observer=watch, learn=True)
     for length in (70, 9):
-        cluster.generate(Request(list(range(length)), "flowspec_plus", 12))
+        cluster.generate(Request(list(range(length)), "flowspec_plus", 12, params=Params(prefill_chunk=64)))
     warm = [(place, rows, round(1e6 * cluster.devices.stage_seconds(place, rows)) * 1e-6)
             for place in (1, 2, 3) for rows in (1, 16, 64)]
     watch.told = warm + watch.told

@@ -24,15 +24,18 @@ from flowspec_edge.boards.probe.compute_rules import advisable, computed, produc
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.device_profile import Int4Cost
 from flowspec_edge.errors import UsageError
+from flowspec_edge.stage.preparation import choose_expanded
 from flowspec_edge.stage.quant.base import KINDS as QUANTISED
 from flowspec_edge.stage.quant.base import LayerKind
+from flowspec_edge.stage.quant.grouped import CudaLinear
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.weights.load import fast_layout
 from flowspec_edge.util.tensors import DTYPES
 
 COMPARED_ROWS = 16  # rows at which kinds are compared: the paper's default for a segment
 ROWS = (1, 4, 16, 32)
-INT4_ROWS = (1, 8, 16, 32, 64)  # of a profile: PyTorch's kernel reads the weights once for every 16 rows
+# Of a profile: PyTorch's kernel reads the weights once for every 16 rows, and many rows of a prompt expand them.
+INT4_ROWS = (1, 8, 16, 32, 64, 128, 256, 512)
 SHAPE = (4096, 4096)
 ROUNDS = 5
 _COPY_BYTES = 256 * 1024**2
@@ -159,6 +162,8 @@ def _product(kind: str, shape: tuple[int, int], dtype: str, device: str) -> tupl
     linear.fill({name: torch.randint(256, size, dtype=stored) if stored == torch.uint8
                  else torch.full(size, 0.01, dtype=stored)
                  for name, (size, stored) in chosen.stored(rows, columns).items()})
+    if isinstance(linear, CudaLinear):
+        choose_expanded([linear])  # as a stage does
     return linear, linear.nbytes
 
 

@@ -114,7 +114,8 @@ class CacheBytes(StrictModel):
 
 class ModelParts(StrictModel):
     """``layers``: the distinct ones; ``group``: of int4, in a GGUF file; ``drafts``: by kind; ``caches``: by
-    "16bit" or "int8", then by the width of a value in bytes."""
+    "16bit" or "int8", then by the width of a value in bytes; ``queries``: values of a row's queries in layers that see
+    the whole text, as an average over all layers."""
 
     family: str
     count: Number  # of layers
@@ -128,6 +129,7 @@ class ModelParts(StrictModel):
     caches: dict[CacheBits, dict[str, CacheBytes]]
     group: Number = DEFAULT_GROUP
     from_weights: bool = False
+    queries: Number = 0
 
 
 class ShippedParts(StrictModel):

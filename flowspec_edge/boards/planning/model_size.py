@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flowspec_edge.boards.planning.model_parts import HeadShape, ModelParts, shipped_parts
+from flowspec_edge.boards.planning.model_parts import HeadShape, ModelParts, PartShape, shipped_parts
 from flowspec_edge.boards.planning.planned_draft import NGRAMS, PlannedDraft, StoredDraft, planned_for
 from flowspec_edge.model.candidates import candidates_for, default_count
 from flowspec_edge.model.catalogue import find_known
@@ -46,6 +46,8 @@ class ModelBytes:
                      candidate head, whose factor is in ``draft``
     candidates       of the candidate head; 0: there is none
     kv_row           keys and values of one row in one layer, on average; draft_kv_row: in the draft head
+    row_values       of a pass's activations, a number a row: what a layer's matrices give, and three times the states
+    queries          values of a row's queries in one layer, on average, of layers that see the whole text; a number
     window           rows that layers with a window see; ``windowed``: their share of all layers
     state            of recurrent layers, in one layer, on average: states, snapshots and entries of a
                      request, and snapshots of a text that it may go on with; ``state_read``: what a
@@ -85,6 +87,8 @@ class ModelBytes:
     state_read: int = 0
     draft_unread: int = 0
     candidates: int = 0
+    queries: int = 0
+    row_values: int = 0
 
     @property
     def bytes_per_value(self) -> int:
@@ -217,4 +221,14 @@ def _sized(name: str, shape: ModelParts, planned: PlannedDraft, dtype: PlanDtype
         window=cache.window, windowed=cache.windowed,
         experts=experts.count if experts else 0, chosen=experts.chosen if experts else 0,
         expert=experts.expert.nbytes(width, packed, shape.group) if experts else 0,
-        state=cache.state, state_read=cache.state_read)
+        state=cache.state, state_read=cache.state_read, queries=shape.queries,
+        row_values=_row_values(shape))
+
+
+def _row_values(shape: ModelParts) -> int:
+    def outputs(part: PartShape) -> int:
+        return sum(matrices.rows * matrices.count for matrices in part.matrices)
+
+    widest, experts = max(map(outputs, shape.layers)), shape.experts
+    unused = (experts.count - experts.chosen) * outputs(experts.expert) if experts else 0
+    return widest - unused + 3 * shape.hidden

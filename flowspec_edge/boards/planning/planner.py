@@ -23,8 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flowspec_edge.boards.inventory import Role
+from flowspec_edge.d0.prompt_chunks import MOST, STEP, USUAL
 from flowspec_edge.device_profile import Memory, Profile
 from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.stage.quant.sizes import EXPANDED_BYTES
 
 if TYPE_CHECKING:
     from flowspec_edge.boards.planning.model_size import ModelBytes
@@ -94,6 +96,18 @@ class SplitProblem:
     def d0(self) -> int:
         return self.size.d0_weights + self.cached * self.size.draft_kv_row
 
+    def prompt_rows(self, board: CandidateBoard, layers: int, drafts: bool = False) -> int:
+        """Rows of a prompt's segment for which ``board`` has memory beside ``layers`` and, if it ``drafts``, D0's part.
+
+        Those of ``USUAL`` rows are part of a process's memory.  Recurrent layers compute no more at once.
+        """
+        size = self.size
+        if size.state:
+            return USUAL
+        left = board.room - self.stage(layers) - self.d0 * drafts - EXPANDED_BYTES * (size.dtype == "int4")
+        row = (size.row_values + self.cached) * size.bytes_per_value  # activations, and what it sees of the cache
+        return min(MOST, USUAL + max(left, 0) // row // STEP * STEP)
+
     def layers_within(self, board: CandidateBoard) -> int:
         left = board.room - self.stage(0)
         return min(max(left, 0) // self.layer, self.size.layers)
@@ -114,6 +128,11 @@ class PipelinePlan:
     left_out: tuple[tuple[CandidateBoard, str], ...]  # (board, reason)
     slowest: float  # seconds: objective 2
     latency: float  # seconds: objective 3
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of a prompt's segment for which every stage has memory."""
+        return min(self.problem.prompt_rows(stage.board, stage.layers[1] - stage.layers[0]) for stage in self.stages)
 
     @property
     def link_bound(self) -> bool:

@@ -43,7 +43,7 @@ from flowspec_edge.sharding.drafts import open_draft
 from flowspec_edge.sharding.plan import IN_16_BITS
 from flowspec_edge.stage.families.decoder import Decoder, skeleton
 from flowspec_edge.stage.families.feed_forward import Mixture
-from flowspec_edge.stage.layers.kinds import layer_kinds
+from flowspec_edge.stage.layers.kinds import KeysValues, layer_kinds
 from flowspec_edge.stage.layers.kv_cache import row_bytes
 from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.quant.awq_gptq import importer
@@ -162,7 +162,7 @@ def _shape(config: DecoderConfig, core: Any, drafts: dict[str, HeadShape], repac
         drafts=drafts,
         caches={bits: {str(width): _cache_bytes(config, bits, width) for width in _WIDTHS}
                 for bits in get_args(CacheBits)},
-        group=group, from_weights=from_weights)
+        group=group, from_weights=from_weights, queries=_queries(config))
 
 
 def _distinct(layers: Iterable[PartShape]) -> list[PartShape]:
@@ -182,6 +182,12 @@ def _cache_bytes(config: DecoderConfig, kv_cache: CacheBits, width: int) -> Cach
         window=min(windows, default=None), windowed=len(windows) / len(kinds),
         state=sum(kind.request_bytes(width) for kind in recurrent) // len(kinds),
         state_read=sum(kind.read_bytes() for kind in recurrent) // len(kinds))
+
+
+def _queries(config: DecoderConfig) -> int:
+    kinds = layer_kinds(config, "16bit")
+    growing = [kind for kind in kinds if isinstance(kind, KeysValues) and kind.window is None]
+    return sum(kind.kv_heads * kind.groups * kind.head_dim for kind in growing) // len(kinds)
 
 
 def _draft_shape(target: DecoderConfig, kind: DraftKind, directory: Path | None) -> HeadShape:

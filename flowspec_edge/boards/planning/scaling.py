@@ -2,8 +2,9 @@
 
 int4 weights need their kernel's times (``[int4]`` of a profile).  Without them a stage is charged for the
 memory bandwidth that the profile states, which other engines reach.  A pass reads the keys and values of the
-whole context once: a profile without measured times for that (``context_ms``) is charged the cache's bytes at
-its memory's bandwidth.
+whole context once, and each of its rows multiplies with all of them: a profile without measured times for that
+(``context_ms``) is charged the cache's bytes at its memory's bandwidth, or the multiplications at the rate of its
+matrix products if they take longer.
 """
 
 from __future__ import annotations
@@ -51,16 +52,45 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     fitted, how = _scaled(profile, size)
     curve = fitted.stage
     if not curve.context_ms:
-        read = round(size.kv_row * (1 - size.windowed))  # a window's time does not grow with the text
-        added = curve.layers * 1e3 * cache_seconds(profile, read, 1000)
-        if added:
-            curve = curve.model_copy(update={"context_ms": [added] * len(curve.rows)})
+        curve = _with_attention(curve, profile, size)
     if how.note and (added := curve.layers * 1e3 * cache_seconds(profile, size.state_read, 1)):
         curve = curve.model_copy(update={"ms": [ms + added for ms in curve.ms],
                                          "shared_ms": [ms + added for ms in curve.shared_ms]})
     launch = fitted.launch and fitted.launch.model_copy(update={
         "layer": size.layer_launches, "experts": size.experts or None, "chosen": size.chosen or None})
     return fitted.model_copy(update={"stage": curve, "launch": launch}), how
+
+
+def _with_attention(curve: StageCurve, profile: Profile, size: ModelBytes) -> StageCurve:
+    """``curve`` with the time that a thousand cached tokens add."""
+    read = round(size.kv_row * (1 - size.windowed))  # a window's time does not grow with the text
+    reading = curve.layers * 1e3 * cache_seconds(profile, read, 1000)
+    if not reading:
+        return curve
+    # Queries times keys, and weights times values.
+    by_row = curve.layers * 1000 * 2 * size.queries * _product_ms(profile)
+    bound = reading / by_row if by_row else 0.0  # rows from which multiplying takes longer than reading
+    # The last two corners say how the curve goes on.
+    corners = sorted({*curve.rows, *((bound, 2 * max(bound, curve.rows[-1])) if bound else ())})
+
+    def at_corners(times: list[float]) -> list[float]:
+        known = dict(zip(curve.rows, times, strict=False))
+        one = StageCurve(layers=curve.layers, rows=curve.rows, ms=times) if times else None
+        return [known.get(n, one.milliseconds(n)) for n in corners] if one else []
+
+    return curve.model_copy(update={
+        "rows": corners, "ms": at_corners(curve.ms), "shared_ms": at_corners(curve.shared_ms),
+        "context_ms": [max(reading, by_row * n) for n in corners]})
+
+
+def _product_ms(profile: Profile) -> float:
+    """The time of a multiplication in the profile's matrix products of many rows; 0 if it is not known."""
+    curve, measured = profile.stage, profile.model
+    if len(curve.rows) < 2 or curve.shared_ms or not measured.layer_mb:
+        return 0.0
+    by_row = (curve.ms[-1] - curve.ms[-2]) / (curve.rows[-1] - curve.rows[-2]) / curve.layers
+    weights = measured.layer_mb * 1e6 / (_INT4_BYTES if measured.quantised else measured.bytes_per_value)
+    return by_row / weights
 
 
 def cache_seconds(profile: Profile, row: int, context: int) -> float:
@@ -136,7 +166,7 @@ def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:
     basis: Basis = "profile"
     if size.dtype == "int4" and not measured.quantised:
         basis = "kernel" if kernel else "bandwidth"
-        rows |= set(kernel.rows) if kernel else {_INT4_ROWS}
+        rows |= set(kernel.rows) if kernel else {_INT4_ROWS, *_expanded_corners(profile)}
     elif measured.quantised and size.dtype != "int4":
         basis = "bandwidth"
     corners = sorted(rows)
@@ -160,13 +190,25 @@ def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequenc
     if basis == "kernel":
         assert kernel
         full = measured.bytes_per_value / _INT4_BYTES  # bytes in 16 bits that are measured beside one of int4
-        return [curve.milliseconds(n) * by_bytes[n] * full * kernel.ratio(n) for n in corners]
+        last = curve.rows[-1]  # beyond the rows that a stage was measured with, it grows at least as its products
+        own = {n: max(curve.milliseconds(n), curve.milliseconds(min(n, last)) * kernel.full(max(n, last))
+                      / kernel.full(last)) for n in corners}
+        return [own[n] * by_bytes[n] * full * kernel.ratio(n) for n in corners]
     if basis == "bandwidth" and size.dtype == "int4" and size.experts:
         return [curve.milliseconds(n) * _read_in_all(size, n, correlation) / 1e6 / measured.layer_mb
                 for n in corners]
     if basis == "bandwidth" and size.dtype == "int4":
-        return [max(curve.milliseconds(n), curve.ms[0] * n / _INT4_ROWS) * by_bytes[n] for n in corners]
+        # The kernel reads the weights again for every 16 rows.  For many they are read once, written in 16 bits, and
+        # multiplied (``stage.quant.expanded``).
+        full = measured.bytes_per_value / _INT4_BYTES
+        return [by_bytes[n] * min(max(curve.milliseconds(n), curve.ms[0] * n / _INT4_ROWS),
+                                  curve.ms[0] * (1 + full) + curve.milliseconds(n) * full) for n in corners]
     return [curve.milliseconds(n) * by_bytes[n] for n in corners]
+
+
+def _expanded_corners(profile: Profile) -> set[float]:
+    """Rows from which on int4 weights are expanded, where the profile's own weights take one time for so many."""
+    return {_INT4_ROWS * (1 + 2 * profile.model.bytes_per_value / _INT4_BYTES)}
 
 
 def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:

@@ -25,6 +25,7 @@ from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
     MOST_REPEATS,
     OUTPUT,
+    PROMPTS,
     DeviceOption,
     DtypeOption,
     FigureOption,
@@ -33,6 +34,7 @@ from flowspec_edge.cli.common.options import (
     ProfileOption,
     StagesOption,
     StrategyOption,
+    parse_counts,
 )
 from flowspec_edge.cli.common.streams import saved
 from flowspec_edge.errors import UsageError
@@ -45,7 +47,16 @@ app = typer.Typer(help="Benchmarks.", no_args_is_help=True)
 
 @with_dataclasses(strategies=measured_by_default(FLOWSPEC_AND_ABLATIONS), rare=("top_k", "top_p", "min_p", "clock"),
                   options=BenchOptions, sampling=Sampling, params=EQUAL)
-def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
+def run(
+    prompt_lengths: Annotated[str | None, typer.Option(
+        "--prompt-lengths", help="Also print the time to the first token after prompts of so many tokens, such as "
+                                 "512,4096,32768.", metavar="N,N", show_default=False, hidden=True,
+        rich_help_panel=PROMPTS)] = None,
+    *,
+    options: BenchOptions,
+    sampling: Sampling,
+    params: Params,
+) -> None:
     """Run strategies on the same prompts and check every token against plain decoding.
 
     All draft with the model's EAGLE head, but for those that cannot; --draft own compares each method with
@@ -63,22 +74,34 @@ def run(*, options: BenchOptions, sampling: Sampling, params: Params) -> None:
       flowspec bench run --prompts spec_bench/question.jsonl --by-category --limit 10
       flowspec bench run --strategies autoregressive,flowspec_plus --clients 4 --limit 8 --json four.json
       flowspec bench run --strategies flowspec_plus --arrival-rate 0.2 --limit 16
+      flowspec bench run --strategies flowspec_plus --limit 1 --prompt-lengths 512,4096,32768
     """
     from rich.console import Console
 
-    from flowspec_edge.cli.bench.measure import MeasureRequest, measure
+    from flowspec_edge.cli.bench.measure import MeasureRequest, measure, measure_first_tokens
     from flowspec_edge.cli.common.workload import fail_if_different
     from flowspec_edge.lab.bench.exactness import types_of
     from flowspec_edge.lab.bench.results import BenchReport
-    from flowspec_edge.lab.bench.tables import rows_to_show, show, table, title
+    from flowspec_edge.lab.bench.tables import first_token_table, rows_to_show, show, table, timing, title
+    from flowspec_edge.util.terminal import printable
 
-    report = measure(MeasureRequest(FLOWSPEC_AND_ABLATIONS), options, sampling, params)
+    lengths = parse_counts(prompt_lengths, "--prompt-lengths") if prompt_lengths else []
+    request = MeasureRequest(FLOWSPEC_AND_ABLATIONS)
+    report = measure(request, options, sampling, params)
     assert isinstance(report, BenchReport)
+    if lengths:
+        report.first_tokens = measure_first_tokens(request, options, params, lengths)
+        if options.out is not None:
+            saved(options.out, partial(report.save, options.out))
     console = Console()
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
         how = title(report.clock, report.profile, report.settings["stages"], temperature)
         how = f"{how}, {types_of(report.settings)}"
         show(console, table(rows_to_show(report, temperature), how))
+    if report.first_tokens:
+        how = f"{timing(report.clock, report.profile)}, {report.settings['stages']} stages"
+        print(printable(f"\ntime to the first token of a prompt alone, {how}"))
+        show(console, first_token_table(report.first_tokens))
     fail_if_different(report.different_texts())
 
 

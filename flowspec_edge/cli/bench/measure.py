@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowspec_edge.boards.planning.testbed import profile_or_testbed
 from flowspec_edge.cli.bench.clusters import ClusterSetup, open_points, parallel_points
@@ -28,6 +28,9 @@ from flowspec_edge.lab.bench.tasks import Task
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.util.files import check_writable
+
+if TYPE_CHECKING:
+    from flowspec_edge.lab.first_token import FirstToken
 
 _Results = TypeVar("_Results", BenchReport, Sweep)
 
@@ -156,6 +159,25 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
         plain, explains = subject.plain(options if inventory is None else replace(options, device="cpu"), processes)
         measure_points(results, plans, open_point, plain, advance, save, explains)
     return results
+
+
+def measure_first_tokens(request: MeasureRequest, options: BenchOptions, params: Params, lengths: Sequence[int]
+                         ) -> list[FirstToken]:
+    """The time to the first token after prompts of these lengths, on the clock and devices of :func:`measure`."""
+    from flowspec_edge.drivers.virtual.devices import Devices
+    from flowspec_edge.lab.first_token import in_virtual_time, measured
+
+    subject, clock = subject_of(options), request.clock(options)
+    stages = subject.stages(options.stages, clock.profile)
+    if clock.clock == "virtual":
+        assert clock.profile is not None
+        devices = Devices.of(clock.profile, stages)
+        return [in_virtual_time(devices, tokens, params) for tokens in lengths]
+    dtype = subject.dtype(options.dtype)
+    options = replace(options, stages=stages, dtype=dtype,
+                      device=subject.device(options.device, dtype, clock.processes(stages)))
+    with open_points(request.links, ClusterSetup(None, subject, options, clock)) as open_point, open_point(None) as at:
+        return measured(at.cluster.generate, lengths, params)
 
 
 def _results(request: MeasureRequest, options: BenchOptions, clock: ClockSettings, settings: dict[str, Any]

@@ -30,9 +30,11 @@ from flowspec_edge.boards.planning.throughput import Throughput
 from flowspec_edge.cli.bench.options import PUBLISHED_SHARE
 from flowspec_edge.cli.boards.plan_output import QUALITY, Alternative, PlanReport, Recommendation
 from flowspec_edge.d0.request import Request
+from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.drivers.virtual.recording import Recording
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.lab import predictions
+from flowspec_edge.lab import first_token, predictions
+from flowspec_edge.lab.first_token import FirstToken
 from flowspec_edge.lab.predictions import Prediction
 from flowspec_edge.model.draft_kinds import NGRAM, WantedDraft
 from flowspec_edge.model.manifest import CacheBits, HeadBits
@@ -92,6 +94,40 @@ class Case:
                                                    self.problem.context)
         return Alternative((self.alone.name,), self.problem.size.dtype, strategy, rate, seconds * 1e3,
                            seconds * 1e3, self.bandwidth)
+
+    def first_tokens(self, plan: PipelinePlan | None, lengths: Sequence[int] = first_token.LENGTHS) -> list[FirstToken]:
+        """Return the time to the first token by the length of the prompt, alone on the boards of ``plan``; None: on
+        the board that holds everything."""
+        return [self._first_token(plan, tokens) for tokens in lengths]
+
+    def _first_token(self, plan: PipelinePlan | None, tokens: int) -> FirstToken:
+        size, context = self.problem.size, tokens + 1
+        if context > size.max_positions:
+            return FirstToken(tokens, None, f"{size.name} was made for {size.max_positions:,} tokens")
+        longer = problem_for(size, max(context, self.problem.context), self.problem.requests, len(self.boards))
+        if missing := self._missing(plan, longer):
+            return FirstToken(tokens, None, missing)
+        if plan:
+            devices = Devices(plan.d0.profile, tuple(stage.board.profile for stage in plan.stages),
+                              tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan",
+                              replace(plan, problem=longer).prompt_rows)
+        else:
+            assert self.alone
+            devices = predictions.single_board(self.alone, self.alone.profile, longer)
+        found = first_token.in_virtual_time(devices, tokens)
+        return found if context <= self.problem.context else replace(found, why=f"needs --context {context} or more")
+
+    def _missing(self, plan: PipelinePlan | None, problem: SplitProblem) -> str:
+        """Say what memory a board lacks for the caches of ``problem`` beside its layers; "" for none."""
+        if plan is None:
+            assert self.alone
+            lacking = {self.alone.name: -single_board_headroom(self.alone, problem)}
+        else:
+            lacking = {plan.d0.name: problem.d0 - plan.d0.room}
+            lacking |= {stage.board.name: problem.stage(stage.layers[1] - stage.layers[0]) - stage.board.room
+                        for stage in plan.stages}
+        name, most = max(lacking.items(), key=lambda item: item[1])
+        return f"does not fit: {name} lacks {most / 1e6:,.0f} MB for the caches" if most > 0 else ""
 
     def report(self, plan: PipelinePlan | None, members: Sequence[BoardSpec]) -> PlanReport:
         """``plan`` None: one board holds everything, and no split fits."""
@@ -380,7 +416,9 @@ class Runs:
         report.label = (f"virtual time, {report.context} tokens of context, acceptance of "
                         f"{self._tokens(case).acceptance}"
                         + (", int4 by memory bandwidth alone" if report.by_bandwidth else ""))
-        return _recommended(report, case, why, own.alone)
+        report = _recommended(report, case, why, own.alone)
+        report.first_tokens = case.first_tokens(None if report.alone_rows else chosen)
+        return report
 
 
 def _place(cases: Sequence[Case], wanted: Case) -> int:

@@ -21,8 +21,9 @@ from flowspec_edge.boards.planning.one_board import (
 from flowspec_edge.boards.planning.plan_table import BoardRow
 from flowspec_edge.boards.planning.planner import PipelinePlan
 from flowspec_edge.boards.planning.scaling import at_context
-from flowspec_edge.lab.bench.tables import frame
+from flowspec_edge.lab.bench.tables import first_token_table, frame
 from flowspec_edge.lab.bench.tables import show as show_whole
+from flowspec_edge.lab.first_token import FirstToken
 from flowspec_edge.lab.predictions import Prediction
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.strategies.draft_choice import draft_label
@@ -100,6 +101,7 @@ class PlanReport:
     alone_rows: list[BoardRow] = field(default_factory=list)
     next: list[str] = field(default_factory=list)
     kinds_of: str = ""
+    first_tokens: list[FirstToken] = field(default_factory=list)
 
     @property
     def draft(self) -> DraftTurn | None:
@@ -192,6 +194,7 @@ class PlanReport:
             "alternatives": [asdict(alternative) for alternative in self.alternatives],
             "smallest_single_board": asdict(self.smallest) if self.smallest else None,
             "other_programs": self.others.as_json() if self.others else None,
+            "first_tokens": [asdict(found) for found in self.first_tokens],
             "draft_heads": [asdict(cost) for cost in self.heads],
             "kinds_of": self.kinds_of, "estimated": bool(self.notes), "notes": self.notes,
         }
@@ -304,6 +307,11 @@ def show(report: PlanReport) -> None:
         if p.by_kind:
             rates = ", ".join(f"{kind} {rate_text(rate)}" for kind, rate in p.by_kind.items())
             say(f"{p.strategy} in {report.kinds_of}: {rates}.")
+    if report.first_tokens:
+        say("")
+        say("the first token of a prompt alone, by its length:")
+        show_whole(console, first_token_table(report.first_tokens))
+        say("")
     if report.alone:
         text = report.alone.text
         say(f"{text[:1].upper()}{text[1:]}." if report.alone.enough else f"{text}.")

@@ -33,5 +33,12 @@ class Emulator(Protocol):
     def slot_seconds(self, rows: int) -> float:
         """Return a segment's time in the slowest stage, with the link after it."""
 
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of a prompt's segment at most."""
+
+    def prompt_seconds(self, rows: int, context: int, /) -> float:
+        """Return the same for a prompt's segment, with ``context`` tokens in the caches."""
+
     def draft_passes(self, kind: str, rows: int) -> float:
         """Return how many draft passes fit into the time of ``rows`` rows through all stages."""

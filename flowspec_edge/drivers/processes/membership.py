@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from flowspec_edge.d0.counters import LiveLines
+from flowspec_edge.d0.prompt_chunks import MOST
 from flowspec_edge.errors import PeerLost, ProtocolError
 from flowspec_edge.messages import (
     PROTOCOL_VERSION,
@@ -116,6 +117,11 @@ class Membership:
     def newest(self) -> int:
         """The highest session number that any stage reported in its last Hello; -1 if none has."""
         return max((m.hello.newest for m in self._members.values() if m.hello), default=-1)
+
+    @property
+    def prompt_rows(self) -> int:
+        """Rows of a prompt's segment that every stage takes."""
+        return min((MOST, *(m.hello.rows for m in self._members.values() if m.hello)))
 
     def missing(self) -> list[str]:
         return [f"V{member.stage}" for member in self._members.values() if member.hello is None]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
+
+from flowspec_edge.d0.prompt_chunks import USUAL, PromptCurve
 from flowspec_edge.d0.request import Request, Stats
 from flowspec_edge.d0.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.drivers.processes.emulator import Emulator
+from flowspec_edge.errors import UsageError
 from flowspec_edge.strategies.params import Params
 
 _SEGMENTS = 6
+_PASSES = 2  # of each size of a prompt's segments; the fastest counts
 _ROUND_TRIPS = 3  # per segment size, to measure links; the fastest counts
 
 
@@ -28,12 +33,19 @@ class ClusterTiming:
         self._stages = stages
         self._pass_seconds = pass_seconds
         self._pass_s: dict[str, float] = {}
+        self._prompts: PromptCurve | None = None
 
     def slot_seconds(self) -> Callable[[int], float] | None:
         """Return a function from rows to a segment's seconds in a stage; None if it is not known."""
         if self._emulator:
             return self._emulator.slot_seconds
         return self.curve.seconds if self.curve else None
+
+    def prompt_curve(self) -> PromptCurve | None:
+        """Return the times by which prompts are cut into segments; None if they are not known."""
+        if self._emulator:
+            return PromptCurve(self._emulator.prompt_seconds, self._emulator.prompt_rows)
+        return self._prompts
 
     def draft_passes(self, kind: str, rows: int) -> float:
         """Return how many draft passes fit into the time of ``rows`` rows through all stages."""
@@ -43,10 +55,13 @@ class ClusterTiming:
             self._pass_s[kind] = self._pass_seconds(kind)
         return self.slot_s * self._stages / self._pass_s[kind]
 
-    def warm_up(self, run: Callable[[Request], Stats]) -> None:
+    def warm_up(self, run: Callable[[Request], Stats], prompt_rows: int = USUAL) -> None:
         """Measure the slot with full segments, so that all strategies use the same unit of turns. Also seed
         the curve with the shortest and longest warm-up segments; the difference of their round trips gives a
-        row's mean time on a link."""
+        row's mean time on a link.
+
+        Stages that take more than the usual ``prompt_rows`` of a prompt at once are timed with them, once: prompts are
+        cut alike for every request from then on, so that all strategies compute a prompt with the same products."""
         slot_s = run(_prefill(Params().segment, _SEGMENTS)).slot_s
         if self.curve:
             shortest, longest = min(WARM_UP_ROWS), max(WARM_UP_ROWS)
@@ -54,6 +69,26 @@ class ClusterTiming:
                                for rows in (shortest, longest))
             self.curve.link_row_s = max(0.0, long_s - short_s) / (longest - shortest) / self._stages
         self.slot_s = slot_s
+        if self.curve and prompt_rows > USUAL:
+            self._prompts = _measured(run, prompt_rows)
+
+
+def _measured(run: Callable[[Request], Stats], most: int) -> PromptCurve | None:
+    """Segments of the usual rows and of more, until the model takes no longer text."""
+    times: dict[int, float] = {}
+    rows = min(WARM_UP_ROWS[0], USUAL)
+    while rows <= most:
+        try:
+            passes = [run(_prefill(rows, 1)).stages for _ in range(_PASSES)]
+        except UsageError:
+            break
+        least = min(max(stage.get("compute_s", 0.0) for stage in stages) for stages in passes)
+        times[rows] = max(least, *times.values(), 0.0)  # a larger segment takes no less time
+        rows *= 2
+    if not times:
+        return None
+    sizes, seconds = list(times), list(times.values())
+    return PromptCurve(lambda rows, context: float(np.interp(rows, sizes, seconds)), sizes[-1])
 
 
 def _transit_s(run: Callable[[Request], Stats], rows: int) -> float:

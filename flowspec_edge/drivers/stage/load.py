@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 
 from flowspec_edge.d0.capacity import tentative_rows
+from flowspec_edge.d0.prompt_chunks import MOST
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.messages import Hello
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.preparation import choose_graphs, warm_up
+from flowspec_edge.stage.preparation import choose_graphs, choose_products, prompt_rows, warm_up
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.util.graphs import CudaRecorder
@@ -29,8 +30,13 @@ def load_engine(config: WorkerConfig) -> tuple[StageEngine, Hello]:
     make_current(config.device)
     shard = load_shard(OpenModel(Path(config.model)), config.stage - 1, config.stages, config.dtype,
                        config.device)
-    engine = StageEngine(shard, config.cache_rows, config.requests, tentative_rows(Params(), config.stages))
+    each = tentative_rows(Params(), config.stages)
+    engine = StageEngine(shard, config.cache_rows, config.requests, each)
     if shard.device.type == "cuda":
         warm_up(engine)
+        if products := choose_products(engine):
+            log.info("V%d: %s", config.stage, products)
         log.info("V%d: %s", config.stage, choose_graphs(engine, CudaRecorder(shard.device)))
-    return engine, Hello(config.instance, config.stage, config.stages, shard.layers, shard.digest)
+    text = config.cache_rows - config.requests * each if config.cache_rows else MOST
+    rows = prompt_rows(engine, min(text, MOST))
+    return engine, Hello(config.instance, config.stage, config.stages, shard.layers, shard.digest, rows=rows)

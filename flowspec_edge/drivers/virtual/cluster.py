@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from flowspec_edge.d0.core import DraftCore
 from flowspec_edge.d0.draft_sessions import DraftSessions
 from flowspec_edge.d0.observer import Observer
+from flowspec_edge.d0.prompt_chunks import PromptCurve
 from flowspec_edge.d0.request import OnTokens, Request, RequestHandle, Result, SchedulingPolicy
 from flowspec_edge.d0.session import DraftSession
 from flowspec_edge.d0.slot_curve import WARM_UP_ROWS, SlotCurve
@@ -182,7 +183,9 @@ class VirtualCluster:
             request, self._stages, lambda: clock.now, session,
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
             self._curve.seconds if self._curve else self.devices.occupied_seconds,
-            around=calibrated if self._right_children != 1 else None, sparse=self.devices.sparse)
+            around=calibrated if self._right_children != 1 else None, sparse=self.devices.sparse,
+            prompts=PromptCurve(self.devices.prompt_seconds, self.devices.prompt_rows)
+            if parallelism == "pipeline" else None)
 
     def _text(self, request: Request) -> list[int]:
         """The prompt and plain decoding's answer, which is computed once."""

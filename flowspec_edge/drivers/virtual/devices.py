@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import Protocol
 
 from flowspec_edge.d0.jobs import Job
+from flowspec_edge.d0.prompt_chunks import MOST, USUAL
 from flowspec_edge.d0.session import DraftPass, Verify
 from flowspec_edge.device_profile import MixedBoards, Profile
 from flowspec_edge.errors import UsageError
@@ -35,12 +36,14 @@ class Devices:
 
     layers  of the profiles' model, by stage; a fraction is allowed
     name    label of figures under these devices
+    most_rows  of a prompt's segment, for which every stage has memory
     """
 
     d0: Profile
     stages: tuple[Profile, ...]
     layers: tuple[float, ...]
     name: str
+    most_rows: int = MOST
 
     def __post_init__(self) -> None:
         if not self.stages or len(self.stages) != len(self.layers):
@@ -84,11 +87,22 @@ class Devices:
     def occupied_seconds(self, rows: int) -> float:
         """Time of a segment in the slowest stage plus the slowest link after a stage."""
         if rows not in self._occupied:  # a scheduler asks for up to 256 lengths of every batch
-            size = rows * self.d0.model.hidden_width * self.d0.model.bytes_per_value
-            ring = [*range(1, len(self.stages) + 1), 0]
-            link = max(self.hop_seconds(a, b, size)[0] for a, b in pairwise(ring))
-            self._occupied[rows] = self.slot_seconds(rows) + link
+            self._occupied[rows] = self.prompt_seconds(rows, 0)
         return self._occupied[rows]
+
+    @cached_property
+    def prompt_rows(self) -> int:
+        """Rows of a prompt's segment at most: those for which there is memory, and times.  A curve that is flat to its
+        end says nothing of more rows."""
+        ends = [profile.stage.rows[-1] for profile in self.stages if not profile.stage.rises]
+        return min(self.most_rows, max(USUAL, int(min(ends, default=MOST))))
+
+    def prompt_seconds(self, rows: int, context: int) -> float:
+        """:meth:`occupied_seconds` with ``context`` tokens in the caches."""
+        size = rows * self.d0.model.hidden_width * self.d0.model.bytes_per_value
+        ring = [*range(1, len(self.stages) + 1), 0]
+        link = max(self.hop_seconds(a, b, size)[0] for a, b in pairwise(ring))
+        return max(self.stage_seconds(place, rows, context) for place in ring[:-1]) + link
 
     @cached_property
     def _occupied(self) -> dict[int, float]:

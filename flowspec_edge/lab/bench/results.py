@@ -15,6 +15,7 @@ from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.bench.axes import AXES, Axis, PaperFigures, Value, axis_named
 from flowspec_edge.lab.bench.rows import ReportRow, rows_of, task_means
 from flowspec_edge.lab.bench.samples import Cell, Sample
+from flowspec_edge.lab.first_token import FirstToken
 from flowspec_edge.util.bounded_read import read_json
 from flowspec_edge.util.files import write_output
 
@@ -98,6 +99,7 @@ class BenchReport(Results):
 
     samples: list[Sample] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
+    first_tokens: list[FirstToken] = field(default_factory=list)  # of --prompt-lengths
 
     @property
     def concurrent(self) -> bool:
@@ -141,6 +143,7 @@ class BenchReport(Results):
             "rows": [_row_json(row) for row in self.rows], "means": [_row_json(row) for row in self.means],
             "differences": [asdict(d) for d in self.differences],
             "samples": [_sample_json(sample) for sample in self.samples],
+            **({"first_tokens": [asdict(found) for found in self.first_tokens]} if self.first_tokens else {}),
         }
 
 
@@ -256,6 +259,7 @@ _Samples = Annotated[list[Sample], AfterValidator(_of_earlier_files)]
 class _ReportFile(_File):
     samples: _Samples
     differences: list[Difference]
+    first_tokens: list[FirstToken] = []
 
 
 class _Point(BaseModel):

@@ -18,6 +18,7 @@ from flowspec_edge.lab.bench.results import BenchReport, Sweep
 from flowspec_edge.lab.bench.rows import ReportRow
 from flowspec_edge.lab.bench.samples import LOOP, SHORT
 from flowspec_edge.lab.bench.styles import style_of
+from flowspec_edge.lab.first_token import FirstToken
 from flowspec_edge.strategies.registry import groups_note
 from flowspec_edge.util.terminal import plain
 
@@ -71,6 +72,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     return NOTHING if value is None else f"{value:.{digits}f}{unit}"
+
+
+def first_token_table(found: Sequence[FirstToken]) -> Table:
+    made = frame((), ("prompt tokens", "first token s"))
+    made.add_column("")
+    for one in found:
+        made.add_row(f"{one.prompt_tokens:,}", number(one.seconds), plain(one.why))
+    return made
 
 
 def title(clock: str, profile: str | None, stages: int, temperature: float, strategy: str = "") -> str:

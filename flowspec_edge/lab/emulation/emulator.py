@@ -40,6 +40,13 @@ class ProfileEmulator:
     def slot_seconds(self, rows: int) -> float:
         return self.emulation.devices.occupied_seconds(rows)
 
+    @property
+    def prompt_rows(self) -> int:
+        return self.emulation.devices.prompt_rows
+
+    def prompt_seconds(self, rows: int, context: int, /) -> float:
+        return self.emulation.devices.prompt_seconds(rows, context)
+
     def draft_passes(self, kind: str, rows: int) -> float:
         devices = self.emulation.devices
         return devices.latency_seconds(rows, "pipeline") / max(devices.d0.draft_seconds(kind), 1e-9)

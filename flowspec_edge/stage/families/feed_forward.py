@@ -56,7 +56,7 @@ class Mlp(nn.Module):
 
     def _inner(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x).chunk(2, -1)
-        return self.activation(gate) * up
+        return self.activation(gate).mul_(up)
 
 
 class Router(nn.Module):

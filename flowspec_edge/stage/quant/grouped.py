@@ -19,10 +19,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.stage.quant.base import Kind, QuantLinear, Scheme, slices
-from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, GROUPS, ROWS, group_for
+from flowspec_edge.stage.quant.base import ROW_BLOCK, Kind, QuantLinear, Scheme, slices
+from flowspec_edge.stage.quant.expanded import (
+    columns_of_blocks,
+    cpu_block,
+    expands_tiles,
+    multiplies_bfloat16,
+    rows_of_tiles,
+)
+from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, EXPANDED_BYTES, GROUPS, ROWS, group_for
 
 _EXPANDED_WEIGHTS = 1 << 20  # at a time: 4 MB in float32, which stay in a CPU cache
+# Of a product on a CPU that multiplies bfloat16, from which on expanding is faster (docs/experiments/costs.md); more
+# than any strategy sends for one request by default, so that bits of a row do not depend on how many it is with.
+CPU_EXPANDED_ROWS = 256
 _FITTED_WEIGHTS = 1 << 17  # at a time, so that the fit stays in a CPU cache
 
 
@@ -105,13 +115,18 @@ def expand(packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 class GroupedLinear(QuantLinear):
+    """``expands_from``: rows from which on a product multiplies weights that it has expanded to 16 bits; None: it
+    never does."""
+
     row_dims: ClassVar[Mapping[str, int]] = {"scales_zeros": 1}
+    expands_from: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features).contiguous()  # as the kernels demand
         if not len(flat):
             return x.new_empty((*x.shape[:-1], self.out_features))
-        y = self.product(flat)
+        many = self.expands_from is not None and len(flat) >= self.expands_from
+        y = self.expanded_product(flat) if many else self.product(flat)
         if self.bias is not None:
             y += self.bias
         return y.view(*x.shape[:-1], self.out_features)
@@ -119,6 +134,10 @@ class GroupedLinear(QuantLinear):
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
         """x Wᵀ for x [n, in_features], n at least 1."""
+
+    def expanded_product(self, x: Tensor) -> Tensor:
+        """The same with the weights in 16 bits, a slice at a time."""
+        return self.product(x)
 
 
 class ExpandingLinear(GroupedLinear):
@@ -144,11 +163,14 @@ class CpuLinear(GroupedLinear):
     """PyTorch's int4 product on the CPU, in bfloat16.
 
     The packed layout groups 16, 32 or 64 rows, depending on the vector width, so slices that start at
-    multiples of 64 pack to the same bytes as the whole.
+    multiples of 64 pack to the same bytes as the whole.  The kernel multiplies in float32; where the CPU multiplies
+    bfloat16, expanded weights are faster for many rows.
     """
 
     def allocate(self, device: torch.device) -> None:
         rows, columns = self.out_features, self.in_features
+        if rows % ROW_BLOCK == 0 and multiplies_bfloat16() and cpu_block() is not None:
+            self.expands_from = CPU_EXPANDED_ROWS
         self.register_packed("packed", torch.empty((rows, columns // 2), dtype=torch.uint8))
         self.register_packed("scales_zeros",
                              torch.empty((columns // self.group, rows, 2), dtype=torch.bfloat16))
@@ -163,12 +185,22 @@ class CpuLinear(GroupedLinear):
         return torch.ops.aten._weight_int4pack_mm_for_cpu(
             x, self.get_buffer("packed"), self.group, self.get_buffer("scales_zeros"))
 
+    def expanded_product(self, x: Tensor) -> Tensor:
+        packed, scales_zeros, block = self.get_buffer("packed"), self.get_buffer("scales_zeros"), cpu_block()
+        assert block is not None
+        y = x.new_empty(len(x), self.out_features)
+        for lo, hi in slices(self.out_features, self.in_features, EXPANDED_BYTES // 8):  # in float32, then in bfloat16
+            part = scales_zeros[:, lo:hi].contiguous()
+            y[:, lo:hi] = torch.mm(x, columns_of_blocks(packed[lo:hi], part, self.group, block))
+        return y
+
 
 class CudaLinear(GroupedLinear):
     """PyTorch's int4 product on a GPU, in bfloat16; fp16 activations are converted.
 
     It reads all weights once per 16 rows.  Expanding the matrix for cuBLAS moves 4.5 bytes per weight (read
-    0.5, write 2, read 2) against 0.5, and would pay only beyond some 150 rows.
+    0.5, write 2, read 2) against 0.5: where the memory is the limit that pays beyond some 140 rows.  A stage measures
+    when it does (``preparation.choose_products``).
 
     Packed: int32 [rows / 8, columns / (16 inner), 32, inner / 2], ``inner`` tiles of 8 x 16 at a time.
     """
@@ -191,6 +223,20 @@ class CudaLinear(GroupedLinear):
 
     def product(self, x: Tensor) -> Tensor:
         return self._multiply(x, self.get_buffer("packed"), self.get_buffer("scales_zeros"))
+
+    @property
+    def knows_layout(self) -> bool:
+        """Whether weights can be expanded out of the layout of this device."""
+        return expands_tiles(self.inner, self.get_buffer("packed").device)
+
+    def expanded_product(self, x: Tensor) -> Tensor:
+        packed, scales_zeros = self.get_buffer("packed"), self.get_buffer("scales_zeros")
+        rows = x.to(torch.bfloat16)
+        y = rows.new_empty(len(x), self.out_features)
+        for lo, hi in slices(self.out_features, self.in_features, EXPANDED_BYTES // 2):
+            part = scales_zeros[:, lo:hi].contiguous()
+            torch.mm(rows, rows_of_tiles(packed[lo // 8 : hi // 8], part, self.group).t(), out=y[:, lo:hi])
+        return y.to(x.dtype)
 
     def _multiply(self, x: Tensor, packed: Tensor, scales_zeros: Tensor) -> Tensor:
         return torch.ops.aten._weight_int4pack_mm(

@@ -12,6 +12,7 @@ from flowspec_edge.model.manifest import HeadBits, QuantKind, ShardDtype
 DEFAULT_GROUP = 128
 GROUPS = (32, 64, 128, 256)  # sizes that the kernels support
 ROWS = 16  # the CPU's kernel needs a multiple of this many rows of a matrix; the GPU's, of 8
+EXPANDED_BYTES = 32 << 20  # of int4 weights in 16 bits, which a stage has in memory at once for a product of many rows
 HEAD_BLOCK_BYTES = 240 << 20  # of a piece of lm_head
 _SCALE_AND_ZERO = 4  # bytes of a group
 Packed = Literal["int4", "int8"]

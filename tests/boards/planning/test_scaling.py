@@ -178,13 +178,27 @@ def test_unmeasured_contexts_read_the_cache_at_bandwidth() -> None:
     nano, seven = load_profile("orin-nano-8gb"), model_bytes("llama-2-7b", "fp16")
     fitted, _ = scaled(nano, seven)
     read = 2048 * 16_384 / 55e9
-    for rows in (1, 16, 200):
+    for rows in (1, 16, 200, 500):
         assert fitted.stage_seconds(rows, 8) == pytest.approx(nano.stage_seconds(rows, 8))
+    for rows in (1, 16):
         assert fitted.stage_seconds(rows, 8, 2048) == pytest.approx(nano.stage_seconds(rows, 8) + 8 * read)
     full = at_context(fitted, seven, 2048)
     assert full.stage_seconds(16, 8) == pytest.approx(fitted.stage_seconds(16, 8, 2048))
     assert full.draft.pass_ms == pytest.approx(fitted.draft.pass_ms + 1e3 * read)  # the head has a layer
     assert full.draft.spd_pass_ms == pytest.approx(fitted.draft.spd_pass_ms + 2e3 * read)
+
+
+@pytest.mark.parametrize(("name", "queries"), [("llama-2-7b", 4096), ("qwen3-32b", 64 * 128),
+                                               ("qwen3.6-27b", 24 * 256 // 4), ("gpt-oss-20b", 64 * 64 // 2)])
+def test_many_rows_multiply_with_the_context_at_the_rate_of_the_matrices(name: str, queries: int) -> None:
+    """``queries``: heads times their width, of the share of the layers that see the whole text."""
+    nano, model = load_profile("orin-nano-8gb"), model_bytes(name, "int4")
+    assert model.queries == queries
+    fitted, _ = scaled(nano, model)
+    a_multiplication = (14.7 - 7.36) * 1e-3 / (364 - 182) / (405e6 / 2)  # s, from the profile's [stage]
+    for rows in (256, 512, 2048):
+        added = fitted.stage_seconds(rows, 8, 4096) - fitted.stage_seconds(rows, 8)
+        assert added == pytest.approx(8 * rows * 4096 * 2 * queries * a_multiplication)
 
 
 def test_virtual_time_of_a_profile_by_itself_knows_no_context() -> None:

@@ -486,3 +486,23 @@ def test_gguf_files_are_one_line_in_every_command(tmp_path: Path, monkeypatch: p
     assert "GGUF" in err
     assert given in err
     assert [path.name for path in tmp_path.iterdir()] == ["files"]
+
+
+def test_prompts_by_length(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A longer context does not change the times of prompts that fit in a shorter one."""
+    given = ("--model", "qwen3-32b", "--dtype", "int4", "--devices", "orin-nano-8gb-super:5", "--strategies",
+             "autoregressive")
+    short, long, longest = planned(capsys, *given)["first_tokens"]
+    assert [found["prompt_tokens"] for found in (short, long, longest)] == [512, 4096, 32_768]
+    assert short["why"] == ""
+    assert long["why"] == "needs --context 4097 or more"
+    assert longest["seconds"] is None
+    assert "lacks" in longest["why"]
+    wider = planned(capsys, *given, "--context", "5000")["first_tokens"]
+    assert [found["seconds"] for found in wider] == [short["seconds"], long["seconds"], None]
+    assert wider[1]["why"] == ""
+    tiny = planned(capsys, "--model", str(home / "model"), "--devices", f"{home}/nano.toml:3", "--strategies",
+                   "autoregressive", "--context", "64")["first_tokens"]
+    assert "was made for" in tiny[-1]["why"]
+    assert main(["plan", *given]) == 0
+    assert "the first token of a prompt alone, by its length:" in capsys.readouterr().out

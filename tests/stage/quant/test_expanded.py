@@ -1,0 +1,117 @@
+"""int4 matrices that are expanded for products of many rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from kits.int4_matrices import random_matrix
+from torch import Tensor
+
+from flowspec_edge.stage.quant.expanded import (
+    _order,
+    columns_of_blocks,
+    cpu_block,
+    pairs_by_operations,
+    rows_of_tiles,
+)
+from flowspec_edge.stage.quant.grouped import CPU_EXPANDED_ROWS, CpuLinear, expand, pack
+from flowspec_edge.stage.quant.schemes import scheme
+
+ROWS = (1, 7, 16, 64, 128, 200, 300)
+
+
+def filled(rows: int, columns: int, group: int = 128) -> tuple[CpuLinear, dict[str, Tensor]]:
+    chosen = scheme("int4", group)
+    stored = chosen.quantise(random_matrix(rows, columns))
+    linear = chosen.linear(rows, columns, False, torch.bfloat16)
+    assert isinstance(linear, CpuLinear)
+    linear.fill(stored)
+    return linear, stored
+
+
+def test_this_cpus_layout_is_known() -> None:
+    """Those of vectors of 256 and 512 bits are, with which x86 CPUs compute."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert cpu_block() == {"AVX512": 64, "AVX2": 32}.get(capability)
+
+
+@pytest.mark.skipif(cpu_block() is None, reason="the layout of this CPU's kernel is not known")
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize("rows", [64, 192, 1024])
+def test_expanded_weights_are_those_that_are_stored(group: int, rows: int) -> None:
+    linear, stored = filled(rows, 512, group)
+    block = cpu_block()
+    assert block is not None
+    found = columns_of_blocks(linear.get_buffer("packed"), linear.get_buffer("scales_zeros"), linear.group, block)
+    wanted = expand(stored["qweight"], stored["scales"], stored["zeros"])
+    assert found.shape == (512, rows)
+    assert found.t().float().numpy() == pytest.approx(wanted.numpy(), rel=2**-8)
+
+
+@pytest.mark.skipif(cpu_block() is None, reason="the layout of this CPU's kernel is not known")
+def test_a_rows_bits_do_not_depend_on_how_many_it_is_with() -> None:
+    """On either way, as in a prompt's last segment and in its others; and both are right to bfloat16."""
+    linear, stored = filled(2112, 1024)  # several slices, the last one shorter
+    x = torch.randn(max(ROWS), 1024, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    wanted = x.double() @ expand(stored["qweight"], stored["scales"], stored["zeros"]).double().t()
+    for way in (linear.product, linear.expanded_product):
+        whole = way(x)
+        for rows in ROWS:
+            assert torch.equal(way(x[:rows].contiguous()), whole[:rows])
+        assert float((whole.double() - wanted).abs().max() / wanted.abs().max()) < 2**-7
+
+
+def test_many_rows_take_the_expanded_weights_where_it_pays() -> None:
+    linear, _ = filled(128, 256)
+    assert linear.expands_from in (None, CPU_EXPANDED_ROWS)
+    x = torch.randn(300, 256, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
+    assert torch.equal(linear(x), linear.product(x) if linear.expands_from is None else linear.expanded_product(x))
+    linear.expands_from = None
+    assert torch.equal(linear(x), linear.product(x))
+    few = x[: CPU_EXPANDED_ROWS - 1].contiguous()
+    assert torch.equal(filled(128, 256)[0](few), linear.product(few))
+
+
+def packed_as_on_a_gpu(codes: np.ndarray, inner: int) -> Tensor:
+    """Of codes [rows, columns], as PyTorch's source has it for a GPU (``matrix_to_m16n8k16_Bint4_layout``): lane by
+    lane of a tile of 8 rows and 16 columns, the eight codes of two such tiles in a word, 7 5 3 1 6 4 2 0 from its high
+    end."""
+    rows, columns = codes.shape
+    packed = np.zeros((rows // 8, columns // (16 * inner), 32, inner // 2), np.uint32)
+    for tile in range(rows // 8):
+        for run in range(columns // (16 * inner)):
+            for lane in range(32):
+                for word in range(inner // 2):
+                    row, first = 8 * tile + lane // 4, 16 * (run * inner + 2 * word) + 2 * (lane % 4)
+                    values = [int(codes[row, first + at]) for at in (0, 1, 8, 9, 16, 17, 24, 25)]
+                    shifts = (0, 16, 4, 20, 8, 24, 12, 28)
+                    packed[tile, run, lane, word] = sum(v << s for v, s in zip(values, shifts, strict=True))
+    return torch.from_numpy(packed.view(np.int32))
+
+
+@pytest.mark.parametrize("inner", [2, 4, 8])
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+def test_tiles_of_a_gpu(inner: int, group: int) -> None:
+    """What a GPU would compute in one kernel, here by operations; no GPU has run the kernel itself."""
+    rows, columns = 24, 512
+    random = np.random.default_rng(inner + group)
+    codes = random.integers(0, 16, (rows, columns))
+    scales = torch.from_numpy(random.normal(size=(rows, columns // group))).to(torch.bfloat16)
+    zeros = torch.from_numpy(random.normal(size=(rows, columns // group))).to(torch.bfloat16)
+    both = torch.stack([scales.t(), zeros.t()], -1).contiguous()
+    found = rows_of_tiles(packed_as_on_a_gpu(codes, inner), both, group, pairs_by_operations)
+    wanted = expand(pack(torch.from_numpy(codes).to(torch.uint8)), scales, zeros).to(torch.bfloat16)
+    assert found.shape == (rows, columns)
+    assert torch.equal(found, wanted)
+
+
+def test_results_lie_in_memory_as_the_first_operand_says() -> None:
+    """The order in which PyTorch lays out a result of operands whose own orders differ."""
+    shape = (5, 8, 3, 1, 1, 4, 4, 4)
+    first = _order(shape, torch.device("cpu"))
+    other = torch.zeros(4, 4, 3, 8, 5, 4, dtype=torch.int32).permute(4, 3, 2, 1, 0, 5)[:, :, :, None, None]
+    found = torch.bitwise_xor(first, other)
+    assert found.shape == shape
+    assert found.is_contiguous()
+    assert not torch.bitwise_xor(other, other.clone()).is_contiguous()
