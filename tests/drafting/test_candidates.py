@@ -15,6 +15,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.candidates import CandidateHead, own_states, principal
 from flowspec_edge.drafting.load import load_drafters
+from flowspec_edge.drafting.tree_cache import CacheShape
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.candidates import Candidates, candidates_for, default_count
@@ -119,6 +120,9 @@ class Chained(torch.nn.Module):
         self.config = SimpleNamespace(hidden_size=embeddings.shape[1])
         self.tokens: list[torch.Tensor] = []
 
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(1, 1, 8, torch.float32, torch.device("cpu"))
+
     def forward(self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, *_: object) -> torch.Tensor:
         self.tokens.append(tokens)
         return states + self.embed_tokens(tokens) + positions[..., None]
@@ -127,9 +131,9 @@ class Chained(torch.nn.Module):
 def test_a_head_goes_on_from_its_own_states_tokens_and_positions() -> None:
     head, lm_head = Chained(drawn(V, H, seed=5)), blocks(drawn(V, H), V)
     found = own_states(head, lambda states, ranked: ranked(states), lm_head).view(-1, 32, H)
-    steps = torch.stack([head.embed_tokens(tokens[:, 0]) + step for step, tokens in enumerate(head.tokens)])
+    steps = torch.stack([head.embed_tokens(tokens) + step for step, tokens in enumerate(head.tokens)])
     torch.testing.assert_close(found, steps.double().cumsum(0)[-len(found):].float(), rtol=1e-4, atol=1e-3)
-    assert len({tuple(row) for row in torch.cat(head.tokens, 1).tolist()}) == 32  # each sequence is another text
+    assert len({tuple(row) for row in torch.stack(head.tokens, 1).tolist()}) == 32  # each sequence is another text
 
 
 def test_a_matrix_without_rows_is_read_whole(caplog: pytest.LogCaptureFixture) -> None:

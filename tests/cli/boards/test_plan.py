@@ -489,7 +489,7 @@ def test_gguf_files_are_one_line_in_every_command(tmp_path: Path, monkeypatch: p
 
 
 def test_prompts_by_length(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A longer context does not change the times of prompts that fit in a shorter one."""
+    """A longer context leaves less memory for a prompt's segments: its first token comes no sooner."""
     given = ("--model", "qwen3-32b", "--dtype", "int4", "--devices", "orin-nano-8gb-super:5", "--strategies",
              "autoregressive")
     short, long, longest = planned(capsys, *given)["first_tokens"]
@@ -499,7 +499,9 @@ def test_prompts_by_length(home: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert longest["seconds"] is None
     assert "lacks" in longest["why"]
     wider = planned(capsys, *given, "--context", "5000")["first_tokens"]
-    assert [found["seconds"] for found in wider] == [short["seconds"], long["seconds"], None]
+    assert short["seconds"] <= wider[0]["seconds"]
+    assert short["seconds"] < long["seconds"] <= wider[1]["seconds"]
+    assert wider[2]["seconds"] is None
     assert wider[1]["why"] == ""
     tiny = planned(capsys, "--model", str(home / "model"), "--devices", f"{home}/nano.toml:3", "--strategies",
                    "autoregressive", "--context", "64")["first_tokens"]
