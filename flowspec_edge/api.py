@@ -200,8 +200,8 @@ class Cluster:
         return [self._completion(result) for result in self._backend.generate_many(requests)]
 
     def plain(self, request: Request) -> list[int]:
-        """Return the tokens of plain decoding. In fp32 every strategy gives the same; in 16 bits near ties may differ.
-        The first call loads the model a second time."""
+        """Return the tokens of plain decoding with transformers' unsharded model. In fp32 every strategy gives them;
+        in 16 bits near ties may differ. The first call loads the model a second time."""
         if self._plain is None:
             from flowspec_edge.lab.plain import PlainDecoder
 
