@@ -108,7 +108,7 @@ class Family:
     name: str
     defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     form: LayerForm = LayerForm()
-    launches: int = 20
+    launches: int = 28
     within: str = ""
     experts: ExpertNames | None = None
     recurrent: bool = False
@@ -136,7 +136,7 @@ _YARN = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
 LLAMA = Family("llama", {"vocab_size": 32_000, "hidden_size": 4_096, "intermediate_size": 11_008,
                          "num_hidden_layers": 32, "num_attention_heads": 32, "max_position_embeddings": 2_048,
                          "attention_bias": False, "mlp_bias": False},
-               launches=17, gguf=GgufNames("llama", permuted=True))
+               launches=25, gguf=GgufNames("llama", permuted=True))
 FAMILIES = {family.name: family for family in (
     LLAMA,
     Family("mistral", {"vocab_size": 32_000, "hidden_size": 4_096, "intermediate_size": 14_336,
@@ -166,7 +166,7 @@ FAMILIES = {family.name: family for family in (
                          "max_position_embeddings": 32_768, "use_sliding_window": False, "num_experts": 128,
                          "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
                          "attention_bias": False},
-           LayerForm(head_norms=True), launches=35, experts=ExpertNames(), always_windowed=True,
+           LayerForm(head_norms=True), launches=45, experts=ExpertNames(), always_windowed=True,
            gguf=GgufNames("qwen3moe", _EXPERTS | {"num_experts": "expert_count",
                                                   "moe_intermediate_size": "expert_feed_forward_length"},
                           {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []})),
@@ -174,7 +174,7 @@ FAMILIES = {family.name: family for family in (
                        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
                        "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "num_local_experts": 8,
                        "num_experts_per_tok": 2},
-           launches=32, experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2"), always_windowed=True,
+           launches=42, experts=ExpertNames("block_sparse_moe", "w1", "w3", "w2"), always_windowed=True,
            rope_theta=1_000_000.0,
            gguf=GgufNames("llama", _EXPERTS | {"num_local_experts": "expert_count"}, {"sliding_window": None},
                           permuted=True)),
@@ -202,17 +202,17 @@ FAMILIES = {family.name: family for family in (
                           "head_dim": 256, "max_position_embeddings": 32_768, "num_experts": 512,
                           "num_experts_per_tok": 10, "moe_intermediate_size": 512,
                           "shared_expert_intermediate_size": 512, "norm_topk_prob": True, **_LINEAR},
-           replace(_DELTA, delta_by_key_head=True), launches=79, experts=ExpertNames(), recurrent=True,
+           replace(_DELTA, delta_by_key_head=True), launches=82, experts=ExpertNames(), recurrent=True,
            rotated=0.25, draft_layers=(MTP,)),
     Family("qwen3_5_text", {"vocab_size": 248_320, "hidden_size": 4_096, "intermediate_size": 12_288,
                             "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
                             "head_dim": 256, "max_position_embeddings": 32_768, **_LINEAR},
-           _DELTA, launches=55, within="qwen3_5", recurrent=True, rotated=0.25, draft_layers=(MTP,)),
+           _DELTA, launches=58, within="qwen3_5", recurrent=True, rotated=0.25, draft_layers=(MTP,)),
     Family("qwen3_5_moe_text", {"vocab_size": 248_320, "hidden_size": 2_048, "num_hidden_layers": 40,
                                 "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256,
                                 "max_position_embeddings": 32_768, "num_experts": 256, "num_experts_per_tok": 8,
                                 "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512, **_LINEAR},
-           _DELTA, launches=75, within="qwen3_5_moe", experts=ExpertNames(), recurrent=True, rotated=0.25,
+           _DELTA, launches=78, within="qwen3_5_moe", experts=ExpertNames(), recurrent=True, rotated=0.25,
            draft_layers=(MTP,)),
 )}
 QWEN2, QWEN3 = FAMILIES["qwen2"], FAMILIES["qwen3"]  # layers of draft heads are Llama's or theirs

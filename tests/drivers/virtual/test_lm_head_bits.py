@@ -117,12 +117,16 @@ def test_an_eagle_head_has_four_bits(base: Path, bits: HeadBits) -> None:
     stored = load_file(base / "model" / "eagle2" / "model.safetensors")
     linears = {name: module for name, module in head.named_modules()
                if isinstance(module, QuantLinear) and module.scheme.kind == "int4"}
-    assert len(linears) == 8  # fc, four of the attention, three of the MLP
+    # fc, four of the attention, and two of the MLP, whose gate and up are one matrix.
+    assert len(linears) == 7
     for name, module in linears.items():
-        weight = stored[f"{name}.weight"]
+        path, joined = name.rpartition(".qkv_proj.parts.")[0], name.rpartition(".")[2]
+        names = ([f"{path}.{'qkv'[int(joined)]}_proj"] if path else
+                 [name.replace("gate_up", part) for part in ("gate", "up")] if "gate_up" in name else [name])
+        weight = torch.cat([stored[f"{name}.weight"] for name in names])
         x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(1))
         expected = x.double() @ scheme.dequantise(scheme.quantise(weight)).double().T
-        expected += stored.get(f"{name}.bias", 0)
+        expected += torch.cat([stored[f"{name}.bias"] for name in names]) if f"{names[0]}.bias" in stored else 0
         torch.testing.assert_close(module(x).double(), expected, rtol=1e-4, atol=1e-4)
 
 
