@@ -35,7 +35,7 @@ _WIDTH_STEP = 256  # columns of a mask over a shared memory
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """``layers`` times keys and values, [1, kv_heads, capacity, head_dim] each.
+    """``layers`` times keys and values, [2, capacity, kv_heads, head_dim] each.
 
     ``groups``: query heads per key/value head.
     ``window``: a row attends only to that many nearest rows, itself included, so that no distance exceeds

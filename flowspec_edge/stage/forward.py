@@ -21,6 +21,7 @@ from flowspec_edge.stage.families.decoder import DecoderLayer
 from flowspec_edge.stage.families.rotary import Rotary
 from flowspec_edge.stage.layer_graphs import LayerGraphs
 from flowspec_edge.stage.layers.stage_cache import CacheKind, Part
+from flowspec_edge.stage.quant.grouped import expanding
 from flowspec_edge.util.tensors import indices, to_device, to_host, to_torch
 from flowspec_edge.util.weight_file import tokens_device
 
@@ -79,7 +80,8 @@ def run(shard: Modules, parts: Sequence[Part], keep_going: Callable[[], bool],
             taps.append((layer, inputs.clone()))  # layers write to their inputs
 
     pacer = LaunchPacer.of(shard.device)
-    hidden = _layers(shard, parts, tap, keep_going, pacer, graphs)
+    with expanding(len(parts) == 1 and parts[0].is_text):
+        hidden = _layers(shard, parts, tap, keep_going, pacer, graphs)
     if hidden is None:
         return None
     # A stage without layers computes nothing, except the embeddings on the first stage.

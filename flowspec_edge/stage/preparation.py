@@ -15,13 +15,16 @@ import torch
 
 from flowspec_edge.errors import FlowspecError, first_line
 from flowspec_edge.messages import Int32, Open, Segment
+from flowspec_edge.model.manifest import OWN_COLUMNS
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layer_graphs import LayerGraphs
 from flowspec_edge.stage.layers.recurrent import GatedDelta
+from flowspec_edge.stage.quant.base import QuantLinear
 from flowspec_edge.stage.quant.grouped import CudaLinear, GroupedLinear
 from flowspec_edge.stage.shard import ROW_STEP, Shard
 from flowspec_edge.util.graphs import Clock, KernelChoice, Recorder, compare
 from flowspec_edge.util.tensors import from_torch, to_host
+from flowspec_edge.util.torchdevice import available_bytes, release
 
 WARM_UP = (1, 16, 64)  # rows: plain decoding, a tree segment, a prompt chunk
 RECORDED = tuple(range(ROW_STEP, 65, ROW_STEP))  # rows; a segment rarely has more
@@ -51,25 +54,38 @@ def warm_up(engine: StageEngine) -> None:
 def prompt_rows(engine: StageEngine, most: int) -> int:
     """Rows of a prompt's segment, up to ``most``, for which the stage has memory at the full length of its caches.
 
-    More than those of :data:`WARM_UP` only where a pass reads the weights once for them: on CUDA, and where int4
-    weights are expanded.  Not with recurrent layers, which compare the rows of a pass with one another.
+    More than those of :data:`WARM_UP` only on CUDA, where a pass reads the weights once for them: on a CPU a layer
+    would take seconds, in which the stage says nothing.  Not with recurrent layers, which compare the rows of a pass
+    with one another.
     """
-    shard, usual = shard_of(engine), WARM_UP[-1]
-    expands = any(module.expands_from for layer in shard.modules for module in _products(layer))
-    if any(isinstance(kind, GatedDelta) for kind in shard.kinds):
-        return usual
-    if shard.device.type != "cuda":
-        return max(usual, most) if expands else usual
-    rows = most
-    while rows > usual:
+    shard, found = shard_of(engine), WARM_UP[-1]
+    if shard.device.type != "cuda" or any(isinstance(kind, GatedDelta) for kind in shard.kinds):
+        return found
+    each = max((_row_bytes(engine, layer) for layer in shard.modules), default=0)
+    while 2 * found <= most:
+        # Upwards: on a board no allocation fails, but the system kills who takes too much.
+        available = available_bytes(shard.device)
+        if available is not None and 2 * found * each > available:
+            break
         try:
-            _pass_of(engine, rows, max(rows, engine.cache_rows) - rows)()
-            engine.reset()
-            return rows
+            _pass_of(engine, 2 * found, max(2 * found, engine.cache_rows) - 2 * found)()
         except FlowspecError:  # too little memory
+            break
+        finally:
             engine.reset()
-            rows //= 2
-    return usual
+            release(shard.device)
+        found *= 2
+    return found
+
+
+def _row_bytes(engine: StageEngine, layer: torch.nn.Module) -> int:
+    """Of a pass's activations, and of what is gathered and masked for a row, in a layer."""
+    shard = shard_of(engine)
+    config = shard.config
+    outputs = sum(module.out_features for module in layer.modules()
+                  if isinstance(module, (torch.nn.Linear, QuantLinear)))
+    gathered = 2 * OWN_COLUMNS * config.num_key_value_heads * config.head_dim
+    return (outputs + gathered + 3 * config.hidden_size + engine.cache_rows) * shard.dtype.itemsize
 
 
 @torch.inference_mode()
@@ -84,10 +100,11 @@ def choose_products(engine: StageEngine, clock: Clock = time.perf_counter) -> st
 @torch.inference_mode()
 def choose_expanded(found: Sequence[CudaLinear], clock: Clock = time.perf_counter) -> str:
     """The same for some matrices, of which the largest is measured."""
-    largest = max(found, key=lambda linear: linear.out_features * linear.in_features)
     try:
-        if not largest.knows_layout:
+        found = [linear for linear in found if linear.knows_layout]
+        if not found:
             return "int4 weights stay: their layout on this GPU is not the one that is known"
+        largest = max(found, key=lambda linear: linear.out_features * linear.in_features)
         first, times = expanding_pays(largest, clock)
     except Exception as error:  # of PyTorch, the compiler of kernels, the driver
         return f"int4 weights stay: they cannot be expanded: {first_line(error)}"

@@ -22,15 +22,16 @@ _ROWS = 16
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``F.linear`` of x [n, k]; on a CPU in bfloat16 with the bits that a row has beside any others.
+    """Return ``F.linear`` of x [..., k]; on a CPU in bfloat16 with the bits that a row has beside any others.
 
     PyTorch's and oneDNN's kernels there add in an order that depends on the number of rows, so that number is
     padded.  CPUs with units for bfloat16 take no longer for 16 rows than for one.
     """
-    n = len(x)
+    n = x.shape[:-1].numel()
     if x.dtype != torch.bfloat16 or x.device.type != "cpu" or n % _ROWS == 0:
         return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, -n % _ROWS)), weight, bias)[:n]
+    rows = F.pad(x.reshape(n, -1), (0, 0, 0, -n % _ROWS))
+    return F.linear(rows, weight, bias)[:n].view(*x.shape[:-1], -1)
 
 
 class PaddedLinear(nn.Module):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kits.family_checkpoints import FAMILIES, VOCAB, family_model
+from kits.sharded_models import cut
 from kits.stages import Book, engines, random_tokens, through
 from kits.tiny_models import tiny_llama, tiny_model
 
@@ -140,3 +141,26 @@ def test_a_batch_of_requests(tmp_path: Path) -> None:
         assert isinstance(messages[1], Output)
         hidden = to_torch(messages[1].hidden)[0]
         assert torch.equal(hidden, expected[book.paths[int(messages[1].numbers[0])]])
+
+
+def test_int4_beside_a_long_prompt(tmp_path: Path) -> None:
+    """A prompt that is alone in a pass multiplies expanded weights where that is faster; another request's row never
+    does."""
+    path = tiny_llama(tmp_path / "model", layers=2, hidden=128, vocab=VOCAB)
+    (path / "tokenizer.json").write_text("{}")
+    cut(path, tmp_path / "cut", 1, "int4")
+    engine = StageEngine(load_shard(tmp_path / "cut", 0, 1, "bf16"))
+    texts = [random_tokens(40, VOCAB, seed=1), random_tokens(300, VOCAB, seed=2)]
+    for session in (1, 2, 3):
+        engine.open(Open(session, 0, CAPACITY, tentative=400, concurrent=tuple({1, 2, 3} - {session})))
+    expected = plain([engine], 1, tuple(texts[0]))
+    book, other = Book(2), Book(3)
+    through([engine], book.text(texts[0][:-1]))
+    segments: list[Segment] = []
+    for segment in (book.text(texts[0][-1:]), other.text(texts[1])):
+        admitted = engine.admit(segment)
+        assert admitted is not None
+        segments.append(admitted)
+    output = engine.compute(segments)[0].message
+    assert isinstance(output, Output)
+    assert torch.equal(to_torch(output.hidden)[0], expected[tuple(texts[0])])

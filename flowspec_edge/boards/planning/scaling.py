@@ -84,9 +84,10 @@ def _with_attention(curve: StageCurve, profile: Profile, size: ModelBytes) -> St
 
 
 def _product_ms(profile: Profile) -> float:
-    """The time of a multiplication in the profile's matrix products of many rows; 0 if it is not known."""
+    """The time of a multiplication in the profile's matrix products of many rows; 0 if it is not known, as from a
+    curve that does not rise."""
     curve, measured = profile.stage, profile.model
-    if len(curve.rows) < 2 or curve.shared_ms or not measured.layer_mb:
+    if not curve.rises or curve.shared_ms or not measured.layer_mb:
         return 0.0
     by_row = (curve.ms[-1] - curve.ms[-2]) / (curve.rows[-1] - curve.rows[-2]) / curve.layers
     weights = measured.layer_mb * 1e6 / (_INT4_BYTES if measured.quantised else measured.bytes_per_value)

@@ -30,21 +30,9 @@ from transformers.models.llama.modeling_llama import (
 
 from flowspec_edge.drafting import checkpoint
 from flowspec_edge.errors import FlowspecError, last_line
+from flowspec_edge.lab.training.differentiable import ContextCache
 from flowspec_edge.messages import Tap
 from flowspec_edge.util.tensors import to_device, to_torch
-
-
-class _ContextCache:
-    """Older rows' keys and values, by layer, before a pass's own, which are not stored; called as transformers'
-    attention calls a cache."""
-
-    def __init__(self, context: Sequence[KeyValues]) -> None:
-        self._context = context
-
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> KeyValues:
-        older_keys, older_values = self._context[layer]
-        return torch.cat((older_keys, keys), dim=2), torch.cat((older_values, values), dim=2)
-
 
 KeyValues = tuple[Tensor, Tensor]  # of one layer, keys rotated: 2 x [B, kv_heads, m, head_dim]
 
@@ -100,7 +88,7 @@ class SpdModule(nn.Module):
         returns    [B, n, H]         after the final norm
         """
         rotary = self.rotary_emb(features, position_ids=positions)
-        cache = _ContextCache(context)
+        cache = ContextCache(context)
         x = features
         for layer in self._layers():
             x = layer(x, attention_mask=mask, past_key_values=cache, position_embeddings=rotary)

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from flowspec_edge.model.manifest import OWN_COLUMNS
 from flowspec_edge.stage.layers.stage_cache import Part
 from flowspec_edge.util.tensors import indices, to_device
 
@@ -112,9 +113,9 @@ def additive(visible: Bool, dtype: torch.dtype, device: torch.device) -> Tensor:
     return values.masked_fill_(to_device(torch.from_numpy(hidden), device), float("-inf"))[:, :m]
 
 
-BLOCK = 16  # rows of a path: as many, from a multiple of it on, are computed together for all rows of a pass
-_NEWEST = 16  # rows of a path, at least, that are computed for each row by itself
-TAIL = BLOCK + _NEWEST  # columns of a row's own call
+TAIL = OWN_COLUMNS  # columns of a row's own call
+BLOCK = TAIL // 2  # rows of a path: as many, from a multiple of it on, are computed together for all rows of a pass
+_NEWEST = TAIL - BLOCK  # rows of a path, at least, that are computed for each row by itself
 _START = 64  # rows: a window's first call begins at a multiple of them, where CUDA's kernels begin a tile
 
 
@@ -127,12 +128,12 @@ def own_from(path: int) -> int:
 class Prefix:
     """Rows of a pass over the same first columns of their paths.
 
-    rows     their indexes in the pass; None: all
+    rows     their indexes in the pass
     columns  of what is held
     hidden   additive, what a window hides of them; None: nothing
     """
 
-    rows: Tensor | None
+    rows: slice | Tensor
     columns: slice | Tensor
     hidden: Tensor | None
 
@@ -185,22 +186,21 @@ class PathMask:
             path = np.arange(start, stop) if with_gaps < 0 else np.flatnonzero(visible[with_gaps])[start:stop]
             columns = indices(np.maximum(path - first, 0), device)
         hidden = additive(np.arange(start, stop) >= lowest[rows][:, None], dtype, device) if hides else None
-        return Prefix(None if len(rows) == len(visible) else indices(np.array(rows), device), columns, hidden)
+        neighbours = rows[-1] - rows[0] + 1 == len(rows)
+        return Prefix(slice(rows[0], rows[-1] + 1) if neighbours else indices(rows, device), columns, hidden)
 
     def attend(self, queries: Tensor, held: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
         n, (_, _, kv_heads, width) = len(self._hidden), held.shape
         queries = queries[:n]
         columns = held.index_select(1, self._slots).view(2, n, TAIL, kv_heads, width)
         own = _call(queries, columns, self._hidden.expand(-1, -1, queries.shape[1] // kv_heads, -1), scaling, 1)
-        outputs: Tensor | None = None
-        for prefix in self._shared:
-            if prefix.rows is None:
-                return _together([self._seen(prefix, queries, held, scaling), own], sinks)
-            rows = Attended(*(part.index_select(0, prefix.rows) for part in own))
-            seen = self._seen(prefix, queries.index_select(0, prefix.rows), held, scaling)
-            outputs = _together([own], sinks) if outputs is None else outputs
-            outputs = outputs.index_copy(0, prefix.rows, _together([seen, rows], sinks))
-        return _together([own], sinks) if outputs is None else outputs
+        if not self._shared:
+            return _together([own], sinks)
+        seen = Attended(torch.zeros_like(own.outputs), torch.full_like(own.log_sums, float("-inf")))
+        for prefix in self._shared:  # a row without one keeps a share of 0
+            for whole, part in zip(seen, self._seen(prefix, queries[prefix.rows], held, scaling), strict=True):
+                whole[prefix.rows] = part
+        return _together([seen, own], sinks)
 
     def _seen(self, prefix: Prefix, queries: Tensor, held: Tensor, scaling: float) -> Attended:
         """What ``prefix.rows`` make of its columns."""
@@ -291,8 +291,13 @@ def kernel_of(device: torch.device, dtype: torch.dtype, width: int) -> SDPBacken
 def _unfused(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scaling: float
              ) -> tuple[Tensor, Tensor]:
     """As :func:`_kernel`, where PyTorch was built without it or it does not take heads of this width."""
-    scores = ((queries * scaling) @ keys.mT).float()
-    if hidden is not None:
-        scores += hidden
-    log_sums = scores.logsumexp(-1)
-    return (scores - log_sums[..., None]).exp_().to(values.dtype) @ values, log_sums
+    masks = [None] * len(queries) if hidden is None else hidden.expand(len(queries), -1, -1, -1)
+    made = []
+    for query, key, value, mask in zip(queries, keys, values, masks, strict=True):  # a product would copy shared keys
+        scores = ((query * scaling) @ key.mT).float()
+        if mask is not None:
+            scores += mask
+        log_sums = scores.logsumexp(-1)
+        made.append(((scores - log_sums[..., None]).exp_().to(value.dtype) @ value, log_sums))
+    outputs, sums = zip(*made, strict=True)
+    return torch.stack(outputs), torch.stack(sums)

@@ -121,9 +121,10 @@ def _order(shape: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @cache
-def expands_tiles(inner: int, device: torch.device) -> bool:
+@cache
+def expands_tiles(inner: int, group: int, device: torch.device) -> bool:
     """Whether :func:`rows_of_tiles` knows the layout on ``device``, with one kernel."""
-    rows, columns, group = 64, 2 * 16 * inner, 32
+    rows, columns = 64, 2 * max(16 * inner, group)
     codes = torch.arange(rows * columns // 2, device=device).mul_(97).remainder_(251).to(torch.uint8)
     packed = torch.ops.aten._convert_weight_to_int4pack(codes.view(rows, columns // 2), inner)
     scales = torch.rand(columns // group, rows, 2, device=device).to(torch.bfloat16)

@@ -10,7 +10,9 @@ rows are *expanded* to float32, a few MB at a time; results differ from a dense 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import ClassVar, Literal
 
@@ -30,10 +32,26 @@ from flowspec_edge.stage.quant.expanded import (
 from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, EXPANDED_BYTES, GROUPS, ROWS, group_for
 
 _EXPANDED_WEIGHTS = 1 << 20  # at a time: 4 MB in float32, which stay in a CPU cache
-# Of a product on a CPU that multiplies bfloat16, from which on expanding is faster (docs/experiments/costs.md); more
-# than any strategy sends for one request by default, so that bits of a row do not depend on how many it is with.
+# Of a product on a CPU that multiplies bfloat16, from which on expanding is faster (docs/experiments/costs.md).
 CPU_EXPANDED_ROWS = 256
 _FITTED_WEIGHTS = 1 << 17  # at a time, so that the fit stays in a CPU cache
+
+
+_expands: ContextVar[bool] = ContextVar("expands", default=False)
+
+
+@contextmanager
+def expanding(allowed: bool) -> Iterator[None]:
+    """Let products of many rows multiply expanded weights, whose last bits are others than the kernel's.
+
+    ``allowed`` for a prompt's segment that is alone in its pass: a row of a tree or of another request has the same
+    bits whatever rows are beside it.
+    """
+    before = _expands.set(allowed)
+    try:
+        yield
+    finally:
+        _expands.reset(before)
 
 
 class GroupedScheme(Scheme):
@@ -115,8 +133,8 @@ def expand(packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 class GroupedLinear(QuantLinear):
-    """``expands_from``: rows from which on a product multiplies weights that it has expanded to 16 bits; None: it
-    never does."""
+    """``expands_from``: rows from which on a product multiplies weights that it has expanded to 16 bits, where
+    :func:`expanding` lets it; None: it never does."""
 
     row_dims: ClassVar[Mapping[str, int]] = {"scales_zeros": 1}
     expands_from: int | None = None
@@ -125,7 +143,7 @@ class GroupedLinear(QuantLinear):
         flat = x.reshape(-1, self.in_features).contiguous()  # as the kernels demand
         if not len(flat):
             return x.new_empty((*x.shape[:-1], self.out_features))
-        many = self.expands_from is not None and len(flat) >= self.expands_from
+        many = self.expands_from is not None and _expands.get() and len(flat) >= self.expands_from
         y = self.expanded_product(flat) if many else self.product(flat)
         if self.bias is not None:
             y += self.bias
@@ -227,7 +245,7 @@ class CudaLinear(GroupedLinear):
     @property
     def knows_layout(self) -> bool:
         """Whether weights can be expanded out of the layout of this device."""
-        return expands_tiles(self.inner, self.get_buffer("packed").device)
+        return expands_tiles(self.inner, self.group, self.get_buffer("packed").device)
 
     def expanded_product(self, x: Tensor) -> Tensor:
         packed, scales_zeros = self.get_buffer("packed"), self.get_buffer("scales_zeros")

@@ -15,7 +15,7 @@ from flowspec_edge.stage.quant.expanded import (
     pairs_by_operations,
     rows_of_tiles,
 )
-from flowspec_edge.stage.quant.grouped import CPU_EXPANDED_ROWS, CpuLinear, expand, pack
+from flowspec_edge.stage.quant.grouped import CPU_EXPANDED_ROWS, CpuLinear, expand, expanding, pack
 from flowspec_edge.stage.quant.schemes import scheme
 
 ROWS = (1, 7, 16, 64, 128, 200, 300)
@@ -66,11 +66,14 @@ def test_many_rows_take_the_expanded_weights_where_it_pays() -> None:
     linear, _ = filled(128, 256)
     assert linear.expands_from in (None, CPU_EXPANDED_ROWS)
     x = torch.randn(300, 256, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    assert torch.equal(linear(x), linear.product(x) if linear.expands_from is None else linear.expanded_product(x))
-    linear.expands_from = None
+    assert torch.equal(linear(x), linear.product(x))  # in a pass with rows of others
+    with expanding(True):
+        assert torch.equal(linear(x), linear.product(x) if linear.expands_from is None else linear.expanded_product(x))
+        few = x[: CPU_EXPANDED_ROWS - 1].contiguous()
+        assert torch.equal(linear(few), linear.product(few))
+        with expanding(False):
+            assert torch.equal(linear(x), linear.product(x))
     assert torch.equal(linear(x), linear.product(x))
-    few = x[: CPU_EXPANDED_ROWS - 1].contiguous()
-    assert torch.equal(filled(128, 256)[0](few), linear.product(few))
 
 
 def packed_as_on_a_gpu(codes: np.ndarray, inner: int) -> Tensor:
