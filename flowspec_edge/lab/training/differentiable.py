@@ -41,8 +41,9 @@ class ContextCache:
 
 def norm(of: nn.Module, x: Tensor) -> Tensor:
     """[..., width] to the same shape."""
-    own = cast(Norm, of)
-    return F.rms_norm(x, x.shape[-1:], own.weight, own.eps)
+    own, wide = cast(Norm, of), x.float()
+    # Not F.rms_norm, whose fused kernel on CUDA has a gradient from PyTorch 2.9 on.
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + own.eps)).to(x.dtype) * own.weight
 
 
 class Attention:

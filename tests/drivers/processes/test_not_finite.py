@@ -15,7 +15,7 @@ from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import RequestFailed
 
 LARGE = 299  # a token whose states grow beyond fp16 in the layers; no text of the model has it
-AT = 67  # its place in the prompt, in the second chunk, which begins at 64: all its rows become NaN
+AT = 67  # its place in the prompt, in the second chunk, which begins at 64: the rows before it do not see it
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_only_its_own_request_ends(model: Path) -> None:
         requests = [other, Request(spoiled, "flowspec", max_new_tokens=12), other]
         handles = [cluster.submit(request) for request in requests]
         cluster.serve(lambda: all(handle.done() for handle in handles))
-        with pytest.raises(RequestFailed, match="from position 64 on: activations overflow float16"):
+        with pytest.raises(RequestFailed, match="from position 67 on: activations overflow float16"):
             handles[1].result()
         assert [handles[n].result().tokens for n in (0, 2)] == [alone, alone]
         assert len(cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=12)).tokens) == 12
