@@ -30,7 +30,6 @@ Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 # A layer with a window keeps so many rows besides it, so that a text can be cut that much shorter, and up to as
 # many again before it moves its rows together.
 WINDOW_SLACK = 64
-OWN_COLUMNS = 32  # of the cache, that a pass in 16 bits gathers for each of its rows
 SESSIONS = 2  # that stages hold, for each request at once: its own, and a retained prefix
 
 

@@ -15,7 +15,6 @@ import torch
 
 from flowspec_edge.errors import FlowspecError, first_line
 from flowspec_edge.messages import Int32, Open, Segment
-from flowspec_edge.model.manifest import OWN_COLUMNS
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layer_graphs import LayerGraphs
 from flowspec_edge.stage.layers.recurrent import GatedDelta
@@ -79,13 +78,11 @@ def prompt_rows(engine: StageEngine, most: int) -> int:
 
 
 def _row_bytes(engine: StageEngine, layer: torch.nn.Module) -> int:
-    """Of a pass's activations, and of what is gathered and masked for a row, in a layer."""
+    """Of a row's activations in a layer, and of its mask."""
     shard = shard_of(engine)
-    config = shard.config
     outputs = sum(module.out_features for module in layer.modules()
                   if isinstance(module, (torch.nn.Linear, QuantLinear)))
-    gathered = 2 * OWN_COLUMNS * config.num_key_value_heads * config.head_dim
-    return (outputs + gathered + 3 * config.hidden_size + engine.cache_rows) * shard.dtype.itemsize
+    return (outputs + 3 * shard.hidden_size + engine.cache_rows) * shard.dtype.itemsize
 
 
 @torch.inference_mode()

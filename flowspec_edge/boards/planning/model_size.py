@@ -13,7 +13,7 @@ from flowspec_edge.model.draft_kind import DraftKind
 from flowspec_edge.model.draft_kinds import WantedDraft
 from flowspec_edge.model.expert_counts import correlated
 from flowspec_edge.model.families import FAMILIES, UNKNOWN
-from flowspec_edge.model.manifest import OWN_COLUMNS, CacheBits, HeadBits, reserved
+from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
 from flowspec_edge.model.opened import model_path
 from flowspec_edge.stage.quant.sizes import (
     default_head_bits,
@@ -46,8 +46,7 @@ class ModelBytes:
                      candidate head, whose factor is in ``draft``
     candidates       of the candidate head; 0: there is none
     kv_row           keys and values of one row in one layer, on average; draft_kv_row: in the draft head
-    row_values       of a pass's activations, a number a row: what a layer's matrices give, three times the states, and
-                     the keys and values that are gathered for a row
+    row_values       of a pass's activations, a number a row: what a layer's matrices give, and three times the states
     queries          values of a row's queries in one layer, on average, of layers that see the whole text; a number
     window           rows that layers with a window see; ``windowed``: their share of all layers
     state            of recurrent layers, in one layer, on average: states, snapshots and entries of a
@@ -223,7 +222,7 @@ def _sized(name: str, shape: ModelParts, planned: PlannedDraft, dtype: PlanDtype
         experts=experts.count if experts else 0, chosen=experts.chosen if experts else 0,
         expert=experts.expert.nbytes(width, packed, shape.group) if experts else 0,
         state=cache.state, state_read=cache.state_read, queries=shape.queries,
-        row_values=_row_values(shape) + OWN_COLUMNS * shape.caches["16bit"][str(width)].kv_row // width)
+        row_values=_row_values(shape))
 
 
 def _row_values(shape: ModelParts) -> int:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from flowspec_edge.model.manifest import OWN_COLUMNS
 from flowspec_edge.stage.layers.stage_cache import Part
 from flowspec_edge.util.tensors import indices, to_device
 
@@ -113,9 +112,10 @@ def additive(visible: Bool, dtype: torch.dtype, device: torch.device) -> Tensor:
     return values.masked_fill_(to_device(torch.from_numpy(hidden), device), float("-inf"))[:, :m]
 
 
-TAIL = OWN_COLUMNS  # columns of a row's own call
-BLOCK = TAIL // 2  # rows of a path: as many, from a multiple of it on, are computed together for all rows of a pass
-_NEWEST = TAIL - BLOCK  # rows of a path, at least, that are computed for each row by itself
+BLOCK = 16  # rows of a path: as many, from a multiple of it on, are computed together for all rows of a pass
+_NEWEST = 16  # rows of a path, at least, that are computed for each row by itself
+TAIL = BLOCK + _NEWEST  # columns of a row's own call
+_AT_ONCE = 64  # rows whose own columns are in memory at once
 _START = 64  # rows: a window's first call begins at a multiple of them, where CUDA's kernels begin a tile
 
 
@@ -173,7 +173,7 @@ class PathMask:
             if lo < begin:
                 key = (lo // _START * _START, begin, lo > 0, -1 if begin <= gap else row)
                 shared.setdefault(key, []).append(row)
-        self._slots = indices(np.maximum(slots - first, 0).ravel(), device)
+        self._slots = indices(np.maximum(slots - first, 0), device)
         self._hidden = additive(shown, dtype, device)[:, None, None]
         self._shared = [self._prefix(visible, first, lowest, key, rows, dtype, device)
                         for key, rows in shared.items()]
@@ -190,17 +190,26 @@ class PathMask:
         return Prefix(slice(rows[0], rows[-1] + 1) if neighbours else indices(rows, device), columns, hidden)
 
     def attend(self, queries: Tensor, held: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
-        n, (_, _, kv_heads, width) = len(self._hidden), held.shape
+        n = len(self._hidden)
         queries = queries[:n]
-        columns = held.index_select(1, self._slots).view(2, n, TAIL, kv_heads, width)
-        own = _call(queries, columns, self._hidden.expand(-1, -1, queries.shape[1] // kv_heads, -1), scaling, 1)
+        pieces = [self._own(slice(lo, lo + _AT_ONCE), queries, held, scaling) for lo in range(0, n, _AT_ONCE)]
+        own = pieces[0] if len(pieces) == 1 else Attended(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
         if not self._shared:
             return _together([own], sinks)
+        first = self._shared[0]
+        if isinstance(first.rows, slice) and first.rows == slice(0, n):
+            return _together([self._seen(first, queries, held, scaling), own], sinks)
         seen = Attended(torch.zeros_like(own.outputs), torch.full_like(own.log_sums, float("-inf")))
         for prefix in self._shared:  # a row without one keeps a share of 0
             for whole, part in zip(seen, self._seen(prefix, queries[prefix.rows], held, scaling), strict=True):
                 whole[prefix.rows] = part
         return _together([seen, own], sinks)
+
+    def _own(self, rows: slice, queries: Tensor, held: Tensor, scaling: float) -> Attended:
+        """What ``rows`` make of the columns that each has of its own."""
+        hidden, (_, _, kv_heads, width) = self._hidden[rows], held.shape
+        columns = held.index_select(1, self._slots[rows].flatten()).view(2, len(hidden), TAIL, kv_heads, width)
+        return _call(queries[rows], columns, hidden.expand(-1, -1, queries.shape[1] // kv_heads, -1), scaling, 1)
 
     def _seen(self, prefix: Prefix, queries: Tensor, held: Tensor, scaling: float) -> Attended:
         """What ``prefix.rows`` make of its columns."""
