@@ -109,7 +109,7 @@ def test_the_price_of_a_launch_is_shown(tmp_path: Path, capsys: pytest.CaptureFi
     path.write_text(render(own.model_copy(update={"launch": LaunchCost(us=31.5)})))
     assert main(["device", "show", str(path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "31.5 µs each: 17 a layer and 18 a segment" in said
+    assert "31.5 µs each: 25 a layer and 18 a segment" in said
     assert "16 80.57 80.57" in said  # ms of a segment of 16 rows
 
 
