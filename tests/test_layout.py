@@ -53,7 +53,7 @@ ORDER: dict[str, list[str]] = {
                 "conversation", "dashboard", "access_control", "intake", "app", "server"],
     "boards": ["paths", "inventory", "commands", "images", "links", "ssh_stages", "transfer", "gpu_check",
                "probe", "planning", "measurement", "services", "deploy", "doctor"],
-    "lab": ["rounded_attention", "plain", "emulation", "links", "first_token", "predictions", "record", "token_check",
+    "lab": ["stage_attention", "plain", "emulation", "links", "first_token", "predictions", "record", "token_check",
             "training", "spd", "bench", "reproduce"],
     "lab.bench": ["samples", "exactness", "estimates", "rows", "paper_results", "axes", "results", "host_info",
                   "tasks", "runner", "near_ties", "parallel", "weight_loss", "styles", "tables", "compare",

@@ -1,6 +1,7 @@
 """Plain decoding with transformers' unsharded model: the reference that every strategy must reproduce.
 
-As an independent check, it shares no code with trees and strategies, and with stages only the file reader.
+As an independent check, it shares no code with trees and strategies, and with stages only the file reader and, in 16
+bits, the order in which attention and products add.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig
 
 from flowspec_edge.d0.request import FinishReason
-from flowspec_edge.lab.rounded_attention import register_rounded
+from flowspec_edge.lab.stage_attention import register
 from flowspec_edge.model.experts import ClampedGate, Experts, Gated
 from flowspec_edge.model.families import ExpertNames, family_of
 from flowspec_edge.model.manifest import stage_part
@@ -33,6 +34,7 @@ from flowspec_edge.stage.weights.load import (
     load_modules,
     schemes_of,
 )
+from flowspec_edge.util.linears import PaddedLinear, replace_linears
 from flowspec_edge.util.tensors import MIXED, no_loading_bars, parse_dtype
 from flowspec_edge.util.threads import threads_worth
 from flowspec_edge.util.torchdevice import use_exact_kernels
@@ -91,8 +93,9 @@ def transformers_model(model: OpenModel, dtype: str, device: torch.device | str 
     if not model.read_by_transformers:
         return load_reference_model(model, dtype, device)
     with no_loading_bars():
-        read = AutoModelForCausalLM.from_pretrained(model.target, dtype=parse_dtype(dtype), trust_remote_code=False)
-    return read.eval().to(device)
+        read = AutoModelForCausalLM.from_pretrained(model.target, dtype=parse_dtype(dtype), trust_remote_code=False,
+                                                    **_attention(parse_dtype(dtype), in_8_bits=False))
+    return _padded(read.eval().to(device))
 
 
 def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> Any:
@@ -100,9 +103,9 @@ def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: 
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
     found = opened(directory)
     config, manifest = found.parsed_config, found.manifest
-    rounded = {"attn_implementation": register_rounded()} if manifest and manifest.kv_cache == "int8" else {}
+    in_8_bits = bool(manifest and manifest.kv_cache == "int8")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, **rounded)
+        model = AutoModelForCausalLM.from_config(config, **_attention(torch_dtype, in_8_bits))
         separate_experts(model.model)
     core = model.model
     whole = tensor_names.whole_model(core)  # before loading, which joins matrices
@@ -131,7 +134,18 @@ def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: 
         model.lm_head.weight = nn.Parameter(fast_layout(head), requires_grad=False)
     if found.generation_config:
         model.generation_config = GenerationConfig.from_pretrained(found.target)
-    return model.requires_grad_(False).eval()
+    return _padded(model.requires_grad_(False).eval())
+
+
+def _attention(dtype: torch.dtype, in_8_bits: bool) -> dict[str, str]:
+    return {"attn_implementation": register(in_8_bits)} if in_8_bits or dtype != torch.float32 else {}
+
+
+def _padded(model: Any) -> Any:
+    """Pad products as stages do on a CPU in bfloat16."""
+    if model.device.type == "cpu" and model.dtype == torch.bfloat16:
+        replace_linears(model, PaddedLinear)
+    return model
 
 
 def separated(stacked: Any, names: ExpertNames) -> Experts:

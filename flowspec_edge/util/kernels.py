@@ -74,6 +74,9 @@ def rotate_in_place(x: Tensor, by: tuple[Tensor, Tensor]) -> None:
     ``by``: cosines and sines [N, 1, d], the sines of the first half negated.
     """
     cos, signed_sin = by
+    if x.device.type == "cpu" and x.dtype != torch.float32:  # both products rounded, as plain decoding does there
+        x.copy_(x * cos + x.roll(x.shape[-1] // 2, -1) * signed_sin)
+        return
     low, high = x.chunk(2, dim=-1)
     swapped = torch.cat((high, low), dim=-1)  # on CUDA roll() first copies what is not contiguous
     x.mul_(cos).addcmul_(swapped, signed_sin)
