@@ -86,6 +86,7 @@ class Segment:
     tokens     [n]     int32 ids, on the way to V1; None after
     hidden     [n, H]  hidden states, after V1; None before
     taps       tuple   D0 wants these rows' hidden states after so many layers (0: the embeddings)
+    text       bool    all rows are text already: those of the following segments see them all
     """
 
     session: int
@@ -101,6 +102,7 @@ class Segment:
     tokens: Int32 | None = None
     hidden: Payload | None = None
     taps: tuple[int, ...] = ()
+    text: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -119,7 +119,8 @@ class _Drafter(TreeDrafter):
     def __init__(self, text: _Text, device: torch.device, asked: _Asked) -> None:
         """``asked``: the pass's positions, in the texts of all drafters that share it."""
         shape = CacheShape(1, 32, 128, torch.float16, device)
-        super().__init__(shape, PassModel(_not_run, lambda outputs: _draft_logits(asked), _WIDTH, True, _not_run))
+        model = PassModel(_states, lambda outputs: _draft_logits(asked), _WIDTH, True, lambda position: None)
+        super().__init__(shape, model)
         self._text_of = text
         self._asked_rows = asked
         self._states: list[Tensor] = []
@@ -147,12 +148,13 @@ class _Drafter(TreeDrafter):
         for drafter, rows, _ in parts:
             drafter._cache.mask(rows.placed)
             drafter._cache.for_pass(rows.placed)
-        return [torch.cat(own.states) for *_, own in parts]
+        return [_states(torch.cat(own.states)) for *_, own in parts]
 
 
-def _not_run(*_: Any) -> Any:
-    raise NotImplementedError("passes without products are never computed")
-
+def _states(states: Tensor | None, *_: Any) -> Tensor:
+    """A pass without products: its outputs are the states that it is given."""
+    assert states is not None
+    return states
 
 
 def _draft_logits(asked: _Asked) -> Tensor:

@@ -22,14 +22,12 @@ from transformers.utils import logging
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.model.opened import resolve_model
 from flowspec_edge.stage.quant.base import KINDS, Kind
-from flowspec_edge.stage.quant.grouped import GroupedLinear
 from flowspec_edge.stage.quant.schemes import scheme
 from microbench._common import Row, print_rows
 
 WANTED = 4.0  # times as fast as bitsandbytes on a CPU, at 16 rows
 _HELD_OUT = (ast, glob, importlib.util)  # of the standard library: see held_out_groups in the model's card
 _TOKENS, _WINDOW = 4096, 1024
-_SHAPES, _MANY = ((4096, 4096), (25_600, 5120)), (16, 64, 128, 256, 512)
 
 
 def products(device: str) -> list[Row]:
@@ -57,33 +55,6 @@ def products(device: str) -> list[Row]:
             lines.append((f"{device}: {other} / int4 at {at} rows (wanted on a CPU: {WANTED:g})",
                           ms[other] / ms["int4"], "x"))
     return lines
-
-
-def many_rows() -> list[Row]:
-    """Milliseconds of CPU time of one core for products of many rows: by the kernel, and with weights that are expanded
-    to 16 bits first; the least of five."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        lines: list[Row] = []
-        for outputs, inputs in _SHAPES:
-            chosen = scheme("int4")
-            linear = chosen.linear(outputs, inputs, False, torch.bfloat16)
-            assert isinstance(linear, GroupedLinear)
-            part = chosen.quantise(0.02 * torch.randn(256, inputs, generator=torch.Generator().manual_seed(0)))
-            linear.fill({name: tensor.repeat(outputs // 256, 1) for name, tensor in part.items()})
-            for rows in _MANY:
-                x = torch.randn(rows, inputs).to(torch.bfloat16)
-                for name, product in (("kernel", linear.product), ("expanded", linear.expanded_product)):
-                    times = []
-                    for _ in range(5):
-                        start = time.process_time()
-                        product(x)
-                        times.append(1e3 * (time.process_time() - start))
-                    lines.append((f"cpu: int4, {outputs} x {inputs}, rows: {rows}, {name}", min(times), "ms"))
-        return lines
-    finally:
-        torch.set_num_threads(threads)
 
 
 def quantising() -> list[Row]:
@@ -145,7 +116,7 @@ def _perplexity(model: Any, ids: Tensor) -> float:
 def main() -> None:
     logging.disable_progress_bar()
     devices = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
-    for rows in (*map(products, devices), many_rows(), quantising(), *map(perplexities, devices)):
+    for rows in (*map(products, devices), quantising(), *map(perplexities, devices)):
         print_rows(rows)
 
 

@@ -80,7 +80,7 @@ def run(shard: Modules, parts: Sequence[Part], keep_going: Callable[[], bool],
             taps.append((layer, inputs.clone()))  # layers write to their inputs
 
     pacer = LaunchPacer.of(shard.device)
-    with expanding(len(parts) == 1 and parts[0].is_text):
+    with expanding(len(parts) == 1 and parts[0].segment.text):
         hidden = _layers(shard, parts, tap, keep_going, pacer, graphs)
     if hidden is None:
         return None

@@ -16,6 +16,7 @@ import torch
 from flowspec_edge.errors import FlowspecError, first_line
 from flowspec_edge.messages import Int32, Open, Segment
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.families.decoder import DecoderLayer
 from flowspec_edge.stage.layer_graphs import LayerGraphs
 from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.quant.base import QuantLinear
@@ -77,12 +78,17 @@ def prompt_rows(engine: StageEngine, most: int) -> int:
     return found
 
 
-def _row_bytes(engine: StageEngine, layer: torch.nn.Module) -> int:
+def _row_bytes(engine: StageEngine, layer: DecoderLayer) -> int:
     """Of a row's activations in a layer, and of its mask."""
     shard = shard_of(engine)
-    outputs = sum(module.out_features for module in layer.modules()
-                  if isinstance(module, (torch.nn.Linear, QuantLinear)))
+    outputs = _outputs(layer)
+    if experts := layer.experts:  # of which a row reads those that it chooses
+        outputs -= _outputs(experts) * (len(experts) - shard.config.num_experts_per_tok) // len(experts)
     return (outputs + 3 * shard.hidden_size + engine.cache_rows) * shard.dtype.itemsize
+
+
+def _outputs(module: torch.nn.Module) -> int:
+    return sum(part.out_features for part in module.modules() if isinstance(part, (torch.nn.Linear, QuantLinear)))
 
 
 @torch.inference_mode()
@@ -207,7 +213,7 @@ def _chain(engine: StageEngine, first: int, rows: int) -> Segment:
         session=0, epoch=0, run=0, first=first, stop=first + rows, numbers=numbers, positions=numbers,
         base=first, bits=np.packbits(np.tri(rows, dtype=np.uint8), axis=1, bitorder="little"),
         tokens=numbers % shard.config.vocab_size if embeds else None,
-        hidden=None if embeds else from_torch(states), committed=_numbers(0, first))
+        hidden=None if embeds else from_torch(states), committed=_numbers(0, first), text=rows > WARM_UP[-1])
 
 
 def _numbers(first: int, count: int) -> Int32:

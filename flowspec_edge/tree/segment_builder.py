@@ -63,6 +63,7 @@ class SegmentBuilder:
             committed=np.array(self._commits, dtype=np.int32),
             tokens=np.array([r[1] for r in rows], dtype=np.int32),
             taps=tuple(sorted({*self.taps, *taps})),
+            text=bool(rows) and len(self._committed_rows) == len(rows),
         )
         self._sent_positions[self._run] = (numbers, positions)
         self._run += 1

@@ -15,6 +15,7 @@ from kits.tiny_models import tiny_llama, tiny_model
 
 from flowspec_edge.messages import Close, Open, Output, Segment
 from flowspec_edge.stage.engine import StageEngine
+from flowspec_edge.stage.quant.grouped import CpuLinear
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.util.tensors import to_torch
 
@@ -143,24 +144,31 @@ def test_a_batch_of_requests(tmp_path: Path) -> None:
         assert torch.equal(hidden, expected[book.paths[int(messages[1].numbers[0])]])
 
 
-def test_int4_beside_a_long_prompt(tmp_path: Path) -> None:
+def test_int4_beside_a_long_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt that is alone in a pass multiplies expanded weights where that is faster; another request's row never
-    does."""
+    does.  Here expanded weights are marked, by twice the product."""
+    monkeypatch.setattr(CpuLinear, "expands_from", 256)
+    monkeypatch.setattr(CpuLinear, "expanded_product", lambda linear, x: 2 * linear.product(x))
     path = tiny_llama(tmp_path / "model", layers=2, hidden=128, vocab=VOCAB)
     (path / "tokenizer.json").write_text("{}")
     cut(path, tmp_path / "cut", 1, "int4")
     engine = StageEngine(load_shard(tmp_path / "cut", 0, 1, "bf16"))
     texts = [random_tokens(40, VOCAB, seed=1), random_tokens(300, VOCAB, seed=2)]
-    for session in (1, 2, 3):
-        engine.open(Open(session, 0, CAPACITY, tentative=400, concurrent=tuple({1, 2, 3} - {session})))
+    for session in (1, 2):
+        engine.open(Open(session, 0, CAPACITY, tentative=400, concurrent=(3 - session,)))
     expected = plain([engine], 1, tuple(texts[0]))
-    book, other = Book(2), Book(3)
+    kernel = plain([engine], 2, tuple(texts[1]))
+    for session in (3, 4, 5):
+        engine.open(Open(session, 0, CAPACITY, tentative=400, concurrent=tuple({1, 2, 3, 4, 5} - {session})))
+    alone, book, other = Book(3), Book(4), Book(5)
     through([engine], book.text(texts[0][:-1]))
+    hidden = to_torch(through([engine], alone.text(texts[1]))[1].hidden)[-1]
+    assert not torch.equal(hidden, kernel[tuple(texts[1])])
     segments: list[Segment] = []
     for segment in (book.text(texts[0][-1:]), other.text(texts[1])):
         admitted = engine.admit(segment)
         assert admitted is not None
         segments.append(admitted)
-    output = engine.compute(segments)[0].message
-    assert isinstance(output, Output)
-    assert torch.equal(to_torch(output.hidden)[0], expected[tuple(texts[0])])
+    for result, known, text in zip(engine.compute(segments), (expected, kernel), texts, strict=True):
+        assert isinstance(result.message, Output)
+        assert torch.equal(to_torch(result.message.hidden)[-1], known[tuple(text)])

@@ -45,7 +45,7 @@ def segments(draw: Any) -> m.Segment:
         stop=draw(row_numbers), numbers=draw(int32(n)), positions=draw(int32(n)), base=draw(row_numbers),
         bits=draw(hnp.arrays(np.uint8, (n, draw(st.integers(0, 3))))), committed=draw(int32(draw(rows))),
         tokens=draw(int32(n)) if to_first else None, hidden=None if to_first else draw(payloads(n)),
-        taps=tuple(draw(st.lists(ints, max_size=3))),
+        taps=tuple(draw(st.lists(ints, max_size=3))), text=draw(st.booleans()),
     )
 
 

@@ -20,7 +20,9 @@ def test_a_prompt_is_a_chain_of_committed_rows() -> None:
     assert segment.numbers.tolist() == [0, 1, 2]
     assert unpack_bits(segment.bits, 3).tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
     assert segment.committed.tolist() == []
+    assert segment.text
     following = builder.seal()
+    assert not following.text
     assert following.committed.tolist() == [0, 1, 2]
     assert following.base == 3
     assert len(following.numbers) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from flowspec_edge.d0.prompt_chunks import USUAL, PromptCurve
 from flowspec_edge.d0.request import Request, Stats
 from flowspec_edge.d0.slot_curve import WARM_UP_ROWS, SlotCurve
 from flowspec_edge.drivers.processes.emulator import Emulator
-from flowspec_edge.errors import UsageError
+from flowspec_edge.errors import RequestFailed, UsageError
 from flowspec_edge.strategies.params import Params
 
 _SEGMENTS = 6
@@ -41,11 +42,12 @@ class ClusterTiming:
             return self._emulator.slot_seconds
         return self.curve.seconds if self.curve else None
 
-    def prompt_curve(self) -> PromptCurve | None:
-        """Return the times by which prompts are cut into segments; None if they are not known."""
+    def prompt_curve(self, most: int) -> PromptCurve | None:
+        """Return the times by which prompts are cut into segments, of at most ``most`` rows, which the stages take now;
+        None if they are not known.  What is emulated does not depend on the stages' own memory."""
         if self._emulator:
             return PromptCurve(self._emulator.prompt_seconds, self._emulator.prompt_rows)
-        return self._prompts
+        return self._prompts and replace(self._prompts, most=min(self._prompts.most, most))
 
     def draft_passes(self, kind: str, rows: int) -> float:
         """Return how many draft passes fit into the time of ``rows`` rows through all stages."""
@@ -80,7 +82,7 @@ def _measured(run: Callable[[Request], Stats], most: int) -> PromptCurve | None:
     while rows <= most:
         try:
             passes = [run(_prefill(rows, 1)).stages for _ in range(_PASSES)]
-        except UsageError:
+        except (UsageError, RequestFailed):  # too long a text, or too little memory for so many rows
             break
         least = min(max(stage.get("compute_s", 0.0) for stage in stages) for stages in passes)
         times[rows] = max(least, *times.values(), 0.0)  # a larger segment takes no less time

@@ -268,11 +268,6 @@ class Part:
     def __len__(self) -> int:
         return len(self.segment.numbers)
 
-    @property
-    def is_text(self) -> bool:
-        """Whether all rows are committed already, as those of a prompt are."""
-        return bool(self.segment.numbers[-1] < self.segment.base)
-
 
 class PartResult(NamedTuple):
     """What a pass gives for a part.

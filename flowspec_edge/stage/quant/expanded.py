@@ -1,8 +1,8 @@
-"""Grouped int4 matrices in 16 bits, out of the layouts in which kernels want them, for products of many rows.
+"""Grouped int4 matrices in 16 bits, out of the layout in which a GPU's kernel wants them, for products of many rows.
 
-The kernels read the weights again for every few rows.  For many rows a matrix product in 16 bits is faster, although
-the weights have to be written and read once more.  The layouts are PyTorch's and not documented: each is tried on a
-small matrix before it is relied on.
+The kernel reads the weights again for every few rows.  For many rows a matrix product in 16 bits is faster, although
+the weights have to be written and read once more.  The layout is PyTorch's and not documented: it is tried on a small
+matrix before it is relied on.  (On a CPU no segment has as many rows as that takes: docs/experiments/costs.md.)
 """
 
 from __future__ import annotations
@@ -14,54 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-_CPU_BLOCKS = (64, 32)  # rows that a CPU's kernel packs together, by its vectors' width
-_TILE, _LANES = 8, 4  # rows of a tile of the GPU's layout, and lanes of a row in it
+_TILE, _LANES = 8, 4  # rows of a tile, and lanes of a row in it
 _WORD = 32  # columns of a row's lanes in one word each
 
-
-def columns_of_blocks(packed: Tensor, scales_zeros: Tensor, group: int, block: int) -> Tensor:
-    """The weights of rows in the CPU's layout, transposed, in bfloat16: [columns, rows].
-
-    packed        [rows, columns / 2]: of each ``block`` of rows, column by column, a byte for the rows i and
-                  i + block / 2
-    scales_zeros  [columns / group, rows, 2]
-    """
-    rows, columns = packed.shape[0], 2 * packed.shape[1]
-    blocks, groups = rows // block, columns // group
-    halves = packed.view(blocks, columns, block // 2)
-    weights = torch.empty((blocks, columns, block), dtype=torch.float32)
-    weights[..., : block // 2] = (halves & 15).view(torch.int8).sub_(8)
-    weights[..., block // 2 :] = (halves >> 4).view(torch.int8).sub_(8)
-    scales, zeros = scales_zeros.view(groups, blocks, block, 2).permute(3, 1, 0, 2).float().unsqueeze(3)
-    grouped = weights.view(blocks, groups, group, block)
-    torch.addcmul(zeros, grouped, scales, out=grouped)
-    made = torch.empty((columns, rows), dtype=torch.bfloat16)
-    made.view(columns, blocks, block).copy_(weights.transpose(0, 1))
-    return made
-
-
-@cache
-def cpu_block() -> int | None:
-    """Rows that the kernel of this CPU packs together; None if its layout is another than :func:`columns_of_blocks`
-    knows."""
-    rows, columns, group = 2 * max(_CPU_BLOCKS), 64, 32
-    codes = torch.arange(rows * columns).mul_(97).remainder_(251).remainder_(16).view(rows, columns)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-    plain = torch.tensor([1.0, 8.0], dtype=torch.bfloat16).expand(columns // group, rows, 2).contiguous()
-    for block in _CPU_BLOCKS:
-        found = columns_of_blocks(packed, plain, group, block)  # w = (q - 8) 1 + 8
-        if torch.equal(found.t(), codes.to(torch.bfloat16)):
-            return block
-    return None
-
-
-def multiplies_bfloat16() -> bool:
-    """Whether this CPU has instructions that multiply bfloat16."""
-    asks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(ask() for ask in asks if ask is not None)
-
-
-# ---- a GPU's layout ------------------------------------------------------------------------------------------
 
 # One word of codes has the columns 2 j, 2 j + 1 of its eight in bits 4 j and 4 j + 16; the other arguments are the
 # scale and the zero of a group, and 4 j.  ``order`` only says in which order results lie in memory.

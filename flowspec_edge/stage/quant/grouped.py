@@ -21,19 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowspec_edge.errors import FlowspecError, UsageError
-from flowspec_edge.stage.quant.base import ROW_BLOCK, Kind, QuantLinear, Scheme, slices
-from flowspec_edge.stage.quant.expanded import (
-    columns_of_blocks,
-    cpu_block,
-    expands_tiles,
-    multiplies_bfloat16,
-    rows_of_tiles,
-)
+from flowspec_edge.stage.quant.base import Kind, QuantLinear, Scheme, slices
+from flowspec_edge.stage.quant.expanded import expands_tiles, rows_of_tiles
 from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, EXPANDED_BYTES, GROUPS, ROWS, group_for
 
 _EXPANDED_WEIGHTS = 1 << 20  # at a time: 4 MB in float32, which stay in a CPU cache
-# Of a product on a CPU that multiplies bfloat16, from which on expanding is faster (docs/experiments/costs.md).
-CPU_EXPANDED_ROWS = 256
 _FITTED_WEIGHTS = 1 << 17  # at a time, so that the fit stays in a CPU cache
 
 
@@ -44,8 +36,8 @@ _expands: ContextVar[bool] = ContextVar("expands", default=False)
 def expanding(allowed: bool) -> Iterator[None]:
     """Let products of many rows multiply expanded weights, whose last bits are others than the kernel's.
 
-    ``allowed`` for a prompt's segment that is alone in its pass: a row of a tree or of another request has the same
-    bits whatever rows are beside it.
+    ``allowed`` for rows of text that are alone in their pass, a prompt's: a row of a tree or of another request has the
+    same bits whatever rows are beside it.
     """
     before = _expands.set(allowed)
     try:
@@ -181,14 +173,11 @@ class CpuLinear(GroupedLinear):
     """PyTorch's int4 product on the CPU, in bfloat16.
 
     The packed layout groups 16, 32 or 64 rows, depending on the vector width, so slices that start at
-    multiples of 64 pack to the same bytes as the whole.  The kernel multiplies in float32; where the CPU multiplies
-    bfloat16, expanded weights are faster for many rows.
+    multiples of 64 pack to the same bytes as the whole.
     """
 
     def allocate(self, device: torch.device) -> None:
         rows, columns = self.out_features, self.in_features
-        if rows % ROW_BLOCK == 0 and multiplies_bfloat16() and cpu_block() is not None:
-            self.expands_from = CPU_EXPANDED_ROWS
         self.register_packed("packed", torch.empty((rows, columns // 2), dtype=torch.uint8))
         self.register_packed("scales_zeros",
                              torch.empty((columns // self.group, rows, 2), dtype=torch.bfloat16))
@@ -202,15 +191,6 @@ class CpuLinear(GroupedLinear):
     def product(self, x: Tensor) -> Tensor:
         return torch.ops.aten._weight_int4pack_mm_for_cpu(
             x, self.get_buffer("packed"), self.group, self.get_buffer("scales_zeros"))
-
-    def expanded_product(self, x: Tensor) -> Tensor:
-        packed, scales_zeros, block = self.get_buffer("packed"), self.get_buffer("scales_zeros"), cpu_block()
-        assert block is not None
-        y = x.new_empty(len(x), self.out_features)
-        for lo, hi in slices(self.out_features, self.in_features, EXPANDED_BYTES // 8):  # in float32, then in bfloat16
-            part = scales_zeros[:, lo:hi].contiguous()
-            y[:, lo:hi] = torch.mm(x, columns_of_blocks(packed[lo:hi], part, self.group, block))
-        return y
 
 
 class CudaLinear(GroupedLinear):

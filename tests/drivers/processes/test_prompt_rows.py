@@ -14,6 +14,7 @@ from flowspec_edge.d0.request import Request, Stats
 from flowspec_edge.drivers.processes.membership import Membership
 from flowspec_edge.drivers.processes.timing import ClusterTiming
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
+from flowspec_edge.errors import RequestFailed
 from flowspec_edge.messages import Hello
 
 
@@ -34,12 +35,30 @@ def test_segments_of_prompts_are_timed_once_at_the_start(tmp_path: Path) -> None
 
     timing = ClusterTiming(None, 2, lambda kind: 1.0)
     timing.warm_up(run)
-    assert timing.prompt_curve() is None  # prompts are cut as usual
+    assert timing.prompt_curve(MOST) is None  # prompts are cut as usual
     timing.warm_up(run, MOST)
-    curve = timing.prompt_curve()
+    curve = timing.prompt_curve(MOST)
     assert curve is not None
     assert USUAL < curve.most <= MOST
     sizes = np.array([16, 64, 96, 128])
     assert [curve.seconds(int(n), 0) for n in sizes] == pytest.approx(12e-3 * np.maximum(1, sizes / 64), rel=1e-3)
     assert curve.chunk(2000, 1) >= USUAL
     assert curve.seconds(10**6, 0) == curve.seconds(curve.most, 0)
+    fewer = timing.prompt_curve(80)  # a stage that came back takes no more
+    assert fewer is not None
+    assert fewer.most == 80
+
+
+def test_too_little_memory_ends_the_measurement_and_not_the_start(tmp_path: Path) -> None:
+    cluster = VirtualCluster(tiny_model_dir(tmp_path / "model", layers=4, hidden=32), 2, profile(layers=4))
+
+    def run(request: Request) -> Stats:
+        if request.params.prefill_chunk > 128:
+            raise RequestFailed("V1: out of memory")
+        return cluster.generate(request).stats
+
+    timing = ClusterTiming(None, 2, lambda kind: 1.0)
+    timing.warm_up(run, MOST)
+    curve = timing.prompt_curve(MOST)
+    assert curve is not None
+    assert curve.most == 128

@@ -5,75 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kits.int4_matrices import random_matrix
 from torch import Tensor
 
-from flowspec_edge.stage.quant.expanded import (
-    _order,
-    columns_of_blocks,
-    cpu_block,
-    pairs_by_operations,
-    rows_of_tiles,
-)
-from flowspec_edge.stage.quant.grouped import CPU_EXPANDED_ROWS, CpuLinear, expand, expanding, pack
-from flowspec_edge.stage.quant.schemes import scheme
-
-ROWS = (1, 7, 16, 64, 128, 200, 300)
-
-
-def filled(rows: int, columns: int, group: int = 128) -> tuple[CpuLinear, dict[str, Tensor]]:
-    chosen = scheme("int4", group)
-    stored = chosen.quantise(random_matrix(rows, columns))
-    linear = chosen.linear(rows, columns, False, torch.bfloat16)
-    assert isinstance(linear, CpuLinear)
-    linear.fill(stored)
-    return linear, stored
-
-
-def test_this_cpus_layout_is_known() -> None:
-    """Those of vectors of 256 and 512 bits are, with which x86 CPUs compute."""
-    capability = torch.backends.cpu.get_cpu_capability()
-    assert cpu_block() == {"AVX512": 64, "AVX2": 32}.get(capability)
-
-
-@pytest.mark.skipif(cpu_block() is None, reason="the layout of this CPU's kernel is not known")
-@pytest.mark.parametrize("group", [32, 64, 128, 256])
-@pytest.mark.parametrize("rows", [64, 192, 1024])
-def test_expanded_weights_are_those_that_are_stored(group: int, rows: int) -> None:
-    linear, stored = filled(rows, 512, group)
-    block = cpu_block()
-    assert block is not None
-    found = columns_of_blocks(linear.get_buffer("packed"), linear.get_buffer("scales_zeros"), linear.group, block)
-    wanted = expand(stored["qweight"], stored["scales"], stored["zeros"])
-    assert found.shape == (512, rows)
-    assert found.t().float().numpy() == pytest.approx(wanted.numpy(), rel=2**-8)
-
-
-@pytest.mark.skipif(cpu_block() is None, reason="the layout of this CPU's kernel is not known")
-def test_a_rows_bits_do_not_depend_on_how_many_it_is_with() -> None:
-    """On either way, as in a prompt's last segment and in its others; and both are right to bfloat16."""
-    linear, stored = filled(2112, 1024)  # several slices, the last one shorter
-    x = torch.randn(max(ROWS), 1024, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    wanted = x.double() @ expand(stored["qweight"], stored["scales"], stored["zeros"]).double().t()
-    for way in (linear.product, linear.expanded_product):
-        whole = way(x)
-        for rows in ROWS:
-            assert torch.equal(way(x[:rows].contiguous()), whole[:rows])
-        assert float((whole.double() - wanted).abs().max() / wanted.abs().max()) < 2**-7
-
-
-def test_many_rows_take_the_expanded_weights_where_it_pays() -> None:
-    linear, _ = filled(128, 256)
-    assert linear.expands_from in (None, CPU_EXPANDED_ROWS)
-    x = torch.randn(300, 256, generator=torch.Generator().manual_seed(2)).to(torch.bfloat16)
-    assert torch.equal(linear(x), linear.product(x))  # in a pass with rows of others
-    with expanding(True):
-        assert torch.equal(linear(x), linear.product(x) if linear.expands_from is None else linear.expanded_product(x))
-        few = x[: CPU_EXPANDED_ROWS - 1].contiguous()
-        assert torch.equal(linear(few), linear.product(few))
-        with expanding(False):
-            assert torch.equal(linear(x), linear.product(x))
-    assert torch.equal(linear(x), linear.product(x))
+from flowspec_edge.stage.quant.expanded import _order, pairs_by_operations, rows_of_tiles
+from flowspec_edge.stage.quant.grouped import expand, pack
 
 
 def packed_as_on_a_gpu(codes: np.ndarray, inner: int) -> Tensor:
