@@ -170,7 +170,7 @@ def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float | 
     assert sorted(layer for part in cache.parts for layer in part.rows()) == [*range(*engine.model.layers)]
     for part, kind in zip(cache.parts, engine.model.layers_of_kinds, strict=True):
         if isinstance(kind, GatedDelta):
-            assert part.first <= cache.committed < part.first + recurrent.AT_ONCE
+            assert part.first <= cache.committed < part.first + recurrent.BLOCK
             for layer, state in part.rows().items() if part.first else ():
                 truth = oracle.truth(book.paths[cache.numbers[part.first - 1]]).held[layer]
                 torch.testing.assert_close(state, truth, atol=atol or oracle.atol, rtol=1e-4)
@@ -200,9 +200,9 @@ def windowed(path: Path, vocab: int, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def recurring(path: Path, vocab: int, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A random model of four layers, three of which are recurrent, fold two rows at once and keep snapshots
-    after each three rows."""
-    monkeypatch.setattr(recurrent, "AT_ONCE", 2)
-    monkeypatch.setattr(recurrent, "GRID", 3)
+    after each four rows."""
+    monkeypatch.setattr(recurrent, "BLOCK", 2)
+    monkeypatch.setattr(recurrent, "GRID", 4)
     return tiny_model("qwen3_5_text", path, layers=4, hidden=32, vocab=vocab, **RECURRENT)
 
 

@@ -77,14 +77,14 @@ def assert_same_bits(chain: list[StageEngine], text: int = 70, seed: int = 0) ->
 
 
 @pytest.mark.parametrize("family", ["llama-biases", "llama-mqa", "mistral-window", "qwen3", "qwen3-moe", "mixtral",
-                                    "gpt-oss", "phi3", "gemma3"])
+                                    "gpt-oss", "phi3", "gemma3", "qwen3.5", "qwen3.5-moe"])
 def test_every_form_of_attention_and_of_experts(tmp_path: Path, family: str) -> None:
     assert_same_bits(engines(family_model(family, tmp_path), 2, "bf16", CAPACITY))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("family", [name for name, (_, more) in FAMILIES.items() if "linear_num_key_heads" not in more])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(tmp_path: Path, family: str, dtype: str) -> None:
     assert_same_bits(engines(family_model(family, tmp_path), 2, dtype, CAPACITY), seed=3)
 

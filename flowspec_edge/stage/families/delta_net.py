@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flowspec_edge.model.decoder_config import DecoderConfig
@@ -16,6 +15,7 @@ from flowspec_edge.stage.families.norm import Norm
 from flowspec_edge.stage.families.rotary import Rotation
 from flowspec_edge.stage.layers.recurrent import RecurrentPass
 from flowspec_edge.stage.layers.recurrent_layer import DeltaShape
+from flowspec_edge.util.elementwise import sigmoid, silu, softplus
 from flowspec_edge.util.kernels import RmsNorm
 from flowspec_edge.util.linears import detach_and_join
 
@@ -66,7 +66,7 @@ class DeltaNet(nn.Module):
     def before(self, x: Tensor, rotation: Rotation | None = None) -> Inputs:
         """Compute what the recurrence needs of normed rows [N, H]; it knows no positions."""
         convolved, gates, b, a = self._interleaved(x) if self._by_key_head else self._projected(x)
-        return Inputs(convolved, gates, self._rates * F.softplus(a + self._bias), b.float().sigmoid())
+        return Inputs(convolved, gates, self._rates * softplus(a + self._bias), sigmoid(b.float()))
 
     def attend(self, inputs: Inputs, mask: None, cache: RecurrentPass, new: int) -> Tensor:
         """Add the first ``new`` rows to what the layer keeps; [N, heads, v] in float32."""
@@ -86,7 +86,7 @@ class DeltaNet(nn.Module):
 
     def finish(self, inputs: Inputs, mixed: Tensor) -> Tensor:
         """Norm and gate what ``attend`` returned: [N, heads * v]."""
-        gates = F.silu(inputs.gates.float()).view(mixed.shape)
+        gates = silu(inputs.gates.float()).view(mixed.shape)
         return (self._out_norm(mixed) * gates).flatten(1).to(inputs.gates.dtype)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

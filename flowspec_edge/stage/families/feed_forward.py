@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flowspec_edge.model.decoder_config import ACTIVATIONS, DecoderConfig
 from flowspec_edge.model.experts import ClampedGate, Experts, Gated
 from flowspec_edge.model.families import ExpertNames
+from flowspec_edge.util.elementwise import sigmoid
 from flowspec_edge.util.linears import add_product, detach_and_join, product
 
 _TANH = partial(F.gelu, approximate="tanh")
@@ -103,7 +104,7 @@ class Mixture(nn.Module):
         """Choose experts for normed rows ``x``; the shared expert's part is added to ``rows``."""
         routed: Routed = getattr(self, self._router)(x)
         if hasattr(self, "shared_expert"):
-            rows += self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
+            rows += sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
         return routed
 
 

@@ -12,6 +12,7 @@ from flowspec_edge.stage.families.norm import Norm, head_norms
 from flowspec_edge.stage.families.rotary import Rotation
 from flowspec_edge.stage.layers.attention import BatchCache, Mask, attend
 from flowspec_edge.stage.layers.kv_cache import KVCache
+from flowspec_edge.util.elementwise import sigmoid
 from flowspec_edge.util.kernels import HeadNorms, rotate_in_place
 from flowspec_edge.util.linears import detach_and_join
 
@@ -92,4 +93,4 @@ class SelfAttention(nn.Module):
 
     def finish(self, projected: Projected, attended: Tensor) -> Tensor:
         """Apply the gates to what ``attend`` returned: [N, heads * d]."""
-        return attended if projected.gates is None else attended * projected.gates.flatten(1).sigmoid()
+        return attended if projected.gates is None else attended * sigmoid(projected.gates.flatten(1))

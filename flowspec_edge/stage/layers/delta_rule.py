@@ -1,23 +1,32 @@
 """The gated delta rule over a draft tree (Qwen3-Next and its successors), as pure functions of tensors.
 
-A layer's state S [k, v] after the committed text replaces keys and values.  A row t that is not committed is
-a cached entry (k, u, log G) under the ancestor mask that attention uses; no branch has a state of its own.
-With path(t) its uncommitted ancestors and G(t) the product of the decays over path(t) and t:
+A layer's state S [k, v] after the text replaces keys and values.  The text is divided into blocks of B rows.  A row's
+block is what its path, from the text's beginning to the row itself, has of the last B rows or fewer that are not a
+whole block.  With S the state before the row's block, i the rows of the block up to t, and G(t) the product of their
+decays:
 
-    u(t) = beta(t) (v(t) - G(t) S^T k(t) - sum over j in path(t) of G(t)/G(j) (k(t) k(j)) u(j))
-    o(t) = G(t) S^T q(t) + sum over j in path(t) and t of G(t)/G(j) (q(t) k(j)) u(j)
+    w(t) = beta(t) (v(t) - G(t) S^T k(t))
+    u(t) = w(t) - beta(t) sum over earlier j in the block of G(t)/G(j) (k(t) k(j)) u(j)
+    o(t) = G(t) S^T q(t) + sum over j up to t in the block of G(t)/G(j) (q(t) k(j)) u(j)
 
-u(t) depends on t's path alone.  So a commit folds entries into S and only shifts the others' log G, whether
-it comes late, early or in batches, and a prune drops entries.  On a chain this is the recurrence itself:
-https://arxiv.org/abs/2412.06464, whose chunked form is the case of a causal mask.
+and the state after a whole block is G(B) S + sum over its j of G(B)/G(j) k(j) u(j)^T.  On a chain this is the
+recurrence itself in the chunked form of https://arxiv.org/abs/2412.06464, with chunks of B rows.
 
-Shapes: queries and keys [n, key heads, k]; values and u [n, heads, v], where each key head serves
-``heads / key heads`` neighbouring heads; betas, log decays and log G [n, heads]; S [heads, k, v].
+A row's result depends on its path alone, bit for bit: blocks begin at multiples of B, whatever was committed when, and
+every product has the shape of a whole block, whatever else is computed with it.  A row that is not folded into the
+layer's state is an entry (k, w, beta, log decay); the state behind a block of uncommitted rows is computed where a
+row needs it.
+
+Shapes: queries and keys [n, key heads, k]; values, w and u [n, heads, v], where each key head serves
+``heads / key heads`` neighbouring heads; betas, log decays and their sums [n, heads]; S [heads, k, v].
 Everything is in one dtype: float32, unless a test wants more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +34,11 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
+
+from flowspec_edge.util.elementwise import silu
+from flowspec_edge.util.tensors import indices
+
+FOLDED = -1  # the key of the layer's own state; a block's state has the column of the block's last row as its key
 
 
 class DeltaRows(NamedTuple):
@@ -41,78 +55,276 @@ class Entries(NamedTuple):
     """Of rows that are not folded into the state, parents first."""
 
     keys: Tensor
-    updates: Tensor  # u
-    log_gates: Tensor  # log G
+    targets: Tensor  # w
+    log_decays: Tensor
+    betas: Tensor
 
 
-class Sight(NamedTuple):
-    """What n rows see of m cached entries and of themselves, as :func:`sight` makes it: [n, m + n] each.
+class Fold(NamedTuple):
+    """The state with ``key`` follows the one with ``before`` by the block ``block``."""
 
-    sums    1 for the last cached entry that a row sees and for the rows that it does, 0 elsewhere: makes
-            log G from the entry's log G and the rows' log decays
-    hidden  0 where a row sees, minus infinity elsewhere
+    key: int
+    before: int
+    block: int
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Blocks of a pass that begin at one place of the text, after the steps before it.
+
+    folds   what is to be computed before: states behind blocks of earlier steps
+    tiles   a state's key each: the products with this state take up to B rows
+    rows    [tiles * B] int64: the rows of the pass in the tiles, the last one repeated
+    tiled   [r] int64: where in the tiles the step's r rows are
+    columns  [r] int64: the columns of these rows
+    places  [r] int64: where they are in the blocks, as ``block * B + place``
+    bags    [r, B] int64: the columns of their blocks
     """
 
-    sums: Tensor
-    hidden: Tensor
+    folds: tuple[Fold, ...]
+    tiles: tuple[int, ...]
+    rows: Tensor
+    tiled: Tensor
+    columns: Tensor
+    places: Tensor
+    bags: Tensor
 
 
-def sight(visible: NDArray[np.bool_], n: int) -> Sight:
-    """float32, in host memory.
+@dataclass(frozen=True, eq=False)
+class DeltaPlan:
+    """How the n rows of a pass are computed, of which m + n columns are entries afterwards.
 
-    visible  [n, m + n]: the cached entries, then the rows; every row sees itself and no later one
+    columns  [blocks, B] int64: of each block, the oldest first, the last one repeated
+    rows     [blocks, B] int64: the pass's rows at these columns; 0 where there is none
+    outputs  [n] int64: where each row is in the results of all steps
+    ahead    the key of the state that the layer keeps beside its own: FOLDED for none
     """
-    cached = visible[:, : visible.shape[1] - n]
-    last = cached & (cached[:, ::-1].cumsum(1)[:, ::-1] == 1)
-    sums = np.concatenate((last, visible[:, cached.shape[1] :]), axis=1, dtype=np.float32)
-    hidden = np.where(visible, np.float32(0), np.float32(-np.inf))
-    return Sight(torch.from_numpy(sums), torch.from_numpy(hidden))
+
+    columns: Tensor
+    rows: Tensor
+    outputs: Tensor
+    steps: tuple[Step, ...]
+    ahead: int
 
 
-def segment(rows: DeltaRows, state: Tensor, entries: Entries, seen: Sight) -> Tensor:
-    """Outputs [n, heads, v] of ``rows``, which become the last n of ``entries`` [m + n].
+class _Block(NamedTuple):
+    step: int
+    columns: list[int]
 
-    Along a path log G falls, so what precedes a row counts by its last entry alone.
+
+def make_plan(seen: NDArray[np.bool_], block: int, ahead: int, device: torch.device) -> DeltaPlan:
+    """Plan a pass.
+
+    seen   [n, m + n]: what each row sees of m entries, which begin with a block, and of the rows; itself, its
+           ancestors and nothing else, parents before children
+    ahead  the key of the state that is at hand beside the layer's own
     """
-    n = len(rows.keys)
-    m = len(entries.keys) - n
-    entries.keys[m:] = rows.keys
-    entries.log_gates[m:] = rows.log_decays
-    gates = seen.sums @ entries.log_gates
-    entries.log_gates[m:] = gates
-    both = torch.cat((rows.keys, rows.queries)).transpose(0, 1)  # [key heads, 2n, k]
-    grouped = state.unflatten(0, (both.shape[0], -1))  # [key heads, group, k, v]
-    remembered = (both[:, None] @ grouped).flatten(0, 1).unflatten(1, (2, n))  # [heads, 2, n, v]
-    remembered = remembered * gates.T.exp()[:, None, :, None]
-    weights = _weights(both, entries, gates, seen.hidden)
-    updates, betas = rows.values.transpose(0, 1) - remembered[:, 0], rows.betas.T[..., None]
-    if m:
-        updates = torch.baddbmm(updates, weights[:, 0, :, :m], entries.updates[:m].transpose(0, 1), alpha=-1)
-    updates = updates * betas
-    if n > 1:  # the diagonal is not read
-        updates = torch.linalg.solve_triangular(betas * weights[:, 0, :, m:], updates, upper=False,
-                                                unitriangular=True)
-    entries.updates[m:] = updates.transpose(0, 1)
-    return torch.baddbmm(remembered[:, 1], weights[:, 1], entries.updates.transpose(0, 1)).transpose(0, 1)
+    n, m = len(seen), seen.shape[1] - len(seen)
+    paths = [np.flatnonzero(row).tolist() for row in seen]
+    begins = [(len(path) - 1) // block for path in paths]  # the step of each row
+    states = [path[step * block - 1] if step else FOLDED for path, step in zip(paths, begins, strict=True)]
+    blocks: list[_Block] = []
+    where: dict[int, tuple[int, int]] = {}
+    for row in reversed(range(n)):
+        if m + row not in where:
+            _add_block(blocks, where, paths[row], block)
+    folds = _folds(paths, states, blocks, where, block, ahead)
+    filled = [_padded(it.columns, block) for it in blocks]
+    steps: list[tuple[tuple[Fold, ...], tuple[int, ...]]] = []
+    arrays: list[list[int]] = []
+    sequence: list[int] = []  # all rows, step by step
+    for number in sorted({it.step for it in blocks}):
+        rows = sorted((row for row in range(n) if begins[row] == number), key=lambda row: (states[row], row))
+        sequence += rows
+        keys, tiles, tiled = _tiles(rows, states, block)
+        at = [where[m + row] for row in rows]
+        steps.append((tuple(fold for fold in folds if blocks[fold.block].step == number - 1), keys))
+        arrays += [tiles, tiled, [m + row for row in rows], [index * block + place for index, place in at],
+                   [column for index, _ in at for column in filled[index]]]
+    columns = [column for one in filled for column in one]
+    arrays += [columns, [max(0, column - m) for column in columns], np.argsort(sequence).tolist()]
+    tensors = iter(_uploaded(arrays, device))
+    made = tuple(Step(*parts, next(tensors), next(tensors), next(tensors), next(tensors),
+                      next(tensors).view(-1, block)) for parts in steps)
+    return DeltaPlan(next(tensors).view(-1, block), next(tensors).view(-1, block), next(tensors), made,
+                     _next_ahead(states, paths, block, ahead))
 
 
-def _weights(both: Tensor, entries: Entries, gates: Tensor, hidden: Tensor) -> Tensor:
-    """G(t)/G(j) times the products of keys and queries [key heads, 2n, k] with the entries' keys: [heads, 2,
-    n, m + n]; 0 where a row does not see."""
-    products = (both @ entries.keys.permute(1, 2, 0)).unflatten(1, (2, -1))
-    ratios = (gates.T[..., None] - entries.log_gates.T[:, None]).add_(hidden).exp_()  # [heads, n, m + n]
-    return (products[:, None] * ratios.unflatten(0, (len(products), -1))[:, :, None]).flatten(0, 1)
+def _add_block(blocks: list[_Block], where: dict[int, tuple[int, int]], path: Sequence[int], block: int) -> None:
+    """Add the block in which ``path`` ends.
+
+    where  by column: the index of a block with it, and its place there
+    """
+    step = (len(path) - 1) // block
+    columns = list(path[step * block :])
+    for place, column in enumerate(columns):
+        where.setdefault(column, (len(blocks), place))
+    blocks.append(_Block(step, columns))
+
+
+def _folds(paths: Sequence[list[int]], states: Sequence[int], blocks: list[_Block],
+           where: dict[int, tuple[int, int]], block: int, ahead: int) -> list[Fold]:
+    """Return how to compute the states before the rows with ``paths``; may add blocks."""
+    folds: dict[int, Fold] = {}
+    for path, state in zip(paths, states, strict=True):
+        key, step = state, (len(path) - 1) // block
+        while key not in (FOLDED, ahead) and key not in folds:
+            if key not in where:
+                _add_block(blocks, where, path[: step * block], block)
+            step -= 1
+            before = path[step * block - 1] if step else FOLDED
+            folds[key] = Fold(key, before, where[key][0])
+            key = before
+    return list(folds.values())
+
+
+def _tiles(rows: Sequence[int], states: Sequence[int], block: int
+           ) -> tuple[tuple[int, ...], list[int], list[int]]:
+    """Return the tiles of ``rows``, which are ordered by state: their keys, rows, and where each row is."""
+    keys: list[int] = []
+    tiles: list[list[int]] = []
+    tiled = []
+    for row in rows:
+        if not keys or keys[-1] != states[row] or len(tiles[-1]) == block:
+            keys.append(states[row])
+            tiles.append([])
+        tiled.append((len(tiles) - 1) * block + len(tiles[-1]))
+        tiles[-1].append(row)
+    return tuple(keys), [row for tile in tiles for row in _padded(tile, block)], tiled
+
+
+def _padded(values: Sequence[int], length: int) -> list[int]:
+    return [*values, *[values[-1]] * (length - len(values))]
+
+
+def _next_ahead(states: Sequence[int], paths: Sequence[Sequence[int]], block: int, ahead: int) -> int:
+    """Return the key of the state that most of the rows farthest on need: the next pass is likely to need it."""
+    needed = {key: ((len(path) - 1) // block, states.count(key)) for path, key in zip(paths, states, strict=True)
+              if key != FOLDED}
+    return max(needed, key=needed.__getitem__, default=ahead)
+
+
+def _uploaded(arrays: Sequence[Sequence[int]], device: torch.device) -> Sequence[Tensor]:
+    """Return ``arrays`` as int64 tensors that one copy brings to ``device``."""
+    return indices([value for array in arrays for value in array], device).split([len(array) for array in arrays])
+
+
+def segment(rows: DeltaRows, states: Mapping[int, Tensor], entries: Entries, plan: DeltaPlan
+            ) -> tuple[Tensor, Tensor | None]:
+    """Compute the outputs [n, heads, v] of ``rows``, which become the last n of ``entries`` [m + n].
+
+    states  [heads, k, v] each, by key: the layer's own, and the one that ``make_plan`` was told of
+    Returns the outputs, and the state with the plan's key ``ahead``, None if that is FOLDED.
+    """
+    start = len(entries.keys) - len(rows.keys)
+    for tensor, new in zip((entries.keys, entries.log_decays, entries.betas),
+                           (rows.keys, rows.log_decays, rows.betas), strict=True):
+        tensor[start:] = new
+    blocks = _blocks(entries, plan.columns)
+    weights = blocks.weights(rows.queries[plan.rows])
+    both = torch.stack((rows.keys, rows.queries), 1)  # [n, 2, key heads, k]
+    at_hand, outputs, ahead = dict(states), [], None
+    for step in plan.steps:
+        for key, before, block in step.folds:
+            at_hand[key] = blocks.fold(at_hand[before], block, entries.targets[plan.columns[block]])
+        ahead = at_hand.get(plan.ahead, ahead)
+        if step.tiles:
+            gates = blocks.gates.transpose(1, 2).flatten(0, 1)[step.places].exp()
+            remembered = _remembered(both, at_hand, step) * gates[:, None, :, None]
+            index = step.columns - start
+            entries.targets[step.columns] = (rows.values[index] - remembered[:, 0]) * rows.betas[index][..., None]
+            outputs.append(remembered[:, 1] + _summed(weights.transpose(1, 2).flatten(0, 1)[step.places],
+                                                      entries.targets, step.bags))
+        at_hand = {key: state for key, state in at_hand.items() if key in (*states, *step.tiles)}
+    return torch.cat(outputs)[plan.outputs], None if plan.ahead == FOLDED else ahead
+
+
+def _summed(weights: Tensor, targets: Tensor, columns: Tensor) -> Tensor:
+    """Return the sums of ``targets`` [m + n, heads, v] in the columns [r, B], one after the other, with weights
+    [r, heads, B]: [r, heads, v].  Nothing is gathered in memory."""
+    r, heads, size = weights.shape
+    index = columns[:, None] * heads + torch.arange(heads, device=columns.device)[:, None]
+    return F.embedding_bag(index.view(-1, size), targets.flatten(0, 1), mode="sum",
+                           per_sample_weights=weights.reshape(-1, size)).view(r, heads, -1)
+
+
+def _remembered(both: Tensor, states: Mapping[int, Tensor], step: Step) -> Tensor:
+    """Return the products of the step's r rows' keys and queries with their states: [r, 2, heads, v].
+
+    both  [n, 2, key heads, k]: of all rows of the pass
+    """
+    tiles = both[step.rows].unflatten(0, (len(step.tiles), -1)).permute(0, 3, 2, 1, 4).flatten(2, 3)
+    products = []
+    for tile, key in zip(tiles, step.tiles, strict=True):  # [key heads, 2B, k]
+        grouped = states[key].unflatten(0, (len(tile), -1))  # [key heads, group, k, v]
+        products.append((tile[:, None] @ grouped).flatten(0, 1).unflatten(1, (2, -1)))
+    return torch.stack(products).permute(0, 3, 2, 1, 4).flatten(0, 1)[step.tiled]
+
+
+class _Blocks(NamedTuple):
+    """keys    [b, key heads, B, k]
+    gates   [b, heads, B]: log G
+    ratios  [b, heads, B, B]: G(t)/G(j) on and below the diagonal, 0 above
+    betas   [b, heads, B, 1]
+    """
+
+    keys: Tensor
+    gates: Tensor
+    ratios: Tensor
+    betas: Tensor
+
+    def weights(self, queries: Tensor) -> Tensor:
+        """Return how much each target of a block adds to the block's outputs [b, heads, B, B].
+
+        queries  [b, B, key heads, k]; those that belong to no row of the pass may be any
+        """
+        both = torch.cat((self.keys, queries.transpose(1, 2)), 2)
+        products = self._times_keys(both).unflatten(3, (2, -1))  # [b, key heads, 1, 2, B, B]
+        scaled = products * self.ratios.unflatten(1, (self.keys.shape[1], -1))[:, :, :, None]
+        coupled, outputs = scaled.flatten(1, 2).unbind(2)  # [b, heads, B, B] each
+        # The diagonal of the system is not read.
+        return torch.linalg.solve_triangular((self.betas * coupled).flatten(0, 1), outputs.flatten(0, 1), upper=False,
+                                             left=False, unitriangular=True).unflatten(0, outputs.shape[:2])
+
+    def _times_keys(self, rows: Tensor) -> Tensor:
+        """Return the products of rows [b, key heads, r, k] with the blocks' keys: [b, key heads, 1, r, B]."""
+        return (rows.flatten(0, 1) @ self.keys.flatten(0, 1).mT).unflatten(0, self.keys.shape[:2])[:, :, None]
+
+    def fold(self, state: Tensor, block: int, targets: Tensor) -> Tensor:
+        """Return the state after the whole block ``block``, whose entries have ``targets`` [B, heads, v]."""
+        one = _Blocks(*(tensor[block : block + 1] for tensor in self))
+        products = one._times_keys(one.keys) * one.ratios.unflatten(1, (one.keys.shape[1], -1))
+        size = products.shape[-1]
+        inverse = torch.linalg.solve_triangular(
+            one.betas[0] * products[0].flatten(0, 1), torch.eye(size, dtype=state.dtype, device=state.device),
+            upper=False, unitriangular=True)
+        gates = one.gates[0]  # [heads, B]
+        last = gates[:, -1:]
+        updates = (inverse @ targets.transpose(0, 1)) * (last - gates).exp()[..., None]
+        keys = one.keys[0].mT  # [key heads, k, B]
+        keys = keys[:, None].expand(-1, len(state) // len(keys), -1, -1).flatten(0, 1)
+        return torch.baddbmm(state * last.exp()[..., None], keys, updates)
+
+
+def _blocks(entries: Entries, columns: Tensor) -> _Blocks:
+    """Gather the blocks with the entries ``columns`` [b, B]."""
+    gates = entries.log_decays[columns].cumsum(1).transpose(1, 2)
+    hidden = _hidden(columns.shape[1], gates.dtype, gates.device)
+    ratios = (gates[..., None] - gates[..., None, :] + hidden).exp()
+    return _Blocks(entries.keys[columns].transpose(1, 2), gates, ratios,
+                   entries.betas[columns].transpose(1, 2)[..., None])
+
+
+@cache
+def _hidden(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return minus infinity above the diagonal, 0 elsewhere: [B, B]."""
+    return torch.full((block, block), -torch.inf, dtype=dtype, device=device).triu(1)
 
 
 def fold(state: Tensor, entries: Entries) -> Tensor:
-    """The state after the path of ``entries``, oldest first, at least one; from the log G of entries that
-    saw all of them, subtract that of the last one."""
-    last = entries.log_gates[-1]
-    weighted = entries.updates * (last - entries.log_gates).exp()[..., None]
-    heads, group = state.shape[0], state.shape[0] // entries.keys.shape[1]
-    keys = entries.keys.permute(1, 2, 0)  # [key heads, k, n]
-    keys = keys[:, None].expand(-1, group, -1, -1).reshape(heads, *keys.shape[1:])
-    return torch.baddbmm(state * last.exp()[:, None, None], keys, weighted.transpose(0, 1))
+    """Return the state after a whole block: ``entries`` [B]."""
+    columns = torch.arange(len(entries.keys), device=state.device)[None]
+    return _blocks(entries, columns).fold(state, 0, entries.targets)
 
 
 def convolved(inputs: Tensor, weight: Tensor) -> Tensor:
@@ -122,4 +334,4 @@ def convolved(inputs: Tensor, weight: Tensor) -> Tensor:
             before the text
     weight  [channels, width]
     """
-    return F.silu((inputs * weight.T).sum(1))
+    return silu((inputs * weight.T).sum(1))

@@ -1,10 +1,10 @@
 """What a session keeps of recurrent layers: states of the committed text, and an entry a row behind it.
 
 The session's first ``first`` rows are folded into the states, and only the others have entries
-(:mod:`delta_rule`): memory does not grow with the text.  Committed rows stay entries until a few are there to
-fold at once, since reading and writing a state costs as much as many entries do.
+(:mod:`delta_rule`): memory does not grow with the text.  Rows are folded by whole blocks of the text, once all rows
+of a block are committed, so that no result depends on when that is.
 
-A session that takes over another text begins at a snapshot: the states after each ``GRID`` rows of it,
+A session that takes over another text begins at a snapshot: what the layers are after each ``GRID`` rows of it,
 of which the newest few are kept, or after the rows for which its session asked for one.
 """
 
@@ -21,19 +21,19 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import Int32
 from flowspec_edge.model.manifest import SESSIONS
-from flowspec_edge.stage.layers.delta_rule import Sight, sight
+from flowspec_edge.stage.layers.delta_rule import FOLDED, make_plan
 from flowspec_edge.stage.layers.recurrent_layer import (
     DeltaPass,
     DeltaShape,
     RecurrentLayer,
-    State,
+    Snapshot,
     last_ancestors,
 )
 from flowspec_edge.stage.layers.stage_cache import Part
-from flowspec_edge.util.tensors import indices, to_device
+from flowspec_edge.util.tensors import indices
 
-AT_ONCE = 16  # committed rows that are folded together
-GRID = 256  # rows between snapshots
+BLOCK = 16  # rows of the text that are folded together
+GRID = 256  # rows between snapshots, a multiple of BLOCK
 REUSABLE = 2  # snapshots of a text, the newest, that a session may begin with
 _USUAL = 64  # uncommitted rows: four segments of 16
 _EXPECTED = 256  # uncommitted rows: of what a session may have, the part that trees in flight fill
@@ -59,14 +59,14 @@ class GatedDelta(DeltaShape):
     def session_bytes(self, tentative: int, width: int) -> int:
         """That a session takes in a layer, its snapshots included, unless very late prunes leave more
         entries."""
-        entries = min(tentative, _EXPECTED) + 2 * AT_ONCE
-        return (2 + _KEPT) * self.state_bytes(width) + entries * self.entry_bytes(width)
+        entries = min(tentative, _EXPECTED) + 3 * BLOCK  # two blocks of text, and the snapshot's that is not of the grid
+        return (3 + _KEPT) * self.state_bytes(width) + entries * self.entry_bytes(width)
 
     def request_bytes(self, width: int) -> int:
         """In a layer, for each request at once: its session, and the snapshots of texts that were retained,
         one of them near the prompt's end."""
-        retained = (SESSIONS - 1) * (REUSABLE + 1) * self.state_bytes(width)
-        return self.session_bytes(_EXPECTED, width) + retained
+        retained = (REUSABLE + 1) * self.state_bytes(width) + BLOCK * self.entry_bytes(width)
+        return self.session_bytes(_EXPECTED, width) + (SESSIONS - 1) * retained
 
     def read_bytes(self) -> int:
         """By a pass of a layer: the state, and a usual number of entries."""
@@ -74,7 +74,7 @@ class GatedDelta(DeltaShape):
 
     def rows(self, capacity: int, tentative: int) -> int:
         """Entries of a session of ``capacity`` rows, ``tentative`` of them uncommitted."""
-        return min(capacity, tentative) + 2 * AT_ONCE
+        return min(capacity, tentative) + 2 * BLOCK
 
     def reusable(self, text: int, wanted: int, snapshot: int) -> int:
         rows = wanted // GRID * GRID
@@ -160,7 +160,8 @@ class RecurrentCache:
         self._device, self._kernel = device, kind.kernel
         self._length = 0
         self.layers = {layer: RecurrentLayer(kind, dtype, device) for layer in layers}
-        self._snapshots: dict[int, list[State]] = {}  # of all layers, by rows of text, the oldest first
+        self._ahead = self._next_ahead = FOLDED  # the entry behind which the layers keep a state; after this pass
+        self._snapshots: dict[int, list[Snapshot]] = {}  # of all layers, by rows of text, the oldest first
         self._snapshot = 0  # rows of text after which one is kept beside those of the grid
 
     def __len__(self) -> int:
@@ -168,7 +169,7 @@ class RecurrentCache:
 
     @property
     def nbytes(self) -> int:
-        kept = sum(tensor.nbytes for states in self._snapshots.values() for pair in states for tensor in pair)
+        kept = sum(snapshot.nbytes for layers in self._snapshots.values() for snapshot in layers)
         return kept + sum(layer.nbytes for layer in self.layers.values())
 
     def reserve(self, rows: int) -> None:
@@ -186,8 +187,10 @@ class RecurrentCache:
                                 "tentative rows")
         for layer in self.layers.values():
             layer.make_room(self._length + len(seen))
-        masks = Sight(*(to_device(mask, self._device) for mask in sight(seen, len(seen))))
-        current = DeltaPass(masks, indices(last_ancestors(seen, self._kernel), self._device))
+        plan = make_plan(seen, BLOCK, self._ahead, self._device)
+        current = DeltaPass(plan, self._ahead, indices(last_ancestors(seen, self._kernel), self._device))
+        # A pass that fails leaves layers that keep different states.
+        self._ahead, self._next_ahead = FOLDED, plan.ahead
         for layer in self.layers.values():
             layer.begin(current)
 
@@ -195,10 +198,37 @@ class RecurrentCache:
         for layer in self.layers.values():
             layer.append(rows)
         self._length += rows
+        self._ahead = self._next_ahead
 
+    @torch.inference_mode()
     def commit(self, rows: int) -> None:
-        if rows - self.first >= AT_ONCE:
-            self._fold(rows)
+        stops = {stop for stop in range((self.first // GRID + 1) * GRID, rows + 1, GRID)}
+        if max(self.first, 1) <= self._snapshot <= rows and self._snapshot not in self._snapshots:
+            stops.add(self._snapshot)
+        for stop in sorted(stops):
+            self._fold(stop)
+            self._snapshots[stop] = [layer.snapshot(stop - self.first) for layer in self.layers.values()]
+            for oldest in [at for at in self._snapshots if at != self._snapshot][:-_KEPT]:
+                del self._snapshots[oldest]
+        self._fold(rows)
+
+    def _fold(self, rows: int) -> None:
+        """Fold the blocks of the first ``rows`` rows."""
+        while (left := rows // BLOCK * BLOCK - self.first) > 0:
+            if FOLDED < self._ahead < left:
+                count = self._ahead + 1
+                for layer in self.layers.values():
+                    layer.advance(count)
+            else:
+                count = BLOCK
+                for layer in self.layers.values():
+                    layer.fold(count)
+            self.first += count
+            self._length -= count
+            self._ahead = max(FOLDED, self._ahead - count)
+
+    def snapshot_at(self, rows: int) -> None:
+        self._snapshot = rows
 
     @torch.inference_mode()
     def keep(self, mask: Bool) -> None:
@@ -209,36 +239,17 @@ class RecurrentCache:
             for layer in self.layers.values():
                 layer.keep(first, moved)
             self._length = len(slots)
-
-    @torch.inference_mode()
-    def _fold(self, rows: int) -> None:
-        while self.first < rows:
-            end = min(rows, (self.first // GRID + 1) * GRID)
-            if self.first < self._snapshot:
-                end = min(end, self._snapshot)
-            for layer in self.layers.values():
-                layer.fold(end - self.first)
-            self._length -= end - self.first
-            self._folded(end)
-
-    def _folded(self, rows: int) -> None:
-        self.first = rows
-        if rows % GRID == 0 or rows == self._snapshot:
-            self._snapshots[rows] = [layer.snapshot() for layer in self.layers.values()]
-            for oldest in [at for at in self._snapshots if at != self._snapshot][:-_KEPT]:
-                del self._snapshots[oldest]
-
-    def snapshot_at(self, rows: int) -> None:
-        self._snapshot = rows
+            if self._ahead != FOLDED:
+                self._ahead = int(mask[: self._ahead].sum()) if mask[self._ahead] else FOLDED
 
     @torch.inference_mode()
     def retain(self, rows: int) -> None:
         """Keep no more than the snapshots that a session may begin with: a stage may have folded more."""
-        self._fold(rows)
+        self.commit(rows)
         held = [at for at in self._snapshots if at <= rows]
         newest = [at for at in held if at % GRID == 0][-REUSABLE:]
         self._snapshots = {at: self._snapshots[at] for at in held if at in newest or at == self._snapshot}
-        self.first, self._length, self.capacity = rows, 0, 0
+        self.first, self._length, self.capacity, self._ahead = rows, 0, 0, FOLDED
         for layer in self.layers.values():
             layer.clear()
 
@@ -248,12 +259,15 @@ class RecurrentCache:
             raise ProtocolError(f"a session cannot begin with {rows} rows of a text whose recurrent layers "
                                 f"kept the states after {list(self._snapshots) or 'none'}")
         self._snapshots = {at: states for at, states in self._snapshots.items() if at <= rows}
-        for layer, state in zip(self.layers.values(), self._snapshots[rows], strict=True):
-            layer.restore(state)
-        self.first, self._length, self._snapshot = rows, 0, 0
+        for layer, snapshot in zip(self.layers.values(), self._snapshots[rows], strict=True):
+            layer.restore(snapshot)
+        self.first, self._length = rows // BLOCK * BLOCK, rows % BLOCK
+        self._snapshot, self._ahead = 0, FOLDED
 
     def fill(self, rows: int) -> None:
-        self.first = rows
+        self.first, self._length = rows // BLOCK * BLOCK, rows % BLOCK
+        for layer in self.layers.values():
+            layer.fill(self._length)
 
     def visible(self, mask: Bool, positions: Int32, columns: Int32) -> Bool:
         return mask[:, self.first:]

@@ -1,11 +1,11 @@
 """What a recurrent layer keeps of a session: its state after the folded rows, an entry for each other row
-(:mod:`delta_rule`)."""
+(:mod:`delta_rule`), and one state behind a block of these."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,14 +14,30 @@ from torch import Tensor
 
 from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.stage.layers import delta_rule
-from flowspec_edge.stage.layers.delta_rule import DeltaRows, Entries, Sight
+from flowspec_edge.stage.layers.delta_rule import FOLDED, DeltaPlan, DeltaRows, Entries
 from flowspec_edge.util.kernels import HeadNorms
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 _ROOM = 64  # rows by which the memory for entries grows, at least
-State = tuple[Tensor, Tensor]  # [heads, k, v], and the convolution's last inputs
+
+
+class Snapshot(NamedTuple):
+    """A layer behind some rows of a text.
+
+    state    [heads, k, v] after the rows of whole blocks
+    entries  of the others
+    inputs   of the convolution: of the last rows that are folded, then of the others
+    """
+
+    state: Tensor
+    entries: Entries
+    inputs: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.state, self.inputs, *self.entries))
 
 
 @dataclass(frozen=True)
@@ -50,36 +66,41 @@ class DeltaShape:
 
     def entry_bytes(self, width: int) -> int:
         """Of a row that is not folded, in a layer."""
-        return 4 * (self.key_heads * self.key_width + self.heads * (self.value_width + 1)
+        return 4 * (self.key_heads * self.key_width + self.heads * (self.value_width + 2)
                     ) + self.channels * width
 
 
 @dataclass(frozen=True, eq=False)
 class DeltaPass:
-    """seen       [n, entries + n]: what the n rows see
+    """known      the key of the state that the layers keep beside their own
     ancestors  [n, kernel] int64: which inputs enter each row's convolution, its own last
     """
 
-    seen: Sight
+    plan: DeltaPlan
+    known: int
     ancestors: Tensor
 
 
 class RecurrentLayer:
-    """state  [heads, k, v] float32: behind the folded rows; replaced, never changed in place"""
+    """state  [heads, k, v] float32: behind the folded rows; replaced, never changed in place
+    ahead  the same behind the block that the last pass's plan names
+    """
 
     def __init__(self, kind: DeltaShape, dtype: torch.dtype, device: torch.device) -> None:
         self._kind, self._before, self._norms = kind, kind.kernel - 1, _norms(kind, device)
         self.state = torch.zeros(kind.heads, kind.key_width, kind.value_width, device=device)
+        self.ahead: Tensor | None = None
         self._length = 0  # entries
         self._entries = Entries(*(torch.empty(0, *size, device=device) for size in (
-            (kind.key_heads, kind.key_width), (kind.heads, kind.value_width), (kind.heads,))))
+            (kind.key_heads, kind.key_width), (kind.heads, kind.value_width), (kind.heads,), (kind.heads,))))
         # The convolution's: of the last folded rows, then of each entry.
         self._inputs = torch.zeros(self._before, kind.channels, dtype=dtype, device=device)
         self._pass: DeltaPass | None = None
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.state, self._inputs, *self._entries))
+        ahead = 0 if self.ahead is None else self.ahead.nbytes
+        return ahead + sum(tensor.nbytes for tensor in (self.state, self._inputs, *self._entries))
 
     @property
     def entries(self) -> Entries:
@@ -90,7 +111,7 @@ class RecurrentLayer:
 
     def clear(self) -> None:
         """Drop the state and all entries, with their memory; ``restore`` comes before the next pass."""
-        self._length, self.state = 0, self.state.new_empty(0)
+        self._length, self.state, self.ahead = 0, self.state.new_empty(0), None
         self._entries = Entries(*(tensor.new_empty(0, *tensor.shape[1:]) for tensor in self._entries))
         self._inputs = self._inputs[:self._before].clone()
 
@@ -103,12 +124,24 @@ class RecurrentLayer:
                                       for tensor in self._entries))
             self._inputs = torch.cat((self._inputs, self._inputs.new_empty(more, self._kind.channels)))
 
-    def snapshot(self) -> State:
-        return self.state, self._inputs[:self._before].clone()
+    def snapshot(self, entries: int) -> Snapshot:
+        """Copy what the layer is behind the first ``entries``, fewer than a block."""
+        return Snapshot(self.state, Entries(*(tensor.clone() for tensor in self._some(slice(entries)))),
+                        self._inputs[: self._before + entries].clone())
 
-    def restore(self, state: State) -> None:
-        self.state, self._inputs[:self._before] = state
-        self._length = 0
+    def restore(self, snapshot: Snapshot) -> None:
+        self.state, self.ahead = snapshot.state, None
+        self._length = len(snapshot.entries.keys)
+        self.make_room(self._length)
+        for tensor, held in zip((*self._entries, self._inputs), (*snapshot.entries, snapshot.inputs), strict=True):
+            tensor[: len(held)] = held
+
+    def fill(self, entries: int) -> None:
+        """Make an empty layer look as if it held ``entries`` entries of zeros."""
+        self.make_room(entries)
+        for tensor in (*self._entries, self._inputs):
+            tensor.zero_()
+        self._length = entries
 
     def begin(self, current: DeltaPass) -> None:
         self._pass = current
@@ -124,8 +157,13 @@ class RecurrentLayer:
         start, end = self._before + self._length, self._length + len(inputs)
         self._inputs[start : self._before + end] = inputs
         mixed = delta_rule.convolved(self._inputs[current.ancestors], weight)
-        return delta_rule.segment(self._rows(mixed, log_decays, betas), self.state, self._some(slice(end)),
-                                  current.seen)
+        states = {FOLDED: self.state}
+        if current.known != FOLDED:
+            assert self.ahead is not None
+            states[current.known] = self.ahead
+        outputs, self.ahead = delta_rule.segment(self._rows(mixed, log_decays, betas), states, self._some(slice(end)),
+                                                 current.plan)
+        return outputs
 
     def _rows(self, mixed: Tensor, log_decays: Tensor, betas: Tensor) -> DeltaRows:
         kind = self._kind
@@ -138,12 +176,19 @@ class RecurrentLayer:
     def append(self, rows: int) -> None:
         self._length += rows
 
-    def fold(self, count: int) -> None:
-        """The first ``count`` entries."""
-        done, left = self._some(slice(count)), self._some(slice(count, self._length))
-        self.state = delta_rule.fold(self.state, done)
-        left.log_gates.sub_(done.log_gates[-1].clone())
-        self._inputs[:self._before] = self._inputs[count : count + self._before].clone()
+    def fold(self, block: int) -> None:
+        """Fold the first ``block`` entries, a whole block."""
+        self.state = delta_rule.fold(self.state, self._some(slice(block)))
+        self._folded(block)
+
+    def advance(self, count: int) -> None:
+        """Fold the first ``count`` entries, whose state is ``ahead``."""
+        assert self.ahead is not None
+        self.state, self.ahead = self.ahead, None
+        self._folded(count)
+
+    def _folded(self, count: int) -> None:
+        self._inputs[: self._before] = self._inputs[count : count + self._before].clone()
         self._move(0, slice(count, self._length))
 
     def keep(self, first: int, moved: Tensor) -> None:
