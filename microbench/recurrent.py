@@ -45,7 +45,7 @@ def net_of(config: Qwen3NextConfig, dtype: torch.dtype) -> Any:
 def shaped(small: bool = False) -> Qwen3NextConfig:
     if small:
         return Qwen3NextConfig(hidden_size=256, num_hidden_layers=2, linear_num_key_heads=2,
-                               linear_num_value_heads=4, num_experts=1)
+                               linear_num_value_heads=4, num_experts=1, num_experts_per_tok=1)
     return Qwen3NextConfig(num_hidden_layers=2)
 
 
@@ -74,6 +74,14 @@ def causal(cache: RecurrentCache, rows: int) -> NDArray[np.bool_]:
     return np.tri(rows, held + rows, held, dtype=bool)
 
 
+def branched(cache: RecurrentCache, text: int, rows: int, branches: int = 10) -> NDArray[np.bool_]:
+    """What rows see of a tree whose branches, behind ``text`` rows, take turns in growing by a row."""
+    columns = np.arange(cache.first + len(cache) + rows) - text
+    new = columns[len(columns) - rows :, None]
+    seen: NDArray[np.bool_] = (columns < 0) | ((columns <= new) & (columns % branches == new % branches))
+    return seen
+
+
 def read_in(net: DeltaNet, cache: RecurrentCache, x: Tensor) -> Tensor:
     out = []
     for piece in x.split(64):
@@ -100,7 +108,7 @@ def times() -> None:
     net = net_of(config, dtype)
     ours = ours_of(net, config)
     print(f"processor ms a layer, {config.hidden_size} wide, {config.linear_num_value_heads} heads, fp32")
-    for context in (1_000, 32_000):
+    for context in (1_003, 32_011):
         text = torch.randn(context, config.hidden_size)
         theirs = DynamicCache(config=config)
         net(text[None], cache_params=theirs)
@@ -109,16 +117,15 @@ def times() -> None:
               f"{milliseconds(partial(net, one, cache_params=theirs)):.2f}")
         cache = cache_of(config, dtype)
         read_in(ours, cache, text)
-        for waiting in (0, 100, 300):
-            while len(cache) < waiting:
-                run(ours, cache, torch.randn(20, config.hidden_size), causal(cache, 20))
+        for waiting in (0, 60, 120):
+            while cache.first + len(cache) < context + waiting:
+                run(ours, cache, torch.randn(20, config.hidden_size), branched(cache, context, 20))
                 cache.append(20)
-            assert len(cache) == waiting
             found = []
             for rows in (1, 4, 16):
-                x, mask = torch.randn(rows, config.hidden_size), causal(cache, rows)
+                x, mask = torch.randn(rows, config.hidden_size), branched(cache, context, rows)
                 found.append(f"{rows}: {milliseconds(partial(run, ours, cache, x, mask)):.2f}")
-            print(f"    {waiting} uncommitted rows, rows of a pass {', '.join(found)}")
+            print(f"    {waiting} uncommitted rows in ten branches, rows of a pass {', '.join(found)}")
     x = torch.randn(16, config.hidden_size)
     alone = milliseconds(lambda: (net.in_proj_qkvz(x), net.in_proj_ba(x), net.out_proj(x.repeat(1, 2))))
     print(f"the projections alone, 16 rows: {alone:.2f}")
@@ -128,7 +135,7 @@ def times() -> None:
 def drift() -> None:
     """Outputs and states against fp32 of the same weights: ours by segments of trees' sizes, theirs step by
     step behind a prompt, as each decodes."""
-    config, tokens = shaped(small=True), 4_000
+    config, tokens = shaped(small=True), 4_000  # whole blocks
     x = torch.randn(tokens, config.hidden_size)
     for dtype in (torch.float16, torch.bfloat16):
         net = net_of(config, dtype)
@@ -142,7 +149,7 @@ def drift() -> None:
             own.append(run(ours, cache, piece, causal(cache, len(piece))))
             cache.append(len(piece))
             cache.commit(cache.first + len(cache) - 3)
-        cache._fold(tokens)
+        cache.commit(tokens)  # whole blocks
         state = exact.layers[0].recurrent_states[0][0]
         print(dtype, "relative error of outputs, first and last 500 rows, and of the state behind all:")
         for name, found, held in (("ours", torch.cat(own), cache.layers[0].state),

@@ -111,7 +111,7 @@ def test_launches_of_experts(tmp_path: Path, family: str, fuses: bool, alone: in
 
 
 @pytest.mark.parametrize(("family", "fuses", "recurrent", "attention"), [
-    ("qwen3.5", True, 59, 44), ("qwen3.5", False, 61, 46), ("qwen3.5-moe", False, 81, 66)])
+    ("qwen3.5", True, 66, 44), ("qwen3.5", False, 69, 46), ("qwen3.5-moe", False, 89, 66)])
 def test_launches_of_recurrent_layers(tmp_path: Path, family: str, fuses: bool, recurrent: int,
                                       attention: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without those of experts."""

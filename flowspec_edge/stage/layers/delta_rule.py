@@ -70,24 +70,28 @@ class Fold(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Blocks of a pass that begin at one place of the text, after the steps before it.
+    """Rows of a pass whose blocks begin at one place of the text, after the steps before it: r rows.
 
-    folds   what is to be computed before: states behind blocks of earlier steps
-    tiles   a state's key each: the products with this state take up to B rows
-    rows    [tiles * B] int64: the rows of the pass in the tiles, the last one repeated
-    tiled   [r] int64: where in the tiles the step's r rows are
-    columns  [r] int64: the columns of these rows
-    places  [r] int64: where they are in the blocks, as ``block * B + place``
-    bags    [r, B] int64: the columns of their blocks
+    folds    what is to be computed before: states behind blocks of earlier steps
+    rows     which of the pass they are
+    columns  of these rows
+    tiles    a state's key each: the products with this state take the keys and queries of up to B rows
+    tiled    [tiles, heads, 2B] int64: these, in [n, 2, key heads] of the pass; the last row is repeated
+    products  [r, 2] int64 each: the tile of a row's key and query, and their places there
+    places   [r] int64 each: the rows' blocks, and the places there
+    bags     [r * heads * B] int64: in [columns, heads] of all entries, those of a row's block
+    begins   [r * heads] int64: where each bag begins
     """
 
     folds: tuple[Fold, ...]
+    rows: slice | Tensor
+    columns: slice | Tensor
     tiles: tuple[int, ...]
-    rows: Tensor
     tiled: Tensor
-    columns: Tensor
-    places: Tensor
+    products: tuple[Tensor, Tensor]
+    places: tuple[Tensor, Tensor]
     bags: Tensor
+    begins: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +99,16 @@ class DeltaPlan:
     """How the n rows of a pass are computed, of which m + n columns are entries afterwards.
 
     columns  [blocks, B] int64: of each block, the oldest first, the last one repeated
-    rows     [blocks, B] int64: the pass's rows at these columns; 0 where there is none
-    outputs  [n] int64: where each row is in the results of all steps
+    keys     [blocks, key heads, B] int64: the same in [columns, key heads]
+    queries  [blocks, key heads, B] int64: in [n, key heads], the pass's rows at these columns; any where there is none
+    outputs  [n] int64: where each row is in the results of all steps; None if that is its own place
     ahead    the key of the state that the layer keeps beside its own: FOLDED for none
     """
 
     columns: Tensor
-    rows: Tensor
-    outputs: Tensor
+    keys: Tensor
+    queries: Tensor
+    outputs: Tensor | None
     steps: tuple[Step, ...]
     ahead: int
 
@@ -112,11 +118,13 @@ class _Block(NamedTuple):
     columns: list[int]
 
 
-def make_plan(seen: NDArray[np.bool_], block: int, ahead: int, device: torch.device) -> DeltaPlan:
+def make_plan(seen: NDArray[np.bool_], heads: tuple[int, int], block: int, ahead: int, device: torch.device
+              ) -> DeltaPlan:
     """Plan a pass.
 
     seen   [n, m + n]: what each row sees of m entries, which begin with a block, and of the rows; itself, its
            ancestors and nothing else, parents before children
+    heads  how many key heads and heads a layer has
     ahead  the key of the state that is at hand beside the layer's own
     """
     n, m = len(seen), seen.shape[1] - len(seen)
@@ -129,25 +137,46 @@ def make_plan(seen: NDArray[np.bool_], block: int, ahead: int, device: torch.dev
         if m + row not in where:
             _add_block(blocks, where, paths[row], block)
     folds = _folds(paths, states, blocks, where, block, ahead)
-    filled = [_padded(it.columns, block) for it in blocks]
-    steps: list[tuple[tuple[Fold, ...], tuple[int, ...]]] = []
+    drafts: list[tuple[tuple[Fold, ...], tuple[int, ...]]] = []
     arrays: list[list[int]] = []
     sequence: list[int] = []  # all rows, step by step
-    for number in sorted({it.step for it in blocks}):
-        rows = sorted((row for row in range(n) if begins[row] == number), key=lambda row: (states[row], row))
+    numbers = sorted({it.step for it in blocks})
+    for number in numbers:
+        rows = [row for row in range(n) if begins[row] == number]
         sequence += rows
         keys, tiles, tiled = _tiles(rows, states, block)
         at = [where[m + row] for row in rows]
-        steps.append((tuple(fold for fold in folds if blocks[fold.block].step == number - 1), keys))
-        arrays += [tiles, tiled, [m + row for row in rows], [index * block + place for index, place in at],
-                   [column for index, _ in at for column in filled[index]]]
-    columns = [column for one in filled for column in one]
+        drafts.append((tuple(fold for fold in folds if blocks[fold.block].step == number - 1), keys))
+        arrays += [rows, tiles, [tile for tile, _ in tiled], [place for _, place in tiled],
+                   [index for index, _ in at], [place for _, place in at]]
+    columns = [column for it in blocks for column in _padded(it.columns, block)]
     arrays += [columns, [max(0, column - m) for column in columns], np.argsort(sequence).tolist()]
-    tensors = iter(_uploaded(arrays, device))
-    made = tuple(Step(*parts, next(tensors), next(tensors), next(tensors), next(tensors),
-                      next(tensors).view(-1, block)) for parts in steps)
-    return DeltaPlan(next(tensors).view(-1, block), next(tensors).view(-1, block), next(tensors), made,
-                     _next_ahead(states, paths, block, ahead))
+    *of_steps, filled, queries, outputs = _uploaded(arrays, device)
+    filled = filled.view(-1, block)
+    steps = [_step(of_steps[6 * i : 6 * i + 6], *draft, filled, m, heads, len(numbers) == 1)
+             for i, draft in enumerate(drafts)]
+    return DeltaPlan(filled, _by_head(filled, heads[0]), _by_head(queries.view(-1, block), heads[0]),
+                     None if len(steps) == 1 else outputs, tuple(steps), _next_ahead(states, paths, block, ahead))
+
+
+def _step(arrays: Sequence[Tensor], folds: tuple[Fold, ...], keys: tuple[int, ...], columns: Tensor, m: int,
+          heads: tuple[int, int], alone: bool) -> Step:
+    """Make a step of the numbers of its rows, the rows of its tiles, the rows' tiles and places there, their blocks and
+    places there; ``alone``: it has all rows of the pass."""
+    rows, tiles, tile, place, blocks, places = arrays
+    block = columns.shape[1]
+    sides = torch.arange(2, device=rows.device)
+    group = torch.arange(heads[1], device=rows.device) // (heads[1] // heads[0])  # the key head of each head
+    both = (tiles.view(-1, 1, block) * 2 + sides[:, None]) * heads[0]  # [tiles, 2, B]
+    bags = _by_head(columns[blocks], heads[1]).flatten()
+    return Step(folds, slice(None) if alone else rows, slice(m, None) if alone else rows + m, keys,
+                (both.flatten(1)[:, None] + group[:, None]), (tile[:, None], place[:, None] + sides * block),
+                (blocks, places), bags, torch.arange(0, len(bags), block, device=rows.device))
+
+
+def _by_head(rows: Tensor, heads: int) -> Tensor:
+    """Return where the ``heads`` of ``rows`` [b, B] are in an array by row and head: [b, heads, B]."""
+    return rows[:, None] * heads + torch.arange(heads, device=rows.device)[:, None]
 
 
 def _add_block(blocks: list[_Block], where: dict[int, tuple[int, int]], path: Sequence[int], block: int) -> None:
@@ -179,17 +208,20 @@ def _folds(paths: Sequence[list[int]], states: Sequence[int], blocks: list[_Bloc
 
 
 def _tiles(rows: Sequence[int], states: Sequence[int], block: int
-           ) -> tuple[tuple[int, ...], list[int], list[int]]:
-    """Return the tiles of ``rows``, which are ordered by state: their keys, rows, and where each row is."""
+           ) -> tuple[tuple[int, ...], list[int], list[tuple[int, int]]]:
+    """Return the tiles of ``rows``: the keys of their states, their rows, and the tile and place of each row."""
     keys: list[int] = []
     tiles: list[list[int]] = []
+    newest: dict[int, int] = {}  # the tile of a state that is not full yet
     tiled = []
     for row in rows:
-        if not keys or keys[-1] != states[row] or len(tiles[-1]) == block:
+        tile = newest.get(states[row])
+        if tile is None or len(tiles[tile]) == block:
+            tile = newest[states[row]] = len(tiles)
             keys.append(states[row])
             tiles.append([])
-        tiled.append((len(tiles) - 1) * block + len(tiles[-1]))
-        tiles[-1].append(row)
+        tiled.append((tile, len(tiles[tile])))
+        tiles[tile].append(row)
     return tuple(keys), [row for tile in tiles for row in _padded(tile, block)], tiled
 
 
@@ -220,45 +252,41 @@ def segment(rows: DeltaRows, states: Mapping[int, Tensor], entries: Entries, pla
     for tensor, new in zip((entries.keys, entries.log_decays, entries.betas),
                            (rows.keys, rows.log_decays, rows.betas), strict=True):
         tensor[start:] = new
-    blocks = _blocks(entries, plan.columns)
-    weights = blocks.weights(rows.queries[plan.rows])
-    both = torch.stack((rows.keys, rows.queries), 1)  # [n, 2, key heads, k]
-    at_hand, outputs, ahead = dict(states), [], None
+    blocks = _gathered(entries, plan.columns, plan.keys)
+    weights = blocks.weights(rows.queries.flatten(0, 1)[plan.queries])
+    both = torch.stack((rows.keys, rows.queries), 1).flatten(0, 2)
+    at_hand, outputs, ahead = states, [], None
     for step in plan.steps:
-        for key, before, block in step.folds:
-            at_hand[key] = blocks.fold(at_hand[before], block, entries.targets[plan.columns[block]])
+        at_hand = {**states, **{key: blocks.fold(at_hand[before], block, entries.targets[plan.columns[block]])
+                                for key, before, block in step.folds}}
         ahead = at_hand.get(plan.ahead, ahead)
         if step.tiles:
-            gates = blocks.gates.transpose(1, 2).flatten(0, 1)[step.places].exp()
-            remembered = _remembered(both, at_hand, step) * gates[:, None, :, None]
-            index = step.columns - start
-            entries.targets[step.columns] = (rows.values[index] - remembered[:, 0]) * rows.betas[index][..., None]
-            outputs.append(remembered[:, 1] + _summed(weights.transpose(1, 2).flatten(0, 1)[step.places],
-                                                      entries.targets, step.bags))
-        at_hand = {key: state for key, state in at_hand.items() if key in (*states, *step.tiles)}
-    return torch.cat(outputs)[plan.outputs], None if plan.ahead == FOLDED else ahead
+            in_blocks, places = step.places
+            gates = blocks.gates[in_blocks, :, places].exp()  # [r, heads]
+            remembered = _remembered(both[step.tiled], at_hand, step) * gates[:, None, :, None]
+            entries.targets[step.columns] = ((rows.values[step.rows] - remembered[:, 0])
+                                             * rows.betas[step.rows][..., None])
+            added = _summed(weights[in_blocks, :, places], entries.targets, step)
+            outputs.append(remembered[:, 1] + added)
+    made = outputs[0] if plan.outputs is None else torch.cat(outputs)[plan.outputs]
+    return made, None if plan.ahead == FOLDED else ahead
 
 
-def _summed(weights: Tensor, targets: Tensor, columns: Tensor) -> Tensor:
-    """Return the sums of ``targets`` [m + n, heads, v] in the columns [r, B], one after the other, with weights
+def _summed(weights: Tensor, targets: Tensor, step: Step) -> Tensor:
+    """Return the sums of ``targets`` [m + n, heads, v] over the step's blocks, an entry after the other, with weights
     [r, heads, B]: [r, heads, v].  Nothing is gathered in memory."""
-    r, heads, size = weights.shape
-    index = columns[:, None] * heads + torch.arange(heads, device=columns.device)[:, None]
-    return F.embedding_bag(index.view(-1, size), targets.flatten(0, 1), mode="sum",
-                           per_sample_weights=weights.reshape(-1, size)).view(r, heads, -1)
+    return F.embedding_bag(step.bags, targets.flatten(0, 1), step.begins, mode="sum",
+                           per_sample_weights=weights.reshape(-1)).view(*weights.shape[:2], -1)
 
 
-def _remembered(both: Tensor, states: Mapping[int, Tensor], step: Step) -> Tensor:
+def _remembered(tiles: Tensor, states: Mapping[int, Tensor], step: Step) -> Tensor:
     """Return the products of the step's r rows' keys and queries with their states: [r, 2, heads, v].
 
-    both  [n, 2, key heads, k]: of all rows of the pass
+    tiles  [tiles, heads, 2B, k]
     """
-    tiles = both[step.rows].unflatten(0, (len(step.tiles), -1)).permute(0, 3, 2, 1, 4).flatten(2, 3)
-    products = []
-    for tile, key in zip(tiles, step.tiles, strict=True):  # [key heads, 2B, k]
-        grouped = states[key].unflatten(0, (len(tile), -1))  # [key heads, group, k, v]
-        products.append((tile[:, None] @ grouped).flatten(0, 1).unflatten(1, (2, -1)))
-    return torch.stack(products).permute(0, 3, 2, 1, 4).flatten(0, 1)[step.tiled]
+    products = [tile @ states[key] for tile, key in zip(tiles, step.tiles, strict=True)]  # [heads, 2B, v] each
+    tile, place = step.products
+    return (products[0][None] if len(products) == 1 else torch.stack(products))[tile, :, place]
 
 
 class _Blocks(NamedTuple):
@@ -276,15 +304,13 @@ class _Blocks(NamedTuple):
     def weights(self, queries: Tensor) -> Tensor:
         """Return how much each target of a block adds to the block's outputs [b, heads, B, B].
 
-        queries  [b, B, key heads, k]; those that belong to no row of the pass may be any
+        queries  [b, key heads, B, k]; those that belong to no row of the pass may be any
         """
-        both = torch.cat((self.keys, queries.transpose(1, 2)), 2)
-        products = self._times_keys(both).unflatten(3, (2, -1))  # [b, key heads, 1, 2, B, B]
+        products = self._times_keys(torch.cat((self.keys, queries), 2)).unflatten(3, (2, -1))
         scaled = products * self.ratios.unflatten(1, (self.keys.shape[1], -1))[:, :, :, None]
         coupled, outputs = scaled.flatten(1, 2).unbind(2)  # [b, heads, B, B] each
         # The diagonal of the system is not read.
-        return torch.linalg.solve_triangular((self.betas * coupled).flatten(0, 1), outputs.flatten(0, 1), upper=False,
-                                             left=False, unitriangular=True).unflatten(0, outputs.shape[:2])
+        return torch.linalg.solve_triangular(self.betas * coupled, outputs, upper=False, left=False, unitriangular=True)
 
     def _times_keys(self, rows: Tensor) -> Tensor:
         """Return the products of rows [b, key heads, r, k] with the blocks' keys: [b, key heads, 1, r, B]."""
@@ -306,13 +332,12 @@ class _Blocks(NamedTuple):
         return torch.baddbmm(state * last.exp()[..., None], keys, updates)
 
 
-def _blocks(entries: Entries, columns: Tensor) -> _Blocks:
-    """Gather the blocks with the entries ``columns`` [b, B]."""
+def _gathered(entries: Entries, columns: Tensor, keys: Tensor) -> _Blocks:
+    """Gather the blocks with the entries ``columns`` [b, B], whose keys are ``keys`` [b, key heads, B]."""
     gates = entries.log_decays[columns].cumsum(1).transpose(1, 2)
     hidden = _hidden(columns.shape[1], gates.dtype, gates.device)
     ratios = (gates[..., None] - gates[..., None, :] + hidden).exp()
-    return _Blocks(entries.keys[columns].transpose(1, 2), gates, ratios,
-                   entries.betas[columns].transpose(1, 2)[..., None])
+    return _Blocks(entries.keys.flatten(0, 1)[keys], gates, ratios, entries.betas[columns].transpose(1, 2)[..., None])
 
 
 @cache
@@ -324,7 +349,7 @@ def _hidden(block: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 def fold(state: Tensor, entries: Entries) -> Tensor:
     """Return the state after a whole block: ``entries`` [B]."""
     columns = torch.arange(len(entries.keys), device=state.device)[None]
-    return _blocks(entries, columns).fold(state, 0, entries.targets)
+    return _gathered(entries, columns, _by_head(columns, entries.keys.shape[1])).fold(state, 0, entries.targets)
 
 
 def convolved(inputs: Tensor, weight: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ from flowspec_edge.util.tensors import indices
 BLOCK = 16  # rows of the text that are folded together
 GRID = 256  # rows between snapshots, a multiple of BLOCK
 REUSABLE = 2  # snapshots of a text, the newest, that a session may begin with
-_USUAL = 64  # uncommitted rows: four segments of 16
+_USUAL = 8  # blocks of a pass
 _EXPECTED = 256  # uncommitted rows: of what a session may have, the part that trees in flight fill
 _KEPT = REUSABLE + 1  # one more than that, because a stage is ahead of the text that has come back to D0
 
@@ -59,7 +59,7 @@ class GatedDelta(DeltaShape):
     def session_bytes(self, tentative: int, width: int) -> int:
         """That a session takes in a layer, its snapshots included, unless very late prunes leave more
         entries."""
-        entries = min(tentative, _EXPECTED) + 3 * BLOCK  # two blocks of text, and the snapshot's that is not of the grid
+        entries = min(tentative, _EXPECTED) + 3 * BLOCK  # two blocks of text, and a snapshot's rest
         return (3 + _KEPT) * self.state_bytes(width) + entries * self.entry_bytes(width)
 
     def request_bytes(self, width: int) -> int:
@@ -69,8 +69,10 @@ class GatedDelta(DeltaShape):
         return self.session_bytes(_EXPECTED, width) + (SESSIONS - 1) * retained
 
     def read_bytes(self) -> int:
-        """By a pass of a layer: the state, and a usual number of entries."""
-        return self.state_bytes(0) + _USUAL * self.entry_bytes(0)
+        """By a pass of a layer: two states, since rows lie on both sides of a block's end, and the blocks' keys, which
+        are gathered."""
+        keys = 2 * BLOCK * 4 * self.key_heads * self.key_width
+        return 2 * self.state_bytes(0) + _USUAL * (self.entry_bytes(0) + keys)
 
     def rows(self, capacity: int, tentative: int) -> int:
         """Entries of a session of ``capacity`` rows, ``tentative`` of them uncommitted."""
@@ -157,7 +159,7 @@ class RecurrentCache:
                  device: torch.device) -> None:
         self.first = 0
         self.capacity = capacity
-        self._device, self._kernel = device, kind.kernel
+        self._device, self._kernel, self._heads = device, kind.kernel, (kind.key_heads, kind.heads)
         self._length = 0
         self.layers = {layer: RecurrentLayer(kind, dtype, device) for layer in layers}
         self._ahead = self._next_ahead = FOLDED  # the entry behind which the layers keep a state; after this pass
@@ -187,7 +189,7 @@ class RecurrentCache:
                                 "tentative rows")
         for layer in self.layers.values():
             layer.make_room(self._length + len(seen))
-        plan = make_plan(seen, BLOCK, self._ahead, self._device)
+        plan = make_plan(seen, self._heads, BLOCK, self._ahead, self._device)
         current = DeltaPass(plan, self._ahead, indices(last_ancestors(seen, self._kernel), self._device))
         # A pass that fails leaves layers that keep different states.
         self._ahead, self._next_ahead = FOLDED, plan.ahead
@@ -202,7 +204,7 @@ class RecurrentCache:
 
     @torch.inference_mode()
     def commit(self, rows: int) -> None:
-        stops = {stop for stop in range((self.first // GRID + 1) * GRID, rows + 1, GRID)}
+        stops = set(range((self.first // GRID + 1) * GRID, rows + 1, GRID))
         if max(self.first, 1) <= self._snapshot <= rows and self._snapshot not in self._snapshots:
             stops.add(self._snapshot)
         for stop in sorted(stops):

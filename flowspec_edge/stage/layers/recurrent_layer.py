@@ -139,7 +139,7 @@ class RecurrentLayer:
     def fill(self, entries: int) -> None:
         """Make an empty layer look as if it held ``entries`` entries of zeros."""
         self.make_room(entries)
-        for tensor in (*self._entries, self._inputs):
+        for tensor in (*self._some(slice(entries)), self._inputs) if entries else ():
             tensor.zero_()
         self._length = entries
 

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.models.qwen3_next import modeling_qwen3_next as theirs
 
 from flowspec_edge.stage.layers import delta_rule
-from flowspec_edge.stage.layers.delta_rule import DeltaRows, Entries
+from flowspec_edge.stage.layers.delta_rule import FOLDED, DeltaRows, Entries
 
 KEY_HEADS, HEADS, K, V = 2, 4, 8, 6
 
@@ -52,27 +52,32 @@ def published(rule: Any, raw: dict[str, Tensor], state: Tensor) -> tuple[Tensor,
     return out[0], last[0]
 
 
+def room(entries: Entries, rows: int) -> Entries:
+    return Entries(*(torch.cat((tensor, tensor.new_empty(rows, *tensor.shape[1:]))) for tensor in entries))
+
+
 class _Tree:
     """Live rows with the states that the recurrence has behind each, and the cache of ours."""
 
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, seed: int, block: int) -> None:
+        self.generator, self.block = torch.Generator().manual_seed(seed), block
         self.state = torch.randn(HEADS, K, V, generator=self.generator, dtype=torch.float64)
         self.states = [self.state]  # by row; row 0 is the text that is folded at first
         self.parents = [-1]
         none = ours(inputs(0, self.generator))
-        self.cached = Entries(none.keys, none.values, none.betas)
+        self.cached = Entries(none.keys, none.values, none.betas, none.betas)
         self.held: list[int] = []  # the cached rows
         self.committed = 0  # how many of them, from the first on
         self.root = 0
         self.folded = 0  # the last folded row
+        self.ahead: tuple[int, Tensor] | None = None  # a held row, and the state behind it that ours keeps
 
     def path(self, row: int) -> set[int]:
-        found = set()
+        rows = set()
         while row > self.folded:
-            found.add(row)
+            rows.add(row)
             row = self.parents[row]
-        return found
+        return rows
 
     def grow(self, parents: list[int]) -> None:
         """A segment of a row for each parent: an index among live rows, or among the segment's own."""
@@ -90,17 +95,25 @@ class _Tree:
             self.states.append(state)
         columns = [*self.held, *new]
         visible = np.array([[j in path for j in columns] for path in map(self.path, new)])
-        seen = delta_rule.Sight(*(mask.double() for mask in delta_rule.sight(visible, len(new))))
-        self.cached = Entries(*(torch.cat((held, held.new_empty(len(new), *held.shape[1:])))
-                                for held in self.cached))
-        out = delta_rule.segment(ours(raw), self.state, self.cached, seen)
+        states, known = {FOLDED: self.state}, FOLDED
+        if self.ahead is not None:
+            known = columns.index(self.ahead[0])
+            states[known] = self.ahead[1]
+        plan = delta_rule.make_plan(visible, (KEY_HEADS, HEADS), self.block, known, torch.device("cpu"))
+        self.cached = room(self.cached, len(new))
+        out, ahead = delta_rule.segment(ours(raw), states, self.cached, plan)
         torch.testing.assert_close(out, torch.stack(wanted), atol=1e-12, rtol=0)
+        if ahead is not None:
+            self.ahead = columns[plan.ahead], ahead
+            torch.testing.assert_close(ahead, self.states[self.ahead[0]], atol=1e-12, rtol=0)
         self.held += new
 
     def keep(self, stay: set[int]) -> None:
         slots = [i for i, row in enumerate(self.held) if row in stay]
         self.held = [self.held[i] for i in slots]
         self.cached = Entries(*(tensor[slots] for tensor in self.cached))
+        if self.ahead is not None and self.ahead[0] not in self.held:
+            self.ahead = None
 
     def prune(self, row: int) -> None:
         self.keep({other for other in self.held if row not in self.path(other)})
@@ -110,22 +123,23 @@ class _Tree:
         self.keep({other for other in self.held if path <= self.path(other) or other in path})
         self.committed, self.root = len(path), row
 
-    def fold(self, count: int) -> None:
-        """``count`` of the committed rows, at least one."""
+    def fold(self) -> None:
+        """A block of the committed rows."""
         done, left = (Entries(*(tensor[rows] for tensor in self.cached))
-                      for rows in (slice(count), slice(count, None)))
-        self.state = delta_rule.fold(self.state, done)
-        self.cached = left._replace(log_gates=left.log_gates - done.log_gates[-1])
-        self.folded = self.held[count - 1]
-        self.held, self.committed = self.held[count:], self.committed - count
+                      for rows in (slice(self.block), slice(self.block, None)))
+        self.state, self.cached = delta_rule.fold(self.state, done), left
+        self.folded = self.held[self.block - 1]
+        self.held, self.committed = self.held[self.block :], self.committed - self.block
         torch.testing.assert_close(self.state, self.states[self.folded], atol=1e-12, rtol=0)
+        if self.ahead is not None and self.ahead[0] not in self.held:
+            self.ahead = None
 
 
 @examples(300, quick=15)
 @given(data=st.data())
 def test_trees_segments_commits_and_prunes(data: st.DataObject) -> None:
-    """Commits are folded late, at once, in parts or several together."""
-    tree = _Tree(data.draw(st.integers(0, 1 << 30)))
+    """Paths through several blocks, which are folded late or at once."""
+    tree = _Tree(data.draw(st.integers(0, 1 << 30)), block=data.draw(st.integers(1, 4)))
     for _ in range(data.draw(st.integers(1, 8))):
         tree.grow(data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=6)))
         live = tree.held[tree.committed:]
@@ -134,37 +148,43 @@ def test_trees_segments_commits_and_prunes(data: st.DataObject) -> None:
                 tree.prune(data.draw(st.sampled_from(live)))
             case "commit" if live:
                 tree.commit(data.draw(st.sampled_from(live)))
-            case "fold" if tree.committed:
-                tree.fold(data.draw(st.integers(1, tree.committed)))
+            case "fold" if tree.committed >= tree.block:
+                tree.fold()
 
 
-def in_chunks(rows: DeltaRows, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs and the state behind a text whose rows become entries 64 at a time and are folded at once."""
+def in_segments(rows: DeltaRows, state: Tensor, block: int, sizes: int) -> tuple[Tensor, Tensor]:
+    """Outputs of a text in segments of up to ``sizes`` rows whose blocks are folded at once, and the state behind its
+    last whole block."""
     outputs = []
-    for tensors in zip(*(tensor.split(64) for tensor in rows), strict=True):
+    cached = Entries(rows.keys[:0], rows.values[:0], rows.betas[:0], rows.betas[:0])
+    for tensors in zip(*(tensor.split(sizes) for tensor in rows), strict=True):
         part = DeltaRows(*tensors)
-        entries = Entries(*map(torch.empty_like, (part.keys, part.values, part.log_decays)))
-        masks = delta_rule.sight(np.tri(len(part.keys), dtype=bool), len(part.keys))
-        seen = delta_rule.Sight(*(mask.to(state.dtype) for mask in masks))
-        outputs.append(delta_rule.segment(part, state, entries, seen))
-        state = delta_rule.fold(state, entries)
+        held, n = len(cached.keys), len(part.keys)
+        plan = delta_rule.make_plan(np.tri(n, held + n, held, dtype=bool), (KEY_HEADS, HEADS), block, FOLDED,
+                                    state.device)
+        cached = room(cached, n)
+        outputs.append(delta_rule.segment(part, {FOLDED: state}, cached, plan)[0])
+        while len(cached.keys) >= block:
+            state = delta_rule.fold(state, Entries(*(tensor[:block] for tensor in cached)))
+            cached = Entries(*(tensor[block:] for tensor in cached))
     return torch.cat(outputs), state
 
 
-@pytest.mark.parametrize("n", [1, 63, 64, 150])
-def test_a_text_in_chunks(n: int) -> None:
+@pytest.mark.parametrize(("n", "sizes"), [(1, 1), (48, 5), (64, 16), (150, 64)])
+def test_a_text_in_segments(n: int, sizes: int) -> None:
     generator = torch.Generator().manual_seed(n)
     state = torch.randn(HEADS, K, V, generator=generator, dtype=torch.float64)
     raw = inputs(n, generator)
-    out, last = in_chunks(ours(raw), state)
+    out, last = in_segments(ours(raw), state, 16, sizes)
+    whole = {name: value[: n // 16 * 16] for name, value in raw.items()}
     for rule in (theirs.torch_recurrent_gated_delta_rule, theirs.torch_chunk_gated_delta_rule):
-        wanted, behind = published(rule, raw, state)
-        torch.testing.assert_close(out, wanted, atol=1e-11, rtol=0)
-        torch.testing.assert_close(last, behind, atol=1e-11, rtol=0)
+        torch.testing.assert_close(out, published(rule, raw, state)[0], atol=1e-11, rtol=0)
+        if n >= 16:
+            torch.testing.assert_close(last, published(rule, whole, state)[1], atol=1e-11, rtol=0)
 
 
 def test_float32_is_as_near_as_theirs() -> None:
-    """Of 600 rows in chunks: at most twice as far from float64 as transformers' chunks."""
+    """Of 600 rows in segments: at most twice as far from float64 as transformers' chunks."""
     generator = torch.Generator().manual_seed(0)
     raw = inputs(600, generator)
     state = torch.zeros(HEADS, K, V, dtype=torch.float64)
@@ -173,7 +193,7 @@ def test_float32_is_as_near_as_theirs() -> None:
     repeated = {name: value[None].repeat_interleave(HEADS // KEY_HEADS, 2) if name in ("query", "key")
                 else value[None] for name, value in single.items()}
     wanted, _ = theirs.torch_chunk_gated_delta_rule(**repeated, use_qk_l2norm_in_kernel=True)
-    out, _ = in_chunks(ours(single), state.float())
+    out, _ = in_segments(ours(single), state.float(), 16, 64)
     allowed = (wanted[0].double() - truth).abs().max()
     assert 0 < (out.double() - truth).abs().max() < 2 * allowed
 
