@@ -21,10 +21,12 @@ BEGIN = "<!-- from here on made by build_api.py -->\n"
 # Members that drivers call, and no user of the API.
 _FOR_DRIVERS = {
     "Profile": ("stage_seconds", "draft_seconds", "pass_ms", "verify_seconds", "link_seconds", "check_stages"),
-    "Params": ("of", "largest_segment", "largest_tree"), "Restrictions": ("tokens",), "Sampling": ("least_log",),
-    "Penalties": ("cost",), "SegmentBuilder": ("skip_prune",)}
+    "Params": ("of", "flat", "largest_segment", "largest_tree"), "Restrictions": ("tokens",),
+    "Sampling": ("least_log",), "Penalties": ("cost",),
+    "SegmentBuilder": ("skip_prune", "pop_returned", "sent_numbers", "runs")}
 # What callers use: its arguments and errors are on the page. What strategies use has the rest in ``help()``.
 _WHOLE = ("Cluster", "Completion", "Params", "Penalties", "Profile", "Request", "Restrictions", "Sampling")
+_MADE_BY = {api.Request: api.Cluster.request}  # what says of its arguments what the fields are
 _IN_THE_GUIDE = ("Strategy",)  # docs/guides/write-a-strategy.md says what its members are for
 _ROLE = re.compile(r":(?:class|meth|func|attr):`~?([^`]+)`")
 
@@ -106,6 +108,11 @@ def fields(thing: Any, said: dict[str, str]) -> Iterator[str]:
     base = next((one for one in thing.__mro__[1:] if getattr(api, one.__name__, None) is one
                  and dataclasses.is_dataclass(one)), None)
     inherited = {field.name for field in dataclasses.fields(base)} if base else set()
+    if made_by := _MADE_BY.get(thing):
+        arguments = inspect.signature(made_by).parameters
+        inherited = {field.name for field in dataclasses.fields(thing) if field.name in arguments}
+        named = ", ".join(f"`{name}`" for name in arguments if name in inherited)
+        yield from (f"Fields that `{made_by.__qualname__}` describes ({named}; the prompt as token ids), and:", "")
     if base:
         yield from (f"With the fields of [`{base.__name__}`](#{base.__name__.lower()})" + (
             ", and:" if inherited < {field.name for field in dataclasses.fields(thing)} else "."), "")

@@ -1,11 +1,12 @@
 """Renews docs/reference/fields.md from the tables of fields of :mod:`flowspec_edge.serving`.  Of a refused field it has
-the name alone: the server's error says what to use instead.
+the name alone: the server's error says what to use instead.  What is said of a field of OpenAI's is not said again.
 
     python docs/build_fields.py [--check]
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -25,28 +26,52 @@ instead.
 _SECTIONS = {
     "OpenAI's API": ("With the names of vLLM, SGLang, llama.cpp's server and other servers.", OPENAI),
     "Ollama's API": ("", OLLAMA), "Ollama's `options`": ("", OPTIONS), "Anthropic's API": ("", ANTHROPIC)}
+# The names at other endpoints, which errors there say.
+_ELSEWHERE = re.compile(
+    r"[;,.] (?:the others|chats|completions|responses) (?:take|have)\b(?:[^;.]|\.(?=\w))*", re.IGNORECASE)
+Row = tuple[list[str], str]  # names, and what is said of them
 
 
 def document() -> str:
     """The whole document."""
     parts = [_HEAD]
+    said: dict[str, str] = {}  # of OpenAI's fields, by name
     for title, (about, table) in _SECTIONS.items():
-        parts += [f"## {title}\n" + (f"{about}\n" if about else ""), "\n".join(names_alone(table.rows()))]
-    return "\n".join(parts)
+        parts += [f"## {title}\n" + (f"{about}\n" if about else "")]
+        for verdict, rows in lists(table.rows()):
+            parts += [f"{verdict}:\n", *shown(verdict, rows, said), ""]
+            if verdict == "Implemented" and table is OPENAI:
+                said = {name: text for names, text in rows for name in names}
+    return "\n".join(parts).rstrip("\n") + "\n"
 
 
-def names_alone(rows: Iterable[str]) -> Iterator[str]:
-    """The rows, of refused fields a single one with their names."""
-    refused: list[str] | None = None
-    for row in rows:
-        if refused is None or not row.startswith("- "):
-            if refused and not row:
-                yield f"{', '.join(sorted(refused))}."
-            yield row
-            if row.endswith(":"):
-                refused = [] if row == "Refused:" else None
+def lists(lines: Iterable[str]) -> Iterator[tuple[str, list[Row]]]:
+    """The verdicts of a table, each with its rows."""
+    found: list[tuple[str, list[Row]]] = []
+    for line in lines:
+        if line.endswith(":"):
+            found.append((line[:-1], []))
+        elif line:
+            names, _, text = line.removeprefix("- ").partition(": ")
+            found[-1][1].append((names.split(", "), _ELSEWHERE.sub("", text)))
+    yield from found
+
+
+def shown(verdict: str, rows: Iterable[Row], said: dict[str, str]) -> Iterator[str]:
+    """A verdict's rows; names of which nothing more is to be said share a line."""
+    if verdict == "Refused":
+        yield f"{', '.join(sorted(name for names, _ in rows for name in names))}."
+        return
+    alone: dict[str, list[str]] = {}  # by what is said of them together
+    for names, text in rows:
+        if verdict == "Implemented" and all(said.get(name) == text for name in names):
+            alone.setdefault("as in OpenAI's API", []).extend(names)
+        elif text.startswith("goes with "):
+            alone.setdefault("of use with a refused field only", []).extend(names)
         else:
-            refused += row[2:].partition(": ")[0].split(", ")
+            yield f"- {', '.join(names)}: {text}"
+    for text, names in alone.items():
+        yield f"- {', '.join(names)}: {text}"
 
 
 def main() -> int:
