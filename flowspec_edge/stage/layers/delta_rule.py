@@ -60,7 +60,7 @@ class Entries(NamedTuple):
     betas: Tensor
 
 
-class Fold(NamedTuple):
+class DeltaFold(NamedTuple):
     """The state with ``key`` follows the one with ``before`` by the block ``block``."""
 
     key: int
@@ -69,7 +69,7 @@ class Fold(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class DeltaStep:
     """Rows of a pass whose blocks begin at one place of the text, after the steps before it: r rows.
 
     folds    what is to be computed before: states behind blocks of earlier steps
@@ -83,7 +83,7 @@ class Step:
     begins   [r * heads] int64: where each bag begins
     """
 
-    folds: tuple[Fold, ...]
+    folds: tuple[DeltaFold, ...]
     rows: slice | Tensor
     columns: slice | Tensor
     tiles: tuple[int, ...]
@@ -109,7 +109,7 @@ class DeltaPlan:
     keys: Tensor
     queries: Tensor
     outputs: Tensor | None
-    steps: tuple[Step, ...]
+    steps: tuple[DeltaStep, ...]
     ahead: int
 
 
@@ -137,7 +137,7 @@ def make_plan(seen: NDArray[np.bool_], heads: tuple[int, int], block: int, ahead
         if m + row not in where:
             _add_block(blocks, where, paths[row], block)
     folds = _folds(paths, states, blocks, where, block, ahead)
-    drafts: list[tuple[tuple[Fold, ...], tuple[int, ...]]] = []
+    drafts: list[tuple[tuple[DeltaFold, ...], tuple[int, ...]]] = []
     arrays: list[list[int]] = []
     sequence: list[int] = []  # all rows, step by step
     numbers = sorted({it.step for it in blocks})
@@ -159,8 +159,8 @@ def make_plan(seen: NDArray[np.bool_], heads: tuple[int, int], block: int, ahead
                      None if len(steps) == 1 else outputs, tuple(steps), _next_ahead(states, paths, block, ahead))
 
 
-def _step(arrays: Sequence[Tensor], folds: tuple[Fold, ...], keys: tuple[int, ...], columns: Tensor, m: int,
-          heads: tuple[int, int], alone: bool) -> Step:
+def _step(arrays: Sequence[Tensor], folds: tuple[DeltaFold, ...], keys: tuple[int, ...], columns: Tensor, m: int,
+          heads: tuple[int, int], alone: bool) -> DeltaStep:
     """Make a step of the numbers of its rows, the rows of its tiles, the rows' tiles and places there, their blocks and
     places there; ``alone``: it has all rows of the pass."""
     rows, tiles, tile, place, blocks, places = arrays
@@ -169,7 +169,7 @@ def _step(arrays: Sequence[Tensor], folds: tuple[Fold, ...], keys: tuple[int, ..
     group = torch.arange(heads[1], device=rows.device) // (heads[1] // heads[0])  # the key head of each head
     both = (tiles.view(-1, 1, block) * 2 + sides[:, None]) * heads[0]  # [tiles, 2, B]
     bags = _by_head(columns[blocks], heads[1]).flatten()
-    return Step(folds, slice(None) if alone else rows, slice(m, None) if alone else rows + m, keys,
+    return DeltaStep(folds, slice(None) if alone else rows, slice(m, None) if alone else rows + m, keys,
                 (both.flatten(1)[:, None] + group[:, None]), (tile[:, None], place[:, None] + sides * block),
                 (blocks, places), bags, torch.arange(0, len(bags), block, device=rows.device))
 
@@ -192,9 +192,9 @@ def _add_block(blocks: list[_Block], where: dict[int, tuple[int, int]], path: Se
 
 
 def _folds(paths: Sequence[list[int]], states: Sequence[int], blocks: list[_Block],
-           where: dict[int, tuple[int, int]], block: int, ahead: int) -> list[Fold]:
+           where: dict[int, tuple[int, int]], block: int, ahead: int) -> list[DeltaFold]:
     """Return how to compute the states before the rows with ``paths``; may add blocks."""
-    folds: dict[int, Fold] = {}
+    folds: dict[int, DeltaFold] = {}
     for path, state in zip(paths, states, strict=True):
         key, step = state, (len(path) - 1) // block
         while key not in (FOLDED, ahead) and key not in folds:
@@ -202,7 +202,7 @@ def _folds(paths: Sequence[list[int]], states: Sequence[int], blocks: list[_Bloc
                 _add_block(blocks, where, path[: step * block], block)
             step -= 1
             before = path[step * block - 1] if step else FOLDED
-            folds[key] = Fold(key, before, where[key][0])
+            folds[key] = DeltaFold(key, before, where[key][0])
             key = before
     return list(folds.values())
 
@@ -272,14 +272,14 @@ def segment(rows: DeltaRows, states: Mapping[int, Tensor], entries: Entries, pla
     return made, None if plan.ahead == FOLDED else ahead
 
 
-def _summed(weights: Tensor, targets: Tensor, step: Step) -> Tensor:
+def _summed(weights: Tensor, targets: Tensor, step: DeltaStep) -> Tensor:
     """Return the sums of ``targets`` [m + n, heads, v] over the step's blocks, an entry after the other, with weights
     [r, heads, B]: [r, heads, v].  Nothing is gathered in memory."""
     return F.embedding_bag(step.bags, targets.flatten(0, 1), step.begins, mode="sum",
                            per_sample_weights=weights.reshape(-1)).view(*weights.shape[:2], -1)
 
 
-def _remembered(tiles: Tensor, states: Mapping[int, Tensor], step: Step) -> Tensor:
+def _remembered(tiles: Tensor, states: Mapping[int, Tensor], step: DeltaStep) -> Tensor:
     """Return the products of the step's r rows' keys and queries with their states: [r, 2, heads, v].
 
     tiles  [tiles, heads, 2B, k]

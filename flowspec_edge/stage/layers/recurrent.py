@@ -25,8 +25,8 @@ from flowspec_edge.stage.layers.delta_rule import FOLDED, make_plan
 from flowspec_edge.stage.layers.recurrent_layer import (
     DeltaPass,
     DeltaShape,
+    LayerSnapshot,
     RecurrentLayer,
-    Snapshot,
     last_ancestors,
 )
 from flowspec_edge.stage.layers.stage_cache import Part
@@ -163,7 +163,7 @@ class RecurrentCache:
         self._length = 0
         self.layers = {layer: RecurrentLayer(kind, dtype, device) for layer in layers}
         self._ahead = self._next_ahead = FOLDED  # the entry behind which the layers keep a state; after this pass
-        self._snapshots: dict[int, list[Snapshot]] = {}  # of all layers, by rows of text, the oldest first
+        self._snapshots: dict[int, list[LayerSnapshot]] = {}  # of all layers, by rows of text, the oldest first
         self._snapshot = 0  # rows of text after which one is kept beside those of the grid
 
     def __len__(self) -> int:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ROOM = 64  # rows by which the memory for entries grows, at least
 
 
-class Snapshot(NamedTuple):
+class LayerSnapshot(NamedTuple):
     """A layer behind some rows of a text.
 
     state    [heads, k, v] after the rows of whole blocks
@@ -124,12 +124,12 @@ class RecurrentLayer:
                                       for tensor in self._entries))
             self._inputs = torch.cat((self._inputs, self._inputs.new_empty(more, self._kind.channels)))
 
-    def snapshot(self, entries: int) -> Snapshot:
+    def snapshot(self, entries: int) -> LayerSnapshot:
         """Copy what the layer is behind the first ``entries``, fewer than a block."""
-        return Snapshot(self.state, Entries(*(tensor.clone() for tensor in self._some(slice(entries)))),
+        return LayerSnapshot(self.state, Entries(*(tensor.clone() for tensor in self._some(slice(entries)))),
                         self._inputs[: self._before + entries].clone())
 
-    def restore(self, snapshot: Snapshot) -> None:
+    def restore(self, snapshot: LayerSnapshot) -> None:
         self.state, self.ahead = snapshot.state, None
         self._length = len(snapshot.entries.keys)
         self.make_room(self._length)
