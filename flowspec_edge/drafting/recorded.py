@@ -26,10 +26,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
+from flowspec_edge.drafting.tree_cache import CacheMemory
 from flowspec_edge.errors import first_line
 from flowspec_edge.sampling.sampler import likeliest
 from flowspec_edge.stage.layers.attention import SharedMask
+from flowspec_edge.stage.layers.kv_cache import KVPass
 from flowspec_edge.util.graphs import Clock, KernelChoice, Recorder, Replay, compare
 
 ROWS = (16, 32)  # of a recorded pass; a request asks for ten nodes, and a few tokens are new
@@ -88,7 +89,7 @@ class RecordedPasses:
     def __init__(self, model: PassModel, memory: CacheMemory) -> None:
         device, dtype = memory.shape.device, memory.shape.dtype
         self.sizes: set[int] = set()
-        self.model, self._memory, self._layers = model, memory, memory.layers
+        self.model, self._memory, self._recorded_rows = model, memory, memory.rows
         most = max(ROWS)
         self._seen = torch.zeros(most * memory.rows, dtype=torch.bool, device=device)
         # Tokens, positions, the memory's rows, whose children are asked for, places of states.
@@ -111,7 +112,7 @@ class RecordedPasses:
         """The number of rows to which a pass is padded; 0 if it is not recorded."""
         fitting = [size for size in self.sizes if size >= rows]
         # A memory that has grown is not the recorded one.
-        return min(fitting) if fitting and self._memory.layers is self._layers else 0
+        return min(fitting) if fitting and self._memory.rows == self._recorded_rows else 0
 
     def run(self, size: int, inputs: PassInputs, asked: Sequence[int]) -> Tensor:
         """Outputs [n, H], until the next pass; ``asked``: rows whose children :meth:`logits` are for."""
@@ -149,12 +150,12 @@ class RecordedPasses:
 
     def _compute(self, rows: int, width: int) -> None:
         tokens, positions, places, _, own = self._numbers[rows]
-        seen = self._seen[: rows * width].view(1, 1, rows, width).expand(-1, self._memory.shape.groups, -1, -1)
+        seen = self._seen[: rows * width].view(1, 1, rows, width).expand(-1, self._memory.shape.kind.groups, -1, -1)
         mask = _RecordedMask(torch.where(seen, self._seen_as, self._unseen_as).view(1, 1, -1, width), rows)
         states = self._states.index_select(0, own) if self.model.states else None
         if self.model.embed is not None:
             tokens = self._embedded.index_select(0, own)
-        cache = PassCache(self._memory, places, width)
+        cache = KVPass(self._memory.cache, places, width)
         self.outputs[:rows] = self.model.run(states, tokens, positions, mask, cache)
 
     def _asked_logits(self, rows: int) -> Tensor:
@@ -180,7 +181,7 @@ def warm_up(model: PassModel, memory: CacheMemory) -> None:
     states = like.new_zeros(n, model.width) if model.states else None
     tokens = numbers * 0 if model.embed is None else model.embed(torch.zeros(n, dtype=torch.int64))
     mask = memory.shape.mask(np.ones((n, memory.rows), bool))
-    model.run(states, tokens, numbers, mask, PassCache(memory, numbers, memory.rows))
+    model.run(states, tokens, numbers, mask, KVPass(memory.cache, numbers, memory.rows))
     for layer in memory.layers:
         layer.zero_()
 

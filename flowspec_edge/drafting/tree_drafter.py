@@ -17,11 +17,12 @@ from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
 from flowspec_edge.drafting.recorded import MOST_CHILDREN, WARM_ROWS, PassInputs, PassModel, RecordedPasses
-from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, PassCache, PassCaches, Placed, TreeCache
+from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, Placed, TreeCache
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.sampling.sampler import fetched_children, rank_children
-from flowspec_edge.stage.layers.attention import BatchMask
+from flowspec_edge.stage.layers.attention import BatchCache, BatchMask
+from flowspec_edge.stage.layers.kv_cache import KVPass
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 
@@ -107,9 +108,9 @@ class TreeDrafter(Drafter, ABC):
         if memory.shared or len(parts) == 1:
             whole = joined([own for *_, own in parts])
             return (shape.mask(whole.visible),
-                    PassCache(memory, indices(whole.rows, shape.device), whole.visible.shape[1]))
+                    KVPass(memory.cache, indices(whole.rows, shape.device), whole.visible.shape[1]))
         return (BatchMask([drafter._cache.mask(rows.placed) for drafter, rows, _ in parts], counts),
-                PassCaches([drafter._cache.for_pass(rows.placed) for drafter, rows, _ in parts], counts))
+                BatchCache([drafter._cache.for_pass(rows.placed) for drafter, rows, _ in parts], counts))
 
     @property
     def shape(self) -> CacheShape:
