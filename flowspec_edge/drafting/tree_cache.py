@@ -13,7 +13,7 @@ runs session by session, as in a stage.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,6 @@ from flowspec_edge.util.tensors import indices
 
 FIRST_CAPACITY = 256
 _WIDTH_STEP = 256  # slots: of the widths of masks over a shared cache
-_NOT_TEXT = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +149,8 @@ class TreeCache:
 
     def __init__(self, shape: CacheShape, memory: CacheMemory | None = None) -> None:
         self.shape = shape
-        self._text = self._spare = np.zeros(0, np.int64)  # slots: of text rows, and of nodes that are dropped
+        self._text = np.zeros(0, np.int64)  # slots, in the text's order
+        self._spare: list[int] = []  # slots of nodes that were dropped
         self._parent: dict[int, int] = {}
         self._slot: dict[int, int] = {}
         self.memory = memory or CacheMemory(shape, FIRST_CAPACITY, shared=False)
@@ -173,17 +173,21 @@ class TreeCache:
 
     def reset(self) -> None:
         """Forget text and tree; keep a memory of its own."""
-        self._drop_nodes(self._slot)
-        self.memory.give_back(np.concatenate((self._text, self._spare)))
-        self._text = self._spare = self._text[:0]
+        self._keep(0)
 
     def rewind(self, rows: int) -> None:
         """Drop the tree and the text from row ``rows`` on; shrink a memory of its own that is far too large."""
-        self._drop_nodes(self._slot)
-        self.memory.give_back(np.concatenate((self._text[rows:], self._spare)))
-        self._text, self._spare = self._text[:rows], self._spare[:0]
+        self._keep(rows)
         if not self.memory.shared:
             self.memory.shrink()
+
+    def _keep(self, rows: int) -> None:
+        dropped = [*self._slot.values(), *self._spare]
+        self.memory.give_back(np.concatenate((self._text[rows:], np.array(dropped, np.int64))))
+        self._text = self._text[:rows]
+        self._parent.clear()
+        self._slot.clear()
+        self._spare.clear()
 
     def reroot(self, root: int) -> None:
         """Drop ``root``, which is text now, and every node that is not below it."""
@@ -191,13 +195,10 @@ class TreeCache:
         for node in sorted(self._parent):  # a parent's id is smaller than its child's
             if self._parent[node] in below:
                 below.add(node)
-        self._drop_nodes([node for node in self._slot if node == root or node not in below])
-
-    def _drop_nodes(self, nodes: Iterable[int]) -> None:
-        dropped = list(nodes)
-        self._spare = np.append(self._spare, np.array([self._slot.pop(node) for node in dropped], np.int64))
-        for node in dropped:
-            del self._parent[node]
+        below.discard(root)
+        self._spare += [slot for node, slot in self._slot.items() if node not in below]
+        self._parent = {node: parent for node, parent in self._parent.items() if node in below}
+        self._slot = {node: slot for node, slot in self._slot.items() if node in below}
 
     def begin(self, new_text: int, nodes: Sequence[tuple[int, int]]) -> Placed:
         """Make room for one forward pass.
@@ -208,11 +209,11 @@ class TreeCache:
         self.memory.clear_returned()
         fresh = [node for node, _ in nodes if node not in self._slot]
         slots = self._take(new_text + len(fresh))
-        self._text = np.concatenate((self._text, slots[:new_text]))
-        self._slot.update(zip(fresh, slots[new_text:].tolist(), strict=True))
+        self._text = np.concatenate((self._text, np.array(slots[:new_text], np.int64)))
+        self._slot.update(zip(fresh, slots[new_text:], strict=True))
         self._parent.update(nodes)
-        rows = np.concatenate((slots[:new_text], np.array([self._slot[node] for node, _ in nodes], np.int64)))
-        return Placed(self._visible(new_text, nodes), rows)
+        rows = [*slots[:new_text], *(self._slot[node] for node, _ in nodes)]
+        return Placed(self._visible(new_text, [self._path(node) for node, _ in nodes]), np.array(rows, np.int64))
 
     def for_pass(self, placed: Placed) -> KVPass:
         return KVPass(self.memory.cache, indices(placed.rows, self.device), placed.visible.shape[1])
@@ -220,22 +221,25 @@ class TreeCache:
     def mask(self, placed: Placed) -> SharedMask:
         return self.shape.mask(placed.visible)
 
-    def _take(self, count: int) -> NDArray[np.int64]:
+    def _take(self, count: int) -> list[int]:
         own, self._spare = self._spare[:count], self._spare[count:]
-        return own if len(own) == count else np.concatenate((own, self.memory.take(count - len(own))))
+        return own if len(own) == count else own + self.memory.take(count - len(own)).tolist()
 
-    def _visible(self, new_text: int, nodes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-        own = max(self._text.max(initial=-1), max(self._slot.values(), default=-1))
-        places = np.full(self.memory.width(int(own) + 1), _NOT_TEXT, np.int32)  # of slots in the text
-        places[self._text] = np.arange(self.committed)
-        paths = [self._path(node) for node, _ in nodes]
-        at = np.concatenate((np.arange(self.committed - new_text, self.committed),
-                             [self.committed - 1 + len(path) for path in paths])).astype(np.int32)[:, None]
-        visible = places <= np.minimum(at, self.committed - 1)
-        if (window := self.shape.kind.window) is not None and len(at) and at.max() >= window:
-            visible &= places > at - window
-        for row, path in enumerate(paths, start=new_text):
+    def _visible(self, new_text: int, paths: Sequence[list[int]]) -> NDArray[np.bool_]:
+        """``paths``: of the pass's tree rows."""
+        text, window = self._text, self.shape.kind.window
+        last = max(text.max(initial=-1), max(self._slot.values(), default=-1))
+        whole = np.zeros(self.memory.width(int(last) + 1), bool)
+        whole[text] = True
+        visible = np.tile(whole, (new_text + len(paths), 1))
+        for row, stop in enumerate(range(len(text) - new_text + 1, len(text))):  # the last one sees all of the text
+            visible[row, text[stop:]] = False
+        for row, path in enumerate(paths, new_text):
             visible[row, path] = True
+        if window is not None:
+            ends = [*range(len(text) - new_text + 1, len(text) + 1), *(len(text) + len(path) for path in paths)]
+            for row, end in enumerate(ends):
+                visible[row, text[: max(0, end - window)]] = False
         return visible
 
     def _path(self, node: int) -> list[int]:
