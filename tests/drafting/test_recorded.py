@@ -23,7 +23,7 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import SharedMemory, load_drafters
-from flowspec_edge.drafting.recorded import ROWS, RecordedPasses
+from flowspec_edge.drafting.recorded import ROWS, PassGraphs, fitting
 from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, TreeCache
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
@@ -123,8 +123,8 @@ def clusters() -> list[VirtualCluster]:
         STRATEGIES, cycle([Sampling(), Sampling(1.0, top_p=0.9, seed=1)]), strict=False)])
 def test_tokens_of_every_strategy(clusters: list[VirtualCluster], strategy: str, sampling: Sampling,
                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, run = count(), RecordedPasses.run
-    monkeypatch.setattr(RecordedPasses, "run", lambda *given: (next(runs), run(*given))[1])
+    runs, run = count(), PassGraphs.run
+    monkeypatch.setattr(PassGraphs, "run", lambda *given: (next(runs), run(*given))[1])
     request = Request(list(b"def f(n):\n"), strategy, 8, sampling)
     plain, recorded = (cluster.generate(request) for cluster in clusters)
     assert recorded.tokens == plain.tokens
@@ -133,8 +133,9 @@ def test_tokens_of_every_strategy(clusters: list[VirtualCluster], strategy: str,
 
 def test_requests_together(clusters: list[VirtualCluster], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two requests are one recorded pass."""
-    rows, size = set[int](), RecordedPasses.size
-    monkeypatch.setattr(RecordedPasses, "size", lambda passes, n: (rows.add(n), size(passes, n))[1])
+    rows, run = set[int](), PassGraphs.run
+    monkeypatch.setattr(PassGraphs, "run", lambda graphs, inputs, asked: (rows.add(len(inputs.tokens)),
+                                                                         run(graphs, inputs, asked))[1])
     given = [Request(list(b"def f(n):\n"), "flowspec", 8, Sampling(temperature, seed=2))
              for temperature in (0.0, 1.0, 0.0)]
     plain, recorded = (cluster.generate_many(given) for cluster in clusters)
@@ -247,17 +248,17 @@ def test_other_results_are_noticed(model: Path) -> None:
     memory = SharedMemory(300, forgets)
     drafters(model, "lm", "cpu", memory)
     assert memory.choice is not None
-    assert memory.choice.reason == ("passes of 32 rows run kernel by kernel: recorded passes compute other "
-                                    "results")
+    assert memory.choice.reason == ("draft passes of 32 rows run kernel by kernel: recorded draft passes compute "
+                                    "other results")
 
 
 def test_a_memory_that_has_grown_is_not_the_recorded_one(model: Path) -> None:
     make = drafters(model, "lm", "cpu", SharedMemory(256, record))
     drafter: Any = make()
     read(drafter, [1] * 300, "cpu")
-    assert drafter._recorded.size(4) == 16
+    assert fitting(drafter._recorded, 4) is drafter._recorded[16]
     drafted(drafter, 300)
-    assert drafter._recorded.size(4) == 0
+    assert fitting(drafter._recorded, 4) is None
 
 
 def test_rows_that_come_back_hold_nothing() -> None:
