@@ -86,8 +86,7 @@ class PassGraphs:
 
     def __init__(self, model: PassModel, memory: CacheMemory, rows: int, record: Recorder) -> None:
         device, dtype = memory.shape.device, memory.shape.dtype
-        self.model, self._memory, self._memory_rows = model, memory, memory.rows
-        self._rows = rows
+        self.model, self._memory, self._rows, self._resized = model, memory, rows, memory.resized
         self._seen = torch.zeros(rows * memory.rows, dtype=torch.bool, device=device)
         # Tokens, positions, the memory's rows, whose children are asked for, places of states.
         self._numbers = torch.zeros(5, rows, dtype=torch.int64, device=device)
@@ -101,8 +100,8 @@ class PassGraphs:
 
     @property
     def hold(self) -> bool:
-        """Whether the memory is the recorded one: it is not if it has grown."""
-        return self._memory.rows == self._memory_rows
+        """Whether the memory is where it was: it is not if it has grown."""
+        return self._memory.resized == self._resized
 
     def run(self, inputs: PassInputs, asked: Sequence[int]) -> Tensor:
         """Outputs [n, H], until the next pass; ``asked``: rows whose children :meth:`logits` are for."""

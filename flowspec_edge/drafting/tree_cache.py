@@ -75,6 +75,11 @@ class CacheMemory:
         return len(self._free)
 
     @property
+    def resized(self) -> int:
+        """How often its layers' memory has changed its place."""
+        return self._arena.resized
+
+    @property
     def layers(self) -> Sequence[Tensor]:
         """[2, rows, kv_heads, head_dim] each: keys, then values."""
         return self._arena.layers
@@ -167,10 +172,6 @@ class TreeCache:
         """Rows of text."""
         return len(self._text)
 
-    @property
-    def device(self) -> torch.device:
-        return self.shape.device
-
     def reset(self) -> None:
         """Forget text and tree; keep a memory of its own."""
         self._keep(0)
@@ -216,14 +217,16 @@ class TreeCache:
         return Placed(self._visible(new_text, [self._path(node) for node, _ in nodes]), np.array(rows, np.int64))
 
     def for_pass(self, placed: Placed) -> KVPass:
-        return KVPass(self.memory.cache, indices(placed.rows, self.device), placed.visible.shape[1])
+        return KVPass(self.memory.cache, indices(placed.rows, self.shape.device), placed.visible.shape[1])
 
     def mask(self, placed: Placed) -> SharedMask:
         return self.shape.mask(placed.visible)
 
     def _take(self, count: int) -> list[int]:
-        own, self._spare = self._spare[:count], self._spare[count:]
-        return own if len(own) == count else own + self.memory.take(count - len(own)).tolist()
+        missing = count - len(self._spare)
+        slots = self._spare[:count] + (self.memory.take(missing).tolist() if missing > 0 else [])
+        self._spare = self._spare[count:]
+        return slots
 
     def _visible(self, new_text: int, paths: Sequence[list[int]]) -> NDArray[np.bool_]:
         """``paths``: of the pass's tree rows."""

@@ -49,6 +49,7 @@ class KVArena:
         self.index = {layer: i for i, layer in enumerate(layers)}
         self.dtype, self.device, self.window = dtype, device, window
         self.rows = rows
+        self.resized = 0  # how often the layers' memory has changed its place
         self._kind = Int8KVCache if kept_in == "int8" else KVCache
         width, stored = (head_dim + _SCALE, torch.int8) if kept_in == "int8" else (head_dim, dtype)
         self.row_bytes = len(layers) * row_bytes(kv_heads, head_dim, dtype.itemsize, kept_in)
@@ -120,8 +121,10 @@ class KVArena:
     @torch.no_grad()
     def _resize(self, rows: int) -> None:
         """One layer at a time, so that at most one is in memory twice."""
-        kept = min(rows, self.rows)
-        for i in range(len(self.layers) if rows != self.rows else 0):
+        if rows == self.rows:
+            return
+        kept, self.resized = min(rows, self.rows), self.resized + 1
+        for i in range(len(self.layers)):
             resized = self.layers[i].new_empty(2, rows, *self.layers[i].shape[2:])
             resized[:, :kept] = self.layers[i][:, :kept]
             self.layers[i] = resized
