@@ -279,6 +279,20 @@ def test_rows_that_come_back_hold_nothing() -> None:
     assert memory.take(256).size == 256
 
 
+def test_a_session_goes_on_when_there_was_no_memory_for_more() -> None:
+    """And nothing that was recorded before is used again: growing may have moved some of the layers."""
+    shape = CacheShape(KeysValues(1, 1, 4), 2, torch.float32, torch.device("cpu"))
+    memory = CacheMemory(shape, 256)
+    cache, resized = TreeCache(shape, memory), memory.resized
+    cache.begin(2, [(1, 0)])
+    cache.reroot(1)
+    with pytest.raises(RuntimeError):
+        cache.begin(1 << 44, [])
+    assert memory.resized > resized
+    placed = cache.begin(1, [(2, 1)])
+    assert (memory.rows, placed.rows.tolist(), cache.committed) == (256, [2, 3], 3)  # the dropped node's first
+
+
 def test_the_text_takes_a_nodes_slot_without_a_copy() -> None:
     shape = CacheShape(KeysValues(1, 1, 4), 1, torch.float32, torch.device("cpu"))
     cache = TreeCache(shape, CacheMemory(shape, 256))
