@@ -32,6 +32,7 @@ from flowspec_edge.drafting.tree_cache import CacheShape
 from flowspec_edge.drafting.tree_drafter import Rows, TreeDrafter
 from flowspec_edge.messages import Batch, Credit, Output, Payload, Segment, parts_of
 from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.layers.kinds import KeysValues
 from flowspec_edge.strategies.base import Pipeline
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import strategy_class
@@ -118,7 +119,7 @@ class _Drafter(TreeDrafter):
 
     def __init__(self, text: _Text, device: torch.device, asked: _Asked) -> None:
         """``asked``: the pass's positions, in the texts of all drafters that share it."""
-        shape = CacheShape(1, 32, 128, torch.float16, device)
+        shape = CacheShape(KeysValues(32, 1, 128), 1, torch.float16, device)
         model = PassModel(_states, lambda outputs: _draft_logits(asked), _WIDTH, True, lambda position: None)
         super().__init__(shape, model)
         self._text_of = text

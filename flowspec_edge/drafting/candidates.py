@@ -21,11 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.model.candidates import Candidates
 from flowspec_edge.model.output_head import MatrixRows, OutputHead
 from flowspec_edge.sampling.sampler import device_words, gumbel_from, largest
-from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import tokens_device
 
 _SEQUENCES, _STEPS = 32, 34  # of the head's own text
@@ -83,16 +81,16 @@ class _Watched(nn.Module):
 def own_states(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm_head: OutputHead) -> Tensor:
     """States [n, H] that lm_head reads while the head continues its own text."""
     device, watched, shape = lm_head.device, _Watched(lm_head), head.cache_shape()
-    memory = CacheMemory(shape, _SEQUENCES * _STEPS, shared=False)
+    cache = shape.arena(_SEQUENCES * _STEPS).take(_SEQUENCES * _STEPS)
     states = torch.zeros(_SEQUENCES, head.config.hidden_size, dtype=lm_head.dtype, device=device)
     tokens = torch.randint(lm_head.vocabulary, (_SEQUENCES,), generator=torch.Generator().manual_seed(0)).to(device)
     for step in range(_STEPS):
         positions = torch.full((_SEQUENCES,), step, device=device)
         places = np.arange(_SEQUENCES) + _SEQUENCES * step
-        cache = PassCache(memory, indices(places, device), _SEQUENCES * (step + 1))
         visible = np.tile(np.eye(_SEQUENCES, dtype=bool), step + 1)
         known = tokens.to(tokens_device(head.embed_tokens, device))
         states = head(states, known, positions, shape.mask(visible), cache)
+        cache.append(_SEQUENCES)
         noise = gumbel_from(device_words(0, places, lm_head.vocabulary, device), torch.float32)
         tokens = (rank_states(states, watched) + noise).argmax(-1)
     return torch.cat(watched.seen[_UNLIKE:])

@@ -1,17 +1,14 @@
-"""Keys and values of a drafter: text in slots [0, committed), tree nodes unordered in [committed, used).
+"""The rows of a drafter in a cache of a stage: text, and the nodes of a tree.
 
-A layer's keys and values are one tensor, so that a pass's rows are stored by one kernel.  Layers of a stage
-write to it as to a stage's own cache (``stage.layers.kv_cache``).
+In a stage a node's row becomes text where it is.  A drafter's does not: it was computed from what the drafter itself
+said of the row before, the text's row is computed from what the target says.  So rows come and go one by one, in no
+order, and a pass may compute a node's row again.  A session therefore gets single slots of a cache
+(``stage.layers.kv_cache``), which no row leaves before it is dropped: no keys are moved.
 
-When the text grows, only nodes whose slots it takes are moved.
-
-On a CPU a session's slots are the rows of a memory of its own, which grows.  On a GPU all sessions share
-one memory, which is allocated before the first of them: a session's slots are any of its rows, nodes move
-to other slots without being copied, and a mask keeps each row of a pass to its own session's columns.  So
-a pass over rows of several sessions is like one over rows of one.
-
-Sessions with memories of their own share a pass, too: the linear layers see the rows of all, attention runs session
-by session, as in a stage.
+On a GPU all sessions share one cache, which is allocated before the first of them, and a mask keeps each row of a pass
+to its own session's slots.  So a pass over rows of several sessions is like one over rows of one.  On a CPU a session
+has a cache of its own, which grows.  Such sessions share a pass, too: the linear layers see the rows of all, attention
+runs session by session, as in a stage.
 """
 
 from __future__ import annotations
@@ -27,98 +24,106 @@ from torch import Tensor
 
 from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.stage.layers.attention import SharedMask
+from flowspec_edge.stage.layers.kinds import KeysValues
+from flowspec_edge.stage.layers.kv_cache import KVArena, KVPass
 from flowspec_edge.util.tensors import indices
 
-_FIRST_CAPACITY = 256
-_WIDTH_STEP = 256  # columns of a mask over a shared memory
+FIRST_CAPACITY = 256
+_WIDTH_STEP = 256  # slots: of the widths of masks over a shared cache
 
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """``layers`` times keys and values, [2, capacity, kv_heads, head_dim] each.
+    """What a draft model keeps of a row: ``kind`` in each of ``layers`` layers.
 
-    ``groups``: query heads per key/value head.
-    ``window``: a row attends only to that many nearest rows, itself included, so that no distance exceeds
-    those of training; None: to all.
+    The kind's window is that of training, so that no distance exceeds those which the model knows.
     """
 
+    kind: KeysValues
     layers: int
-    kv_heads: int
-    head_dim: int
     dtype: torch.dtype
     device: torch.device
-    window: int | None = None
-    groups: int = 1
 
     @classmethod
     def of(cls, config: DecoderConfig, layers: int, like: Tensor, window: int | None = None) -> CacheShape:
         """Of layers of a model; ``like``: a weight of their dtype, where they compute."""
         heads = config.num_key_value_heads
-        return cls(layers, heads, config.head_dim, like.dtype, like.device, window,
-                   config.num_attention_heads // heads)
+        kind = KeysValues(heads, config.num_attention_heads // heads, config.head_dim, window=window)
+        return cls(kind, layers, like.dtype, like.device)
+
+    def arena(self, rows: int) -> KVArena:
+        return self.kind.arena(range(self.layers), self.dtype, self.device, rows)
 
     def mask(self, visible: NDArray[np.bool_]) -> SharedMask:
-        """``visible`` [n, m]: what each row of a pass sees of the memory's first m rows."""
-        return SharedMask(visible, self.groups, self.dtype, self.device)
+        """``visible`` [n, m]: what each row of a pass sees of the cache's first m slots."""
+        return self.kind.shared_mask(visible, self.dtype, self.device)
 
 
 class CacheMemory:
-    """Rows of keys and values, for one session or, if ``shared``, for all sessions of a draft model.
-
-    layers  [2, rows, kv_heads, head_dim] each: keys, then values
-    """
+    """A cache whose slots are given out one by one: to one session or, if ``shared``, to all of a draft model."""
 
     def __init__(self, shape: CacheShape, rows: int, shared: bool = True) -> None:
         self.shape, self.shared = shape, shared
-        self.layers: list[Tensor] = []
+        self._arena = shape.arena(0)
+        self.cache = self._arena.take(0)
         self._free = np.zeros(0, bool)
-        self._returned: list[NDArray[np.int64]] = []  # rows that still hold a session's values
-        self._resize(rows)
+        self._returned: list[NDArray[np.int64]] = []  # slots that still hold a session's values
+        self._reach(rows)
 
     @property
     def rows(self) -> int:
         return len(self._free)
 
+    @property
+    def resized(self) -> int:
+        """How often its layers' memory has changed its place."""
+        return self._arena.resized
+
+    @property
+    def layers(self) -> Sequence[Tensor]:
+        """[2, rows, kv_heads, head_dim] each: keys, then values."""
+        return self._arena.layers
+
     def take(self, count: int) -> NDArray[np.int64]:
-        """The lowest free rows; makes more if they do not suffice."""
+        """The lowest free slots; makes more if they do not suffice."""
         free = np.flatnonzero(self._free)
         if len(free) < count:
-            self._resize(max(self.rows + count - len(free), 2 * self.rows))
+            self._reach(self.rows + count - len(free))
             free = np.flatnonzero(self._free)
         self._free[free[:count]] = False
         return free[:count]
 
-    def reach(self, rows: int) -> None:
-        """Make so many rows, without taking them: for one session that counts its rows by itself."""
-        if rows > self.rows:
-            self._resize(max(rows, 2 * self.rows))
+    def give_back(self, slots: NDArray[np.int64]) -> None:
+        """Free once they are cleared: a session may end at any time, also while another takes slots."""
+        if len(slots):
+            self._returned.append(slots)
 
-    def seen(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first ``width`` rows, [1, kv_heads, width, head_dim] each."""
-        keys, values = self.layers[layer][:, :width].transpose(1, 2)[:, None]
-        return keys, values
-
-    def give_back(self, rows: NDArray[np.int64]) -> None:
-        """Free once they are cleared: a session may end at any time, also while another takes rows."""
-        if len(rows):
-            self._returned.append(rows)
-
-    def shrink(self, rows: int) -> None:
-        """Keep the first ``rows``, which are taken."""
-        self._resize(rows)
+    def shrink(self) -> None:
+        """Give back memory that is far more than what one session takes."""
+        self.clear_returned()
+        wanted = max(FIRST_CAPACITY, int(np.flatnonzero(~self._free).max(initial=-1)) + 1)
+        if self.rows > 2 * wanted:
+            self.cache.capacity = wanted
+            self._arena.trim()
+            self._free = self._free[:wanted]
 
     @torch.inference_mode()
     def clear_returned(self) -> None:
         """A row that overflowed would reach every pass whose mask is as wide: 0 times NaN is NaN."""
         returned, self._returned = self._returned, []
         if returned:
-            rows = np.concatenate(returned)
+            slots = np.concatenate(returned)
             for held in self.layers:
-                held.index_fill_(1, indices(rows, self.shape.device), 0.0)
-            self._free[rows] = True
+                held.index_fill_(1, indices(slots, self.shape.device), 0.0)
+            self._free[slots] = True
 
     def width(self, rows: int) -> int:
-        """Columns of a mask over the first ``rows``: beyond 1,024 at most a quarter more."""
+        """Columns of a mask over the first ``rows`` slots.
+
+        Of a shared cache there are few widths; beyond 1,024 they are a quarter more at most.
+        """
+        if not self.shared:
+            return rows
         step = max(_WIDTH_STEP, (1 << rows.bit_length()) // 8)
         return min(self.rows, -(-rows // step) * step)
 
@@ -128,116 +133,73 @@ class CacheMemory:
             found.append(self.width(found[-1] + 1))
         return found
 
-    def _resize(self, rows: int) -> None:
-        if self.shared:
-            rows = -(-rows // _WIDTH_STEP) * _WIDTH_STEP
-        s, kept = self.shape, min(rows, self.rows)
-        layers = []
-        for layer in range(s.layers):
-            made = torch.zeros((2, rows, s.kv_heads, s.head_dim), dtype=s.dtype, device=s.device)
-            if kept:
-                made[:, :kept] = self.layers[layer][:, :kept]
-            layers.append(made)
-        free = np.ones(rows, bool)
-        free[:kept] = self._free[:kept]
-        self.layers, self._free = layers, free
+    def _reach(self, rows: int) -> None:
+        self._arena.reach(self.cache, -(-rows // _WIDTH_STEP) * _WIDTH_STEP if self.shared else rows)
+        self._free = np.pad(self._free, (0, self.cache.capacity - self.rows), constant_values=True)
 
 
 class Placed(NamedTuple):
     """The rows of a pass: text, then tree nodes.
 
-    visible  bool [n, m]: which of the memory's first m rows each sees
-    rows     int64 [n]: the memory's rows that they take
+    visible  bool [n, m]: which of the cache's first m slots each sees
+    rows     int64 [n]: the slots that they take
     """
 
     visible: NDArray[np.bool_]
     rows: NDArray[np.int64]
 
 
-class PassCache:
-    """The memory in a pass over ``rows`` of it, int64 [n], that sees its first ``width`` rows."""
-
-    def __init__(self, memory: CacheMemory, rows: Tensor, width: int) -> None:
-        self._memory, self._rows, self._width = memory, rows, width
-
-    def write(self, rows: Tensor, layer_idx: int) -> Tensor:
-        """As ``KVCache.write``: keys and values [n, 2, kv_heads, head_dim] of the pass's rows; returns all [2, m,
-        kv_heads, head_dim] that it may see."""
-        held = self._memory.layers[layer_idx]
-        held.index_copy_(1, self._rows, rows.transpose(0, 1))
-        return held[:, : self._width]
-
-
-class PassCaches:
-    """Memories of several sessions in a pass with a ``BatchMask``."""
-
-    def __init__(self, caches: Sequence[PassCache], lengths: Sequence[int]) -> None:
-        """``lengths``: rows of each session in the pass."""
-        self._caches, self._lengths = caches, list(lengths)
-
-    def write(self, rows: Tensor, layer_idx: int) -> list[Tensor]:
-        """As ``BatchCache.write``."""
-        return [cache.write(own, layer_idx)
-                for cache, own in zip(self._caches, rows.split(self._lengths), strict=True)]
-
-
 class TreeCache:
-    """One session's rows of a memory, which is its own by default."""
+    """One session's slots of a memory, which is its own by default."""
 
     def __init__(self, shape: CacheShape, memory: CacheMemory | None = None) -> None:
-        self.committed = 0
         self.shape = shape
-        self._at = np.zeros(0, np.int64)  # the memory's row of each slot
-        self.memory = memory or CacheMemory(shape, _FIRST_CAPACITY, shared=False)
+        self._text = np.zeros(0, np.int64)  # slots, in the text's order
+        self._spare: list[int] = []  # slots of nodes that were dropped
         self._parent: dict[int, int] = {}
         self._slot: dict[int, int] = {}
-        self._used = 0
-        if not self.memory.shared:
-            self._grow(_FIRST_CAPACITY)
+        self.memory = memory or CacheMemory(shape, FIRST_CAPACITY, shared=False)
 
     def __del__(self) -> None:
         if hasattr(self, "memory"):  # it is not if there was no memory for it
-            self._give_back(0)
+            self.reset()
 
     def __contains__(self, node: int) -> bool:
         return node in self._slot
 
     @property
-    def device(self) -> torch.device:
-        return self.shape.device
+    def committed(self) -> int:
+        """Rows of text."""
+        return len(self._text)
 
     def reset(self) -> None:
         """Forget text and tree; keep a memory of its own."""
-        self.committed = self._used = 0
-        self._parent.clear()
-        self._slot.clear()
-        self._give_back(0)
+        self._keep(0)
 
     def rewind(self, rows: int) -> None:
-        """Drop the tree and the text from row ``rows`` on; shrink buffers that are far too large."""
-        self.committed = self._used = rows
+        """Drop the tree and the text from row ``rows`` on; shrink a memory of its own that is far too large."""
+        self._keep(rows)
+        if not self.memory.shared:
+            self.memory.shrink()
+
+    def _keep(self, rows: int) -> None:
+        dropped = [*self._slot.values(), *self._spare]
+        self.memory.give_back(np.concatenate((self._text[rows:], np.array(dropped, np.int64))))
+        self._text = self._text[:rows]
         self._parent.clear()
         self._slot.clear()
-        self._give_back(rows)
-        wanted = max(rows, _FIRST_CAPACITY)
-        if not self.memory.shared and len(self._at) > 2 * wanted:
-            self.memory.shrink(wanted)
-            self._at = self._at[:wanted]
-
-    def _give_back(self, kept: int) -> None:
-        if self.memory.shared:
-            self.memory.give_back(self._at[kept:])
-            self._at = self._at[:kept]
+        self._spare.clear()
 
     def reroot(self, root: int) -> None:
         """Drop ``root``, which is text now, and every node that is not below it."""
-        kept = {root}
+        below = {root}
         for node in sorted(self._parent):  # a parent's id is smaller than its child's
-            if self._parent[node] in kept:
-                kept.add(node)
-        kept.discard(root)
-        self._parent = {node: self._parent[node] for node in self._parent if node in kept}
-        self._slot = {node: self._slot[node] for node in self._slot if node in kept}
+            if self._parent[node] in below:
+                below.add(node)
+        below.discard(root)
+        self._spare += [slot for node, slot in self._slot.items() if node not in below]
+        self._parent = {node: parent for node, parent in self._parent.items() if node in below}
+        self._slot = {node: slot for node, slot in self._slot.items() if node in below}
 
     def begin(self, new_text: int, nodes: Sequence[tuple[int, int]]) -> Placed:
         """Make room for one forward pass.
@@ -245,70 +207,48 @@ class TreeCache:
         new_text  text rows that the pass appends, before its tree rows
         nodes     (id, parent) of the tree rows; a parent is in the cache, or the root (the last text row)
         """
-        start, end = self.committed, self.committed + new_text
-        survivors = len(self._slot)
         self.memory.clear_returned()
-        self._grow(end + survivors + len(nodes))
-        self._compact(end, survivors)
-        self.committed = end
-        self._used = end + survivors
-        for node, parent in nodes:
-            if node not in self._slot:
-                self._slot[node] = self._used
-                self._used += 1
-            self._parent[node] = parent
-        rows = self._at[[*range(start, end), *(self._slot[node] for node, _ in nodes)]]
-        visible = self._mask(start, nodes)
-        if not self.memory.shared:
-            return Placed(visible, rows)
-        own = self._at[: self._used]
-        of_all = np.zeros((len(rows), self.memory.width(int(own.max()) + 1)), bool)
-        of_all[:, own] = visible
-        return Placed(of_all, rows)
+        fresh = [node for node, _ in nodes if node not in self._slot]
+        slots = self._take(new_text + len(fresh))
+        self._text = np.concatenate((self._text, np.array(slots[:new_text], np.int64)))
+        self._slot.update(zip(fresh, slots[new_text:], strict=True))
+        self._parent.update(nodes)
+        rows = [*slots[:new_text], *(self._slot[node] for node, _ in nodes)]
+        return Placed(self._visible(new_text, [self._path(node) for node, _ in nodes]), np.array(rows, np.int64))
 
-    def for_pass(self, placed: Placed) -> PassCache:
-        return PassCache(self.memory, indices(placed.rows, self.device), placed.visible.shape[1])
+    def for_pass(self, placed: Placed) -> KVPass:
+        return KVPass(self.memory.cache, indices(placed.rows, self.shape.device), placed.visible.shape[1])
 
     def mask(self, placed: Placed) -> SharedMask:
         return self.shape.mask(placed.visible)
 
-    def _mask(self, start: int, nodes: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-        text = self.committed - start
-        mask = np.zeros((text + len(nodes), self._used), dtype=bool)
-        mask[:, :start] = True
-        mask[:text, start : self.committed] = np.tri(text, dtype=bool)
-        mask[text:, start : self.committed] = True
-        window = self.shape.window or self._used
-        for row in range(max(0, window - start), text):
-            mask[row, : start + row + 1 - window] = False
-        for row, (node, _) in enumerate(nodes, start=text):
-            depth = 0  # below the root
-            while node in self._slot and depth < window:  # up to, and not including, the root
-                mask[row, self._slot[node]] = True
-                node = self._parent[node]
-                depth += 1
-            mask[row, : max(0, self.committed + depth - window)] = False
-        return mask
+    def _take(self, count: int) -> list[int]:
+        missing = count - len(self._spare)
+        slots = self._spare[:count] + (self.memory.take(missing).tolist() if missing > 0 else [])
+        self._spare = self._spare[count:]
+        return slots
 
-    def _compact(self, first: int, count: int) -> None:
-        """Move the tree's ``count`` rows into slots [first, first + count)."""
-        wanted = range(first, first + count)
-        displaced = [node for node, slot in self._slot.items() if slot not in wanted]
-        if not displaced:
-            return
-        taken = set(self._slot.values())
-        free = [slot for slot in wanted if slot not in taken]
-        held = [self._slot[node] for node in displaced]
-        if self.memory.shared:
-            self._at[[*free, *held]] = self._at[[*held, *free]]
-        else:
-            target, source = indices(free, self.device), indices(held, self.device)
-            for states in self.memory.layers:
-                states.index_copy_(1, target, states.index_select(1, source))
-        self._slot.update(zip(displaced, free, strict=True))
+    def _visible(self, new_text: int, paths: Sequence[list[int]]) -> NDArray[np.bool_]:
+        """``paths``: of the pass's tree rows."""
+        text, window = self._text, self.shape.kind.window
+        last = max(text.max(initial=-1), max(self._slot.values(), default=-1))
+        whole = np.zeros(self.memory.width(int(last) + 1), bool)
+        whole[text] = True
+        visible = np.tile(whole, (new_text + len(paths), 1))
+        for row, stop in enumerate(range(len(text) - new_text + 1, len(text))):  # the last one sees all of the text
+            visible[row, text[stop:]] = False
+        for row, path in enumerate(paths, new_text):
+            visible[row, path] = True
+        if window is not None:
+            ends = [*range(len(text) - new_text + 1, len(text) + 1), *(len(text) + len(path) for path in paths)]
+            for row, end in enumerate(ends):
+                visible[row, text[: max(0, end - window)]] = False
+        return visible
 
-    def _grow(self, needed: int) -> None:
-        if needed <= len(self._at):
-            return
-        wanted = needed if self.memory.shared else max(needed, 2 * len(self._at))
-        self._at = np.concatenate([self._at, self.memory.take(wanted - len(self._at))])
+    def _path(self, node: int) -> list[int]:
+        """The slots of a node and of those above it, up to, and not including, the root; no more than a window."""
+        path: list[int] = []
+        while node in self._slot and len(path) != self.shape.kind.window:
+            path.append(self._slot[node])
+            node = self._parent[node]
+        return path

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
-from flowspec_edge.drafting.recorded import MOST_CHILDREN, WARM_ROWS, PassInputs, PassModel, RecordedPasses
-from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, PassCache, PassCaches, Placed, TreeCache
+from flowspec_edge.drafting.recorded import MOST_CHILDREN, WARM_ROWS, PassInputs, PassModel, RecordedPasses, fitting
+from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, Placed, TreeCache
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.sampling.rule import DraftVocabulary, Rank, Sampling
 from flowspec_edge.sampling.sampler import fetched_children, rank_children
-from flowspec_edge.stage.layers.attention import BatchMask
+from flowspec_edge.stage.layers.attention import BatchCache, BatchMask
+from flowspec_edge.stage.layers.kv_cache import KVPass
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 
@@ -52,7 +53,7 @@ class TreeDrafter(Drafter, ABC):
         recorded  passes over it
         """
         self._cache = TreeCache(shape, memory)
-        self._recorded = recorded
+        self._recorded = recorded or {}
         self.pass_model, self._logits = model, model.logits
         self._draft_vocabulary = draft_vocabulary
         self.reset(Sampling(), "draft", 1.0)
@@ -107,9 +108,9 @@ class TreeDrafter(Drafter, ABC):
         if memory.shared or len(parts) == 1:
             whole = joined([own for *_, own in parts])
             return (shape.mask(whole.visible),
-                    PassCache(memory, indices(whole.rows, shape.device), whole.visible.shape[1]))
+                    KVPass(memory.cache, indices(whole.rows, shape.device), whole.visible.shape[1]))
         return (BatchMask([drafter._cache.mask(rows.placed) for drafter, rows, _ in parts], counts),
-                PassCaches([drafter._cache.for_pass(rows.placed) for drafter, rows, _ in parts], counts))
+                BatchCache([drafter._cache.for_pass(rows.placed) for drafter, rows, _ in parts], counts))
 
     @property
     def shape(self) -> CacheShape:
@@ -130,23 +131,21 @@ class TreeDrafter(Drafter, ABC):
         begun = [(drafter, drafter._begin(request)) for drafter, request in requests]
         parts = [(drafter, rows, drafter._inputs(rows)) for drafter, rows in begun if rows]
         first, request = requests[0]
-        passes, size = first._recorded, 0
-        if passes and parts:
-            size = passes.size(sum(len(rows) for _, rows, _ in parts))
+        graphs = fitting(first._recorded, sum(len(rows) for _, rows, _ in parts)) if parts else None
         asked_rows: list[int] = []
-        if passes and size:
+        if graphs:
             asked_rows = _asked_rows(requests, begun)
-            outputs = passes.run(size, joined([inputs for *_, inputs in parts]), asked_rows)
+            outputs = graphs.run(joined([inputs for *_, inputs in parts]), asked_rows)
             computed = list(outputs.clone().split([len(rows) for _, rows, _ in parts]))
         else:
             computed = first._compute(parts) if parts else []
         for (drafter, rows, _), output in zip(parts, computed, strict=True):
             drafter._store(rows, output)
         counts = [len(request.nodes) for _, request in requests]
-        if passes and asked_rows:
-            logits = passes.logits(size)[: sum(counts)]
+        if graphs and asked_rows:
+            logits = graphs.logits()[: sum(counts)]
             if all(not drafter._order() and own.children <= MOST_CHILDREN for drafter, own in requests):
-                ids, scores = fetched_children([passes.ranked(size)], first._draft_vocabulary)
+                ids, scores = fetched_children([graphs.ranked()], first._draft_vocabulary)
                 ends = np.cumsum(counts)
                 return [DraftOutput(ids[end - n : end, :k], scores[end - n : end, :k]) for end, n, k in
                         zip(ends, counts, (own.children for _, own in requests), strict=True)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from flowspec_edge.stage.families.decoder import Begun, DecoderLayer
 from flowspec_edge.stage.families.feed_forward import Routed
 from flowspec_edge.stage.families.rotary import Rotation
-from flowspec_edge.util.graphs import Recorder, Replay
+from flowspec_edge.util.graphs import Recorder, Replay, load
 
 
 class LayerGraphs:
@@ -83,11 +83,11 @@ class LayerGraphs:
     def load(self, hidden: Tensor, rotations: Mapping[str, Rotation], new: int) -> None:
         """hidden [rows, width], of which ``new`` are no padding."""
         self._new = new
-        self.hidden.copy_(hidden)
+        load(self.hidden, hidden)
         for turn, rotation in rotations.items():
             for own, given in zip(self._rotations[turn], rotation, strict=True):
                 if own is not None and given is not None:
-                    own.copy_(given)
+                    load(own, given)
 
     def advance(self, layer: int) -> None:
         for step in self._steps[layer]:

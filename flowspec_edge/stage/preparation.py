@@ -22,7 +22,7 @@ from flowspec_edge.stage.layers.recurrent import GatedDelta
 from flowspec_edge.stage.quant.base import QuantLinear
 from flowspec_edge.stage.quant.grouped import CudaLinear, GroupedLinear
 from flowspec_edge.stage.shard import ROW_STEP, Shard
-from flowspec_edge.util.graphs import Clock, KernelChoice, Recorder, compare
+from flowspec_edge.util.graphs import Clock, KernelChoice, Recorder, choose
 from flowspec_edge.util.tensors import from_torch, to_host
 from flowspec_edge.util.torchdevice import available_bytes, release
 
@@ -145,20 +145,17 @@ def _products(layer: torch.nn.Module) -> list[GroupedLinear]:
 
 @torch.inference_mode()
 def choose_graphs(engine: StageEngine, record: Recorder, clock: Clock = time.perf_counter) -> KernelChoice:
-    """Record the layers for ``RECORDED`` rows, and keep what computes the same bits in no more time.
-
-    After :func:`warm_up`, before the first session.  Any failure leaves the layers as they are.
-    """
-    choice, shard = KernelChoice(), shard_of(engine)
+    """Choose for ``RECORDED`` rows whether the layers run as graphs; after :func:`warm_up`, before the first
+    session."""
+    shard = shard_of(engine)
     if not shard.modules:
-        choice.reason = "there are no layers to record"
-        return choice
-    try:
-        for rows in RECORDED:
-            _compare(engine, rows, record_layers(shard, rows, record), choice, clock)
-    except Exception as error:  # of PyTorch, the driver, a kernel: the layers run without graphs as well
-        engine.graphs.clear()
-        choice = KernelChoice(reason=f"layers run one by one: they cannot be recorded: {first_line(error)}")
+        return KernelChoice(reason="there are no layers to record")
+
+    def prepare(rows: int, graphs: LayerGraphs, recorded: bool, turn: int) -> Callable[[], bytes]:
+        engine.graphs = {rows: graphs} if recorded else {}
+        return _pass_of(engine, rows, _TEXT + turn)  # so that no pass has the results of the one before
+
+    engine.graphs, choice = choose("layers", RECORDED, lambda rows: record_layers(shard, rows, record), prepare, clock)
     engine.reset()
     return choice
 
@@ -169,21 +166,6 @@ def record_layers(shard: Shard, rows: int, record: Recorder) -> LayerGraphs:
     places = torch.zeros(rows, dtype=torch.int64, device=shard.device)
     rotations = {turn: shard.rotary(places, turn, shard.dtype) for turn in dict.fromkeys(shard.turns)}
     return LayerGraphs(shard.modules, shard.turns, hidden, rotations, record)
-
-
-def _compare(engine: StageEngine, rows: int, graphs: LayerGraphs, choice: KernelChoice, clock: Clock) -> None:
-    def prepare(recorded: bool, turn: int) -> Callable[[], bytes]:
-        engine.graphs.pop(rows, None)
-        if recorded:
-            engine.graphs[rows] = graphs
-        return _pass_of(engine, rows, _TEXT + turn)  # so that no pass has the results of the one before
-
-    times, why = compare(prepare, clock)
-    if why:
-        del engine.graphs[rows]
-        choice.reason = f"{rows} rows run layer by layer: recorded layers {why}"
-    else:
-        choice.ms[rows] = times
 
 
 def _pass_of(engine: StageEngine, rows: int, text: int) -> Callable[[], bytes]:

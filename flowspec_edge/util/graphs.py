@@ -1,23 +1,32 @@
 """Work as CUDA graphs: one launch for all of its kernels, where that gives the same results in no more time.
 
-A graph repeats its kernels on the memory that they had when it was recorded.
+A graph repeats its kernels on the memory that they had when it was recorded.  So what is recorded reads its inputs in
+fixed places (:func:`load`), for one of a few numbers of rows (:func:`choose`).  What is recorded is said elsewhere: of
+a stage the pieces between attention, whose caches begin anywhere (``stage.layer_graphs``), of a draft model whole
+passes (``drafting.recorded``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from flowspec_edge.errors import first_line
 
 Replay = Callable[[], object]
 Made = TypeVar("Made")
 Clock = Callable[[], float]
 
-_TIMES = 5
+TIMED_TURNS = 5
 _NOISE = 1.02  # times that differ by less are equal
 
 
@@ -50,7 +59,7 @@ class CudaRecorder:
 
 @dataclass
 class KernelChoice:
-    """ms      by number of rows: (one by one, recorded), medians
+    """ms      by number of rows: (kernel by kernel, recorded), medians
     reason  why work is not recorded for some rows, or any; "" if it is for all
     """
 
@@ -63,21 +72,52 @@ class KernelChoice:
         return "; ".join(filter(None, (f"CUDA graphs: {times}" if times else "", self.reason)))
 
 
-def compare(prepare: Callable[[bool, int], Callable[[], bytes]], clock: Clock = time.perf_counter
-            ) -> tuple[tuple[float, float], str]:
-    """``prepare(recorded, turn)`` returns the work of a turn, which returns its results' bytes.
+def load(place: Tensor, values: Tensor | NDArray[np.generic]) -> None:
+    """Copy ``values`` to a fixed place; from host memory without waiting for the device's queue."""
+    source = values if isinstance(values, Tensor) else torch.from_numpy(values)
+    pinned = place.device.type == "cuda" and source.device.type == "cpu"
+    place.copy_(source.pin_memory() if pinned else source, non_blocking=True)
 
-    Returns median milliseconds (one by one, recorded), and why not to keep what is recorded, or "".
+
+def choose(what: str, sizes: Iterable[int], record: Callable[[int], Made],
+           prepare: Callable[[int, Made, bool, int], Callable[[], bytes]], clock: Clock = time.perf_counter,
+           untimed: int = 0) -> tuple[dict[int, Made], KernelChoice]:
+    """Record ``what`` for each number of rows, and keep what computes the same bits in no more time.
+
+    record   makes it for so many rows
+    prepare  returns the work of a turn, by the rows, what is made, whether it runs as recorded, and the turn's number;
+             the work returns its results' bytes
+    untimed  turns after the first ``TIMED_TURNS``, in which only bits are compared
+
+    Nothing is kept after a failure: it all runs kernel by kernel as well.
     """
+    kept: dict[int, Made] = {}
+    choice = KernelChoice()
+    try:
+        for rows in sizes:
+            made = record(rows)
+            times, why = _compare(partial(prepare, rows, made), clock, untimed)
+            if why:
+                choice.reason = f"{what} of {rows} rows run kernel by kernel: recorded {what} {why}"
+            else:
+                kept[rows], choice.ms[rows] = made, times
+    except Exception as error:  # of PyTorch, the driver, a kernel
+        return {}, KernelChoice(reason=f"{what} run kernel by kernel: they cannot be recorded: {first_line(error)}")
+    return kept, choice
+
+
+def _compare(prepare: Callable[[bool, int], Callable[[], bytes]], clock: Clock, untimed: int
+             ) -> tuple[tuple[float, float], str]:
+    """Median milliseconds (kernel by kernel, recorded), and why not to keep what is recorded, or ""."""
     seconds: tuple[list[float], list[float]] = ([], [])
     results: tuple[list[bytes], list[bytes]] = ([], [])
-    for turn in range(_TIMES):
+    for turn in range(TIMED_TURNS + untimed):
         for recorded in (False, True):
             run = prepare(recorded, turn)
             begun = clock()
             results[recorded].append(run())
             seconds[recorded].append(clock() - begun)
-    eager, faster = (1e3 * median(found) for found in seconds)
+    eager, faster = (1e3 * median(found[:TIMED_TURNS]) for found in seconds)
     why = ("compute other results" if results[False] != results[True] else
            f"take {faster:.1f} instead of {eager:.1f} ms" if faster > eager * _NOISE else "")
     return (eager, faster), why

@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from flowspec_edge.drafting.eagle.eagle2 import EagleHead
-from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import choose, rank_children
 from flowspec_edge.stage.quant.schemes import head_scheme
-from flowspec_edge.util.tensors import from_torch, indices, to_device, to_torch
+from flowspec_edge.util.tensors import from_torch, to_device, to_torch
 from microbench.d0 import SAMPLINGS, STRATEGIES, turns
 from microbench.shapes.launches import launches
 from microbench.shapes.models import SHAPES, Shape, compute_dtype, random_head, random_matrix
@@ -109,8 +108,8 @@ def _packed_head(shape: Shape, bits: HeadBits, dtype: torch.dtype, device: torch
 def _head_pass(head: EagleHead, dtype: torch.dtype, device: str) -> Callable[[], object]:
     width = head.config.hidden_size
     shape = head.cache_shape()
-    memory, own = CacheMemory(shape, CONTEXT + NODES, shared=False), np.arange(CONTEXT, CONTEXT + NODES)
-    cache = PassCache(memory, indices(own, shape.device), memory.rows)
+    cache = shape.arena(CONTEXT + NODES).take(CONTEXT + NODES)
+    cache.fill(CONTEXT)
     features = random_matrix((NODES, width), dtype, device)
     tokens = torch.zeros(NODES, dtype=torch.int64, device=device)
     positions = torch.full((NODES,), CONTEXT, device=device)

@@ -201,7 +201,7 @@ def _full_draft_cache(head: Path, dtype: str, rows: int) -> TreeCache:
     config = head_config(HeadFiles(head))
     shape = CacheShape.of(config, 1, torch.empty(0, dtype=parse_dtype(dtype), device="cpu"))
     cache = TreeCache(shape)
-    new = torch.zeros(_TEXT, 2, shape.kv_heads, shape.head_dim, dtype=shape.dtype)
+    new = torch.zeros(_TEXT, 2, shape.kind.kv_heads, shape.kind.head_dim, dtype=shape.dtype)
     for _ in range(rows // _TEXT):
         cache.for_pass(cache.begin(_TEXT, [])).write(new, 0)
     return cache

@@ -24,6 +24,7 @@ from flowspec_edge.model.output_head import MatrixRows, OutputHead, as_output_he
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.sharding.plan import recipe_for
 from flowspec_edge.sharding.source import open_source
+from flowspec_edge.stage.layers.kinds import KeysValues
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.shard import find_embedding, load_lm_head
 from flowspec_edge.strategies.params import Params
@@ -121,7 +122,7 @@ class Chained(torch.nn.Module):
         self.tokens: list[torch.Tensor] = []
 
     def cache_shape(self) -> CacheShape:
-        return CacheShape(1, 1, 8, torch.float32, torch.device("cpu"))
+        return CacheShape(KeysValues(1, 1, 8), 1, torch.float32, torch.device("cpu"))
 
     def forward(self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, *_: object) -> torch.Tensor:
         self.tokens.append(tokens)

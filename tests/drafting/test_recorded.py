@@ -23,13 +23,14 @@ from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drafting.base import Drafter
 from flowspec_edge.drafting.load import SharedMemory, load_drafters
-from flowspec_edge.drafting.recorded import ROWS, RecordedPasses
+from flowspec_edge.drafting.recorded import ROWS, PassGraphs, fitting
 from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, TreeCache
 from flowspec_edge.drafting.tree_drafter import TreeDrafter
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.messages import Tap
 from flowspec_edge.model.candidates import Candidates
 from flowspec_edge.sampling.rule import Sampling
+from flowspec_edge.stage.layers.kinds import KeysValues
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
@@ -122,8 +123,8 @@ def clusters() -> list[VirtualCluster]:
         STRATEGIES, cycle([Sampling(), Sampling(1.0, top_p=0.9, seed=1)]), strict=False)])
 def test_tokens_of_every_strategy(clusters: list[VirtualCluster], strategy: str, sampling: Sampling,
                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    runs, run = count(), RecordedPasses.run
-    monkeypatch.setattr(RecordedPasses, "run", lambda *given: (next(runs), run(*given))[1])
+    runs, run = count(), PassGraphs.run
+    monkeypatch.setattr(PassGraphs, "run", lambda *given: (next(runs), run(*given))[1])
     request = Request(list(b"def f(n):\n"), strategy, 8, sampling)
     plain, recorded = (cluster.generate(request) for cluster in clusters)
     assert recorded.tokens == plain.tokens
@@ -132,8 +133,9 @@ def test_tokens_of_every_strategy(clusters: list[VirtualCluster], strategy: str,
 
 def test_requests_together(clusters: list[VirtualCluster], monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of two requests are one recorded pass."""
-    rows, size = set[int](), RecordedPasses.size
-    monkeypatch.setattr(RecordedPasses, "size", lambda passes, n: (rows.add(n), size(passes, n))[1])
+    rows, run = set[int](), PassGraphs.run
+    monkeypatch.setattr(PassGraphs, "run", lambda graphs, inputs, asked: (rows.add(len(inputs.tokens)),
+                                                                         run(graphs, inputs, asked))[1])
     given = [Request(list(b"def f(n):\n"), "flowspec", 8, Sampling(temperature, seed=2))
              for temperature in (0.0, 1.0, 0.0)]
     plain, recorded = (cluster.generate_many(given) for cluster in clusters)
@@ -205,14 +207,14 @@ def test_no_memory_is_taken_after_the_start(model: Path, draft: str) -> None:
     models = cluster._model.sessions = DraftModels(model, "fp32", "cuda", cache_rows=2500, record=record)
     models.pass_seconds(draft)
     held = models._drafters[draft]()._cache.memory  # type: ignore[attr-defined]
-    places = [layer.data_ptr() for layer in held.layers]
+    rows, places = held.rows, [layer.data_ptr() for layer in held.layers]
     with allocations() as made:
         for length in (5, 600, 40):
             cluster.generate(Request([3, 7, 11] * length, "flowspec", 6, Sampling(), Params(draft=draft)))
     assert [layer.data_ptr() for layer in held.layers] == places
+    assert not [event for event in made.events if event.place.startswith("drafting/tree_cache")]
     held.clear_returned()
-    assert held.take(held.rows).size == held.rows  # all have come back
-    assert not [event for event in made.events if event.place.endswith(":_resize")]
+    assert held.take(rows).size == held.rows == rows  # all have come back
 
 
 @pytest.mark.parametrize("error", [RuntimeError("operation not permitted when stream is capturing\nmore"),
@@ -246,22 +248,22 @@ def test_other_results_are_noticed(model: Path) -> None:
     memory = SharedMemory(300, forgets)
     drafters(model, "lm", "cpu", memory)
     assert memory.choice is not None
-    assert memory.choice.reason == ("passes of 32 rows run kernel by kernel: recorded passes compute other "
-                                    "results")
+    assert memory.choice.reason == ("draft passes of 32 rows run kernel by kernel: recorded draft passes compute "
+                                    "other results")
 
 
 def test_a_memory_that_has_grown_is_not_the_recorded_one(model: Path) -> None:
     make = drafters(model, "lm", "cpu", SharedMemory(256, record))
     drafter: Any = make()
     read(drafter, [1] * 300, "cpu")
-    assert drafter._recorded.size(4) == 16
+    assert fitting(drafter._recorded, 4) is drafter._recorded[16]
     drafted(drafter, 300)
-    assert drafter._recorded.size(4) == 0
+    assert fitting(drafter._recorded, 4) is None
 
 
 def test_rows_that_come_back_hold_nothing() -> None:
     """A session that overflowed leaves no NaN for another's mask to meet."""
-    shape = CacheShape(2, 1, 4, torch.float32, torch.device("cpu"))
+    shape = CacheShape(KeysValues(1, 1, 4), 2, torch.float32, torch.device("cpu"))
     memory = CacheMemory(shape, 256)
     cache, other = TreeCache(shape, memory), TreeCache(shape, memory)
     placed = cache.begin(3, [(1, 0)])
@@ -277,8 +279,22 @@ def test_rows_that_come_back_hold_nothing() -> None:
     assert memory.take(256).size == 256
 
 
+def test_a_session_goes_on_when_there_was_no_memory_for_more() -> None:
+    """And nothing that was recorded before is used again: growing may have moved some of the layers."""
+    shape = CacheShape(KeysValues(1, 1, 4), 2, torch.float32, torch.device("cpu"))
+    memory = CacheMemory(shape, 256)
+    cache, resized = TreeCache(shape, memory), memory.resized
+    cache.begin(2, [(1, 0)])
+    cache.reroot(1)
+    with pytest.raises(RuntimeError):
+        cache.begin(1 << 44, [])
+    assert memory.resized > resized
+    placed = cache.begin(1, [(2, 1)])
+    assert (memory.rows, placed.rows.tolist(), cache.committed) == (256, [2, 3], 3)  # the dropped node's first
+
+
 def test_the_text_takes_a_nodes_slot_without_a_copy() -> None:
-    shape = CacheShape(1, 1, 4, torch.float32, torch.device("cpu"))
+    shape = CacheShape(KeysValues(1, 1, 4), 1, torch.float32, torch.device("cpu"))
     cache = TreeCache(shape, CacheMemory(shape, 256))
     placed = cache.begin(2, [(1, 0), (2, 1)])
     assert placed.rows.tolist() == [0, 1, 2, 3]

@@ -12,7 +12,6 @@ import numpy as np
 import safetensors.torch
 import torch
 
-from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.sampling.rule import Sampling, gumbel
 from flowspec_edge.tree.draft_api import DraftNode, DraftRequest
 
@@ -153,8 +152,7 @@ def causal_pass(head, states, tokens):
     """A head's outputs for rows [n, H] from position 0 on, each of which sees those before it."""
     head.prepare()
     shape, n = head.cache_shape(), len(tokens)
-    memory = CacheMemory(shape, n, shared=False)
-    cache, mask = PassCache(memory, torch.arange(n), n), shape.mask(np.tri(n, dtype=bool))
+    cache, mask = shape.arena(n).take(n), shape.mask(np.tri(n, dtype=bool))
     with torch.inference_mode():
         return head(states, torch.tensor(tokens), torch.arange(n), mask, cache)
 

@@ -97,7 +97,7 @@ def test_what_is_faster_and_the_same_is_kept(model: Path, stage: int) -> None:
 def test_what_is_slower_is_not(model: Path) -> None:
     engine = prepared(model)
     assert choose_graphs(engine, record, Clock(1.0, 1.5)).reason == (
-        "64 rows run layer by layer: recorded layers take 1500.0 instead of 1000.0 ms")
+        "layers of 64 rows run kernel by kernel: recorded layers take 1500.0 instead of 1000.0 ms")
     assert engine.graph_sizes == 0
 
 
@@ -110,7 +110,7 @@ def test_other_results_are_noticed(model: Path) -> None:
 
     engine = prepared(model)
     assert choose_graphs(engine, forgets, Clock(2.0, 1.0)).reason == (
-        "64 rows run layer by layer: recorded layers compute other results")
+        "layers of 64 rows run kernel by kernel: recorded layers compute other results")
     assert engine.graph_sizes == 0
 
 
@@ -126,7 +126,7 @@ def test_what_cannot_be_recorded_runs_as_before(model: Path, error: Exception) -
 
     engine = prepared(model)
     assert choose_graphs(engine, fails, Clock(2.0, 1.0)).reason == (
-        f"layers run one by one: they cannot be recorded: {str(error).splitlines()[0]}")
+        f"layers run kernel by kernel: they cannot be recorded: {str(error).splitlines()[0]}")
     assert (engine.graph_sizes, engine.sessions) == (0, ())
     oracle, book = Oracle(model), Book()
     engine.open(Open(1, 0, 64))

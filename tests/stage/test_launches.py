@@ -208,4 +208,4 @@ def test_a_cache_that_grows_in_a_request_is_noticed(model: Path) -> None:
     with allocations() as made:
         chat(engine, 2)
     assert made.kept > 0
-    assert [event.name for event in made.events if event.place == "stage/layers/kv_cache.py:_grow"]
+    assert [event.name for event in made.events if event.place == "stage/layers/kv_cache.py:_resize"]

@@ -118,7 +118,7 @@ def test_an_allocation_in_the_life_of_a_request(cuda: VirtualCluster, request_: 
         cuda.generate(request_)
     assert plain.peak < 1 << 24 <= made.peak
     large = [event for event in made.events if event.nbytes == 1 << 24]
-    assert {event.place for event in large} == {"stage/layers/kinds.py:_mask"}
+    assert {event.place for event in large} == {"stage/layers/kinds.py:shared_mask"}
 
 
 def test_a_mask_whose_rows_are_not_aligned(cuda: VirtualCluster, request_: Request,

@@ -19,7 +19,7 @@ from flowspec_edge.drafting.base import Drafter, root_misplaced_error
 from flowspec_edge.drafting.block.head import BlockHead
 from flowspec_edge.drafting.recorded import WARM_ROWS
 from flowspec_edge.drafting.tapped import TappedStates
-from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
+from flowspec_edge.drafting.tree_cache import FIRST_CAPACITY
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Tap
 from flowspec_edge.model.output_head import OutputHead
@@ -29,8 +29,6 @@ from flowspec_edge.stage.layers.attention import SharedMask
 from flowspec_edge.tree.draft_api import ABSENT, DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import tokens_device
-
-_FIRST_CAPACITY = 256
 
 
 class BlockDrafter(Drafter):
@@ -43,10 +41,11 @@ class BlockDrafter(Drafter):
         head.prepare()
         self._lm_head: nn.Module = lm_head if head.lm_head is None else head.lm_head
         shape, config = head.cache_shape(), head.config
-        self._dtype, self._device = shape.dtype, shape.device
+        self._shape, self._device = shape, shape.device
         self._tokens_device = tokens_device(head.embed_tokens, self._device)
-        self._memory = CacheMemory(shape, _FIRST_CAPACITY, shared=False)
-        self._tapped = TappedStates(config.captured, self._dtype, self._device)
+        self._arena = shape.arena(FIRST_CAPACITY)
+        self._cache = self._arena.take(FIRST_CAPACITY)  # of the text's rows but the last; a block's are not kept
+        self._tapped = TappedStates(config.captured, shape.dtype, self._device)
         self.taps = self._tapped.taps
         self._vocabulary = None
         if config.draft_vocab_size != config.vocab_size:
@@ -63,16 +62,16 @@ class BlockDrafter(Drafter):
             return False
         del self._text[tokens:]
         kept, rows = self._states, tokens - 1
-        self._restart(min(rows, self._rows), sampling, rank, tau)
-        if rows > self._rows:
-            self._states = [torch.cat(kept)[: rows - self._rows].clone()]
+        self._restart(min(rows, len(self._cache)), sampling, rank, tau)
+        if rows > len(self._cache):
+            self._states = [torch.cat(kept)[: rows - len(self._cache)].clone()]
         return True
 
     def _restart(self, rows: int, sampling: Sampling, rank: Rank, tau: float) -> None:
         """With the first ``rows`` rows of the text."""
         self._ranking = (sampling, rank, tau)
         self._tapped.clear()  # the numbers are another session's
-        self._rows = rows  # of the text whose keys and values are known: it has one more token
+        self._cache.truncate(rows)
         self._states = []  # of the rows that follow, [n, S] each
         # Outputs [depths, H], logits [depths, D] and, for a selector, candidates [depths, k].
         self._block: tuple[Tensor, ...] | None = None
@@ -132,23 +131,24 @@ class BlockDrafter(Drafter):
         if not self._states:
             return
         for states in torch.cat(self._states).split(WARM_ROWS):
-            rows = range(self._rows, self._rows + len(states))
-            cache = self._cache(rows)
+            rows = self._reserve(len(states))
             for layer, made in enumerate(self._head.keys_values(states, indices([*rows], self._device))):
-                cache.write(made, layer)
-            self._rows = rows.stop
+                self._cache.write(made, layer)
+            self._cache.append(len(states))
         self._states.clear()
 
-    def _cache(self, rows: range) -> PassCache:
-        """The memory in a pass that stores these rows."""
-        self._memory.reach(rows.stop)
-        return PassCache(self._memory, indices([*rows], self._device), rows.stop)
+    def _reserve(self, rows: int) -> range:
+        """Make room for a pass of ``rows`` rows; the positions of these."""
+        taken = range(len(self._cache), len(self._cache) + rows)
+        self._arena.reach(self._cache, taken.stop)
+        self._cache.reserve(rows)
+        return taken
 
     def _draft(self) -> tuple[Tensor, ...]:
-        head, first = self._head, self._rows
-        slots = range(first, first + head.config.block_size)
+        head = self._head
+        slots = self._reserve(head.config.block_size)
         tokens = indices(head.slot_tokens(self._text[-1]), self._tokens_device)
-        out = head(head.embed_tokens(tokens), indices([*slots], self._device), self._masks(slots), self._cache(slots))
+        out = head(head.embed_tokens(tokens), indices([*slots], self._device), self._masks(slots), self._cache)
         hidden = out[len(slots) - head.depths :]
         logits = self._lm_head(hidden)
         most = head.config.selector_top_k
@@ -161,7 +161,7 @@ class BlockDrafter(Drafter):
         for kind in zip(config.causal, config.windows, strict=True):
             if kind not in made:
                 visible = visible_slots(slots, *kind, config.window_from_root)
-                made[kind] = self._memory.shape.mask(visible)
+                made[kind] = self._shape.mask(visible)
         return [made[kind] for kind in zip(config.causal, config.windows, strict=True)]
 
 

@@ -16,21 +16,16 @@ from torch import Tensor
 
 from flowspec_edge.drafting.base import NO_ROOT, Drafter, parent_missing_error, root_misplaced_error
 from flowspec_edge.drafting.format import DraftFormat, Loaded, Surroundings
-from flowspec_edge.drafting.tree_cache import CacheMemory, CacheShape, PassCache
+from flowspec_edge.drafting.tree_cache import FIRST_CAPACITY
 from flowspec_edge.errors import FlowspecError, ProtocolError
-from flowspec_edge.lab.spd.module import (
-    FIRST_CAPACITY,
-    RowStore,
-    SpdModule,
-    SpdRow,
-    load_module,
-    module_config,
-)
+from flowspec_edge.lab.spd.module import RowStore, SpdModule, SpdRow, load_module, module_config
 from flowspec_edge.messages import Tap
 from flowspec_edge.model.draft_kind import Shapes
 from flowspec_edge.sampling.rule import Rank, Sampling
 from flowspec_edge.sampling.sampler import rank_children
 from flowspec_edge.stage.layers.attention import additive
+from flowspec_edge.stage.layers.kinds import KeysValues
+from flowspec_edge.stage.layers.kv_cache import KVPass
 from flowspec_edge.tree.draft_api import DraftNode, DraftOutput, DraftRequest
 from flowspec_edge.util.tensors import indices
 from flowspec_edge.util.weight_file import Embedding, as_embedding, tokens_device
@@ -50,9 +45,9 @@ class SpdDrafter(Drafter):
         self._tokens_device = tokens_device(self._embedding, self._device)
         self._rows = RowStore(module.target_layers, self._dtype, self._device)
         config = module.config
-        shape = CacheShape(len(module.layers), config.num_key_value_heads, config.head_dim, self._dtype,
-                           self._device)
-        self._memory = CacheMemory(shape, FIRST_CAPACITY, shared=False)  # a row for each slot
+        kind = KeysValues(config.num_key_value_heads, 1, config.head_dim)
+        self._arena = kind.arena(range(len(module.layers)), self._dtype, self._device, 0)
+        self._cache = self._arena.take(0)
         self.reset(Sampling(), "draft", 1.0)
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
@@ -90,7 +85,7 @@ class SpdDrafter(Drafter):
         if not request.nodes:
             return DraftOutput.empty(0, 0)
         queries = [self._row(node) for node in request.nodes]
-        self._memory.reach(self._rows.slots)
+        self._arena.reach(self._cache, max(FIRST_CAPACITY, self._rows.slots))
         self._look_back(queries)
         logits = self._module.lm_head(self._speculate(queries))
         positions = np.fromiter((row.position for row in queries), np.int64)
@@ -131,7 +126,7 @@ class SpdDrafter(Drafter):
                                   for i, row, depth in known])
             features[at] = self._module.feature(embeddings[at], middle, deepest)
         rows = [row for row, _ in stale]
-        cache = PassCache(self._memory, indices([row.slot for row in rows], self._device), self._rows.slots)
+        cache = KVPass(self._cache, indices([row.slot for row in rows], self._device), self._rows.slots)
         computed = self._module.keys_values(features[None], self._positions(rows))
         for layer, (keys, values) in enumerate(computed):
             cache.write(torch.stack((keys[0], values[0])).permute(2, 0, 1, 3), layer)
@@ -139,7 +134,9 @@ class SpdDrafter(Drafter):
 
     def _speculate(self, queries: Sequence[SpdRow]) -> Tensor:
         """The module's outputs [n, H] for ``queries`` as the newest rows."""
-        context = [self._memory.seen(layer, self._rows.slots) for layer in range(len(self._module.layers))]
+        held = [self._cache.seen(layer, self._rows.slots).transpose(1, 2)[:, None]
+                for layer in range(len(self._module.layers))]
+        context = [(keys, values) for keys, values in held]
         visible = np.concatenate((self._rows.visible(queries), np.eye(len(queries), dtype=bool)), axis=1)
         mask = additive(visible, self._dtype, self._device)[None, None]
         features = self._module.newest(self._embed(queries))

@@ -11,7 +11,7 @@ cache for every row (docs/experiments/serving.md has both times).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from flowspec_edge.stage.layers.stage_cache import Part
 from flowspec_edge.util.tensors import indices, to_device
 
 Bool = NDArray[np.bool_]
@@ -68,20 +67,17 @@ class BatchMask:
 
 
 class BatchCache:
-    """The parts' caches of a kind, in a pass with a :class:`BatchMask`."""
+    """The caches of a batch's parts, in a pass with a :class:`BatchMask`."""
 
-    def __init__(self, parts: Sequence[Part], kind: int) -> None:
-        """``kind``: index in ``StageCache.parts``, of keys and values."""
-        self._parts = parts
-        self._kind = kind
+    def __init__(self, caches: Sequence[Any], lengths: Sequence[int],
+                 ended: Callable[[int], bool] = lambda place: False) -> None:
+        """``ended``: whether a part has ended, whose cache must not be touched any more; by its place."""
+        self._caches, self._lengths, self._ended = caches, list(lengths), ended
 
     def write(self, rows: Tensor, layer_idx: int) -> list[Tensor | None]:
         """As ``KVCache.write``, by part; None for parts that have ended."""
-        held = []
-        for part, own in zip(self._parts, rows.split([len(part) for part in self._parts]), strict=True):
-            cache: Any = part.cache.parts[self._kind]
-            held.append(None if part.ended else cache.write(own, layer_idx))
-        return held
+        return [None if self._ended(place) else cache.write(own, layer_idx) for place, (cache, own) in
+                enumerate(zip(self._caches, rows.split(self._lengths), strict=True))]
 
 
 _ALIGNED = 8  # elements: the mask stride that the memory-efficient kernel requires

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.manifest import CacheBits, reserved
@@ -55,15 +57,20 @@ class KeysValues:
                ) -> tuple[Any, Mask]:
         """The caches, and what the rows see of them."""
         masks = [self._mask(part, part.cache.parts[index], dtype, device, step) for part in parts]
+        caches: list[Any] = [part.cache.parts[index] for part in parts]
         if len(parts) == 1:
-            return parts[0].cache.parts[index], masks[0]
-        return BatchCache(parts, index), BatchMask(masks, [len(part) for part in parts])
+            return caches[0], masks[0]
+        counts = [len(part) for part in parts]
+        return BatchCache(caches, counts, lambda place: parts[place].ended), BatchMask(masks, counts)
 
     def _mask(self, part: Part, cache: LayerCache, dtype: torch.dtype, device: torch.device, step: int) -> Mask:
         if dtype == torch.float32:
-            visible = cache.visible(part.mask, part.segment.positions, part.columns)
-            return SharedMask(visible, self.groups, dtype, device)
+            return self.shared_mask(cache.visible(part.mask, part.segment.positions, part.columns), dtype, device)
         return PathMask(part.mask, cache.first, self.window, dtype, device, step)
+
+    def shared_mask(self, visible: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> SharedMask:
+        """``visible`` [n, m]: which of the columns each row of a pass sees."""
+        return SharedMask(visible, self.groups, dtype, device)
 
 
 def layer_kinds(config: DecoderConfig, kept_in: CacheBits = "16bit") -> list[KeysValues | GatedDelta]:

@@ -3,7 +3,10 @@
     arena = KVArena(range(0, 4), kv_heads, head_dim, dtype, device, rows=5_000)
     cache = arena.take(capacity)       # a session's
     arena.widen(cache, capacity)       # for a session that begins with another one's rows
-    arena.give_back(cache)
+    arena.give_back(cache)             # a cache that nobody holds any more gives its range back by itself
+
+A pass writes behind a cache's last row, or to any of its slots (``KVPass``): drafters, whose tree is not the text
+that follows, give the slots of one cache to their rows one by one (``drafting.tree_cache``).
 
 Layers with a window hold the committed rows that a later row may see, ``SLACK`` more, so that a text can be
 cut that much shorter, and at most ``SLACK`` beyond, so that rows seldom move; and every uncommitted row.
@@ -17,6 +20,7 @@ what its sessions take and give back are ranges.  Where none fits although enoug
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -45,13 +49,20 @@ class KVArena:
         self.index = {layer: i for i, layer in enumerate(layers)}
         self.dtype, self.device, self.window = dtype, device, window
         self.rows = rows
+        self.resized = 0  # how often the layers' memory has changed its place
         self._kind = Int8KVCache if kept_in == "int8" else KVCache
         width, stored = (head_dim + _SCALE, torch.int8) if kept_in == "int8" else (head_dim, dtype)
         self.row_bytes = len(layers) * row_bytes(kv_heads, head_dim, dtype.itemsize, kept_in)
         # By layer, [key or value, slot, kv head, head_dim]: the heads of a row are contiguous, as the layers
         # produce them, so that writing, reading and moving rows touches memory in order.
         self.layers = [torch.empty(2, rows, kv_heads, width, dtype=stored, device=device) for _ in layers]
-        self._caches: list[KVCache] = []  # in the order of their ranges
+        # Not held: they hold the arena, and a circle would keep its memory until the collector finds it.
+        self._held: WeakSet[KVCache] = WeakSet()
+
+    @property
+    def _caches(self) -> list[KVCache]:
+        """In the order of their ranges."""
+        return sorted(self._held, key=lambda cache: (cache.start, cache.capacity))
 
     @property
     def nbytes(self) -> int:
@@ -65,51 +76,68 @@ class KVArena:
     def take(self, capacity: int) -> KVCache:
         """An empty cache.  May move the other caches' rows."""
         if self._gap(capacity) is None:
-            self._grow(self.missing(capacity))
+            self._resize(self.rows + self.missing(capacity))
             self._compact()
-        gap = self._gap(capacity)
-        assert gap is not None
-        place, start = gap
+        start = self._gap(capacity)
+        assert start is not None
         cache = self._kind(self, start, capacity)
-        self._caches.insert(place, cache)
+        self._held.add(cache)
         return cache
 
     def widen(self, cache: KVCache, capacity: int) -> None:
         """Let ``cache`` hold up to ``capacity`` rows, at least as many as now.  May move all caches' rows."""
-        place = self._caches.index(cache)
-        end = self._caches[place + 1].start if place + 1 < len(self._caches) else self.rows
+        caches = self._caches
+        place = caches.index(cache)
+        end = caches[place + 1].start if place + 1 < len(caches) else self.rows
         if cache.start + capacity > end:
-            self._grow(self.missing(capacity, cache))
+            self._resize(self.rows + self.missing(capacity, cache))
             self._compact(cache, capacity)
         cache.capacity = capacity
 
+    def reach(self, cache: KVCache, rows: int) -> None:
+        """Let ``cache`` hold ``rows`` rows of a text whose length nobody knows: if it grows, to twice its capacity
+        at least.  New slots hold zeros, so that a mask may hide those that nothing is written to."""
+        before = cache.capacity
+        if rows > before:
+            self.widen(cache, max(rows, 2 * before))
+            for layer in self.layers:
+                layer[:, cache.start + before : cache.start + cache.capacity].zero_()
+
+    def trim(self) -> None:
+        """Give back the memory behind the last range."""
+        self._resize(max((cache.start + cache.capacity for cache in self._held), default=0))
+
     def give_back(self, cache: KVCache) -> None:
-        self._caches.remove(cache)
+        self._held.remove(cache)
 
-    def _gap(self, capacity: int) -> tuple[int, int] | None:
-        """Index among the caches and first slot of the first free range of ``capacity`` slots."""
-        starts = [0, *(cache.start + cache.capacity for cache in self._caches)]
-        stops = [*(cache.start for cache in self._caches), self.rows]
-        return next(((place, start) for place, (start, stop) in enumerate(zip(starts, stops, strict=True))
-                     if stop - start >= capacity), None)
+    def _gap(self, capacity: int) -> int | None:
+        """The first slot of the first free range of ``capacity`` slots."""
+        caches = self._caches
+        starts = [0, *(cache.start + cache.capacity for cache in caches)]
+        stops = [*(cache.start for cache in caches), self.rows]
+        return next((start for start, stop in zip(starts, stops, strict=True) if stop - start >= capacity), None)
 
+    @torch.inference_mode(False)  # or only passes in this mode could write to it
     @torch.no_grad()
-    def _grow(self, more: int) -> None:
+    def _resize(self, rows: int) -> None:
         """One layer at a time, so that at most one is in memory twice."""
-        for i in range(len(self.layers) if more else 0):
-            grown = self.layers[i].new_empty(2, self.rows + more, *self.layers[i].shape[2:])
-            grown[:, : self.rows] = self.layers[i][:, : self.rows]
-            self.layers[i] = grown
+        if rows == self.rows:
+            return
+        kept, self.resized = min(rows, self.rows), self.resized + 1
+        for i in range(len(self.layers)):
+            resized = self.layers[i].new_empty(2, rows, *self.layers[i].shape[2:])
+            resized[:, :kept] = self.layers[i][:, :kept]
+            self.layers[i] = resized
             release(self.device)
-        self.rows += more
+        self.rows = rows
 
     @torch.inference_mode()
     def _compact(self, wider: KVCache | None = None, capacity: int = 0) -> None:
         """Move all ranges together, with ``capacity`` slots for ``wider``."""
-        sizes = [capacity if cache is wider else cache.capacity for cache in self._caches]
+        caches = self._caches
+        sizes = [capacity if cache is wider else cache.capacity for cache in caches]
         starts = [sum(sizes[:place]) for place in range(len(sizes))]
-        moves = [(cache.start, start, cache.occupied)
-                 for cache, start in zip(self._caches, starts, strict=True)]
+        moves = [(cache.start, start, cache.occupied) for cache, start in zip(caches, starts, strict=True)]
         # The order of the ranges stays: those that move down, from the lowest on, then those that move up,
         # from the highest on, never overwrite rows that have not moved yet.
         steps = [(source + lo, target + lo, min(_MOVED, rows - lo)) for source, target, rows in moves
@@ -117,7 +145,7 @@ class KVArena:
         steps += [(source + lo, target + lo, min(_MOVED, rows - lo)) for source, target, rows in moves[::-1]
                   if target > source for lo in reversed(range(0, rows, _MOVED))]
         self.move(steps)
-        for cache, start in zip(self._caches, starts, strict=True):
+        for cache, start in zip(caches, starts, strict=True):
             cache.start = start
 
     def move(self, steps: Sequence[tuple[int, int, int]]) -> None:
@@ -175,14 +203,27 @@ class KVCache:
 
         Returns all keys, then all values of the layer, new rows included: [2, len + n, kv_heads, head_dim].
         """
-        held = self._held(layer_idx, len(rows))
-        held[:, self._length :].copy_(rows.transpose(0, 1))
-        return held
+        slots = self._slots(layer_idx, self._length + len(rows))
+        slots[:, self._length :].copy_(self._as_kept(rows).transpose(0, 1))
+        return self._as_seen(slots)
 
-    def _held(self, layer_idx: int, new: int) -> Tensor:
-        """The layer's rows, and slots for ``new`` rows."""
-        layer = self._arena.layers[self._arena.index[layer_idx]]
-        return layer.narrow(1, self._begin, self._length + new)
+    def write_to(self, slots: Tensor, rows: Tensor, layer_idx: int, width: int) -> Tensor:
+        """Write them to ``slots``, int64 [n]; returns the layer's first ``width`` slots, as :meth:`write` does."""
+        self._slots(layer_idx, self.capacity).index_copy_(1, slots, self._as_kept(rows).transpose(0, 1))
+        return self.seen(layer_idx, width)
+
+    def seen(self, layer_idx: int, width: int) -> Tensor:
+        """The layer's first ``width`` slots: [2, width, kv_heads, head_dim] in the layers' dtype."""
+        return self._as_seen(self._slots(layer_idx, width))
+
+    def _slots(self, layer_idx: int, count: int) -> Tensor:
+        return self._arena.layers[self._arena.index[layer_idx]].narrow(1, self._begin, count)
+
+    def _as_kept(self, rows: Tensor) -> Tensor:
+        return rows
+
+    def _as_seen(self, slots: Tensor) -> Tensor:
+        return slots
 
     def append(self, rows: int) -> None:
         """Add the rows that every layer has just written."""
@@ -302,10 +343,22 @@ class Int8KVCache(KVCache):
     not depend on when it is computed.
     """
 
+    def _as_kept(self, rows: Tensor) -> Tensor:
+        return in_int8(rows)
+
+    def _as_seen(self, slots: Tensor) -> Tensor:
+        return from_int8(slots, self._arena.dtype)
+
+
+class KVPass:
+    """A cache in a pass whose rows take ``slots`` of it, int64 [n], and see its first ``width`` slots."""
+
+    def __init__(self, cache: KVCache, slots: Tensor, width: int) -> None:
+        self._cache, self._slots, self._width = cache, slots, width
+
     def write(self, rows: Tensor, layer_idx: int) -> Tensor:
-        held = self._held(layer_idx, len(rows))
-        held[:, self._length :].copy_(in_int8(rows).transpose(0, 1))
-        return from_int8(held, self._arena.dtype)
+        """As :meth:`KVCache.write`."""
+        return self._cache.write_to(self._slots, rows, layer_idx, self._width)
 
 
 _SCALE = 2  # bytes of a bfloat16

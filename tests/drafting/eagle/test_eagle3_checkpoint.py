@@ -149,7 +149,7 @@ def test_an_eagle4_head_is_an_eagle3_head_with_a_window(tmp_path):
     published_eagle3(tmp_path, 0, T, V, **VARIANTS["EAGLE-4"])
     assert open_draft(tmp_path).kind.name == "eagle3"
     head = load_head3(tmp_path, TARGETS, torch.float32)
-    assert (head.config.candidate_rank, head.config.num_candidates, head.cache_shape().window) == (8, 16, 9)
+    assert (head.config.candidate_rank, head.config.num_candidates, head.cache_shape().kind.window) == (8, 16, 9)
 
 
 @pytest.mark.parametrize(("shape", "targets", "message"), [

@@ -190,7 +190,7 @@ def test_texts_past_a_heads_limit_go_on(tiny_model: Path, tmp_path: Path, kind: 
     assert result.tokens == plain(path, tuple(prompt), 12, SAMPLED)
     assert result.stats.accepted > 0
     drafter = drafting._model.sessions._drafter(kind, request.params)
-    assert drafter._cache.shape.window == 32  # type: ignore[attr-defined]
+    assert drafter._cache.shape.kind.window == 32  # type: ignore[attr-defined]
 
 
 def test_taps_are_weighed_on_their_stages_link(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,13 +10,10 @@ import torch
 
 from flowspec_edge.drafting.block.head import BlockConfig, BlockHead
 from flowspec_edge.drafting.checkpoint import layer_config
-from flowspec_edge.drafting.tree_cache import CacheMemory, PassCache
 from flowspec_edge.lab.training.differentiable import BlockPass, ContextCache
 from flowspec_edge.model.families import QWEN3
-from flowspec_edge.util.tensors import indices
 
 TEXT, SLOTS, LAYERS, V, H = 9, 5, 2, 23, 32
-CPU = torch.device("cpu")
 
 
 def config(convolved: int) -> BlockConfig:
@@ -45,10 +42,9 @@ def test_training_and_drafting_are_one_computation(convolved: int) -> None:
         expected = trained(embedded[None], slots[None], masks, ContextCache(older))[0]
         head.prepare()
         shape = head.cache_shape()
-        memory = CacheMemory(shape, TEXT + SLOTS, shared=False)
-        before = PassCache(memory, indices([*range(TEXT)], CPU), TEXT)
+        cache = shape.arena(TEXT + SLOTS).take(TEXT + SLOTS)
         for layer, made in enumerate(head.keys_values(states, text)):
-            before.write(made, layer)
-        cache = PassCache(memory, indices([*range(TEXT, TEXT + SLOTS)], CPU), TEXT + SLOTS)
+            cache.write(made, layer)
+        cache.append(TEXT)
         found = head(embedded.clone(), slots, [shape.mask(seen) for seen in visible], cache)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

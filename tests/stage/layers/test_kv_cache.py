@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.stage.layers.kinds import KeysValues
+from flowspec_edge.stage.layers.kv_cache import KVPass
 from flowspec_edge.stage.layers.stage_cache import StageCache, StageMemory
 
 LAYERS, KV_HEADS, HEAD_DIM = (2, 5), 2, 4
@@ -189,11 +192,56 @@ def test_moving_takes_little_memory_and_growing_a_layer() -> None:
     write(second, torch.randn(3, 2, 1000, KV_HEADS, HEAD_DIM), np.arange(1000, dtype=np.int32))
     held.give_back(first)
     with Allocations() as made:
-        held.take(2000, 0)
+        caches = [held.take(2000, 0)]
     assert made.slots == 3 * [256, 256, 256, 232]
     with Allocations() as made:
-        held.take(10, 0)
+        caches.append(held.take(10, 0))
     assert made.slots == 3 * [3010]
+
+
+def test_a_cache_that_nobody_holds_gives_its_range_and_its_arena_back_at_once() -> None:
+    """Not when the collector looks for circles, which a process with many objects does rarely."""
+    arena = KeysValues(KV_HEADS, 1, HEAD_DIM).arena(range(*LAYERS), torch.float32, torch.device("cpu"), 8)
+    first, second = arena.take(5), arena.take(3)
+    assert (first.start, second.start, arena.missing(5)) == (0, 5, 5)
+    gc.disable()
+    try:
+        del first
+        assert (arena.missing(5), arena.take(5).start, arena.rows) == (0, 0, 8)
+        layer = weakref.ref(arena.layers[0])
+        del arena
+        assert layer() is not None  # the second cache is left
+        del second
+        assert layer() is None
+    finally:
+        gc.enable()
+
+
+@given(given_slots=st.lists(st.lists(st.integers(0, 19), min_size=1, max_size=6, unique=True), min_size=1, max_size=5),
+       kept_in=st.sampled_from(["16bit", "int8"]))
+@examples(60, quick=12)
+def test_rows_go_to_any_slots_of_a_cache_that_grows(given_slots: list[list[int]], kept_in: Any) -> None:
+    """Slots that nothing was written to hold zeros, for masks that hide them."""
+    arena = KeysValues(KV_HEADS, 1, HEAD_DIM, kept_in).arena(range(*LAYERS), torch.float32, torch.device("cpu"), 3)
+    before, cache = arena.take(3), arena.take(0)
+    truth = torch.zeros(2, 40, KV_HEADS, HEAD_DIM)
+    for slots in given_slots:
+        held = cache.capacity
+        arena.reach(cache, max(slots) + 1)
+        assert cache.capacity == (max(max(slots) + 1, 2 * held) if max(slots) >= held else held)
+        rows = torch.randint(-9, 9, (len(slots), 2, KV_HEADS, HEAD_DIM)).float()
+        rows[..., 0] = 127  # so that int8 keeps whole numbers to a last bit of 127
+        truth[:, slots] = rows.transpose(0, 1)
+        seen = KVPass(cache, torch.tensor(slots), cache.capacity).write(rows, LAYERS[1] - 1)
+        torch.testing.assert_close(seen, truth[:, : cache.capacity], rtol=0.02, atol=0.5 * (kept_in == "int8"))
+        assert torch.equal(seen, cache.seen(LAYERS[1] - 1, cache.capacity))
+        assert not cache.seen(LAYERS[0], cache.capacity).any()
+    arena.give_back(before)
+    last, kept = cache.start, cache.seen(LAYERS[1] - 1, 1).clone()
+    cache.capacity = 1
+    arena.trim()
+    assert (arena.rows, arena.nbytes) == (last + 1, (last + 1) * arena.row_bytes)
+    assert torch.equal(cache.seen(LAYERS[1] - 1, 1), kept)
 
 
 def test_only_numbers_that_are_held_have_slots() -> None:
