@@ -133,10 +133,10 @@ class Runner(ABC):
             try:
                 assert client.stdout is not None
                 self.await_begin(client.stdout.fileno())
-                given: Any = ((stdin or "").encode() if stdin is None or isinstance(stdin, str)
-                              else mmap.mmap(stdin.fileno(), 0, access=mmap.ACCESS_READ))
+                payload: Any = ((stdin or "").encode() if stdin is None or isinstance(stdin, str)
+                                else mmap.mmap(stdin.fileno(), 0, access=mmap.ACCESS_READ))
                 # Not communicate's input: after a time limit it would never write the rest.
-                threading.Thread(target=_feed, args=(client.stdin, given), daemon=True).start()
+                threading.Thread(target=_feed, args=(client.stdin, payload), daemon=True).start()
                 client.stdin = None
                 doing, limit, since = "", self._timeout_s, time.monotonic()
                 while True:
@@ -156,9 +156,9 @@ class Runner(ABC):
                 raise
 
 
-def _feed(stdin: IO[bytes], given: Any) -> None:
-    """Write ``given`` to a command, which may end without reading all of it, and close its stdin."""
-    with suppress(OSError), stdin, memoryview(given) as left:
+def _feed(stdin: IO[bytes], payload: Any) -> None:
+    """Write ``payload`` to a command, which may end without reading all of it, and close its stdin."""
+    with suppress(OSError), stdin, memoryview(payload) as left:
         written = 0
         while written < len(left):
             written += os.write(stdin.fileno(), left[written : written + _PIECE])
@@ -338,6 +338,6 @@ def is_here(inventory: Inventory, device: DeviceEntry) -> bool:
     False for another ssh port than 22, which may be forwarded from an address of this machine to another one.
     FlowspecError if the device's name does not resolve.
     """
-    own = {address for addresses in ipv4_addresses().values() for address in addresses}
-    return (any(address in own or IPv4Address(address).is_loopback for address in addresses_of(device))
+    local_addresses = {address for addresses in ipv4_addresses().values() for address in addresses}
+    return (any(address in local_addresses or IPv4Address(address).is_loopback for address in addresses_of(device))
             and ssh_port(inventory, device) == _SSH_PORT)

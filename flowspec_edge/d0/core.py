@@ -454,9 +454,9 @@ class DraftCore:
             request.report_deadline = -math.inf
             if request.state is RequestState.SUSPENDED:
                 request.interrupted = True
-                made = len(request.draft_session.tokens)
-                request.losses = request.losses + 1 if made == request.tokens_before else 1
-                request.tokens_before = made
+                generated = len(request.draft_session.tokens)
+                request.losses = request.losses + 1 if generated == request.tokens_before else 1
+                request.tokens_before = generated
         # All requests are in each batch, so any may be the cause: the likeliest made no progress longest.
         worst = max(self._requests, key=lambda request: request.losses, default=None)
         if worst and worst.losses > _MAX_LOSSES:

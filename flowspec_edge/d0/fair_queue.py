@@ -162,11 +162,11 @@ class FairQueue(Generic[T]):
                           if mine != its), None)
             if paths is None:
                 continue
-            held = self._held[paths[0]] - (stuck is not None)
-            more = self._held[paths[1]] - held
+            places = self._held[paths[0]] - (stuck is not None)
+            more = self._held[paths[1]] - places
             if more >= 2:
                 rank = more, age
-            elif more == 1 and held == 0 and turn_over(item):
+            elif more == 1 and places == 0 and turn_over(item):
                 rank = more, -age
             else:
                 continue

@@ -143,9 +143,9 @@ class RequestHandle(Future[Result]):
 
     def fail(self, error: BaseException) -> None:
         """For the cluster: end with a copy of ``error``, because several threads may raise what ended all."""
-        own = copy.copy(error)
-        own.__cause__ = error
-        self.set_exception(own)
+        raised = copy.copy(error)
+        raised.__cause__ = error
+        self.set_exception(raised)
 
     def set_cancelled(self) -> None:
         """For the cluster: the request was cancelled before it began."""

@@ -79,8 +79,8 @@ class DraftSession:
             assert not predecessor.finished
             self._generation = predecessor._generation
             self._generation.suspend(predecessor.strategy.counters)
-        own = self._generation
-        rules = own.grammar, own.penalties, own.restrictions
+        generation = self._generation
+        rules = generation.grammar, generation.penalties, generation.restrictions
         self._rules = TokenRules(*rules) if any(rule is not None for rule in rules) else None
         self._text = [*request.prompt, *self.tokens]  # to prefill
         assert 0 <= cached_rows < len(self._text)

@@ -89,20 +89,20 @@ class Expander:
             level = heapq.nsmallest(min(_LEVEL_WIDTH, room), self._levels.get(self._level, []))
             if level:
                 return sorted({*right, *((parent, token) for _, parent, token in level)})
-        found: set[tuple[int, int]] = {*right}
-        while self._open and len(found) < min(_PASS, room):
+        batch: set[tuple[int, int]] = {*right}
+        while self._open and len(batch) < min(_PASS, room):
             _, parent, token = heapq.heappop(self._open)
             if (parent, token) not in self._done:
-                found.add((parent, token))
-        return sorted(found)
+                batch.add((parent, token))
+        return sorted(batch)
 
     def _next_right(self) -> list[tuple[int, int]]:
         """Return the first node on the text that is not expanded; none if all are."""
         while len(self._right) <= len(self._text):
-            own = (self._right[-1], self._text[len(self._right) - 1])
-            if own not in self._done:
-                return [own]
-            self._right.append(self.nodes.index(own))
+            node = (self._right[-1], self._text[len(self._right) - 1])
+            if node not in self._done:
+                return [node]
+            self._right.append(self.nodes.index(node))
         return []
 
     def add(self, nodes: Sequence[tuple[int, int]], output: DraftOutput) -> None:
@@ -134,8 +134,8 @@ class Expander:
         return self._depths[place]
 
     def expansion(self) -> Expansion:
-        parents, own = zip(*self.nodes, strict=True)
-        return Expansion(np.array(parents, np.int32), np.array(own, np.int32), np.array(self.tokens, np.int32),
+        parents, node_tokens = zip(*self.nodes, strict=True)
+        return Expansion(np.array(parents, np.int32), np.array(node_tokens, np.int32), np.array(self.tokens, np.int32),
                          rounded(np.array(self.scores, np.float64)))
 
 
@@ -187,11 +187,11 @@ class RecordingStrategy(Autoregressive):
             return None
         nodes: list[DraftNode] = []
         for parent, token in self._asked:
-            own = self._next_id + len(nodes)
+            node_id = self._next_id + len(nodes)
             if parent < 0:
-                nodes.append(DraftNode(own, -1, self._unsent, self._position))
+                nodes.append(DraftNode(node_id, -1, self._unsent, self._position))
             else:
-                nodes.append(DraftNode(own, self._ids[parent], token,
+                nodes.append(DraftNode(node_id, self._ids[parent], token,
                                        self._position + expander.depth(parent) + 1))
         self._next_id += len(nodes)
         self._ids += [node.id for node in nodes]

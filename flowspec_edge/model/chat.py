@@ -93,7 +93,7 @@ def recognise_tool_format(template: str) -> ToolFormat | None:
     """The format that a Jinja chat template teaches; None: it has no tools, or an unknown format."""
     if "tools" not in template:
         return None
-    return next((known for known in _FORMATS if known.marker in template), None)
+    return next((tool_format for tool_format in _FORMATS if tool_format.marker in template), None)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def recognise_reasoning_format(template: str) -> ReasoningFormat | None:
     """The format of the reasoning in answers by a Jinja chat template; None: it has none, or an unknown one."""
     if _CHANNEL in template:
         return ReasoningFormat(channels=True)
-    return next((known for known in _THOUGHTS if known.open in template), None)
+    return next((reasoning_format for reasoning_format in _THOUGHTS if reasoning_format.open in template), None)
 
 
 _MAX_TEMPLATE = 1024 * 1024  # bytes
@@ -283,8 +283,8 @@ def recognise(model: OpenModel) -> str | None:
     from flowspec_edge.model.catalogue import find_known  # pydantic takes a while
 
     for name in _names(model):
-        if (known := find_known(name)) and known[1].chat_template:
-            return known[1].chat_template
+        if (entry := find_known(name)) and entry[1].chat_template:
+            return entry[1].chat_template
         for kind, pattern in _NAME_PATTERNS.items():
             if pattern.search(name.lower()):
                 return kind
@@ -344,10 +344,10 @@ def _names(model: OpenModel) -> list[str]:
                (model.path / MANIFEST, ("source", "name")))
     for path, keys in origins:
         try:
-            found = read_json(path)
+            value = read_json(path)
             for key in keys:
-                found = found[key]
+                value = value[key]
         except (UsageError, KeyError, TypeError):
             continue  # only a hint here: a reader that needs the file reports the error
-        names.append(str(found))
+        names.append(str(value))
     return names

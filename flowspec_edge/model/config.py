@@ -117,9 +117,9 @@ def read_decoder_config(directory: Path, quantised: bool = False) -> DecoderConf
     fields = text_config(read_json_object(path))
     check_config(fields, path)
     require_family(fields, path)
-    found = decoder_config(fields, path)
+    config = decoder_config(fields, path)
     refuse_quantised(fields, path, quantised)
-    return found
+    return config
 
 
 def load_config(directory: Path, quantised: bool = False) -> Any:

@@ -180,9 +180,9 @@ def _elsewhere(directory: Path, entries: list[str]) -> Iterator[str]:
     """A checkpoint below, as in a cache of the hub's client."""
     places = [directory / "snapshots" / entry for entry in _entries(directory / "snapshots")]
     places += [directory / entry for entry in entries]
-    found = [str(place) for place in places if (place / "config.json").is_file()]
-    if found:
-        yield f"{directory} has no config.json; give one of the directories in it: {', '.join(found[:3])}"
+    checkpoints = [str(place) for place in places if (place / "config.json").is_file()]
+    if checkpoints:
+        yield f"{directory} has no config.json; give one of the directories in it: {', '.join(checkpoints[:3])}"
 
 
 def _adapter(directory: Path) -> str:
@@ -205,8 +205,8 @@ def refuse_part(directory: Path) -> None:
 
 def _entries(directory: Path) -> list[str]:
     try:
-        with os.scandir(directory) as found:
-            return sorted(entry.name for entry, _ in zip(found, range(_MOST_ENTRIES), strict=False)
+        with os.scandir(directory) as entries:
+            return sorted(entry.name for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)
                           if not entry.name.startswith("."))
     except OSError:
         return []

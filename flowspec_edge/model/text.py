@@ -74,8 +74,8 @@ class Tokenizer:
 
     def words(self, text: str) -> list[tuple[int, ...]]:
         """The tokens of ``text`` within an answer: at its beginning, and after a space."""
-        found = (tuple(self._ids(start + text.lstrip(), False)) for start in ("", " "))
-        return [*dict.fromkeys(ids for ids in found if ids)]
+        encodings = (tuple(self._ids(start + text.lstrip(), False)) for start in ("", " "))
+        return [*dict.fromkeys(ids for ids in encodings if ids)]
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), how: Rendering | None = None
              ) -> list[int]:
@@ -179,10 +179,10 @@ class Tokenizer:
         return ids
 
     def _own_template(self) -> str | None:
-        own = self._tokenizer.chat_template
-        if isinstance(own, dict):
-            own = own.get("default")
-        return None if own is None else str(own)
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return None if template is None else str(template)
 
     def start(self) -> None:
         """Begin what the first chat needs, without waiting for it."""
@@ -265,13 +265,13 @@ class TextStream:
             # run of bytes, valid characters included.
             del self._ids[:self._done]
             text, self._written = self._decode(self._ids), ""
-        held = self._unfinished(text)
-        certain = text[:len(text) - held]
+        pending = self._unfinished(text)
+        certain = text[:len(text) - pending]
         new = certain[len(self._written):]
-        self._text, self._done = text, len(self._ids) - held
+        self._text, self._done = text, len(self._ids) - pending
         self._written += new
         if len(self._ids) >= 2 * _CONTEXT:
-            self._forget(held)
+            self._forget(pending)
         return new
 
     def _unfinished(self, text: str) -> int:
@@ -288,12 +288,12 @@ class TextStream:
             count += 1
         return count
 
-    def _forget(self, held: int) -> None:
+    def _forget(self, pending: int) -> None:
         """Drop the oldest ids, as many as the text of the others allows."""
         for start in range(len(self._ids) - _CONTEXT, 0, -1):
             tail = self._decode(self._ids[start:])
-            if self._text.endswith(tail) and len(tail) >= held and bool(tail) == bool(self._text):
+            if self._text.endswith(tail) and len(tail) >= pending and bool(tail) == bool(self._text):
                 del self._ids[:start]
-                self._text, self._done = tail, len(self._ids) - held
-                self._written = tail[:len(tail) - held]
+                self._text, self._done = tail, len(self._ids) - pending
+                self._written = tail[:len(tail) - pending]
                 return

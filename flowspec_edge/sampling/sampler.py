@@ -39,8 +39,8 @@ _BLOCK = 8  # positions, computed together on an accelerator: saves launches, de
 
 def noise_rows(seed: int, positions: NDArray[np.integer], vocabulary: int, like: Tensor) -> list[Tensor]:
     """[vocabulary] for each position, of the dtype (float32 or float64) and on the device of ``like``."""
-    held, count = (_rows, 1) if like.device.type == "cpu" else (_blocks, _BLOCK)
-    return [held(position // count, count, seed, vocabulary, like.device, like.dtype)[position % count]
+    cached_blocks, count = (_rows, 1) if like.device.type == "cpu" else (_blocks, _BLOCK)
+    return [cached_blocks(position // count, count, seed, vocabulary, like.device, like.dtype)[position % count]
             for position in positions.tolist()]
 
 
@@ -170,8 +170,8 @@ class AnswerPenalties:
             new = self._state_of(logits, [(token, self._counts[token], token in self._seen)
                                           for token in tokens])
             at = torch.tensor(tokens, device=logits.device)
-            for held, value in zip(self._state, new, strict=True):
-                held[at] = value
+            for column, value in zip(self._state, new, strict=True):
+                column[at] = value
             self._outdated.clear()
         changed = self._changed(logits, self._state)
         places = [(row, token, self._counts[token] + more)
@@ -179,9 +179,9 @@ class AnswerPenalties:
         if places:
             rows, columns, counts = zip(*places, strict=True)
             where = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
-            own = self._state_of(logits, [(token, count, True)
-                                          for token, count in zip(columns, counts, strict=True)])
-            changed[where] = self._changed(logits[where], own)
+            state = self._state_of(logits, [(token, count, True)
+                                            for token, count in zip(columns, counts, strict=True)])
+            changed[where] = self._changed(logits[where], state)
         return changed
 
     def _state_of(self, like: Tensor, places: Sequence[tuple[int, int, bool]]) -> _PenaltyState:
@@ -255,13 +255,13 @@ def rank_children(logits: Tensor, positions: NDArray[np.integer], k: int, sampli
     """
     logits = wide(logits)
     noisy = rank == "noise" and not sampling.greedy
-    found = []
+    children = []
     for rows in chunks(logits):
         x = logits[rows]
         if noisy:
             x = _noisy(x, positions[rows], sampling, draft_vocabulary).div_(tau)
-        found.append(likeliest(x, k))
-    return fetched_children(found, draft_vocabulary)
+        children.append(likeliest(x, k))
+    return fetched_children(children, draft_vocabulary)
 
 
 def likeliest(logits: Tensor, k: int) -> Tensor:
@@ -270,10 +270,10 @@ def likeliest(logits: Tensor, k: int) -> Tensor:
     return packed(best, values)
 
 
-def fetched_children(found: list[Tensor], draft_vocabulary: DraftVocabulary | None
+def fetched_children(children: list[Tensor], draft_vocabulary: DraftVocabulary | None
                      ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
     """The second step: waits for the device."""
-    ids, scores = np.split(fetched(found), 2, axis=1)
+    ids, scores = np.split(fetched(children), 2, axis=1)
     tokens = ids.astype(np.int64)
     if draft_vocabulary:
         tokens = draft_vocabulary.ids[tokens]
@@ -286,9 +286,9 @@ def log_probs(logits: Tensor, tokens: NDArray[np.integer], most: int
     most]."""
     x = logits.double()
     x = x - torch.logsumexp(x, -1, keepdim=True)
-    own = x.gather(1, indices(tokens, x.device)[:, None])
+    token_values = x.gather(1, indices(tokens, x.device)[:, None])
     values, top = largest(x, min(most, x.shape[-1]))
-    return own[:, 0].cpu().numpy(), top.cpu().numpy(), values.cpu().numpy()
+    return token_values[:, 0].cpu().numpy(), top.cpu().numpy(), values.cpu().numpy()
 
 
 @lru_cache(maxsize=SESSIONS)
@@ -316,9 +316,9 @@ def _places(device: torch.device) -> Tensor:
 
 def _draw_unfiltered(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling) -> NDArray[np.int64]:
     """argmax(x / T + g), among the tokens that min-p keeps."""
-    found = [largest(_likely(_noisy(logits[rows], positions[rows], sampling), logits[rows], sampling),
-                     min(2, logits.shape[-1])) for rows in chunks(logits)]
-    block = fetched([packed(ids[:, :1], values[:, :1], values[:, -1:]) for values, ids in found])
+    best_two = [largest(_likely(_noisy(logits[rows], positions[rows], sampling), logits[rows], sampling),
+                        min(2, logits.shape[-1])) for rows in chunks(logits)]
+    block = fetched([packed(ids[:, :1], values[:, :1], values[:, -1:]) for values, ids in best_two])
     clear = _clearly_ahead(block[:, 1], block[:, 2]) | (logits.shape[-1] == 1)
     return np.where(clear, block[:, 0], -1).astype(np.int64)
 
@@ -327,8 +327,8 @@ def _draw_top_k(logits: Tensor, positions: NDArray[np.integer], sampling: Sampli
     k = sampling.top_k
     if k > _MOST_TOP_K:
         return np.full(len(logits), -1)
-    found = [largest(logits[rows], k + 1) for rows in chunks(logits)]
-    block = fetched([packed(ids, values) for values, ids in found])
+    best = [largest(logits[rows], k + 1) for rows in chunks(logits)]
+    block = fetched([packed(ids, values) for values, ids in best])
     ids, x = block[:, :k].astype(np.int64), block[:, k + 1 :]
     drawn = _draw_from(x[:, :k], ids, positions, sampling)
     return np.where(x[:, k] < x[:, k - 1], drawn, -1)  # else a further token is as likely as the last
@@ -341,22 +341,22 @@ def _draw_top_p(logits: Tensor, positions: NDArray[np.integer], sampling: Sampli
     drawn, left = np.full(len(p), -1, np.int64), np.ones(len(p), bool)
     for _ in range(_NUCLEUS_ROUNDS):
         values, ids = largest(noisy, min(2, p.shape[-1]))
-        own = p.gather(1, ids[:, :1])
+        drawn_p = p.gather(1, ids[:, :1])
         # In float32 tokens may be equal that are not, so the mass ahead of one lies between two sums.
-        p = _above(p, own.nextafter(torch.zeros_like(own)))
-        most = (p.sum(-1, keepdim=True) - own) / total
+        p = _above(p, drawn_p.nextafter(torch.zeros_like(drawn_p)))
+        most = (p.sum(-1, keepdim=True) - drawn_p) / total
         block = fetched([packed(ids[:, :1], values[:, :1], values[:, -1:], most)])
         left &= _clearly_ahead(block[:, 1], block[:, 2]) | (p.shape[-1] == 1)
         kept = left & (block[:, 3] < sampling.top_p - _CLOSE_MASS)
         drawn[kept] = block[kept, 0].astype(np.int64)
         left &= ~kept
         if left.any():
-            p = _above(p, own)
+            p = _above(p, drawn_p)
             left &= fetched([p.sum(-1, keepdim=True) / total])[:, 0] > sampling.top_p + _CLOSE_MASS
         if not left.any():
             break
         # Exclude the token and all that are not ahead of it.  (Comparing tensors is slow on a CPU.)
-        behind = own.nextafter(torch.full_like(own, 2.0)) - p
+        behind = drawn_p.nextafter(torch.full_like(drawn_p, 2.0)) - p
         noisy = noisy.add_(behind.relu_(), alpha=_EXCLUDED)
     return drawn
 

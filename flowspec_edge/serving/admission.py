@@ -291,9 +291,9 @@ class Admission:
             error = FlowspecError(f"internal error ({type(error).__name__})")
         reason = f"the cluster was lost: {str(error).removesuffix(ADVICE)}"
         with self._lock:
-            known, self._fault = self._fault == reason, reason
+            is_repeated, self._fault = self._fault == reason, reason
             self._queue.held = not self._closed  # nothing begins before a probe has passed
-        if not known:  # every open request brings the same error
+        if not is_repeated:  # every open request brings the same error
             log.warning("%s", reason)
         return reason
 

@@ -37,9 +37,9 @@ class Door:
 
     def named(self, error: ApiError) -> ApiError:
         """The error with the door's names for the field."""
-        for pattern, own in self.names if error.param else ():
-            name, found = re.subn(f"^{pattern}(?![a-z_])", own, error.param or "", count=1)
-            if found:
+        for pattern, door_name in self.names if error.param else ():
+            name, replacements = re.subn(f"^{pattern}(?![a-z_])", door_name, error.param or "", count=1)
+            if replacements:
                 message = str(error)
                 if message.startswith(error.param or ""):
                     message = name + message[len(error.param or ""):]

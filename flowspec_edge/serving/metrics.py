@@ -226,8 +226,8 @@ class StageMetrics(Observer, Collector):
         for key, added in increase(before, counters, grown).items():
             grown[key] += added
         frames = counters.get("dropped_frames", 0.0)  # of the process, over all sessions
-        known = before.get("dropped_frames", 0.0)
-        self._dropped_frames[stage] += frames - known if frames >= known else frames
+        previous_frames = before.get("dropped_frames", 0.0)
+        self._dropped_frames[stage] += frames - previous_frames if frames >= previous_frames else frames
         self._newest[stage], self._heard_at[stage] = counters, at
 
     def collect(self) -> Iterator[Metric]:
@@ -250,10 +250,10 @@ class StageMetrics(Observer, Collector):
                 drops.add_metric([device, reason], count)
         yield drops
         yield _family(GaugeMetricFamily, _UP, "stage", {f"V{stage}": float(stage in up) for stage in grown})
-        own = self._system_stats()
+        d0_stats = self._system_stats()
         if self._draft_graph_sizes is not None:
-            own = {**own, "graph_sizes": float(self._draft_graph_sizes)}
-        devices = once_per_board({"D0": own, **newest})
+            d0_stats = {**d0_stats, "graph_sizes": float(self._draft_graph_sizes)}
+        devices = once_per_board({"D0": d0_stats, **newest})
         for key, about in _SYSTEM_STATS.items():
             kind = CounterMetricFamily if key == _GROWS else GaugeMetricFamily
             yield _family(kind, about, "device", {

@@ -170,18 +170,18 @@ def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int 
     return replace(recipe, lm_head=how, kv_cache=kv_cache, candidates=_candidates(source, candidates, rows, columns))
 
 
-def _candidates(source: SourceModel, wanted: int | None, rows: int, columns: int) -> int:
+def _candidates(source: SourceModel, requested: int | None, rows: int, columns: int) -> int:
     """0 if no draft model here ranks by the whole lm_head."""
-    if wanted and candidates_for(wanted, rows, columns) is None:
-        raise UsageError(f"--candidates {wanted} does not go with an lm_head of {rows} x {columns}: {LEAST_COUNT} at "
-                         "least, a quarter of its tokens at most, or 0 for no candidate head")
-    count = default_count(rows) if wanted is None else wanted
+    if requested and candidates_for(requested, rows, columns) is None:
+        raise UsageError(f"--candidates {requested} does not go with an lm_head of {rows} x {columns}: "
+                         f"{LEAST_COUNT} at least, a quarter of its tokens at most, or 0 for no candidate head")
+    count = default_count(rows) if requested is None else requested
     return count if any(draft.ranks_by_target for draft in source.drafts) else 0
 
 
 def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | None,
                    compute: ComputeDtype | None) -> Recipe:
-    own = source.dtype if source.dtype in (torch.float16, torch.bfloat16) else torch.float16
+    float_dtype = source.dtype if source.dtype in (torch.float16, torch.bfloat16) else torch.float16
     read = source.imported
     if read is not None and (read.only_int4 or dtype in (None, "int4")):
         if dtype not in (None, "int4") or group not in (None, read.group):
@@ -189,7 +189,7 @@ def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | N
                              "it can only become int4 with these; for another kind take it in 16 bits")
         dtype, group = "int4", read.group
     if dtype is None:
-        dtype = DTYPE_NAMES[own]
+        dtype = DTYPE_NAMES[float_dtype]
     if dtype not in get_args(QuantKind):
         if group is not None:
             raise UsageError(f"--group goes with --dtype int4, not with {dtype}")
@@ -199,9 +199,9 @@ def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | N
         raise UsageError(f"--group goes with --dtype int4; {dtype} has blocks of 64")
     compute = compute or "bf16"
     if source.dtype not in DTYPE_NAMES or source.dtype == torch.float32:
-        own = DTYPES[compute] if compute != "fp32" else torch.float16
+        float_dtype = DTYPES[compute] if compute != "fp32" else torch.float16
     how = scheme(cast(QuantKind, dtype), group or DEFAULT_GROUP)
-    return Recipe(dtype, compute, own, how, (group or DEFAULT_GROUP) if dtype == "int4" else 64)
+    return Recipe(dtype, compute, float_dtype, how, (group or DEFAULT_GROUP) if dtype == "int4" else 64)
 
 
 def ranges_for(layers: int, stages: int | None, split: Sequence[int] | None) -> tuple[tuple[int, int], ...]:
@@ -273,12 +273,12 @@ def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tup
 def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
     """Tied weights are stored once, as the embeddings, where loaders look for both."""
     target = DRAFT_TARGET
-    wanted = any(draft.embeddings for draft in source.drafts)
+    needs_embeddings = any(draft.embeddings for draft in source.drafts)
     head = tensor_names.EMBEDDING if source.tied else tensor_names.LM_HEAD
-    names: tuple[str, ...] = (head,) if source.tied or not wanted else (head, tensor_names.EMBEDDING)
+    names: tuple[str, ...] = (head,) if source.tied or not needs_embeddings else (head, tensor_names.EMBEDDING)
     packed = head if recipe.lm_head else None
     if packed:
-        names = (tensor_names.EMBEDDING,) if wanted else ()
+        names = (tensor_names.EMBEDDING,) if needs_embeddings else ()
     files: list[PlannedFile] = [TensorsFile(target / SAFE, names, head=packed),
                                 TextFile(target / "config.json", source.plain_config)]
     files += [CopiedFile(target / path.name, path) for path in source.extra_files]

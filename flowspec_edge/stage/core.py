@@ -267,12 +267,12 @@ class StageCore:
 
     def _take(self) -> Sequence[Segment]:
         """The segments of the oldest message that may be computed; empty without one."""
-        held: set[int] = set()  # sessions that wait for an Open, and those of messages behind them
+        blocked: set[int] = set()  # sessions that wait for an Open, and those of messages behind them
         for arrival in self._arrived:
             sessions = {segment.session for segment in arrival.segments}
             waits = bool(self._unopened(arrival))
-            if waits or not held.isdisjoint(sessions):
-                held |= sessions
+            if waits or not blocked.isdisjoint(sessions):
+                blocked |= sessions
                 continue
             self._arrived.remove(arrival)
             self.counters.add_bytes("bytes_in", arrival.size, arrival.segments)

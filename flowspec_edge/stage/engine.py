@@ -272,8 +272,8 @@ class StageEngine:
             self._sessions[part.segment.session].computing = True
         computed = None
         try:
-            n, held = sum(map(len, running)), sum(len(part.cache) for part in running)
-            with self.model.allocating(f"computing {n} rows with {held} in the cache", 0):
+            n, cached = sum(map(len, running)), sum(len(part.cache) for part in running)
+            with self.model.allocating(f"computing {n} rows with {cached} in the cache", 0):
                 computed = self._run(running, poll)
             for part in running if computed else ():
                 if not part.ended:

@@ -106,10 +106,10 @@ def visible(segment: Segment, cached: Int32) -> tuple[Bool, Bool]:
         text = numbers < segment.base
         mask[text] &= columns <= numbers[text, None]
         orphans &= ~text
-    own = mask[:, m:]
-    if not own.diagonal().all():
+    own_rows = mask[:, m:]
+    if not own_rows.diagonal().all():
         raise _wrong(segment, "a row does not see itself")
-    if (own & (numbers > numbers[:, None])).any():
+    if (own_rows & (numbers > numbers[:, None])).any():
         raise _wrong(segment, "a row sees a later one")
     return mask, orphans
 
@@ -194,17 +194,17 @@ class Session:
         if len(segment.numbers) > self.cache.capacity:
             raise ProtocolError(f"{name}: {len(segment.numbers)} rows are more than the session's capacity "
                                 f"of {self.cache.capacity}")
-        held = self.cache.numbers
-        if len(held) and len(segment.numbers) and segment.numbers[0] <= held[-1]:
-            raise ProtocolError(f"{name}: number {segment.numbers[0]} is not above {held[-1]}, held already")
-        known = member(segment.committed, held) | member(segment.committed, segment.numbers)
-        if not known.all():
-            raise ProtocolError(f"{name}: committed number {segment.committed[~known][0]} is not here")
+        cached = self.cache.numbers
+        if len(cached) and len(segment.numbers) and segment.numbers[0] <= cached[-1]:
+            raise ProtocolError(f"{name}: number {segment.numbers[0]} is not above {cached[-1]}, held already")
+        present = member(segment.committed, cached) | member(segment.committed, segment.numbers)
+        if not present.all():
+            raise ProtocolError(f"{name}: committed number {segment.committed[~present][0]} is not here")
 
     def commit(self, segment: Segment) -> None:
         """Apply the segment's commits: every other number below the new base is dead."""
-        held = self.cache.numbers
-        self._drop_cached((held < self.base) | (held >= segment.base) | member(held, segment.committed))
+        cached = self.cache.numbers
+        self._drop_cached((cached < self.base) | (cached >= segment.base) | member(cached, segment.committed))
         self.base = segment.base
         self.cache.commit(int(self.cache.numbers.searchsorted(self.base)))
 

@@ -80,23 +80,23 @@ def missing_draft(chosen: type[Strategy], kind: str, model: OpenModel, write: Wr
 
     besides  what was found in its place, as a clause
     """
-    found = DRAFT_KINDS[kind]
-    if found.in_target:
-        return missing_own_layer(found, model)
+    draft_kind = DRAFT_KINDS[kind]
+    if draft_kind.in_target:
+        return missing_own_layer(draft_kind, model)
     plain = f"do not draft: {write('strategy', 'autoregressive')}"
     if model.sharded:
         add = "shard it again with --draft DIR"
-    elif found.is_head:
+    elif draft_kind.is_head:
         add = f"add one, as flowspec models head {model.shown} says"
-    elif found.made_by:
-        add = f"make it with: {found.made_by} --model {model.shown}"
+    elif draft_kind.made_by:
+        add = f"make it with: {draft_kind.made_by} --model {model.shown}"
     else:
-        add = f"put one into {found.directory}/"
-    others = [] if found.bound else [kind for kind in model.drafts if kind.name in write.kinds]
-    own = f", draft with its {others[0].title}: {write('draft', others[0].name)}" if others else ""
-    looked_up = f", look up in the text: {write('draft', NGRAM.name)}" if not found.bound else ""
-    return (f"{chosen.name} drafts with {found.directory}/, which {model.shown} does not have{besides}: {add}"
-            f"{own}{looked_up}, or {plain}")
+        add = f"put one into {draft_kind.directory}/"
+    others = [] if draft_kind.bound else [kind for kind in model.drafts if kind.name in write.kinds]
+    draft_advice = f", draft with its {others[0].title}: {write('draft', others[0].name)}" if others else ""
+    looked_up = f", look up in the text: {write('draft', NGRAM.name)}" if not draft_kind.bound else ""
+    return (f"{chosen.name} drafts with {draft_kind.directory}/, which {model.shown} does not have{besides}: {add}"
+            f"{draft_advice}{looked_up}, or {plain}")
 
 
 def with_a_draft(chosen: type[Strategy], params: _P, model: OpenModel, write: Written = AS_OPTION
@@ -105,11 +105,11 @@ def with_a_draft(chosen: type[Strategy], params: _P, model: OpenModel, write: Wr
 
     Returns the parameters, and a note about the change, or "".
     """
-    own = [kind for kind in model.drafts if kind.in_target]
+    in_target = [kind for kind in model.drafts if kind.in_target]
     drafter = DRAFT_KINDS.get(chosen.drafter or "", NGRAM)
-    if params.draft != OWN or drafter is NGRAM or drafter.bound or len(model.drafts) > len(own):
+    if params.draft != OWN or drafter is NGRAM or drafter.bound or len(model.drafts) > len(in_target):
         return params, ""
-    lacks, other = (("head", f"its {own[0].title}: {write('draft', own[0].name)}") if own else
+    lacks, other = (("head", f"its {in_target[0].title}: {write('draft', in_target[0].name)}") if in_target else
                     ("draft model", f"a head: flowspec models head {model.shown}"))
     return (replace(params, draft=NGRAM.name),
             f"{model.shown} has no {lacks}, so {chosen.name} looks up in the text; for {other}")

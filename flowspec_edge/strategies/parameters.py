@@ -158,8 +158,8 @@ class Parameters:
         """The values of the parameters that ``declared`` has; defaults for those not given."""
         if isinstance(self, declared):
             return self
-        given = {name: getattr(self, name) for name in parameters(declared) if hasattr(self, name)}
-        return declared(**given)
+        values = {name: getattr(self, name) for name in parameters(declared) if hasattr(self, name)}
+        return declared(**values)
 
     def largest_segment(self) -> int:
         """Rows of the longest segment that a strategy with these parameters may send."""

@@ -205,7 +205,7 @@ class PipeInfer(TreeStrategy):
         children: list[Node] = []
         for token, score in zip(tokens, scores, strict=True):
             confidence = math.exp(score)  # 0: an absent child, below any cutoff
-            wanted = self.params.pipeinfer_split if children else self.cutoff
-            if len(children) < room and 0 < confidence >= wanted:
+            cutoff = self.params.pipeinfer_split if children else self.cutoff
+            if len(children) < room and 0 < confidence >= cutoff:
                 children.append(self.tree.add(tip, token, tip.score + score))
         return children

@@ -43,8 +43,8 @@ def _own(name: str) -> type[Strategy] | None:
     if name not in _OWN:
         return None
     module, _, attribute = _OWN[name].partition(":")
-    found: type[Strategy] = getattr(import_module(f"flowspec_edge.strategies.{module}"), attribute)
-    return found
+    strategy: type[Strategy] = getattr(import_module(f"flowspec_edge.strategies.{module}"), attribute)
+    return strategy
 
 
 # Names need no numpy: a strategy is imported when it is looked up.
@@ -118,9 +118,9 @@ def groups(names: Iterable[str]) -> list[str]:
 
 def groups_note(names: Iterable[str]) -> str:
     """Return what a table of these strategies says of :func:`groups`; "" without one."""
-    known = [name for name in names if name in STRATEGIES or name in _loaded]  # a report may have others
-    found = " and ".join(map(title_of, groups(known)))
-    return f"{found}: computed whole, charged as groups of devices" if found else ""
+    loaded = [name for name in names if name in STRATEGIES or name in _loaded]  # a report may have others
+    titles = " and ".join(map(title_of, groups(loaded)))
+    return f"{titles}: computed whole, charged as groups of devices" if titles else ""
 
 
 def require_pipelines(names: Iterable[str]) -> None:
@@ -133,17 +133,17 @@ def require_pipelines(names: Iterable[str]) -> None:
 def parameters_of(chosen: type[Strategy]) -> dict[str, Parameter]:
     """The parameters that ``chosen`` reads by name, its own first."""
     every, shared = parameters(chosen.parameters), parameters(Parameters)
-    own = [name for name in every if name not in shared]
-    return {name: every[name] for name in (*own, *(DRAFTED if chosen.drafter else ()), *COMMON)}
+    specific = [name for name in every if name not in shared]
+    return {name: every[name] for name in (*specific, *(DRAFTED if chosen.drafter else ()), *COMMON)}
 
 
 def declared_by_strategies() -> list[type[Parameters]]:
     """Return what all strategies declare, without entry points that cannot be loaded."""
-    found = []
+    parameter_classes = []
     for name in strategy_names():
         with suppress(UsageError):
-            found.append(strategy_class(name).parameters)
-    return list(dict.fromkeys(found))
+            parameter_classes.append(strategy_class(name).parameters)
+    return list(dict.fromkeys(parameter_classes))
 
 
 def _load(place: str) -> type[Strategy]:
@@ -171,10 +171,10 @@ def _load(place: str) -> type[Strategy]:
             parameter.check(parameter.default)
         except UsageError as error:
             raise UsageError(f"{place} has a default that it does not allow: {error}") from error
-    known = _own(name) or _loaded.get(name) or _loaded.setdefault(name, _located(chosen))
-    if chosen not in (known, *known.__bases__):
+    registered = _own(name) or _loaded.get(name) or _loaded.setdefault(name, _located(chosen))
+    if chosen not in (registered, *registered.__bases__):
         raise UsageError(f"{place} has the name of another strategy, {name}: give it its own")
-    return known
+    return registered
 
 
 def _located(chosen: type[Strategy]) -> type[Strategy]:
@@ -201,12 +201,12 @@ def _located(chosen: type[Strategy]) -> type[Strategy]:
 
     members: dict[str, object] = {}
     for name, member in inspect.getmembers(Strategy):
-        own = inspect.getattr_static(chosen, name)
+        attribute = inspect.getattr_static(chosen, name)
         if inspect.isfunction(member) and (name == "__init__" or not name.startswith("_")):
             members[name] = located(getattr(chosen, name))
-        elif isinstance(member, property) and isinstance(own, property) and own.fget:
-            members[name] = property(located(own.fget))
-        elif inspect.ismethod(member) and isinstance(own, classmethod):
-            members[name] = classmethod(located(own.__func__))
+        elif isinstance(member, property) and isinstance(attribute, property) and attribute.fget:
+            members[name] = property(located(attribute.fget))
+        elif inspect.ismethod(member) and isinstance(attribute, classmethod):
+            members[name] = classmethod(located(attribute.__func__))
     same = {name: getattr(chosen, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(chosen.__name__, (chosen,), {**members, **same})

@@ -260,8 +260,8 @@ class ZmqHub(Endpoint):
         if frames is None or not self.authenticated:
             return frames
         peer = frames[0].decode(errors="replace")
-        own = self.peer_keys.get(peer, b"").decode()
-        if own != self._key:
+        peer_key = self.peer_keys.get(peer, b"").decode()
+        if peer_key != self._key:
             self._drop(f"its sender calls itself {peer[:SHOWN]!r}, but has the key {self._key}")
             if peer not in self.peer_keys:
                 with suppress(PeerLost):

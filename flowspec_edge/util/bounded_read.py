@@ -73,13 +73,13 @@ def parse_json(data: bytes | str, where: str) -> Any:
     """UsageError unless ``data`` is JSON of at most ``MAX_DEPTH`` levels."""
     text = as_text(data, where) if isinstance(data, bytes) else data
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
         raise _too_deep(where) from error
     except ValueError as error:
         raise UsageError(f"{where} is not valid JSON: {error}") from error
-    check_depth(found, where)
-    return found
+    check_depth(value, where)
+    return value
 
 
 def check_depth(data: Any, where: str) -> None:

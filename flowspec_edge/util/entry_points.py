@@ -43,7 +43,7 @@ def offered(group: str) -> Mapping[str, EntryPoint]:
     """Find the entry points of a group by name; nothing is imported."""
     from importlib.metadata import entry_points
 
-    return {found.name: found for found in entry_points(group=group)}
+    return {entry_point.name: entry_point for entry_point in entry_points(group=group)}
 
 
 def load_object(place: str, what: str, form: str) -> Any:

@@ -44,8 +44,8 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream,
                               capture_error_mode="thread_local"):
-            made = work()
-        return made, graph.replay
+            output = work()
+        return output, graph.replay
 
 
 @dataclass
@@ -77,7 +77,7 @@ def compare(prepare: Callable[[bool, int], Callable[[], bytes]], clock: Clock = 
             begun = clock()
             results[recorded].append(run())
             seconds[recorded].append(clock() - begun)
-    eager, faster = (1e3 * median(found) for found in seconds)
+    eager, faster = (1e3 * median(turn_seconds) for turn_seconds in seconds)
     why = ("compute other results" if results[False] != results[True] else
            f"take {faster:.1f} instead of {eager:.1f} ms" if faster > eager * _NOISE else "")
     return (eager, faster), why

@@ -106,17 +106,17 @@ def _safe_here() -> str:
 
 def _guarded(start: Any) -> Any:
     def guarded(*arguments: Any, **options: Any) -> Any:
-        return start(*(_without_current_directory(given) if isinstance(given, list) else given
-                       for given in arguments), **options)
+        return start(*(_without_current_directory(argument) if isinstance(argument, list) else argument
+                       for argument in arguments), **options)
 
     return guarded
 
 
 def _without_current_directory(command: Sequence[Any]) -> list[Any]:
     """``command`` with the same program, if it is an interpreter's with -c or -m."""
-    for place, given in enumerate(command):
-        if given == "-c":
+    for place, word in enumerate(command):
+        if word == "-c":
             return [*command[:place + 1], _safe_here() + command[place + 1], *command[place + 2:]]
-        if given == "-m":
+        if word == "-m":
             return [*command[:place], "-c", _safe_here() + _RUN, *command[place + 1:]]
     return [*command]

@@ -45,9 +45,9 @@ def check_finite(values: Tensor, dtype: torch.dtype, where: str) -> None:
     least, most = (bound.item() for bound in torch.aminmax(values))
     limit = torch.finfo(dtype).max
     if not (-limit <= least and most <= limit):
-        found = ("NaN" if math.isnan(most) else
+        fault = ("NaN" if math.isnan(most) else
                  "infinity" if math.inf in (-least, most) else "too large a value")
-        raise FlowspecError(f"{where} holds {found} for {str(dtype).removeprefix('torch.')}: copy the model "
+        raise FlowspecError(f"{where} holds {fault} for {str(dtype).removeprefix('torch.')}: copy the model "
                             "again, or choose a wider --dtype")
 
 

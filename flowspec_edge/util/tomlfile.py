@@ -98,8 +98,8 @@ def parse_toml(raw: bytes, path: Path, model: type[M]) -> M:
         before = raw[: error.start].count(b"\n")
         raise UsageError(f"{path}:{before + 1} is not valid TOML: a byte that is not UTF-8") from error
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r"at line (\d+)", str(error))
-        at_line = found[1] if found else text.count("\n") + 1
+        match = re.search(r"at line (\d+)", str(error))
+        at_line = match[1] if match else text.count("\n") + 1
         advice = next((advice for said, advice in _SYNTAX.items() if str(error).startswith(said)), "")
         raise UsageError(f"{path}:{at_line} is not valid TOML: {error}{advice}") from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand brackets
@@ -215,16 +215,16 @@ def _suggestion(where: Sequence[str | int], model: type[BaseModel]) -> str:
         if other is not None and wrong in other.model_fields:
             many = str(field.annotation).startswith("list")
             return f": it belongs to {f'[[{name}]]' if many else f'[{name}]'}"
-    known = list(here.model_fields)
-    if near := get_close_matches(str(wrong), known, n=1):
+    field_names = list(here.model_fields)
+    if near := get_close_matches(str(wrong), field_names, n=1):
         return f": did you mean {near[0]!r}?"
-    return f": known here are {', '.join(known)}"
+    return f": known here are {', '.join(field_names)}"
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for argument in get_args(annotation) if (found := _inner(argument))), None)
+    return next((model for argument in get_args(annotation) if (model := _inner(argument))), None)
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
@@ -240,10 +240,10 @@ def key_lines(text: str) -> dict[KeyPath, int]:
         prefix = "\n".join(rows[:end])
         for closing in ("", "\n]", "\n]]"):
             try:
-                found = tomllib.loads(prefix + closing)
+                document = tomllib.loads(prefix + closing)
             except tomllib.TOMLDecodeError:
                 continue
-            for where in _paths(found):
+            for where in _paths(document):
                 lines.setdefault(where, begin + 1)
             begin = end
             break

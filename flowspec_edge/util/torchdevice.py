@@ -139,7 +139,7 @@ def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
     return False
 
 
-def pick(requested: str, found: Sequence[TorchGpu], built_for: Sequence[str], needed: int,
+def pick(requested: str, devices: Sequence[TorchGpu], built_for: Sequence[str], needed: int,
          what: str = "the model") -> tuple[str, str]:
     """The torch device for ``requested`` ("auto", "cpu", "cuda" or "cuda:N"), and why a GPU is not used ("").
 
@@ -149,15 +149,15 @@ def pick(requested: str, found: Sequence[TorchGpu], built_for: Sequence[str], ne
         return "cpu", ""
     if requested != "auto":
         index = int(requested.partition(":")[2] or 0)
-        if not found:
+        if not devices:
             raise UsageError(f"--device {requested}: {_no_gpu()}")
-        if index >= len(found):
-            there = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(found))
+        if index >= len(devices):
+            there = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(devices))
             raise UsageError(f"--device {requested}: there is no such GPU, only {there}")
-        if reason := _unfit(index, found[index], built_for, needed, what):
+        if reason := _unfit(index, devices[index], built_for, needed, what):
             raise UsageError(f"--device {requested}: {reason}")
         return f"cuda:{index}", ""
-    reasons = [_unfit(index, gpu, built_for, needed, what) for index, gpu in enumerate(found)]
+    reasons = [_unfit(index, gpu, built_for, needed, what) for index, gpu in enumerate(devices)]
     if "" in reasons:
         return f"cuda:{reasons.index('')}", ""
     return "cpu", reasons[0] if reasons else ""
@@ -181,8 +181,8 @@ def require(name: str) -> torch.device:
 def make_current(device: torch.device | str) -> None:
     """Of several GPUs make this one the calling thread's: pinned memory and events, which name none, would
     else open a context on cuda:0 beside it."""
-    if (found := torch.device(device)).type == "cuda" and found.index is not None:
-        torch.cuda.set_device(found)
+    if (torch_device := torch.device(device)).type == "cuda" and torch_device.index is not None:
+        torch.cuda.set_device(torch_device)
 
 
 def use_exact_kernels() -> None:

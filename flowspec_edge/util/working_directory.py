@@ -50,10 +50,10 @@ def hidden_file(module: str) -> Path | None:
     """Return what has the name of ``module`` in the current directory, if another one was imported."""
     top, directory = module.partition(".")[0], Path.cwd()
     imported = getattr(sys.modules.get(top), "__file__", None)
-    found = PathFinder.find_spec(top, [str(directory)])
-    if found is None or found.origin is None or imported is None or Path(imported) == Path(found.origin):
+    spec = PathFinder.find_spec(top, [str(directory)])
+    if spec is None or spec.origin is None or imported is None or Path(imported) == Path(spec.origin):
         return None
-    return Path(found.origin)
+    return Path(spec.origin)
 
 
 def look_in_working_directory(module: str) -> None:

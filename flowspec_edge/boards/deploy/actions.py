@@ -127,10 +127,10 @@ def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardSt
 
     def one(board: tuple[DeviceEntry, BoardState, PartWanted | None]) -> BoardFacts | FlowspecError:
         device, state, part = board
-        wanted = [part.name, [list(file) for file in part.files], part.manifest_sha256] if part else None
+        part_query = [part.name, [list(file) for file in part.files], part.manifest_sha256] if part else None
         try:
             return ask_deployment(inventory, device, state.environment.digest if isinstance(
-                state.environment, Environment) else "", wanted, others)
+                state.environment, Environment) else "", part_query, others)
         except FlowspecError as error:
             return error
 

@@ -163,10 +163,10 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     path = path.absolute()
     model, head = _model(inventory.cluster, path)
     inventory, notes = _with_a_draft(inventory, path, model, head)
-    given = {device.name: board_profile(inventory, device, path) for device in inventory.device}
-    missing = [name for name, (_, assumed) in given.items() if assumed]
+    profiles_used = {device.name: board_profile(inventory, device, path) for device in inventory.device}
+    missing = [name for name, (_, assumed) in profiles_used.items() if assumed]
     unknown = not any(is_known(device, path) for device in inventory.device)
-    profiles = {} if unknown else {name: profile for name, (profile, _) in given.items()}
+    profiles = {} if unknown else {name: profile for name, (profile, _) in profiles_used.items()}
     guessed = {device.name for device in inventory.device if device.name in missing and not device.memory_mb}
     chosen = _Choice(inventory, path, model, profiles, guessed, head)
     if model.sharded:
@@ -184,8 +184,8 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
                  "when they are looked at" + ("" if inventory.decided else ", and boards count as alike")
                  + f"; measure with: {MEASURE} {path.name}"]
     elif missing:
-        found = "; ".join(f"{name} from {given[name][1]}" for name in missing)
-        notes += [f"no profile with [memory] for {', '.join(missing)}: ESTIMATED, {found}; measure with: "
+        sources = "; ".join(f"{name} from {profiles_used[name][1]}" for name in missing)
+        notes += [f"no profile with [memory] for {', '.join(missing)}: ESTIMATED, {sources}; measure with: "
                  f"{MEASURE} {path.name}"]
     used = {draft.name, *(device.name for device, _ in stages)}
     turn = chosen.turn(draft, stages) if used.isdisjoint(missing) else None  # no warning from estimates
@@ -235,10 +235,10 @@ def _with_a_draft(inventory: Inventory, path: Path, model: OpenModel, head: Path
     if head is not None:
         from flowspec_edge.sharding.drafts import open_draft  # torch takes a while
 
-        given = open_draft(head).kind
-        if given.name == kind or ({DRAFT_KINDS[kind], given} <= {*head_kinds()}):
+        head_kind = open_draft(head).kind
+        if head_kind.name == kind or ({DRAFT_KINDS[kind], head_kind} <= {*head_kinds()}):
             return inventory, []
-        besides = f", and {head} is a {given.title} (kind {given.name})"
+        besides = f", and {head} is a {head_kind.title} (kind {head_kind.name})"
     raise UsageError(f"{path}: [cluster]: {missing_draft(chosen, kind, model, AS_LINE, besides)}")
 
 
@@ -267,9 +267,9 @@ class _Choice:
             raise UsageError(f"{path}: cluster.kv_cache: {home} was made with {manifest.kv_cache}, not "
                              f"{cluster.kv_cache}: leave kv_cache out, or give the checkpoint as the model")
         draft, others = _in_file_order(self._inventory)
-        wanted = sum(device.role == "verify" for device in others)
-        if not wanted <= count <= len(others):
-            has = max(wanted, min(len(others), count))
+        listed = sum(device.role == "verify" for device in others)
+        if not listed <= count <= len(others):
+            has = max(listed, min(len(others), count))
             raise UsageError(
                 f"{path}: {home} was cut into {count} stages, and beside {draft.name} the file lists {has} "
                 f"board{'s' if has != 1 else ''} for them: list {count}, cut it again with: flowspec models "
@@ -283,27 +283,27 @@ class _Choice:
         if self._profiles:
             from flowspec_edge.boards.planning.memory_check import check_parts
 
-            known = {name: found for name, found in self._profiles.items() if name not in self._guessed}
-            check_parts(manifest, cluster, _at_once(cluster, count), stages, known)
+            profiles = {name: profile for name, profile in self._profiles.items() if name not in self._guessed}
+            check_parts(manifest, cluster, _at_once(cluster, count), stages, profiles)
         return draft, stages, tuple((device, f"{home} was cut into {count} stages") for device in spare)
 
     def as_listed(self) -> _Chosen:
         """All boards in file order, with their own layers or the split whose slowest stage is fastest."""
         draft, verify, layers = self._inventory.draft, self._inventory.verify, self._model.layers
-        given = [device.layers for device in verify if device.layers is not None]
-        if given and given[-1][1] != layers:
-            raise UsageError(f"{self._path}: device {verify[-1].name}: its layers end with {given[-1][1]}, "
+        listed_layers = [device.layers for device in verify if device.layers is not None]
+        if listed_layers and listed_layers[-1][1] != layers:
+            raise UsageError(f"{self._path}: device {verify[-1].name}: its layers end with {listed_layers[-1][1]}, "
                              f"and {self._model.name} has {layers}: the last one ends with {layers}")
         if len(verify) > layers:
             raise UsageError(f"{self._path}: {len(verify)} verify devices are more than the {layers} layers "
                              f"of {self._model.name}: leave some out")
-        if not given and self._profiles:
+        if not listed_layers and self._profiles:
             try:
                 return draft, tuple(zip(verify, self._fitting().split(draft, verify), strict=True)), ()
             except DoesNotFit:
                 if not self._guessed:
                     raise
-        stages = tuple(zip(verify, given or split_evenly(layers, len(verify)), strict=True))
+        stages = tuple(zip(verify, listed_layers or split_evenly(layers, len(verify)), strict=True))
         self._check(draft, stages)
         return draft, stages, ()
 
@@ -419,13 +419,14 @@ def needs_of(deployment: Deployment, manifest: Manifest) -> dict[str, Needs]:
     needs = {}
     for place, device in enumerate(deployment.boards):
         part = manifest.part(stage_part(place - 1)) if place else None
-        held = part.weight_bytes + part.cache_bytes(*deployment.caches) if part else d0_bytes(deployment, manifest)
+        part_bytes = (part.weight_bytes + part.cache_bytes(*deployment.caches) if part
+                      else d0_bytes(deployment, manifest))
         ports = (cluster.data_port,) if place else (cluster.control_port, cluster.data_port,
                                                     cluster.serve_port)
         needs[device.name] = Needs(
             home_bytes=image.size if image else ENVIRONMENT_BYTES,
             image=on_board(deployment.inventory, device, image) if image else None,
-            memory_bytes=held + process_bytes(deployment, device),
+            memory_bytes=part_bytes + process_bytes(deployment, device),
             ports=ports,
             dtype=manifest.dtype if place else "")
     return needs

@@ -46,8 +46,8 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
     needed = {board.name: target.public_key for board in status.boards
               if (target := befores.get(board.name)) and _has_another_key(board)}
     rotated = [device for device in inventory.device if device.name in needed]
-    held = held_keys(inventory, rotated, {device.name: python_for(inventory, device) for device in rotated})
-    if lacking := [name for name, key in needed.items() if key not in held[name]]:
+    board_keys = held_keys(inventory, rotated, {device.name: python_for(inventory, device) for device in rotated})
+    if lacking := [name for name, key in needed.items() if key not in board_keys[name]]:
         raise FlowspecError(f"{', '.join(lacking)}: the keys were rotated since the release before this one, "
                             "which needs the former ones; deploy what you want with: flowspec deploy up; "
                             "no board was touched")
@@ -126,9 +126,9 @@ def releases_before(status: FleetStatus) -> dict[str, Installed | None]:
 
     The two differ on boards that an interrupted rollout had switched.
     """
-    wanted = {last.id for board in status.boards if (last := _last_tried(board))}
+    last_tried = {last.id for board in status.boards if (last := _last_tried(board))}
     return {board.name: next((release for release in (board.current, board.previous)
-                              if release and release.id in wanted), board.current) for board in status.boards}
+                              if release and release.id in last_tried), board.current) for board in status.boards}
 
 
 def _last_tried(board: BoardStatus) -> Installed | None:

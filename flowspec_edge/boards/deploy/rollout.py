@@ -169,17 +169,17 @@ class Rollout:
     def _make_keys(self, diff: Diff, rotate: bool) -> Diff:
         """Make and record the boards' keys; return the diff with all keys."""
         self._watch.phase("keys")
-        made = {board.name: board for board in keys.ask(
+        new_keys = {board.name: board for board in keys.ask(
             self._inventory, [board.device for board in diff.boards if board.key != "show"], _pythons(diff),
             {board.device.name: board.key for board in diff.boards})}
         for name in self._facts:
-            error = made[name].error if name in made else ""
-            if name in made and not error and not rotate:
-                error = keys.changed_key(name, made[name].publics[-1], self._recorded, self._deployment.keys)
-            self._log.add_step(Step(name, "key", name in made), error)
+            error = new_keys[name].error if name in new_keys else ""
+            if name in new_keys and not error and not rotate:
+                error = keys.changed_key(name, new_keys[name].publics[-1], self._recorded, self._deployment.keys)
+            self._log.add_step(Step(name, "key", name in new_keys), error)
         if self._log.failed:
             return diff
-        facts = {name: replace(there, publics=made[name].publics) if name in made else there
+        facts = {name: replace(there, publics=new_keys[name].publics) if name in new_keys else there
                  for name, there in self._facts.items()}
         before = self._recorded
         if rotate:

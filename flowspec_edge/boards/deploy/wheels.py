@@ -123,9 +123,9 @@ def _walk(wheelhouse: Path, target: WheelTarget) -> tuple[list[Path], list[Requi
     """The needed wheels that the wheelhouse has, this package's first, and the requirements that it cannot
     meet.  UsageError without this package's own wheel."""
     house = _House(wheelhouse, target)
-    if (own := house.best(Requirement(_OWN))) is None:
+    if (package_wheel := house.best(Requirement(_OWN))) is None:
         raise UsageError(f"the wheelhouse {wheelhouse} has no wheel of {_OWN}")
-    wheels, missing = [own], []
+    wheels, missing = [package_wheel], []
     for need in _locked(target):
         wheel = house.best(need)
         if wheel is not None:

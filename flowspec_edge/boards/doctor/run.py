@@ -40,12 +40,12 @@ def check_machine(storage: Path | None = None, fix: bool = False) -> list[Findin
         return merged(judge("here", Subject(BoardFacts(system=facts), absent=absent)))
 
     facts = ask()
-    found = judged(facts)
+    findings = judged(facts)
     if fix:
-        found = apply_remedies(found, lambda: judged(ask()))
+        findings = apply_remedies(findings, lambda: judged(ask()))
     flowspec, *computed = check_release(l4t_of(facts))
-    found = [flowspec, *found, *computed]
-    return [replace(finding, fixed=bool(finding.fixed)) for finding in found] if fix else found
+    findings = [flowspec, *findings, *computed]
+    return [replace(finding, fixed=bool(finding.fixed)) for finding in findings] if fix else findings
 
 
 def apply_remedies(findings: Sequence[Finding], check: Callable[[], Sequence[Finding]],
@@ -86,8 +86,8 @@ def check_release(l4t: str) -> list[Finding]:
 
     Takes as long as several imports of torch.
     """
-    told = run_torch_check(code_command(torch_check_program("cuda")["program"]))
-    torch = system_facts({"torch": told}).torch
+    torch_report = run_torch_check(code_command(torch_check_program("cuda")["program"]))
+    torch = system_facts({"torch": torch_report}).torch
     libraries = LibraryFacts(version("flowspec-edge"), version("transformers"), zmq.zmq_version(),
                              zmq.has("curve"), torch)
     return merged(judge("release", ComputeDevice("cuda" if torch.cuda else "cpu", torch.cuda, l4t,

@@ -84,9 +84,9 @@ def compute(computations: Sequence[Computation]) -> dict[str, ComputationResult]
     for (_, timeout_s), group in groupby(computations, key=lambda one: (one.module, one.timeout_s)):
         left = list(group)
         while left:
-            told = _child(left, timeout_s)
-            results += told
-            left = left[len(told):]
+            batch = _child(left, timeout_s)
+            results += batch
+            left = left[len(batch):]
     return {result.name: result for result in results}
 
 
@@ -117,19 +117,19 @@ def attempt(computation: Computation) -> ComputationResult:
     """Compute in this process; any exception is a fault, as kernels and libraries may raise anything."""
     try:
         function = getattr(importlib.import_module(computation.module), computation.function.partition(":")[2])
-        told = function(**computation.arguments)
+        outcome = function(**computation.arguments)
     except FlowspecError as failure:
         return ComputationResult(computation.name, fault=str(failure))
     except Exception as failure:
         return ComputationResult(computation.name, fault=first_line(failure))
-    if isinstance(told, str):
-        return ComputationResult(computation.name, said=told)
-    return ComputationResult(computation.name, *told)
+    if isinstance(outcome, str):
+        return ComputationResult(computation.name, said=outcome)
+    return ComputationResult(computation.name, *outcome)
 
 
 def main() -> None:
     """In a child process: print a line of JSON for each computation; exit once the CUDA context is unusable."""
-    asked = [Computation(**told) for told in json.load(sys.stdin)]
+    asked = [Computation(**fields) for fields in json.load(sys.stdin)]
     with suppress(OSError), open(_OUT_OF_MEMORY_SCORE, "w", encoding="ascii") as score:
         score.write("1000")  # if memory runs out, the kernel kills this process and no other
     import torch

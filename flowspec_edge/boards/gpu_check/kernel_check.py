@@ -33,9 +33,9 @@ def product(kind: str, device: str, shape: Sequence[int], rows: Sequence[int], d
     generator = torch.Generator().manual_seed(0)
     weight = 0.02 * torch.randn(outputs, inputs, generator=generator)
     if kind in DTYPES:
-        held = weight.to(taken)
-        exact = held.double()
-        multiply: Callable[[Tensor], Tensor] = partial(functional.linear, weight=held.to(at))
+        rounded = weight.to(taken)
+        exact = rounded.double()
+        multiply: Callable[[Tensor], Tensor] = partial(functional.linear, weight=rounded.to(at))
     else:
         chosen = scheme(next(k for k in QUANTISED if k == kind))
         stored = chosen.quantise(weight.to(at))
@@ -49,8 +49,8 @@ def product(kind: str, device: str, shape: Sequence[int], rows: Sequence[int], d
     for n in rows:
         x = torch.randn(n, inputs, generator=generator).to(taken)
         expected = x.double() @ exact.T
-        found = multiply(x.to(at))
-        difference = (found.cpu().double() - expected).abs().max() / expected.abs().max()
+        computed = multiply(x.to(at))
+        difference = (computed.cpu().double() - expected).abs().max() / expected.abs().max()
         worst = max(worst, float(difference)) if bool(difference.isfinite()) else float("inf")
     return Deviation(worst, computed_in(kind, dtype, at))
 

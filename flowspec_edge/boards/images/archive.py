@@ -64,17 +64,17 @@ def read_image(path: Path) -> Image:
             if len(manifests) != 1:
                 raise UsageError(f"{path} holds {len(manifests)} images, and the boards get one: {how}")
             config, layers = _read(archive, manifests[0]["Config"]), manifests[0]["Layers"]
-            digest, told = hashlib.sha256(config).hexdigest(), json.loads(config)
-            found = Image(str(path), path.stat().st_size, digest, (f"sha256:{digest}", *_index(archive)),
+            digest, settings = hashlib.sha256(config).hexdigest(), json.loads(config)
+            image = Image(str(path), path.stat().st_size, digest, (f"sha256:{digest}", *_index(archive)),
                           tuple(manifests[0].get("RepoTags") or ()),
-                          _MACHINES.get(told["architecture"], told["architecture"]), _version(archive, layers))
+                          _MACHINES.get(settings["architecture"], settings["architecture"]), _version(archive, layers))
     except (OSError, EOFError, tarfile.TarError, ValueError, LookupError, TypeError, AttributeError) as error:
         why = "no tar, or cut off" if isinstance(error, tarfile.ReadError) else str(error)
         raise UsageError(f"{path} is no image that docker save has written ({why}): {how}") from error
-    if found.version not in ("", version("flowspec-edge")):
-        raise UsageError(f"{path} has flowspec {found.version}, and this machine {version('flowspec-edge')}: "
+    if image.version not in ("", version("flowspec-edge")):
+        raise UsageError(f"{path} has flowspec {image.version}, and this machine {version('flowspec-edge')}: "
                          "build the image from these sources, or install its release here")
-    return found
+    return image
 
 
 def _read(archive: tarfile.TarFile, name: str) -> bytes:
@@ -103,8 +103,8 @@ def _version(archive: tarfile.TarFile, layers: Sequence[str]) -> str:
         try:
             with tarfile.open(fileobj=archive.extractfile(layer)) as files:
                 for member in files:
-                    if found := _INSTALLED.search(member.name):
-                        return found[1]
+                    if match := _INSTALLED.search(member.name):
+                        return match[1]
         except tarfile.ReadError:  # in a compression that this Python does not know
             return ""
     raise LookupError("there is no flowspec in it")

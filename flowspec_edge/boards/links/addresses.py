@@ -46,23 +46,23 @@ def address_problem(inventory: Inventory, device: DeviceEntry) -> tuple[str, str
         return None
     if bridge:
         named += f", the address of {bridge}, a network inside this machine"
-    own = route_to(others[0]) if is_here(inventory, device) else None
-    example = f" ({own[0]} at {own[1]})" if own else ""
+    route = route_to(others[0]) if is_here(inventory, device) else None
+    example = f" ({route[0]} at {route[1]})" if route else ""
     return (f"{named}, which other boards cannot reach",
             f"give its address on the network{example}")
 
 
 def on_network(inventory: Inventory) -> Inventory:
     """Replace this machine's loopback address, unless all are loopback or there is no route to the others."""
-    own = next((found for other in _elsewhere(inventory) if (found := route_to(other))), None)
-    if own is None:
+    route = next((candidate for other in _elsewhere(inventory) if (candidate := route_to(other))), None)
+    if route is None:
         return inventory
 
     def looped(device: DeviceEntry) -> bool:
         address = _known(device)
         return address is not None and IPv4Address(address).is_loopback and is_here(inventory, device)
 
-    devices = [device.model_copy(update={"address": own[0]}) if looped(device) else device
+    devices = [device.model_copy(update={"address": route[0]}) if looped(device) else device
                for device in inventory.device]
     return inventory.model_copy(update={"device": devices})
 
@@ -74,14 +74,14 @@ def route_to(address: str) -> tuple[str, str] | None:
             probe.connect((address, _ANY_PORT))  # UDP: looks up the route without sending
         except OSError:
             return None
-        own = str(probe.getsockname()[0])
-    return next(((own, name) for name, there in ipv4_addresses().items() if own in there), None)
+        local_address = str(probe.getsockname()[0])
+    return next(((local_address, name) for name, there in ipv4_addresses().items() if local_address in there), None)
 
 
 def _elsewhere(inventory: Inventory) -> list[str]:
     """The devices' addresses that are not loopback."""
-    known: Iterator[str | None] = (_known(device) for device in inventory.device)
-    return [address for address in known if address and not IPv4Address(address).is_loopback]
+    addresses: Iterator[str | None] = (_known(device) for device in inventory.device)
+    return [address for address in addresses if address and not IPv4Address(address).is_loopback]
 
 
 def _known(device: DeviceEntry) -> str | None:

@@ -45,10 +45,10 @@ def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, se
     program = inspect.getsource(tcp_linktest) if plain else ""
 
     def end(device: DeviceEntry, what: str, wait_s: float) -> list[str]:
-        own = ([inventory.cluster.board_python, "-I", "-"] if plain else
-               module_command("flowspec_edge.boards.links.linktest",
-                                   python=python_for(inventory, device)))
-        return [*own, what, address, port, "--seconds", str(wait_s)]
+        runner = ([inventory.cluster.board_python, "-I", "-"] if plain else
+                  module_command("flowspec_edge.boards.links.linktest",
+                                      python=python_for(inventory, device)))
+        return [*runner, what, address, port, "--seconds", str(wait_s)]
 
     serve = far.announced([*end(target, "serve", _PLAIN_PEER_S if plain else _PEER_S),
                          *(() if plain else ("--measurements", "1"))])

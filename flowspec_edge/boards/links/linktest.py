@@ -134,15 +134,15 @@ def round_trips(host: str, port: int, count: int) -> list[float]:
 
 
 def _round_trips(link: zmq.Socket[bytes], host: str, port: int, count: int) -> list[float]:
-    found = []
+    seconds = []
     body = bytes(PING_BYTES - len(_PING))
     for _ in range(count):
         start = time.perf_counter()
         _send(link, [_PING, body], host, port)
         if _receive(link, host, port, MAX_SECONDS) != [_PING, body]:
             raise _no_peer(host, port)
-        found.append(time.perf_counter() - start)
-    return found
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def _send_for(link: zmq.Socket[bytes], seconds: float) -> None:
@@ -176,14 +176,14 @@ def _connected(host: str, port: int) -> Iterator[zmq.Socket[bytes]]:
 def _socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
     """In its own context, whose threads are then in the caller's network namespace."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    found = context.socket(kind)
-    found.set_hwm(_QUEUE)
-    found.linger = 0
-    found.maxmsgsize = 2 * MESSAGE_BYTES
+    socket = context.socket(kind)
+    socket.set_hwm(_QUEUE)
+    socket.linger = 0
+    socket.maxmsgsize = 2 * MESSAGE_BYTES
     try:
-        yield found
+        yield socket
     finally:
-        found.close()
+        socket.close()
         context.term()
 
 
@@ -211,13 +211,13 @@ def main() -> int:
     parser.add_argument("port", type=int)
     parser.add_argument("--seconds", type=float, default=None)
     parser.add_argument("--measurements", type=int, default=None)
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if given.what == "serve":
-            serve_link(given.host, given.port, given.seconds, given.measurements,
+        if options.what == "serve":
+            serve_link(options.host, options.port, options.seconds, options.measurements,
                        lambda port: print(json.dumps({"port": port}), flush=True))
         else:
-            print(json.dumps(asdict(measure_link(given.host, given.port, given.seconds or 1.0))))
+            print(json.dumps(asdict(measure_link(options.host, options.port, options.seconds or 1.0))))
     except FlowspecError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -70,13 +70,13 @@ def _prepare(link: socket.socket) -> None:
 
 def _exactly(link: socket.socket, count: int) -> bytes:
     """ConnectionError if the other end closes before ``count`` bytes."""
-    found = b""
-    while len(found) < count:
-        chunk = link.recv(count - len(found))
+    received = b""
+    while len(received) < count:
+        chunk = link.recv(count - len(received))
         if not chunk:
             raise ConnectionError("the other end closed the connection")
-        found += chunk
-    return found
+        received += chunk
+    return received
 
 
 def main() -> None:
@@ -85,14 +85,14 @@ def main() -> None:
     parser.add_argument("host")
     parser.add_argument("port", type=int)
     parser.add_argument("--seconds", type=float, default=1.0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if given.what == "serve":
-            serve(given.host, given.port, given.seconds)
+        if options.what == "serve":
+            serve(options.host, options.port, options.seconds)
         else:
-            print(json.dumps(measure(given.host, given.port, given.seconds)))
+            print(json.dumps(measure(options.host, options.port, options.seconds)))
     except OSError as error:
-        sys.exit(f"{given.host}:{given.port}: {error.strerror or error}")
+        sys.exit(f"{options.host}:{options.port}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

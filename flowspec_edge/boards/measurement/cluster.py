@@ -67,15 +67,15 @@ def measure_boards(inventory: Inventory, path: Path, arguments: Sequence[str], a
         say(device.name, f"is measured: {file}")
         return Outcome(device.name, file, True)
 
-    found = on_each(measure, inventory.device)
-    files = {outcome.board: outcome.file for outcome in found if outcome.file}
+    outcomes = on_each(measure, inventory.device)
+    files = {outcome.board: outcome.file for outcome in outcomes if outcome.file}
     for source, target in pairwise(inventory.ring):
         if {source.name, target.name} <= files.keys():
             _measure_link(inventory, source, target, files[source.name], say)
-    for outcome in found:
+    for outcome in outcomes:
         if outcome.file:
             name_profile(path, outcome.board, outcome.file)
-    return found
+    return outcomes
 
 
 def profile_file(device: DeviceEntry, path: Path) -> Path:
@@ -93,8 +93,8 @@ def is_measured(file: Path) -> bool:
 def _measured(inventory: Inventory, device: DeviceEntry, arguments: Sequence[str], say: Say) -> Profile:
     runner = runner_for(inventory, device)
     program = str(Path(python_for(inventory, device)).with_name("flowspec"))
-    own = [] if "--device" in arguments else ["--device", inventory.torch_device(device).partition(":")[0]]
-    command = runner.command([program, "device", "profile", "--json", *own, *arguments])
+    device_option = [] if "--device" in arguments else ["--device", inventory.torch_device(device).partition(":")[0]]
+    command = runner.command([program, "device", "profile", "--json", *device_option, *arguments])
     try:
         client = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, text=True, errors="replace")
@@ -154,23 +154,23 @@ def name_profile(path: Path, board: str, file: Path) -> None:
 
     FlowspecError if the text does not allow that: it says what to write.
     """
-    own = path.absolute().parent
-    named = str(file.relative_to(own)) if file.is_relative_to(own) else str(file)
+    directory = path.absolute().parent
+    named = str(file.relative_to(directory)) if file.is_relative_to(directory) else str(file)
     text = path.read_text(encoding="utf-8")
     before = parse_toml(text.encode(), path, Inventory)
-    wanted = [device.model_copy(update={"profile": named}) if device.name == board else device
-              for device in before.device]
-    if before.device == wanted:
+    devices = [device.model_copy(update={"profile": named}) if device.name == board else device
+               for device in before.device]
+    if before.device == devices:
         return
-    made = _with_profile(text, board, named)
+    new_text = _with_profile(text, board, named)
     try:
-        same = parse_toml(made.encode(), path, Inventory) == before.model_copy(update={"device": wanted})
+        same = parse_toml(new_text.encode(), path, Inventory) == before.model_copy(update={"device": devices})
     except UsageError:
         same = False
     if not same:
         raise FlowspecError(f"{path}: cannot set the profile of {board}: write profile = \"{named}\" below "
                             "its [[device]]")
-    write_atomically(path.resolve(), made)
+    write_atomically(path.resolve(), new_text)
 
 
 def _with_profile(text: str, board: str, named: str) -> str:

@@ -47,9 +47,9 @@ def fit_stage(milliseconds: Mapping[SegmentCase, float]) -> StageCurve:
             line[1 + len(rows) + at] = case.layers * case.context / 1e3
     overhead = max(0.0, float(_solve(design, times, times)[0]))
     overhead = min(overhead, 0.99 * float(times.min()))
-    found = _solve(design[:, 1:], times - overhead, times)
+    solution = _solve(design[:, 1:], times - overhead, times)
     # Noise may make the cost of context negative; it is then 0, and ms the mean over the contexts.
-    slopes = isotonic(found[len(rows):].tolist()) if kinds == 2 else []
+    slopes = isotonic(solution[len(rows):].tolist()) if kinds == 2 else []
     slopes = [max(0.0, slope) for slope in slopes]
     rest = times - overhead
     if slopes:

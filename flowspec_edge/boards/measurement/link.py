@@ -102,7 +102,7 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> LoopbackHop:
 
 
 def _codec(message: Segment, times: int = 100) -> float:
-    found = []
+    seconds = []
     for _ in range(times):
         start = time.perf_counter()
         frames = encode(message)
@@ -110,8 +110,8 @@ def _codec(message: Segment, times: int = 100) -> float:
         copied = [bytes(frame) for frame in frames]
         decoding = time.perf_counter()
         decode(copied)
-        found.append(time.perf_counter() - decoding + middle - start)
-    return trimmed_mean(found)
+        seconds.append(time.perf_counter() - decoding + middle - start)
+    return trimmed_mean(seconds)
 
 
 def _echo(pipe: Connection, width: int, dtype: str) -> None:

@@ -98,13 +98,13 @@ class MeasuredWorker:
 
     def receive(self) -> Sequence[WorkerMessage]:
         """FlowspecError if the stage reports a failure."""
-        found: list[WorkerMessage] = []
+        messages: list[WorkerMessage] = []
         while (result := self._output.receive()) is not None:
             assert isinstance(result, Segment | Output)
             if isinstance(result, Segment):  # for V2
                 assert result.hidden is not None
                 result = Output(result.session, result.epoch, result.run, result.numbers, result.hidden)
-            found.append(result)
+            messages.append(result)
         while (item := self._hub.receive()) is not None:
             match item[1]:
                 case Failed(cause=cause):
@@ -112,12 +112,12 @@ class MeasuredWorker:
                 case Hello():
                     self._present = True
                 case Credit() | Tap() as answer:
-                    found.append(answer)
+                    messages.append(answer)
                 case Heartbeat(counters=counters):
                     self.runs_graphs = counters.get("graph_sizes", 0) > 0
-        if found:
+        if messages:
             self._quiet_since = time.monotonic()
-        return found
+        return messages
 
     def wait(self) -> None:
         """Wait briefly for a message; PeerLost after a long silence or the end of the process."""

@@ -41,13 +41,13 @@ class BoardSpec:
         return CandidateBoard(self.name, profile, self.role), how
 
 
-def parse_devices(given: Sequence[str]) -> list[BoardSpec]:
+def parse_devices(specs: Sequence[str]) -> list[BoardSpec]:
     """Boards from ``PROFILE``, ``PROFILE:COUNT`` (a name or a TOML file) and cluster files, with their roles.
 
     UsageError for an unknown profile, a count below 1, or duplicate names.
     """
     profiles, boards = [], []
-    for text in given:
+    for text in specs:
         if is_cluster(Path(text)):
             boards += _cluster(Path(text))
             continue

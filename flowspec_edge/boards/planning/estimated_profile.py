@@ -44,10 +44,10 @@ def board_profile(inventory: Inventory, device: DeviceEntry, path: Path) -> tupl
     named = device_profile(device, path)
     if named and named.memory:
         return named, ""
-    made, what = estimated(device, inventory.torch_device(device))
+    estimate, what = estimated(device, inventory.torch_device(device))
     if named is None:
-        return made, what
-    return named.model_copy(update={"memory": made.memory}), f"its profile has no [memory]: {what}"
+        return estimate, what
+    return named.model_copy(update={"memory": estimate.memory}), f"its profile has no [memory]: {what}"
 
 
 def is_known(device: DeviceEntry, path: Path) -> bool:

@@ -91,9 +91,9 @@ class HeadShape(StrictModel):
     def unread(self, width: int, packed: Packed | None) -> float:
         """Bytes of the experts that no row of a level of the default tree chooses, on average, if rows choose
         independently; and of an lm_head that a pass does not read."""
-        own = self.rescored
-        left = 0 if own is None else max(0, own.nbytes(width, packed) - rescored_bytes(
-            TreeParameters().width * self.candidates, own.rows, own.columns, width, packed))
+        lm_head = self.rescored
+        left = 0 if lm_head is None else max(0, lm_head.nbytes(width, packed) - rescored_bytes(
+            TreeParameters().width * self.candidates, lm_head.rows, lm_head.columns, width, packed))
         return left + sum((e.count - correlated(e.count, e.chosen, TreeParameters().width, 0.0))
                    * e.expert.nbytes(width, packed) for e in self.experts)
 

@@ -181,17 +181,17 @@ def search(boards: Sequence[CandidateBoard], problem: SplitProblem, rate: Rate) 
         if (kind := next(alike, len(kinds))) == len(kinds):
             kinds.append(board)
         tables.append(_Table(board, problem, kind))
-    found: list[_Split] = []
+    splits: list[_Split] = []
     for d0 in _candidates(tables, problem):
-        found += _frontier(d0, [t for t in tables if t is not d0], problem.size.layers, rate, found)
-    if not found:
+        splits += _frontier(d0, [t for t in tables if t is not d0], problem.size.layers, rate, splits)
+    if not splits:
         raise DoesNotFit(f"{problem.size.name} does not fit on {len(boards)} boards")
-    shortest = min(split.slowest for split in found)
-    made: dict[tuple[int, ...], PipelinePlan] = {}
-    for split in sorted(found, key=lambda split: split.order):
-        if (key := split.boards) not in made:
-            made[key] = split.as_plan(tables, problem, shortest)
-    return list(made.values())
+    shortest = min(split.slowest for split in splits)
+    plans: dict[tuple[int, ...], PipelinePlan] = {}
+    for split in sorted(splits, key=lambda split: split.order):
+        if (key := split.boards) not in plans:
+            plans[key] = split.as_plan(tables, problem, shortest)
+    return list(plans.values())
 
 
 @dataclass(frozen=True)
@@ -226,9 +226,9 @@ class _Split:
                             self.cost // _COUNT / _NS)
 
 
-def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, known: Sequence[_Split]
+def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, compared: Sequence[_Split]
               ) -> Iterator[_Split]:
-    """Splits with this D0 among which is the best, unless one of ``known`` is better.
+    """Splits with this D0 among which is the best, unless one of ``compared`` is better.
 
     For a time limit of the slowest stage the least latency follows from a dynamic program.  It falls as the
     limit rises, so between two limits no split is better than (the lower limit, the latency of the upper
@@ -239,7 +239,7 @@ def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, kno
     limits = _limits(others, layers, d0.occupied)
     if not limits:
         return
-    best = min((split.order for split in known), default=(0.0, 0, 0))
+    best = min((split.order for split in compared), default=(0.0, 0, 0))
 
     def value(slowest: int, cost: int) -> float:
         return rate(d0.board, slowest / _NS, cost // _COUNT / _NS)
@@ -328,12 +328,12 @@ def _candidates(tables: Sequence[_Table], problem: SplitProblem) -> list[_Table]
         raise UsageError("a pipeline needs at least two boards: D0 and a stage")
     if len(tables) >= _COUNT:
         raise UsageError(f"{len(tables)} boards are too many: a plan takes at most {_COUNT - 1}")
-    wanted = [t for t in tables if t.board.role == "draft"]
-    if len(wanted) > 1:
+    draft_tables = [t for t in tables if t.board.role == "draft"]
+    if len(draft_tables) > 1:
         raise UsageError('only one board can have the role "draft", but '
-                         f"{', '.join(t.board.name for t in wanted)} have it")
+                         f"{', '.join(t.board.name for t in draft_tables)} have it")
     able: list[_Table] = []
-    for table in wanted or [t for t in tables if t.board.role == "auto"]:
+    for table in draft_tables or [t for t in tables if t.board.role == "auto"]:
         if table.board.room >= problem.d0 and all(table.kind != other.kind for other in able):
             able.append(table)
     return able
@@ -380,13 +380,13 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
     placed = np.arange(layers + 1)
     for table in ordered:
         most = table.within(limit)
-        own = np.arange(1, max(most, 1) + 1)[:, None]  # layers of this board: rows of the arrays
-        before = placed - own
+        counts = np.arange(1, max(most, 1) + 1)[:, None]  # layers of this board: rows of the arrays
+        before = placed - counts
         ends = max(table.port, d0.port)
         v1 = max(table.latency, d0.latency) - ends
-        step = (table.stage[own] + table.port) * _COUNT + 1
+        step = (table.stage[counts] + table.port) * _COUNT + 1
         step = step - (before == 0) * min(table.port, d0.port) * _COUNT + (placed == layers) * ends * _COUNT
-        possible = (before >= 0) & (ways[:, before] < _NEVER) & (own <= most)
+        possible = (before >= 0) & (ways[:, before] < _NEVER) & (counts <= most)
         as_later = np.where(possible, ways[:, before] + step, _NEVER)
         as_first = np.where(as_later[0] < _NEVER, as_later[0] + v1 * _COUNT, _NEVER)
         is_first = as_first < as_later[1]
@@ -415,7 +415,7 @@ def _in_order(d0: _Table, chosen: list[tuple[_Table, int, bool]]) -> list[tuple[
     return [first, *rest]
 
 
-def _take(left: list[_Table], wanted: _Table) -> CandidateBoard:
-    found = next(table for table in left if table.kind == wanted.kind)
-    left.remove(found)
-    return found.board
+def _take(left: list[_Table], like: _Table) -> CandidateBoard:
+    chosen = next(table for table in left if table.kind == like.kind)
+    left.remove(chosen)
+    return chosen.board

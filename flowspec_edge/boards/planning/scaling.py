@@ -74,9 +74,9 @@ def _with_attention(curve: StageCurve, profile: Profile, size: ModelBytes) -> St
     corners = sorted({*curve.rows, *((bound, 2 * max(bound, curve.rows[-1])) if bound else ())})
 
     def at_corners(times: list[float]) -> list[float]:
-        known = dict(zip(curve.rows, times, strict=False))
+        times_of_rows = dict(zip(curve.rows, times, strict=False))
         one = StageCurve(layers=curve.layers, rows=curve.rows, ms=times) if times else None
-        return [known.get(n, one.milliseconds(n)) for n in corners] if one else []
+        return [times_of_rows.get(n, one.milliseconds(n)) for n in corners] if one else []
 
     return curve.model_copy(update={
         "rows": corners, "ms": at_corners(curve.ms), "shared_ms": at_corners(curve.shared_ms),
@@ -128,8 +128,9 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
         **{kind.charged_as: kind.layers * size.layer_read(1) / 1e6 * per_mb + head for kind in timed_kinds()},
         "row_ms": profile.draft.row_ms * ratio,
     })
-    own = profile.lm_head
-    lm_head = own.model_copy(update={"ms": head, "row_ms": own.row_ms * (head / own.ms if own.ms else ratio)})
+    profile_head = profile.lm_head
+    head_ratio = head / profile_head.ms if profile_head.ms else ratio
+    lm_head = profile_head.model_copy(update={"ms": head, "row_ms": profile_head.row_ms * head_ratio})
     update = {"model": shape, "stage": stage, "draft": draft, "lm_head": lm_head}
     return profile.model_copy(update=update), Scaling(
         f"scaled from layers of {measured.layer_mb:,.4g} MB and width {measured.hidden_width} "
@@ -192,9 +193,9 @@ def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequenc
         assert kernel
         full = measured.bytes_per_value / _INT4_BYTES  # bytes in 16 bits that are measured beside one of int4
         last = curve.rows[-1]  # beyond the rows that a stage was measured with, it grows at least as its products
-        own = {n: max(curve.milliseconds(n), curve.milliseconds(min(n, last)) * kernel.full(max(n, last))
-                      / kernel.full(last)) for n in corners}
-        return [own[n] * by_bytes[n] * full * kernel.ratio(n) for n in corners]
+        curve_ms = {n: max(curve.milliseconds(n), curve.milliseconds(min(n, last)) * kernel.full(max(n, last))
+                           / kernel.full(last)) for n in corners}
+        return [curve_ms[n] * by_bytes[n] * full * kernel.ratio(n) for n in corners]
     if basis == "bandwidth" and size.dtype == "int4" and size.experts:
         return [curve.milliseconds(n) * _read_in_all(size, n, correlation) / 1e6 / measured.layer_mb
                 for n in corners]
@@ -228,7 +229,7 @@ def at_context(profile: Profile, size: ModelBytes, context: int) -> Profile:
     def with_cache(times: list[float]) -> list[float]:
         if not curve.context_ms:
             return times
-        return [own + added * context / 1e3 for own, added in zip(times, curve.context_ms, strict=True)]
+        return [base + added * context / 1e3 for base, added in zip(times, curve.context_ms, strict=True)]
 
     draft = draft.model_copy(update={
         "pass_ms": draft.pass_ms + 1e3 * cache_seconds(profile, size.draft_kv_row, context),

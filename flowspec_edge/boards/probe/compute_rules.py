@@ -85,8 +85,8 @@ def computed(result: ComputationResult) -> Finding:
 
 def only_told(result: ComputationResult) -> Finding:
     """What a computation says; whether it works is for another check to judge."""
-    found = computed(result)
-    return found if found.ok else replace(found, state="skipped")
+    finding = computed(result)
+    return finding if finding.ok else replace(finding, state="skipped")
 
 
 def advisable(kind: str, capability: tuple[int, int] | None) -> bool:
@@ -159,25 +159,25 @@ def right_product(it: ComputeDevice) -> Iterator[Finding]:
     kind = _full(it)
     if kind not in it.results:
         return
-    found = computed(it.results[kind])
-    if found.ok:
-        yield Finding("product", "ok", f"{kind} on {it.name}, right to {found.error:.0e}")
+    finding = computed(it.results[kind])
+    if finding.ok:
+        yield Finding("product", "ok", f"{kind} on {it.name}, right to {finding.error:.0e}")
     else:
-        yield Finding("product", "failed", f"{kind} on {it.name}: {found.found}",
+        yield Finding("product", "failed", f"{kind} on {it.name}: {finding.found}",
                       "this torch does not fit this device: install another")
 
 
 def in_4_bits(it: ComputeDevice) -> Iterator[Finding]:
     """Which weights in 4 bits multiply, and in which to shard models."""
     tried = [computed(it.results[kind]) for kind in _TRIED if kind in it.results]
-    works = [found.check for found in tried if found.ok]
-    broken = [f"{found.check} does not: {found.found}" for found in tried if not found.ok]
+    works = [summary.check for summary in tried if summary.ok]
+    broken = [f"{summary.check} does not: {summary.found}" for summary in tried if not summary.ok]
     if tried and not broken:
         yield Finding("4 bits", "ok", f"{' and '.join(works)} work on {it.name}")
     if not broken:
         return
     advised = next((kind for kind in works if advisable(kind, it.capability)), "fp16")
-    found = "; ".join([*(f"{kind} works" for kind in works), *broken])
+    summary = "; ".join([*(f"{kind} works" for kind in works), *broken])
     advice = f"shard models in {advised}"
     if "nf4" in works and not advisable("nf4", it.capability):
         advice += ": on this GPU bitsandbytes expands the whole matrix for every product of more than 4 rows"
@@ -185,7 +185,7 @@ def in_4_bits(it: ComputeDevice) -> Iterator[Finding]:
         advice += ", which needs no bitsandbytes"
     if "nf4" not in works and advisable("nf4", it.capability):
         advice += f", or {_build(it.capability)}"
-    yield Finding("4 bits", "warning", found, advice)
+    yield Finding("4 bits", "warning", summary, advice)
 
 
 def _build(capability: tuple[int, int] | None) -> str:
@@ -197,10 +197,10 @@ def _build(capability: tuple[int, int] | None) -> str:
 
 def advised_product(it: ComputeDevice, result: ComputationResult, kind: str) -> Finding:
     """As ``computed``; a kind that works and is not advisable says so."""
-    found = computed(result)
-    if not found.ok or advisable(kind, it.capability):
-        return found
-    return replace(found, found="right, but above 4 rows the whole matrix is expanded for every product: shard in "
+    finding = computed(result)
+    if not finding.ok or advisable(kind, it.capability):
+        return finding
+    return replace(finding, found="right, but above 4 rows the whole matrix is expanded for every product: shard in "
                                 "int4")
 
 
@@ -218,11 +218,11 @@ def free_memory(it: ComputeDevice) -> Finding:
     if not {"MemFree", "MemAvailable"} <= it.memory.keys():
         return Finding("free memory", "unknown", "the system does not say")
     free, available = (it.memory[name] / 1e6 for name in ("MemFree", "MemAvailable"))
-    found = f"MemFree {free:,.0f} MB, MemAvailable {available:,.0f} MB"
+    amounts = f"MemFree {free:,.0f} MB, MemAvailable {available:,.0f} MB"
     if free < available / 2:
-        found += (": the difference is page cache, which CUDA may not get where it shares this memory; sync; "
-                  "echo 3 | sudo tee /proc/sys/vm/drop_caches returns it")
-    return Finding("free memory", "ok", found)
+        amounts += (": the difference is page cache, which CUDA may not get where it shares this memory; sync; "
+                    "echo 3 | sudo tee /proc/sys/vm/drop_caches returns it")
+    return Finding("free memory", "ok", amounts)
 
 
 def pieces(it: ComputeDevice) -> list[Computation]:
@@ -241,13 +241,13 @@ def largest_piece(it: ComputeDevice) -> Iterator[Finding]:
         yield Finding("largest piece", "warning",
                       f"only {it.available // _MB} MB are available: stop what else runs here, and try again")
         return
-    given = next((place for place, result in enumerate(tried) if not result.fault), len(tried))
-    refused = tried[given - 1].fault if given else ""
-    if given == len(tried):
+    first_allowed = next((place for place, result in enumerate(tried) if not result.fault), len(tried))
+    refused = tried[first_allowed - 1].fault if first_allowed else ""
+    if first_allowed == len(tried):
         yield Finding("largest piece", "failed", f"not even {needed} MB at once, which models need: {refused}")
         return
-    beyond = f"; {int(tried[given - 1].name):,} MB: {refused}" if given else ", all that is free"
-    yield Finding("largest piece", "ok", f"{int(tried[given].name):,} MB at once{beyond}")
+    beyond = f"; {int(tried[first_allowed - 1].name):,} MB: {refused}" if first_allowed else ", all that is free"
+    yield Finding("largest piece", "ok", f"{int(tried[first_allowed].name):,} MB at once{beyond}")
 
 
 def _halves(available: int) -> list[int]:
@@ -260,7 +260,7 @@ def _halves(available: int) -> list[int]:
 
 def refusing_release(it: ComputeDevice) -> Iterator[Finding]:
     """As ``large_pieces``, in one sentence, because this report has no advice."""
-    yield from (replace(found, found=f"{found.found}; {found.advice}") for found in large_pieces(it.l4t))
+    yield from (replace(finding, found=f"{finding.found}; {finding.advice}") for finding in large_pieces(it.l4t))
 
 
 def allocator(it: ComputeDevice) -> Iterator[Finding]:

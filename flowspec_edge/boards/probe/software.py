@@ -42,21 +42,21 @@ def unfit(version: str) -> str:
     """
     need = required()
     try:
-        found = Version(version)
+        parsed = Version(version)
     except InvalidVersion:
         return f"{version!r} is no version that Python knows"
-    if need.specifier.contains(found, prereleases=True):
+    if need.specifier.contains(parsed, prereleases=True):
         return ""
-    early = found.is_prerelease and need.specifier.contains(Version(found.base_version))
-    why = f", and a pre-release of {found.base_version} counts as older" if early else ""
+    early = parsed.is_prerelease and need.specifier.contains(Version(parsed.base_version))
+    why = f", and a pre-release of {parsed.base_version} counts as older" if early else ""
     return f"{version}; flowspec and transformers need torch{need.specifier}{why}"
 
 
 def install(l4t: str, python: str) -> str:
     """How to install a suitable torch for all users of ``python``; ``l4t``: "" if the board is no Jetson."""
-    known = jetpack_of(l4t) if l4t else None
-    if known and known.torch:
-        return known.install(python)
+    release = jetpack_of(l4t) if l4t else None
+    if release and release.torch:
+        return release.install(python)
     if l4t:
         return f"there install {required()} as made for L4T {l4t}, and numpy, for all users"
     pip = "pip3" if python == "python3" else f"{python} -m pip"
@@ -65,13 +65,13 @@ def install(l4t: str, python: str) -> str:
 
 def judge_jetpack(l4t: str) -> Finding | None:
     """The fault of a release of L4T; None if it is supported, or "" (no Jetson)."""
-    known = jetpack_of(l4t)
-    if known is None:
+    release = jetpack_of(l4t)
+    if release is None:
         return Finding("board", "warning", f"L4T {l4t} is a release that this flowspec does not know",
                      "go on if nothing else is in the way") if l4t else None
-    if known.supported:
+    if release.supported:
         return None
-    return Finding("board", "failed", f"L4T {l4t} (JetPack {known.name}): {known.reason}", known.advice)
+    return Finding("board", "failed", f"L4T {l4t} (JetPack {release.name}): {release.reason}", release.advice)
 
 
 def judge_docker(system: SystemFacts, image: Image | None, torch_device: str) -> Iterator[Finding]:
@@ -139,9 +139,9 @@ def _fault(torch: TorchFacts, torch_device: str) -> str:
 
 def _not_imported(torch: TorchFacts, python: str, l4t: str, how: str) -> Finding:
     missing = re.fullmatch(r"ModuleNotFoundError: No module named '(torch|numpy)'", torch.why)
-    if missing and (own := torch.own.get(missing[1])):
+    if missing and (user_file := torch.own.get(missing[1])):
         return Finding(missing[1], "failed",
-                            f"only in {PurePosixPath(own).parent.parent}, which services do not see",
+                            f"only in {PurePosixPath(user_file).parent.parent}, which services do not see",
                             f"install it for all users: {how}")
     if missing:
         return Finding("torch", "failed",
@@ -172,13 +172,13 @@ def _gpu(torch: TorchFacts, l4t: str, torch_device: str, dtype: str, how: str, b
             "the cluster file")
     elif on_gpu and torch.gpu_fault:
         capability = ".".join(map(str, torch.cuda or ()))
-        found = (f"{version}: a product on {torch.gpu or 'the GPU'} (compute capability {capability}) "
-                 f"fails: {torch.gpu_fault}")
+        failure = (f"{version}: a product on {torch.gpu or 'the GPU'} (compute capability {capability}) "
+                   f"fails: {torch.gpu_fault}")
         if busy:
-            yield Finding("gpu", "warning", found, "the service that runs there may hold the memory: "
+            yield Finding("gpu", "warning", failure, "the service that runs there may hold the memory: "
                                                    "flowspec deploy stop, and try again")
         else:
-            yield Finding("gpu", "failed", found, f"install a torch with kernels for this GPU: {how}")
+            yield Finding("gpu", "failed", failure, f"install a torch with kernels for this GPU: {how}")
     elif l4t and torch_device == "cpu":
         yield Finding("torch", "warning", 'torch_device is "cpu", so this Jetson computes on its CPU',
                            'set torch_device = "cuda" in the cluster file')

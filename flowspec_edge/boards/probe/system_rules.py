@@ -32,12 +32,12 @@ _TIME_SERVER = ("timedatectl timesync-status shows which one is asked; without i
 def free_memory(board: BoardInfo) -> Finding:
     if board.total_mb is None or board.available_mb is None:
         return Finding("memory", "unknown", "the system does not say")
-    found = f"{board.available_mb / 1e3:.1f} of {board.total_mb / 1e3:.1f} GB available"
+    amounts = f"{board.available_mb / 1e3:.1f} of {board.total_mb / 1e3:.1f} GB available"
     if board.available_mb < _MIN_FREE_SHARE * board.total_mb:
         advice = ("a board without a desktop has about 0.8 GB more: sudo systemctl set-default "
                   "multi-user.target, then reboot" if board.l4t else "end what else runs here")
-        return Finding("memory", "warning", found, advice)
-    return Finding("memory", "ok", found)
+        return Finding("memory", "warning", amounts, advice)
+    return Finding("memory", "ok", amounts)
 
 
 def swap(facts: SystemFacts) -> Finding:
@@ -46,12 +46,12 @@ def swap(facts: SystemFacts) -> Finding:
     if not areas:
         return Finding("swap", "ok", "none")
     total = sum(int(area[2]) * 1024 for area in areas if area[2].isdigit()) / _GIGA
-    found = f"{total:.1f} GB in {', '.join(area[0] for area in areas)}"
+    areas_text = f"{total:.1f} GB in {', '.join(area[0] for area in areas)}"
     if all("zram" in area[0] for area in areas):
-        return Finding("swap", "warning", found,
+        return Finding("swap", "warning", areas_text,
                        "zram takes the memory that shards want: sudo systemctl disable nvzramconfig, and a "
                        "swap file on NVMe if one is needed")
-    return Finding("swap", "ok", found)
+    return Finding("swap", "ok", areas_text)
 
 
 def temperature(board: BoardInfo) -> Finding:
@@ -65,34 +65,34 @@ def temperature(board: BoardInfo) -> Finding:
     return Finding("temperature", "ok", found)
 
 
-def power_mode(facts: SystemFacts, board: BoardInfo, wanted: str) -> Iterator[Finding]:
+def power_mode(facts: SystemFacts, board: BoardInfo, requested: str) -> Iterator[Finding]:
     """Compared by name, because a number means different modes on different boards.
 
     wanted  by the cluster file; "": any, and then only a Jetson has a finding
     """
-    if board.l4t or wanted:
+    if board.l4t or requested:
         numbers = mode_numbers(facts.files.get("etc/nvpmodel.conf", ""))
-        yield _judge_power_mode(board.power_mode, numbers, wanted)
+        yield _judge_power_mode(board.power_mode, numbers, requested)
 
 
-def _judge_power_mode(current: str, numbers: Mapping[str, str], wanted: str) -> Finding:
-    if wanted and wanted not in numbers:
-        return Finding("power mode", "failed", f"{wanted} is asked for, and there is "
+def _judge_power_mode(current: str, numbers: Mapping[str, str], requested: str) -> Finding:
+    if requested and requested not in numbers:
+        return Finding("power mode", "failed", f"{requested} is asked for, and there is "
                        + (f"only {', '.join(numbers)}" if numbers else "no /etc/nvpmodel.conf"),
                        "see power_mode in the cluster file")
     if not current:
         return Finding("power mode", "unknown", "nvpmodel does not say", "sudo nvpmodel -q shows it")
-    best = wanted or next((name for name in reversed([*numbers]) if name.upper().startswith("MAXN")), "")
+    best = requested or next((name for name in reversed([*numbers]) if name.upper().startswith("MAXN")), "")
     fastest = current.upper().startswith("MAXN")
-    if current == wanted or not best or (fastest and not wanted):
+    if current == requested or not best or (fastest and not requested):
         return Finding("power mode", "ok", current)
     clocks = "! command -v jetson_clocks >/dev/null || jetson_clocks"
     return Finding("power mode", "warning",
-                   f"{current}, and {f'{best} is asked for' if wanted else f'there is {best}'}",
-                   ("flowspec deploy up sets it; by hand: " if wanted else "")
+                   f"{current}, and {f'{best} is asked for' if requested else f'there is {best}'}",
+                   ("flowspec deploy up sets it; by hand: " if requested else "")
                    + f"sudo nvpmodel -m {numbers[best]}, then sudo jetson_clocks",
                    # Another mode may need a reboot, so only a cluster file may ask for it.
-                   remedy=(("nvpmodel", "-m", numbers[best]), ("sh", "-c", clocks)) if wanted else ())
+                   remedy=(("nvpmodel", "-m", numbers[best]), ("sh", "-c", clocks)) if requested else ())
 
 
 def free_disk(disks: Mapping[str, DiskFacts], storage: str, absent: str) -> Finding:
@@ -204,13 +204,13 @@ def network(facts: SystemFacts, address: str, interface: str, wrong: tuple[str, 
 
 def large_pieces(l4t: str) -> Iterator[Finding]:
     """Whether a release of L4T is one that may refuse large pieces of GPU memory."""
-    known = l4t_system().large_pieces
-    if is_from(l4t, known.since):
+    fault = l4t_system().large_pieces
+    if is_from(l4t, fault.since):
         yield Finding(
             "gpu memory", "warning",
-            f"L4T {l4t}: from {known.since} on (the fix for {known.fix}) large pieces of GPU memory are "
+            f"L4T {l4t}: from {fault.since} on (the fix for {fault.fix}) large pieces of GPU memory are "
             "reportedly refused though memory is free (NvMap error 12)",
-            f"go on: flowspec asks for {known.needed_mb} MB at once at most; flowspec doctor --gpu on the "
+            f"go on: flowspec asks for {fault.needed_mb} MB at once at most; flowspec doctor --gpu on the "
             "board says what it gives; do not set expandable_segments, which fails on a Jetson")
 
 
@@ -229,7 +229,7 @@ def desktop(facts: SystemFacts) -> Iterator[Finding]:
 def apt_hold(facts: SystemFacts) -> Iterator[Finding]:
     """Whether apt holds a Jetson's L4T packages."""
     packages = facts.packages
-    loose = [name for name, held in packages.items() if not held]
+    loose = [name for name, on_hold in packages.items() if not on_hold]
     if not l4t_of(facts):
         return
     if not packages:
@@ -248,11 +248,11 @@ def link(rate: LinkRate) -> Finding:
     if rate.measure is None:
         return Finding(name, "failed", rate.error, "see whether both are in one network, and no firewall is "
                                                    "between them")
-    found = f"{rate.measure.mbps:.0f} Mbps, {rate.measure.latency_ms:.2f} ms"
+    figures = f"{rate.measure.mbps:.0f} Mbps, {rate.measure.latency_ms:.2f} ms"
     if rate.measure.mbps < _SLOW_MBPS:
-        return Finding(name, "warning", found, "see whether the cable and the switch are made for 1 Gbps; "
+        return Finding(name, "warning", figures, "see whether the cable and the switch are made for 1 Gbps; "
                                                "ethtool shows what was agreed on")
-    return Finding(name, "ok", found)
+    return Finding(name, "ok", figures)
 
 
 def shaping(why: str | None) -> Iterator[Finding]:

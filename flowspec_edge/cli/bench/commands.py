@@ -186,21 +186,21 @@ def compare(
 
     if len(files) != 2:
         raise UsageError(f"give two files, A.json and B.json, not {len(files)}")
-    found = compared(files, [load_report(path) for path in files])
-    for difference in found.differences:
+    comparison = compared(files, [load_report(path) for path in files])
+    for difference in comparison.differences:
         print(printable(f"flowspec: warning: the files differ in {difference}"), file=sys.stderr)
     if as_json:
-        print(json.dumps(found.as_json(), indent=1))
+        print(json.dumps(comparison.as_json(), indent=1))
         return
 
     from rich.console import Console
 
     from flowspec_edge.lab.bench.tables import show
 
-    for name, about in zip("AB", found.files, strict=True):
+    for name, about in zip("AB", comparison.files, strict=True):
         print(printable(f"{name}: {about_text(about)}"))
-    show(Console(highlight=False), comparison_table(found))
-    for line in comparison_notes(found):
+    show(Console(highlight=False), comparison_table(comparison))
+    for line in comparison_notes(comparison):
         print(printable(line))
 
 
@@ -273,18 +273,18 @@ def timeline(
     from flowspec_edge.strategies.registry import strategy_class
 
     chosen = strategy_class(strategy)
-    found, charged = resolve_model(model), profile_or_testbed(profile)
-    stages = stages_of(found, stages, charged)
-    require_runnable([chosen.name], found, params, "virtual", stages)
-    device = device_of(device, found, dtype_of(found, dtype))
+    open_model, charged = resolve_model(model), profile_or_testbed(profile)
+    stages = stages_of(open_model, stages, charged)
+    require_runnable([chosen.name], open_model, params, "virtual", stages)
+    device = device_of(device, open_model, dtype_of(open_model, dtype))
     if out is not None:
         check_figure(out)
     text = Prompt("", "", prompt) if prompt is not None else load_prompts(demo_prompts(), 1)[0]
-    [request] = requests_for(Tokenizer(found), found, [text], max_new_tokens, sampling, params)
+    [request] = requests_for(Tokenizer(open_model), open_model, [text], max_new_tokens, sampling, params)
 
     from flowspec_edge.drivers.processes.clusters import open_cluster
 
-    with open_cluster(ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device), Virtual(charged)
+    with open_cluster(ClusterSpec(open_model.path, stages, dtype_of(open_model, dtype), device=device), Virtual(charged)
                       ) as cluster:
         stats = cluster.generate(replace(request, strategy=chosen.name)).stats
     view = window(stats.ttft_s, stats.ttft_s + stats.decode_s, stats.slot_s, turns, skip_turns)

@@ -109,7 +109,7 @@ def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Re
 
 
 @contextmanager
-def first_interrupt(stop: Callable[[], object], wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def first_interrupt(stop: Callable[[], object], condition: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """The first Ctrl-C within the block calls ``stop`` if ``wanted()``; any other is as before the block."""
     before = signal.getsignal(signal.SIGINT)
     if not callable(before):  # a background job of a shell ignores it
@@ -118,7 +118,7 @@ def first_interrupt(stop: Callable[[], object], wanted: Callable[[], bool] = lam
 
     def handle(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, before)
-        if wanted():
+        if condition():
             stop()
         else:
             before(number, frame)

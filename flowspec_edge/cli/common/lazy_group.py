@@ -92,8 +92,8 @@ def _add_full_help(command: Any) -> None:
     if not rare:
         return
 
-    def show(context: typer.Context, wanted: bool) -> None:
-        if wanted:
+    def show(context: typer.Context, requested: bool) -> None:
+        if requested:
             for parameter in rare:
                 parameter.hidden = False
             print(context.get_help())

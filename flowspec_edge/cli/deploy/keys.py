@@ -43,16 +43,16 @@ def show(
     from flowspec_edge.cli.common.progress import asking_boards
 
     directory, devices = beside(cluster, inventory.cluster.keys), inventory.device
-    known = recorded(devices, directory)
+    recorded_keys = recorded(devices, directory)
     with asking_boards():
         boards = shown(inventory, devices, {d.name: python_for(inventory, d) for d in devices}, directory)
     if as_json:
         print(json.dumps({"boards": [
-            {"name": board.name, "public": next(iter(board.publics), None), "recorded": known.get(board.name),
+            {"name": board.name, "public": next(iter(board.publics), None), "recorded": recorded_keys.get(board.name),
              "error": board.error or None} for board in boards]}))
     else:
         for board in boards:
-            print(_line(board, board.name in known))
+            print(_line(board, board.name in recorded_keys))
     if any(board.error for board in boards):
         raise typer.Exit(1)
 

@@ -138,18 +138,18 @@ def generate(
         generate_remotely(cluster, RemoteRequest(text, chat, system, named, max_new_tokens, sampling,
                                                  explicit, schema, values), as_json)
         return
-    found = resolve_model(model)
+    open_model = resolve_model(model)
     clock_settings = choose_clock(clock, profile, emulate)
-    stages = stages_of(found, stages, clock_settings.profile)
+    stages = stages_of(open_model, stages, clock_settings.profile)
     if chat:
-        require_template(found, chat_template)
+        require_template(open_model, chat_template)
     chosen = strategy_class(strategy)
-    params = with_a_draft(chosen.name, found, params)
-    require_runnable([chosen.name], found, params, clock_settings.clock, stages)
+    params = with_a_draft(chosen.name, open_model, params)
+    require_runnable([chosen.name], open_model, params, clock_settings.clock, stages)
     if trace is not None:
         check_writable(trace)
-    device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages))
-    sampling, origins = choose_sampling(sampling, explicit_options(context, asdict(sampling)), found)
+    device = device_of(device, open_model, dtype_of(open_model, dtype), processes=clock_settings.processes(stages))
+    sampling, origins = choose_sampling(sampling, explicit_options(context, asdict(sampling)), open_model)
     if verbose:
         logging.basicConfig(format="%(message)s")  # to stderr
         logging.getLogger("flowspec_edge").setLevel(logging.INFO)
@@ -159,29 +159,30 @@ def generate(
     from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.model.text import TextStream, Tokenizer
 
-    tokenizer = Tokenizer(found, chat_template)
+    tokenizer = Tokenizer(open_model, chat_template)
     if chat:
         messages = [Message("system", system)] if system is not None else []
         ids, before = tokenizer.chat([*messages, Message("user", text)], how=Rendering(values)), []
         if unread := [name for name in values if not tokenizer.reads(name)]:
-            print(f"flowspec: note: the chat template of {found.name} does not read {', '.join(unread)}",
+            print(f"flowspec: note: the chat template of {open_model.name} does not read {', '.join(unread)}",
                   file=sys.stderr)
-        stops = found.stop_ids | tokenizer.chat_stop_ids
+        stops = open_model.stop_ids | tokenizer.chat_stop_ids
     else:
         ids = before = tokenizer.encode(text)
-        stops = found.stop_ids
-    require_fitting(len(ids), found, max_new_tokens)
-    if ignored := not_applied(found, sampling):
-        print(f"flowspec: note: {found.name} asks for options that are not applied here: "
+        stops = open_model.stop_ids
+    require_fitting(len(ids), open_model, max_new_tokens)
+    if ignored := not_applied(open_model, sampling):
+        print(f"flowspec: note: {open_model.name} asks for options that are not applied here: "
               f"{', '.join(ignored)}", file=sys.stderr)
     grammar = _grammar(tokenizer, schema, stops, json_schema)
     request = Request(ids, chosen.name, max_new_tokens, sampling, params, stops, grammar=grammar)
     pieces: list[str] = []
     stream = TextStream(tokenizer.decode, pieces.append if as_json else _write, before)
-    about = {"model": found.name, "stages": stages, "clock": clock_settings.clock,
+    about = {"model": open_model.name, "stages": stages, "clock": clock_settings.clock,
              "profile": clock_settings.profile_name, "device": device}
     with (write_trace(trace, request, stages, about, tokenizer.decode, before) as watch,
-          open_cluster(ClusterSpec(found.path, stages, answering_dtype(found, dtype, device, clock_settings.clock),
+          open_cluster(ClusterSpec(open_model.path, stages,
+                                   answering_dtype(open_model, dtype, device, clock_settings.clock),
                                    device=device, observer=watch, at_once=1),
                        clock_settings.place(stages, device)) as devices):
         result = answer(devices, request, stream.push)

@@ -53,8 +53,8 @@ class RemoteRequest:
         if self.strategy is not None:
             body["flowspec"]["strategy"] = self.strategy
         if self.schema is not None:
-            wanted = {"name": "answer", "schema": self.schema, "strict": True}
-            body["response_format"] = {"type": "json_schema", "json_schema": wanted}
+            schema = {"name": "answer", "schema": self.schema, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         if not self.chat:
             return body | {"prompt": self.text}
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []

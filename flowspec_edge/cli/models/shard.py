@@ -237,15 +237,15 @@ def _figures(manifest: Manifest, context: int) -> list[dict[str, Any]]:
     """Return a row for each part, D0's last."""
     from flowspec_edge.model.manifest import DRAFT
 
-    found = []
+    rows = []
     for name, part in manifest.parts.items():
         layers = None if name == DRAFT else manifest.ranges[int(name.rpartition("-")[2]) - 1]
-        found.append({
+        rows.append({
             "part": name, "layers": layers, "parameters": part.parameters, "disk_bytes": part.size,
             "weight_bytes": part.weight_bytes, "cache_bytes": part.cache_bytes(context),
             "memory_bytes": part.weight_bytes + part.cache_bytes(context), "here": manifest.has_part(name),
         })
-    return found
+    return rows
 
 
 def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -> None:

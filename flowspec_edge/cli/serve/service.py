@@ -85,7 +85,7 @@ class Service:
         admission = Admission(served.probe(), self.queue, self.ready_within, at_once=self.at_once)
         log_to_stderr(log_json)
         says = self._first_line(url_of(listener))
-        with board_meter(wanted=self.profile is None) as meter:
+        with board_meter(enabled=self.profile is None) as meter:
             stats, feed = SystemStats(meter=meter).read, Feed()
             metrics = Metrics(self.stages, stats, {
                 "model": self.name, "strategy": self.strategy, "stages": str(self.stages),

@@ -92,10 +92,10 @@ class _Writer:
         if self._timeline.events:
             self._draw_request()
         self._events.sort(key=lambda event: event["ts"])  # stable: a flow stays behind its slice
-        own = {"complete": self._timeline.result is not None,
-               "clocks": _ONE_CLOCK if self._timeline.one_clock else _MAPPED}
+        trace_facts = {"complete": self._timeline.result is not None,
+                       "clocks": _ONE_CLOCK if self._timeline.one_clock else _MAPPED}
         return {"traceEvents": [*self._names(), *self._events], "displayTimeUnit": "ms",
-                "otherData": about | own}
+                "otherData": about | trace_facts}
 
     def _names(self) -> Iterator[Event]:
         for device in range(self._stages + 1):

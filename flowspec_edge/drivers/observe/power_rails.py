@@ -32,13 +32,13 @@ def system_root() -> Path:
 
 def find_rails(root: Path) -> dict[str, Rail]:
     """Return the connected channels of all chips below ``root`` by label."""
-    found: dict[str, Rail] = {}
+    rails: dict[str, Rail] = {}
     for chip in sorted(root.glob(_CHIPS)):
         for channel in _CHANNELS:
             label = _text(chip / f"in{channel}_label")
             if label and label != _NOT_CONNECTED:
-                found.setdefault(label, Rail(chip / f"in{channel}_input", chip / f"curr{channel}_input"))
-    return found
+                rails.setdefault(label, Rail(chip / f"in{channel}_input", chip / f"curr{channel}_input"))
+    return rails
 
 
 def total_rails(root: Path, boards: Iterable[tuple[str, Sequence[str]]]) -> tuple[Rail, ...]:

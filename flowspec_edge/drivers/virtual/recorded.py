@@ -179,19 +179,19 @@ class RecordedStage:
 
     def _digests(self, part: Part) -> Payload:
         """Those of a segment's rows; they are kept behind the cache's last one."""
-        [held] = part.cache.parts
-        assert isinstance(held, DigestCache)
+        [cache] = part.cache.parts
+        assert isinstance(cache, DigestCache)
         tokens, positions = part.segment.tokens, part.segment.positions
         assert tokens is not None
         before = part.mask & (part.columns == positions[:, None] - 1)
         parents, has_parent = before.argmax(axis=1).tolist(), before.any(axis=1).tolist()
-        start, known = len(held), held.digests[: len(held)]
-        own: list[int] = []
+        start, cached_digests = len(cache), cache.digests[: len(cache)]
+        row_digests: list[int] = []
         for token, parent, has in zip(tokens.tolist(), parents, has_parent, strict=True):
-            above = 0 if not has else int(known[parent]) if parent < start else own[parent - start]
-            own.append(digest(above, token))
-        new = np.array(own, np.uint64)
-        held.digests[start : start + len(own)] = new
+            above = 0 if not has else int(cached_digests[parent]) if parent < start else row_digests[parent - start]
+            row_digests.append(digest(above, token))
+        new = np.array(row_digests, np.uint64)
+        cache.digests[start : start + len(row_digests)] = new
         return Payload(_WIRE, new.view(np.float16).reshape(-1, _WIDTH))
 
     def no_rows(self) -> Payload:
@@ -295,7 +295,7 @@ class RecordedDrafter(Drafter):
     def expand(self, request: DraftRequest) -> DraftOutput:
         if request.root != self._root:
             self._root = request.root
-            self._nodes = {node: own for node, own in self._nodes.items() if node > request.root}
+            self._nodes = {node: children for node, children in self._nodes.items() if node > request.root}
             self._places = {}
         if self._text is None:
             self._text = self._find()

@@ -133,11 +133,11 @@ class Recording:
 
     def at(self, temperature: float) -> list[RecordedText]:
         """The texts at a temperature. UsageError if there are none."""
-        found = [text for text in self.texts if text.sampling.temperature == temperature]
-        if not found:
+        texts = [text for text in self.texts if text.sampling.temperature == temperature]
+        if not texts:
             have = " and ".join(f"{value:g}" for value in self.temperatures)
             raise UsageError(f"{self.shown} has no text at temperature {temperature:g}: it has {have}")
-        return found
+        return texts
 
     @property
     def shown(self) -> str:
@@ -231,10 +231,10 @@ def _recording(path: Path, header: dict[str, Any], arrays: dict[str, NDArray[Any
         raise ValueError(f"a token is outside the vocabulary of {vocabulary}")
     for entry in header["texts"]:
         prompt, answer, count = int(entry["prompt"]), int(entry["answer"]), int(entry["roots"])
-        own = text[at : at + prompt + answer].tolist()
+        token_ids = text[at : at + prompt + answer].tolist()
         texts.append(RecordedText(
-            str(entry["task"]), str(entry["name"]), tuple(own[:prompt]), tuple(own[prompt:]), entry["reason"],
-            entry["stop"], Sampling(**entry["sampling"]), tuple(expansions[root : root + count])))
+            str(entry["task"]), str(entry["name"]), tuple(token_ids[:prompt]), tuple(token_ids[prompt:]),
+            entry["reason"], entry["stop"], Sampling(**entry["sampling"]), tuple(expansions[root : root + count])))
         at, root = at + prompt + answer, root + count
     if not texts or at != len(text) or root != len(expansions):
         raise ValueError("its texts have other lengths than its header says")
@@ -263,10 +263,10 @@ def _planes(name: str, values: NDArray[np.uint32], count: int) -> dict[str, NDAr
 def _joined(planes: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     if any(plane.dtype != np.uint8 or plane.ndim != 2 for plane in planes):
         raise ValueError("its arrays have other types")
-    found = np.zeros(planes[0].shape, np.int64)
+    joined = np.zeros(planes[0].shape, np.int64)
     for i, plane in enumerate(planes):
-        found |= plane.astype(np.int64) << (8 * i)
-    return found
+        joined |= plane.astype(np.int64) << (8 * i)
+    return joined
 
 
 def _bytes_of(array: NDArray[Any]) -> bytes:
@@ -283,5 +283,5 @@ def _put(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
 def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
     if archive.getinfo(name).file_size > _MOST_BYTES:
         raise ValueError(f"{name} is too large")
-    found: NDArray[Any] = np.lib.format.read_array(BytesIO(archive.read(name)))
-    return found
+    array: NDArray[Any] = np.lib.format.read_array(BytesIO(archive.read(name)))
+    return array

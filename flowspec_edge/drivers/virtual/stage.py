@@ -54,10 +54,10 @@ class VirtualStage:
 
     def work(self, session: int) -> SessionWork:
         """What the stage has done for a session; a running pass counts with what is cancelled already."""
-        running, found = self._running, self._work[session]
+        running, work = self._running, self._work[session]
         cancelled = sum(gone and segment.session == session for segment, gone in
                         zip(running.segments, running.cancelled, strict=True)) if running else 0
-        return replace(found, cancelled=found.cancelled + cancelled)
+        return replace(work, cancelled=work.cancelled + cancelled)
 
     def receive(self, message: Segment | Batch | Open | Prune | Cancel | Close) -> None:
         if isinstance(message, Segment | Batch):

@@ -53,11 +53,11 @@ def mark_of(different_answers: int | None, near_ties: int | None) -> str:
 
 
 def exactness(samples: Iterable[Sample]) -> Exactness:
-    found = list(samples)
-    differing = [s.different_tokens for s in found]
-    known = [count for count in differing if count is not None]
-    return Exactness(len(found), sum(not s.identical for s in found), sum(s.tokens for s in found),
-                     sum(known) if len(known) == len(differing) else None, sum(s.near_ties for s in found))
+    answers = list(samples)
+    differing = [s.different_tokens for s in answers]
+    counts = [count for count in differing if count is not None]
+    return Exactness(len(answers), sum(not s.identical for s in answers), sum(s.tokens for s in answers),
+                     sum(counts) if len(counts) == len(differing) else None, sum(s.near_ties for s in answers))
 
 
 def types_of(settings: Mapping[str, Any]) -> str:

@@ -39,8 +39,8 @@ class NearTies:
         slack = TOLERANCE * float(logits.std())
         chosen = [[token] for token in tokens] + ([stops] if ended else [])
         first = len(request.prompt) - 1
-        return all(_nearly_best(row, first + i, wanted, request, slack)
-                   for i, (row, wanted) in enumerate(zip(logits, chosen, strict=False)))
+        return all(_nearly_best(row, first + i, tokens_of_row, request, slack)
+                   for i, (row, tokens_of_row) in enumerate(zip(logits, chosen, strict=False)))
 
     @torch.inference_mode()
     def _logits(self, text: list[int]) -> NDArray[np.float64]:
@@ -50,17 +50,17 @@ class NearTies:
         return np.asarray(logits.double().cpu().numpy())
 
 
-def _nearly_best(logits: NDArray[np.float64], position: int, wanted: list[int], request: Request,
+def _nearly_best(logits: NDArray[np.float64], position: int, candidates: list[int], request: Request,
                  slack: float) -> bool:
-    """Whether one of ``wanted`` could win in its row if every logit were off by up to half of ``slack``."""
+    """Whether one of ``candidates`` could win in its row if every logit were off by up to half of ``slack``."""
     sampling = request.sampling
     if sampling.greedy:
-        return bool(logits.max() - logits[wanted].max() <= slack)
+        return bool(logits.max() - logits[candidates].max() <= slack)
     scaled, off = logits / sampling.temperature, slack / sampling.temperature
     may, must = _kept(scaled, sampling, off)
     noisy = scaled + gumbel(sampling.seed, position + 1, len(logits))
     rivals = noisy[must].max() if must.any() else -np.inf
-    return any(may[token] and rivals - noisy[token] <= off for token in wanted)
+    return any(may[token] and rivals - noisy[token] <= off for token in candidates)
 
 
 def _kept(x: NDArray[np.float64], sampling: Sampling, off: float

@@ -70,8 +70,8 @@ def _heading(report: BenchReport) -> str:
 
 def _order(report: BenchReport, first: Sequence[str], only: Collection[str] | None) -> list[str]:
     measured = dict.fromkeys(row.strategy for row in report.rows)
-    wanted = [name for name in measured if (name in only if only else name not in _LEFT_OUT)]
-    return [name for name in first if name in wanted] + [name for name in wanted if name not in first]
+    names = [name for name in measured if (name in only if only else name not in _LEFT_OUT)]
+    return [name for name in first if name in names] + [name for name in names if name not in first]
 
 
 def _speed_tables(report: BenchReport, strategies: Sequence[str], published: PaperResults | None
@@ -80,7 +80,7 @@ def _speed_tables(report: BenchReport, strategies: Sequence[str], published: Pap
         return ["None of its methods was measured."]
     rows = {(row.strategy, row.task, row.temperature): row for row in (*report.rows, *report.means)}
     tasks = [*dict.fromkeys(row.task for row in report.rows), MEAN]
-    found = []
+    tables = []
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
         theirs = published.speeds(report.profile, report.settings["stages"], temperature) if published else []
         header = ["method"]
@@ -94,8 +94,8 @@ def _speed_tables(report: BenchReport, strategies: Sequence[str], published: Pap
             for speed in theirs:
                 line += _published_speed(speed.means.get(name), speed.means[BASELINE])
             body.append(line)
-        found += [f"**T = {temperature:g}**", markdown_table(header, body)]
-    return found
+        tables += [f"**T = {temperature:g}**", markdown_table(header, body)]
+    return tables
 
 
 def _accepted_table(report: BenchReport, strategies: Sequence[str], published: PaperResults | None) -> str:
@@ -169,7 +169,7 @@ def _loops(report: BenchReport) -> list[str]:
     """How many answers repeat themselves, and the speeds of the others."""
     if not report.means or any(row.repeating is None for row in report.means):
         return []
-    found = []
+    lines = []
     for temperature in dict.fromkeys(row.temperature for row in report.means):
         rows = [row for row in report.means if row.temperature == temperature]
         counts = " or ".join(dict.fromkeys(f"{row.repeating} of {row.answers}" for row in rows))
@@ -177,5 +177,5 @@ def _loops(report: BenchReport) -> list[str]:
                            (f" (SR {row.speedup_other:.2f})" if row.speedup_other is not None else "")
                            for row in rows if row.repeating and row.tokens_per_second_other is not None)
         without = f"; without them, in tokens/s: {others}" if others else ""
-        found.append(f"T = {temperature:g}: {counts}{without}")
-    return [f"Answers of a method that repeat themselves ({LOOP}): {'. '.join(found)}."]
+        lines.append(f"T = {temperature:g}: {counts}{without}")
+    return [f"Answers of a method that repeat themselves ({LOOP}): {'. '.join(lines)}."]

@@ -247,6 +247,6 @@ def plugins_of(names: Sequence[str]) -> tuple[str, ...]:
     """The strategies from outside among ``names``, as "package.module:Class"."""
     from flowspec_edge.strategies.registry import strategy_class
 
-    found = [strategy_class(name) for name in names]
-    return tuple(f"{cls.__module__}:{cls.__qualname__}" for cls in found
+    classes = [strategy_class(name) for name in names]
+    return tuple(f"{cls.__module__}:{cls.__qualname__}" for cls in classes
                  if not cls.__module__.startswith("flowspec_edge."))

@@ -81,8 +81,8 @@ class Results(ABC):
     def different_texts(self) -> list[str]:
         """A line for each text that is not plain decoding's."""
         places = [(self.where(point.value), point.report) for point in self.measured_points()]
-        return [f"at {where}: {found}" if where else str(found)
-                for where, report in places for found in report.differences]
+        return [f"at {where}: {difference}" if where else str(difference)
+                for where, report in places for difference in report.differences]
 
     @abstractmethod
     def as_json(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class BenchReport(Results):
             "rows": [_row_json(row) for row in self.rows], "means": [_row_json(row) for row in self.means],
             "differences": [asdict(d) for d in self.differences],
             "samples": [_sample_json(sample) for sample in self.samples],
-            **({"first_tokens": [asdict(found) for found in self.first_tokens]} if self.first_tokens else {}),
+            **({"first_tokens": [*map(asdict, self.first_tokens)]} if self.first_tokens else {}),
         }
 
 
@@ -173,10 +173,10 @@ class Sweep(Results):
         for point in self.points:
             if point.value == value:
                 return point
-        made = Point(value, BenchReport(self.profile, self.clock))
-        self.points.append(made)
+        new_point = Point(value, BenchReport(self.profile, self.clock))
+        self.points.append(new_point)
         self.points.sort(key=lambda point: point.value, reverse=self.axis.falls)  # type: ignore[arg-type, return-value]
-        return made
+        return new_point
 
     def measured_points(self) -> Sequence[Point]:
         return [point for point in self.points if point.report.samples]
@@ -186,12 +186,12 @@ class Sweep(Results):
 
     def speeds(self) -> dict[str, dict[Value, ReportRow]]:
         """Strategy → value → the row, or with several tasks their mean."""
-        found: dict[str, dict[Value, ReportRow]] = {}
+        rows: dict[str, dict[Value, ReportRow]] = {}
         for point in self.points:
             assert point.value is not None
             for row in point.report.means:
-                found.setdefault(row.strategy, {})[point.value] = row
-        return found
+                rows.setdefault(row.strategy, {})[point.value] = row
+        return rows
 
     def as_json(self) -> dict[str, Any]:
         """The ``flowspec sweep … --json`` object, without values that have not been measured yet."""

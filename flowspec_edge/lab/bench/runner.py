@@ -181,13 +181,13 @@ def measure_points(results: Results, plans: Plans, open_point: OpenPoint, plain:
 
 def cached(plain: PlainDecoding) -> PlainDecoding:
     """Plain decoding that runs each request once: no axis changes the text."""
-    known: dict[tuple[tuple[int, ...], int, Sampling, frozenset[int]], tuple[list[int], str]] = {}
+    answers: dict[tuple[tuple[int, ...], int, Sampling, frozenset[int]], tuple[list[int], str]] = {}
 
     def answer(request: Request) -> tuple[list[int], str]:
         key = tuple(request.prompt), request.max_new_tokens, request.sampling, request.stop_ids
-        if key not in known:
-            known[key] = plain(request)
-        return known[key]
+        if key not in answers:
+            answers[key] = plain(request)
+        return answers[key]
 
     return answer
 
@@ -237,8 +237,8 @@ def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: i
         near_ties=tied, energy_j=s.energy_j, energy_above_idle_j=s.energy_above_idle_j,
         repeating=repeats_itself(result.tokens), concurrent=timing,
         draft=s.draft, answer=answer_digest(result.tokens, result.finish_reason),
-        different_tokens=max(different_tokens(found.tokens, expected)
-                             for found in (answer.alone, result) if found),
+        different_tokens=max(different_tokens(timed.tokens, expected)
+                             for timed in (answer.alone, result) if timed),
     )
 
 

@@ -89,7 +89,7 @@ def _axis(columns: int, fine: int, first: float) -> str:
 
 
 def _cells(spans: Sequence[Span], start: float, step: float, columns: int) -> list[Span | None]:
-    found: list[Span | None] = []
+    cells: list[Span | None] = []
     for column in range(columns):
         left = start + column * step
         shares = [(share, s) for s in spans
@@ -97,8 +97,8 @@ def _cells(spans: Sequence[Span], start: float, step: float, columns: int) -> li
         most, busiest = max(shares, key=lambda share: share[0], default=(0.0, None))
         idle = step - sum(share for share, _ in shares)
         shows = busiest is not None and (busiest.device == 0 or idle <= most)
-        found.append(busiest if shows else None)
-    return found
+        cells.append(busiest if shows else None)
+    return cells
 
 
 def _line(cells: Sequence[Span | None]) -> str:
@@ -146,8 +146,8 @@ def update_timelines(text: str, draw: Draw) -> str:
     return _MARK.sub(block, text)
 
 
-def _run(given: list[str]) -> str:
-    command = module_command("flowspec_edge", "bench", "timeline", *given)
+def _run(arguments: list[str]) -> str:
+    command = module_command("flowspec_edge", "bench", "timeline", *arguments)
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_RUN_S).stdout
 
 

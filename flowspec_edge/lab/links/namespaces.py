@@ -218,6 +218,6 @@ def _measured(bed: NetnsTestbed, sender: int, receiver: int, seconds: float) -> 
 
     with ThreadPoolExecutor(2) as pool:
         serving, measuring = pool.submit(serve), pool.submit(measure)
-        found = measuring.result()  # both ends have deadlines of their own
+        measurement = measuring.result()  # both ends have deadlines of their own
         serving.result()
-    return found
+    return measurement

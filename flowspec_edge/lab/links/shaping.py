@@ -123,11 +123,11 @@ class DeviceShaping:
         text = self._runner.run(["sh", "-es"], tc.script(
             [["tc", "-j", "qdisc", "show", "dev", self._interface]]))
         try:
-            found = json.loads(text)
+            disciplines = json.loads(text)
         except ValueError as error:
             raise FlowspecError(f"{self._runner.where}: `tc -j qdisc show` gives no JSON; it needs "
                                 "iproute2 5 or newer") from error
-        return list(found)
+        return list(disciplines)
 
     def _restore_script(self) -> str:
         """The restoring script; UsageError if the state cannot be restored reliably."""

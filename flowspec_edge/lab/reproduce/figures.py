@@ -33,7 +33,7 @@ _LABELS = 92  # letters below an axis, at 7 points
 _SOURCE_MARKERS = ("o", "s", "^")
 
 
-def figure_of(kind: Kind, records: Sequence[Record], found: Sequence[Measured], caption: Sequence[str]
+def figure_of(kind: Kind, records: Sequence[Record], results: Sequence[Measured], caption: Sequence[str]
               ) -> Figure:
     """``caption``: lines below the figure."""
     records = [r for r in records if r.figure is not None]
@@ -42,8 +42,8 @@ def figure_of(kind: Kind, records: Sequence[Record], found: Sequence[Measured], 
         axis.axis("off")
         axis.text(0, 0.5, NO_SPEED, fontsize=8)
     elif kind == "depth":
-        assert isinstance(found[0].results, Sweep)
-        figure = grid_figure(found[0].results)
+        assert isinstance(results[0].results, Sweep)
+        figure = grid_figure(results[0].results)
         _add_published_cells(figure.axes[0], records)
     else:
         figure = _FIGURES[kind](records)

@@ -123,14 +123,14 @@ Found = dict[Quantity, Estimate | None]  # None: no answer has one
 Figures = Callable[[Sequence[Sample], Others, int], Found]  # the number of stages last
 
 
-def records_of(artefact: Artefact, found: Sequence[Measured], paper: PaperResults) -> list[Record]:
-    made: list[Record] = []
-    for measured in found:
+def records_of(artefact: Artefact, results: Sequence[Measured], paper: PaperResults) -> list[Record]:
+    records: list[Record] = []
+    for measured in results:
         for value, stages, report in measured.points():
             here = _Point(measured, value, stages, report)
-            made += here.records(_FIGURES[artefact.kind])
-        made += _published(artefact.kind, measured, paper)
-    return made
+            records += here.records(_FIGURES[artefact.kind])
+        records += _published(artefact.kind, measured, paper)
+    return records
 
 
 def position(axis: str | None, value: Value | None) -> str:
@@ -171,7 +171,7 @@ class _Point:
 
     def _made(self, temperature: float, method: str, task: str, samples: Sequence[Sample],
               figures: Found) -> Iterator[Record]:
-        known = all(s.repeating is not None for s in samples)
+        all_judged = all(s.repeating is not None for s in samples)
         exact = exactness(samples)
         axis = self.measured.measurement.axis
         for quantity, estimate in figures.items():
@@ -181,7 +181,7 @@ class _Point:
                 estimate.error if estimate else None, estimate.median if estimate else None,
                 prompts=len({(s.task, s.prompt) for s in samples}), answers=len(samples),
                 short=sum(map(is_short, samples)),
-                repeating=sum(bool(s.repeating) for s in samples) if known else None,
+                repeating=sum(bool(s.repeating) for s in samples) if all_judged else None,
                 identical=not exact.different_answers, different_answers=exact.different_answers,
                 tokens=exact.tokens, different_tokens=exact.different_tokens, near_ties=exact.near_ties,
                 acceptance=self.measured.acceptance, draft=samples[0].draft,
@@ -190,15 +190,15 @@ class _Point:
 
 def _speeds(mine: Sequence[Sample], others: Others, stages: int) -> Found:
     base = others(BASELINE)
-    found: Found = {"tokens_per_second": speed(mine)}
+    figures: Found = {"tokens_per_second": speed(mine)}
     if base:
-        found["speedup"] = speedup(mine, base)
+        figures["speedup"] = speedup(mine, base)
     ours, theirs = _not_repeating(mine), _not_repeating(base)
     if ours and any(s.repeating for s in mine):
-        found["tokens_per_second_other"] = speed(ours)
+        figures["tokens_per_second_other"] = speed(ours)
         if theirs:
-            found["speedup_other"] = speedup(ours, theirs)
-    return found
+            figures["speedup_other"] = speedup(ours, theirs)
+    return figures
 
 
 def _not_repeating(samples: Sequence[Sample]) -> list[Sample]:
@@ -210,12 +210,12 @@ def _acceptance(mine: Sequence[Sample], others: Others, stages: int) -> Found:
 
 
 def _ratios(mine: Sequence[Sample], others: Others, stages: int) -> Found:
-    found: Found = {"tokens_per_second": speed(mine)}
+    figures: Found = {"tokens_per_second": speed(mine)}
     if plain := others("autoregressive"):
-        found["over_autoregressive"] = speedup(mine, plain)
+        figures["over_autoregressive"] = speedup(mine, plain)
     if static := others("stpp"):
-        found["over_stpp"] = speedup(mine, static)
-    return found
+        figures["over_stpp"] = speedup(mine, static)
+    return figures
 
 
 def _law(mine: Sequence[Sample], others: Others, stages: int) -> Found:

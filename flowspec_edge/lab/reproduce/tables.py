@@ -207,7 +207,7 @@ _BUILDERS: dict[Kind, Callable[[Sequence[Record]], list[PaperPanel]]] = {
 
 
 def terminal(panel: PaperPanel) -> Table:
-    made = frame(panel.header[:1], panel.header[1:], panel.heading)
+    table = frame(panel.header[:1], panel.header[1:], panel.heading)
     for row in panel.rows:
-        made.add_row(*map(plain, row))
-    return made
+        table.add_row(*map(plain, row))
+    return table

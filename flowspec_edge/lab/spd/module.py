@@ -240,8 +240,8 @@ class RowStore:
         for query in queries:
             older.update((row.slot, row) for row in self._guesses_above(query))
         newest = self.text[-1] if all(query.is_text for query in queries) else None
-        found = ((row, self.depth(row)) for row in older.values() if row is not newest)
-        return [(row, depth) for row, depth in found if depth > row.known]
+        depths = ((row, self.depth(row)) for row in older.values() if row is not newest)
+        return [(row, depth) for row, depth in depths if depth > row.known]
 
     def mark_computed(self, rows: Sequence[tuple[SpdRow, int]]) -> None:
         for row, depth in rows:

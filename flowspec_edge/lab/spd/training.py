@@ -138,9 +138,9 @@ def train_module(recipe: SpdRecipe, target: Any, text: Tensor, held_out: Tensor,
     def micro_loss(rows: Tensor, fill: Tensor, levels: tuple[int, ...]) -> Tensor:
         with torch.no_grad():
             out = target.model(input_ids=rows, use_cache=False, output_hidden_states=True)
-            wanted = target.lm_head(out.last_hidden_state).float().log_softmax(-1)
+            target_log_probs = target.lm_head(out.last_hidden_state).float().log_softmax(-1)
         logits = module.lm_head(speculate(module, out.hidden_states, levels, fill)).float()
-        divergence = F.kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True)
+        divergence = F.kl_div(logits.log_softmax(-1), target_log_probs, reduction="sum", log_target=True)
         return divergence / rows.numel()
 
     step_loss = compiled(micro_loss, loop.compile)

@@ -140,8 +140,8 @@ def _counted(step: _Step, kind: str, recipe: HeadRecipe, depth: int) -> tuple[fl
     batch = min(tokens, recipe.micro_batch)
     # In fp32: the head's embeddings; its weights, gradients, momentum and two temporary copies; logits of
     # target and head, their softmax and gradients.
-    own = embeddings + 5 * sum(p.numel() for p in trained) + 6 * batch * ranked
-    return total, kept + 4 * own
+    training_values = embeddings + 5 * sum(p.numel() for p in trained) + 6 * batch * ranked
+    return total, kept + 4 * training_values
 
 
 def _timed(step: _Step, kind: str, recipe: HeadRecipe, dev: torch.device) -> float:

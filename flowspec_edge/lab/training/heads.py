@@ -104,8 +104,8 @@ class HeadTrainer:
 def trainer_of(kind: str) -> HeadTrainer:
     """Import the trainer of a kind of ``draft_kinds.trained_kinds``."""
     module, _, name = DRAFT_KINDS[kind].trainer.partition(":")
-    found: HeadTrainer = getattr(import_module(module), name)
-    return found
+    trainer: HeadTrainer = getattr(import_module(module), name)
+    return trainer
 
 
 class Student(ABC):
@@ -211,8 +211,8 @@ def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Ten
     readings = Readings(student, text, recipe.window, work, kept=epochs > 1)
     checkpoint = work / f"{student.name}.pt"
     if untrained and not checkpoint.exists():
-        wanted = -(-_START_ROWS * 2 * student.target.config.hidden_size // recipe.window)
-        numbers = window_batch(count, 0, min(count, wanted), seed)
+        windows = -(-_START_ROWS * 2 * student.target.config.hidden_size // recipe.window)
+        numbers = window_batch(count, 0, min(count, windows), seed)
         student.first_weights(cut_windows(text, recipe.window, numbers).to(dev), readings.take(numbers))
 
     def loss(step: int, total: int) -> float:
@@ -395,8 +395,8 @@ def visibility(rows: int, anchors: Tensor, depth: int) -> Tensor:
     ``depth``, of which a chain sees its own.
     """
     text = torch.arange(rows, device=anchors.device)[None] <= anchors[:, None]
-    own = torch.eye(len(anchors), dtype=torch.bool, device=anchors.device)
-    return torch.cat((text, own.repeat(1, depth - 1)), dim=1)
+    chain_rows = torch.eye(len(anchors), dtype=torch.bool, device=anchors.device)
+    return torch.cat((text, chain_rows.repeat(1, depth - 1)), dim=1)
 
 
 def unroll(head: Head, hidden: Tensor, tokens: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:

@@ -210,11 +210,11 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def compiled(function: Callable[..., Tensor], wanted: bool) -> Callable[..., Tensor]:
-    """torch.compile, if ``wanted`` and its compiler exists: g++ for CPUs, Triton for GPUs (not on Jetson)."""
+def compiled(function: Callable[..., Tensor], enabled: bool) -> Callable[..., Tensor]:
+    """torch.compile, if ``enabled`` and its compiler exists: g++ for CPUs, Triton for GPUs (not on Jetson)."""
     on_gpu = device().type == "cuda"
     installed = importlib.util.find_spec("triton") if on_gpu else shutil.which("g++")
-    return torch.compile(function) if wanted and installed else function
+    return torch.compile(function) if enabled and installed else function
 
 
 def window_batch(count: int, step: int, batch: int, seed: int) -> list[int]:

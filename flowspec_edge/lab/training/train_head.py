@@ -80,17 +80,17 @@ def train_head_part(model: OpenModel, kind: str, options: HeadOptions, date: str
     if work is None:
         return
     bound, others = work / f"{kind}.json", "another model, recipe or data"
-    wanted = {"recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
-              "data": digest(files) if files else "python"}
+    settings = {"recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
+                "data": digest(files) if files else "python"}
     seed = _SEED
     if start:
         begins = tensors_digest({n: w for n, w in start.state_dict().items() if "embed" not in n})
-        wanted["start"] = begins
+        settings["start"] = begins
         seed = int(begins[:8], 16)  # so that the text has another order than in the previous training
     if bound.exists():
-        bind(bound, wanted, others)
+        bind(bound, settings, others)
     text = _text(model, eos, work, files, recipe, options.quick)  # unusable text must not bind ``work``
-    bind(bound, wanted, others)
+    bind(bound, settings, others)
 
     def part(directory: Path) -> None:
         target = load_target(model)

@@ -102,14 +102,14 @@ class _Reader:
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         begin = -(-self._file.tell() // alignment) * alignment
-        found = tuple(GgufTensor(tensor.name, tensor.shape, tensor.type, begin + tensor.at) for tensor in stated)
-        if len({tensor.name for tensor in found}) < len(found):
+        tensors_at = tuple(GgufTensor(tensor.name, tensor.shape, tensor.type, begin + tensor.at) for tensor in stated)
+        if len({tensor.name for tensor in tensors_at}) < len(tensors_at):
             raise ValueError("a tensor is there twice")
-        for tensor in found:
+        for tensor in tensors_at:
             if tensor.at % alignment or tensor.at + tensor.nbytes > self._size:
                 raise ValueError(f"tensor {tensor.name} from byte {tensor.at} to {tensor.at + tensor.nbytes}, and the "
                                  f"file has {self._size}")
-        return GgufHeader(self._path, self._size, fields, found)
+        return GgufHeader(self._path, self._size, fields, tensors_at)
 
     def _tensor(self) -> GgufTensor:
         name = self._string(_KEY_BYTES)

@@ -56,8 +56,8 @@ class _Trial:
                 self.problems.append((place, reason))
             else:
                 rest[keyword] = nested
-        given, patterns = node.get("patternProperties"), rest.get("patternProperties", {})
-        if isinstance(given, dict) and len(patterns) < len(given):
+        stated_patterns, patterns = node.get("patternProperties"), rest.get("patternProperties", {})
+        if isinstance(stated_patterns, dict) and len(patterns) < len(stated_patterns):
             rest.pop("additionalProperties", None)  # it would forbid what a lost pattern allows
         if contradictions and (reason := self._fails(_alone(rest))):
             self.problems.append((at, reason))
@@ -127,15 +127,15 @@ def _resolves(reference: Any, root: dict[str, Any]) -> bool:
         return False
     if not reference.startswith("#/"):
         return True  # the schema itself, or an anchor
-    found: Any = root
+    target: Any = root
     for step in _steps(reference):
-        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
-        elif isinstance(found, dict) and step in found:
-            found = found[step]
+        if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+            target = target[int(step)]
+        elif isinstance(target, dict) and step in target:
+            target = target[step]
         else:
             return False
-    return isinstance(found, (dict, bool))
+    return isinstance(target, (dict, bool))
 
 
 def _steps(pointer: str) -> Iterator[str]:

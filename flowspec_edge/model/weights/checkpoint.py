@@ -137,14 +137,14 @@ class Checkpoint:
         return self._files[name]
 
     def _locate(self) -> dict[str, Path]:
-        found = locate(self.directory)
-        if found is None:
+        location = locate(self.directory)
+        if location is None:
             raise UsageError(f"no model at {self.directory}: neither {SAFE} nor {SAFE}{INDEX} nor {PICKLED} "
                              "is there")
-        if found.indexed is None or any(map(is_written_otherwise, found.indexed)):
-            named = self._named(found.files)
+        if location.indexed is None or any(map(is_written_otherwise, location.indexed)):
+            named = self._named(location.files)
         else:
-            named = found.indexed
+            named = location.indexed
         if _is_bare_decoder(named):
             named = self._of_a_whole_model(named)
         if _has_embeddings_as_output(named):
@@ -152,12 +152,12 @@ class Checkpoint:
         return named
 
     def _named(self, paths: Iterable[Path]) -> dict[str, Path]:
-        found: dict[str, Path] = {}
+        paths_by_name: dict[str, Path] = {}
         for path in paths:
             file = self._weights.open(path)
             use_own_names(file)
-            found |= dict.fromkeys(file.tensors, path)
-        return found
+            paths_by_name |= dict.fromkeys(file.tensors, path)
+        return paths_by_name
 
     def _of_a_whole_model(self, named: Mapping[str, Path]) -> dict[str, Path]:
         """Name a bare decoder's tensors as a causal language model's; transformers loads either."""

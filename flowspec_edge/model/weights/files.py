@@ -55,8 +55,8 @@ class WeightFiles:
     def _compare(self, paths: Iterable[Path]) -> None:
         for path in paths:
             file = self._open.get(path)
-            found = file.file.sha256() if isinstance(file, SafetensorsFile) else sha256_of(path)
-            if found != self._wanted[path]:
+            digest = file.file.sha256() if isinstance(file, SafetensorsFile) else sha256_of(path)
+            if digest != self._wanted[path]:
                 raise altered(path)
 
 
@@ -77,8 +77,8 @@ class _PickledFile(WeightFile):
     def __init__(self, path: Path) -> None:
         self.path = path
         with file_errors(path):
-            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        named = _by_name(held)
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        named = _by_name(content)
         if named is None:
             raise FlowspecError(f"{path} does not hold tensors by name: it is not a weight file")
         self._held: dict[str, Tensor] = named
@@ -93,14 +93,14 @@ class _PickledFile(WeightFile):
         return tensor[lo:hi] if tensor.shape else tensor
 
 
-def _by_name(held: object) -> dict[str, Tensor] | None:
+def _by_name(content: object) -> dict[str, Tensor] | None:
     """The tensors by name in what a file holds: at the top, or nested as training frameworks store them, with
     other things beside them; None if there are none."""
-    if not isinstance(held, Mapping):
+    if not isinstance(content, Mapping):
         return None
-    if all(isinstance(value, Tensor) for value in held.values()):
-        return dict(held)
-    return next((found for key in _NESTED if (found := _by_name(held.get(key)))), None)
+    if all(isinstance(value, Tensor) for value in content.values()):
+        return dict(content)
+    return next((nested for key in _NESTED if (nested := _by_name(content.get(key)))), None)
 
 
 def _open(path: Path, hashed: bool) -> WeightFile:

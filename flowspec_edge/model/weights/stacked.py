@@ -37,11 +37,11 @@ _BIAS = 127
 
 def stacks(names: Iterable[str]) -> dict[str, list[str]]:
     """The stacked tensors among ``names`` by the prefix of their layer's experts."""
-    found: dict[str, list[str]] = {}
+    by_prefix: dict[str, list[str]] = {}
     for name in names:
         if match := _STACKED.fullmatch(name):
-            found.setdefault(match[1], []).append(name)
-    return found
+            by_prefix.setdefault(match[1], []).append(name)
+    return by_prefix
 
 
 class StackedExperts(WeightFile):
@@ -56,7 +56,7 @@ class StackedExperts(WeightFile):
         self.tensors = {}
         self._sources: dict[str, tuple[str, int, str]] = {}  # (stack, expert, matrix) of each tensor
         counts = {}
-        for own, (stack, _, step) in _PLACES.items():
+        for matrix, (stack, _, step) in _PLACES.items():
             name = f"{prefix}.{stack}"
             experts, rows, columns, dtype = self._shape(name)
             counts[name] = experts
@@ -64,13 +64,13 @@ class StackedExperts(WeightFile):
             if tuple(bias.shape) != (experts, rows):
                 raise self._wrong(f"{name}_bias", bias, f"[{experts}, {rows}]")
             for expert in range(experts):
-                one = f"{prefix}.{expert}.{own}"
+                one = f"{prefix}.{expert}.{matrix}"
                 self.tensors[f"{one}.weight"] = TensorInfo(torch.Size((rows // step, columns)), dtype)
                 self.tensors[f"{one}.bias"] = TensorInfo(torch.Size((rows // step,)), bias.dtype)
-                self._sources |= {f"{one}.{part}": (name, expert, own) for part in ("weight", "bias")}
+                self._sources |= {f"{one}.{part}": (name, expert, matrix) for part in ("weight", "bias")}
         if len(set(counts.values())) > 1:
-            found = " and ".join(f"{name} has {count} experts" for name, count in counts.items())
-            raise FlowspecError(f"{self.path.parent}: {found}: the checkpoint is incomplete")
+            counts_text = " and ".join(f"{name} has {count} experts" for name, count in counts.items())
+            raise FlowspecError(f"{self.path.parent}: {counts_text}: the checkpoint is incomplete")
         in_turn = sorted(self.tensors, key=lambda name: self._sources[name][1])  # so that a slab is read once
         self.tensors = {name: self.tensors[name] for name in in_turn}
 
@@ -82,12 +82,12 @@ class StackedExperts(WeightFile):
         """The stacked tensors that hold a tensor."""
         stack = self._sources[name][0]
         parts = ("_bias",) if name.endswith(".bias") else ("", "_blocks", "_scales")
-        wanted = [stack + part for part in parts]
-        return [stacked for stacked in wanted if stacked in self._names]
+        candidates = [stack + part for part in parts]
+        return [stacked for stacked in candidates if stacked in self._names]
 
     def read(self, name: str, lo: int = 0, hi: int | None = None, buffer: Tensor | None = None) -> Tensor:
-        stack, expert, own = self._sources[name]
-        _, first, step = _PLACES[own]
+        stack, expert, matrix = self._sources[name]
+        _, first, step = _PLACES[matrix]
         if name.endswith(".bias"):
             return self._slab(f"{stack}_bias", expert)[first::step][lo:hi]
         if f"{stack}_blocks" not in self._names:
@@ -127,10 +127,10 @@ class StackedExperts(WeightFile):
                                 "not of this architecture")
         return self._file_of(name).info(name)
 
-    def _wrong(self, name: str, info: TensorInfo, wanted: str) -> FlowspecError:
+    def _wrong(self, name: str, info: TensorInfo, expected: str) -> FlowspecError:
         kind = str(info.dtype).removeprefix("torch.")
         return FlowspecError(f"{self._file_of(name).path}: tensor {name} is {kind} {list(info.shape)}, and "
-                             f"must be {wanted}: copy the model again")
+                             f"must be {expected}: copy the model again")
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

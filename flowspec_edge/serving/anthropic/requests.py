@@ -69,28 +69,28 @@ def _thinking(served: ServedModel, fields: dict[str, Any], effort: Any, ignored:
     return given(reasoning_effort=effort, include_reasoning=False if thinking.get("display") == "omitted" else None)
 
 
-def _format(wanted: Any) -> dict[str, Any] | None:
-    wanted = object_of(wanted, "output_config.format")
-    if not wanted:
+def _format(value: Any) -> dict[str, Any] | None:
+    value = object_of(value, "output_config.format")
+    if not value:
         return None
-    if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
+    if value.get("type") != "json_schema" or not isinstance(value.get("schema"), dict):
         raise ApiError(400, 'output_config.format: must be {"type": "json_schema", "schema": {…}}',
                        "output_config.format")
-    return {"type": "json_object", "schema": wanted["schema"]}
+    return {"type": "json_object", "schema": value["schema"]}
 
 
 def _tools(fields: dict[str, Any]) -> dict[str, Any]:
     tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(list_of(fields.get("tools"), "tools"))]
     choice = object_of(fields.get("tool_choice"), "tool_choice")
     kind = choice.get("type")
-    wanted: Any = None
+    tool_choice: Any = None
     if kind == "tool":
-        wanted = {"type": "function", "function": {"name": choice.get("name")}}
+        tool_choice = {"type": "function", "function": {"name": choice.get("name")}}
     elif choice:
         if kind not in _CHOICES:
             raise ApiError(400, "tool_choice.type: must be auto, any, tool or none", "tool_choice.type")
-        wanted = _CHOICES[kind]
-    return given(tools=tools or None, tool_choice=wanted,
+        tool_choice = _CHOICES[kind]
+    return given(tools=tools or None, tool_choice=tool_choice,
                  parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None)
 
 
@@ -169,14 +169,14 @@ def _texts(content: Any, name: str) -> str:
     """Return a text, or the text of text blocks."""
     if isinstance(content, str):
         return content
-    found = []
+    texts = []
     for at, block in enumerate(list_of(content, name)):
         where = f"{name}[{at}]"
         if not isinstance(block, dict) or block.get("type") != "text":
             raise ApiError(400, f"{where}: must be a text block: this server reads text only", where,
                            "unsupported_parameter")
-        found.append(_text(block, "text", where))
-    return "\n".join(found)
+        texts.append(_text(block, "text", where))
+    return "\n".join(texts)
 
 
 def _text(block: dict[str, Any], field: str, where: str) -> str:

@@ -69,9 +69,9 @@ def named(served: ServedModel, name: Any) -> str:
     """The served model's name, which may have the tag latest; ApiError if it is another one's."""
     if not isinstance(name, str):
         raise ApiError(400, "model: must be a string", "model")
-    own = name.removesuffix(_LATEST) if name == served.name + _LATEST else name
-    served.check_name(own)
-    return own
+    plain_name = name.removesuffix(_LATEST) if name == served.name + _LATEST else name
+    served.check_name(plain_name)
+    return plain_name
 
 
 def now() -> str:
@@ -95,8 +95,8 @@ def _common(served: ServedModel, endpoint: Endpoint, fields: dict[str, Any]) -> 
     return common | {"stream": True if stream is None else stream}, ignored
 
 
-def _limit(wanted: Any) -> Any:
-    return None if isinstance(wanted, int) and wanted < 0 else wanted
+def _limit(value: Any) -> Any:
+    return None if isinstance(value, int) and value < 0 else value
 
 
 def _penalty(options: dict[str, Any]) -> Any:
@@ -111,14 +111,14 @@ def _penalty(options: dict[str, Any]) -> Any:
     return penalty
 
 
-def _format(wanted: Any) -> dict[str, Any] | None:
-    if wanted is None or wanted == "":
+def _format(value: Any) -> dict[str, Any] | None:
+    if value is None or value == "":
         return None
-    if wanted == "json":
+    if value == "json":
         return {"type": "json_object"}
-    if not isinstance(wanted, dict):
+    if not isinstance(value, dict):
         raise ApiError(400, 'format: must be "json", or a JSON schema that is an object', "format")
-    return {"type": "json_object", "schema": wanted}
+    return {"type": "json_object", "schema": value}
 
 
 def _thinking(served: ServedModel, fields: dict[str, Any]) -> dict[str, Any]:

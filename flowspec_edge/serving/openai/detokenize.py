@@ -46,8 +46,8 @@ class StopMatcher:
 
     def close(self) -> str:
         """Return the text held back, because no stop string can follow any more."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._held = self._held, ""
+        return pending
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -175,8 +175,8 @@ class ToolCallParser:
             self._take(len(word))
             self._step = self._head
         else:
-            held = next((n for n in range(len(word) - 1, 0, -1) if self._buffer.endswith(word[:n])), 0)
-            text = self._take(len(self._buffer[:len(self._buffer) - held].rstrip()))
+            prefix = next((n for n in range(len(word) - 1, 0, -1) if self._buffer.endswith(word[:n])), 0)
+            text = self._take(len(self._buffer[:len(self._buffer) - prefix].rstrip()))
         yield "" if self.calls else text
 
     def _head(self) -> Iterator[str | CallPiece]:

@@ -113,10 +113,10 @@ class FieldTable:
 
     def _meant(self, name: str, endpoint: Endpoint) -> str | None:
         """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""
-        known = {_letters(field.name): field.name for field in self.fields.values()
+        names = {_letters(field.name): field.name for field in self.fields.values()
                  if endpoint in field.implemented}
-        close = difflib.get_close_matches(_letters(name[:_MAX_NAME]), known, 1, _SIMILAR)
-        return known[close[0]] if close else None
+        close = difflib.get_close_matches(_letters(name[:_MAX_NAME]), names, 1, _SIMILAR)
+        return names[close[0]] if close else None
 
 
 def told(names: Iterable[str]) -> list[str]:

@@ -78,13 +78,13 @@ class Choice:
             pieces = [piece for piece in split if isinstance(piece, str) or not self._silent]
         if self._parser is None:
             return pieces
-        found: list[AnswerPiece] = []
+        parsed: list[AnswerPiece] = []
         for piece in pieces:
-            found += self._parser.push(piece) if isinstance(piece, str) else [piece]
-        found += self._parser.close() if last else []
+            parsed += self._parser.push(piece) if isinstance(piece, str) else [piece]
+        parsed += self._parser.close() if last else []
         if self.finish == "stop" and self._parser.calls:
             self.finish = "tool_calls"
-        return found
+        return parsed
 
     @property
     def stop(self) -> str | None:
@@ -234,8 +234,8 @@ class ResponseHandler:
     def energy_j(self) -> float | None:
         """Of the whole run; None if not measured, or if a stop string ended an answer."""
         spent = [choice.result.stats.energy_j if choice.result else None for choice in self.choices]
-        known = [joules for joules in spent if joules is not None]
-        return sum(known) if known and len(known) == len(spent) else None
+        measured = [joules for joules in spent if joules is not None]
+        return sum(measured) if measured and len(measured) == len(spent) else None
 
     def _details(self, choice: Choice) -> dict[str, Any]:
         return self._answer.details(choice.ids, choice.result) if self._prepared.details else {}

@@ -40,12 +40,12 @@ class ReasoningParser(ABC):
     def push(self, text: str) -> list[Piece]:
         """Return what is certain now; no piece is empty."""
         self._buffer += text
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         step = None
         while step != self._step:  # until a step needs more text
             step = self._step
-            found += step()
-        return found
+            pieces += step()
+        return pieces
 
     def close(self) -> list[Piece]:
         """Return the rest: the text has ended."""

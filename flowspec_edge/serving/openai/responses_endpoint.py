@@ -267,8 +267,8 @@ class ResponseAnswer(Answer):
                   ) -> dict[str, Any]:
         body, sampling = self._body, self.prepared.request.sampling
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        wanted = body.text and body.text.format
-        form = wanted.model_dump(by_alias=True, exclude_unset=True) if wanted else {"type": "text"}
+        text_format = body.text and body.text.format
+        form = text_format.model_dump(by_alias=True, exclude_unset=True) if text_format else {"type": "text"}
         return {"id": self.id, "object": "response", "created_at": self.created, "status": status,
                 "background": False, "error": None, "incomplete_details": cut,
                 "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,

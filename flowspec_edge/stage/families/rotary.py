@@ -115,8 +115,8 @@ def _yarn(powers: Tensor, rope: Mapping[str, Any], positions: int) -> tuple[Tens
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    if (given := rope.get("attention_factor")) is not None:
-        return float(given)
+    if (stated_factor := rope.get("attention_factor")) is not None:
+        return float(stated_factor)
     of, all_of = rope.get("mscale"), rope.get("mscale_all_dim")
     return _grown(factor, of) / _grown(factor, all_of) if of and all_of else _grown(factor, 1.0)
 

@@ -82,8 +82,8 @@ class SelfAttention(nn.Module):
     def attend(self, projected: Projected, mask: Mask, cache: KVCache | BatchCache, new: int) -> Tensor:
         """Add the keys and values of the first ``new`` rows to the cache; [N, heads * d]."""
         queries, cached, _ = projected
-        held = cache.write(cached[:new].unflatten(1, (2, self._kv_heads)), self._index)
-        return attend(queries, held, mask, self._scaling, self.sinks).flatten(1)
+        keys_values = cache.write(cached[:new].unflatten(1, (2, self._kv_heads)), self._index)
+        return attend(queries, keys_values, mask, self._scaling, self.sinks).flatten(1)
 
     @property
     def projection(self) -> nn.Module:

@@ -117,14 +117,14 @@ class QuantLinear(nn.Module, ABC):
 
     def _check(self, stored: Mapping[str, Tensor], bias: Tensor | None, rows: int) -> None:
         what = f"a {self.scheme.kind} matrix of {rows} x {self.in_features}"
-        wanted = self.scheme.stored(rows, self.in_features)
-        if stored.keys() != wanted.keys():
-            raise FlowspecError(f"{what} is stored as {', '.join(wanted)}, not as {', '.join(stored)}")
-        for name, (shape, dtype) in wanted.items():
-            found = stored[name]
-            if tuple(found.shape) != shape or found.dtype != dtype:
+        expected = self.scheme.stored(rows, self.in_features)
+        if stored.keys() != expected.keys():
+            raise FlowspecError(f"{what} is stored as {', '.join(expected)}, not as {', '.join(stored)}")
+        for name, (shape, dtype) in expected.items():
+            tensor = stored[name]
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
                 raise FlowspecError(f"{name} of {what} must be {dtype} {list(shape)}, "
-                                    f"and is {found.dtype} {list(found.shape)}")
+                                    f"and is {tensor.dtype} {list(tensor.shape)}")
         if (bias is None) != (self.bias is None):
             raise FlowspecError(f"{what} must {'not ' if self.bias is None else ''}have a bias")
         if bias is not None and bias.shape != (rows,):

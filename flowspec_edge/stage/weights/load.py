@@ -62,18 +62,18 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
         places = _joined(prefix, module, dtype, device)
         state = module.state_dict()
         values = {key: value for key, value in state.items() if key.endswith(_JOINED)}
-        wanted = {f"{prefix}.{key}": value.shape for key, value in state.items() if key not in values}
-        wanted |= {name: place.shape for name, place in places.items()}
+        shapes = {f"{prefix}.{key}": value.shape for key, value in state.items() if key not in values}
+        shapes |= {name: place.shape for name, place in places.items()}
         transposed = {f"{prefix}.{name}.weight" if name else f"{prefix}.weight"
                       for name, linear in module.named_modules()
                       if isinstance(linear, nn.Linear) and is_transposed(dtype, device)}
-        for name in checkpoint.in_file_order(dict.fromkeys([*wanted, *packed])):  # with experts, thousands
+        for name in checkpoint.in_file_order(dict.fromkeys([*shapes, *packed])):  # with experts, thousands
             if name in packed:
                 tensor = checkpoint.tensors([name])[name]
                 check_finite(tensor, tensor.dtype, f"{checkpoint.shown}: tensor {name}")
                 packed[name].add(name, tensor)
             else:
-                value = load_tensor(checkpoint, name, wanted[name], dtype, device, name in transposed, buffer,
+                value = load_tensor(checkpoint, name, shapes[name], dtype, device, name in transposed, buffer,
                                     places.get(name))
                 if name not in places:
                     values[name.removeprefix(f"{prefix}.")] = value
@@ -140,14 +140,14 @@ class _PackedMatrix:
 def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: LayerSchemes, dtype: torch.dtype,
             device: torch.device) -> dict[str, _PackedMatrix]:
     """Puts QuantLinears in the place of linears that are not stored in plain form; by name of each tensor."""
-    found: dict[str, _PackedMatrix] = {}
+    matrices: dict[str, _PackedMatrix] = {}
 
     def fill(path: str, packed: QuantLinear, first: int, rows: int) -> None:
         name = f"{prefix}.{path}"
         names = {suffix: f"{name}.{suffix}" for suffix in packed.scheme.stored(rows, packed.in_features)}
         bias = f"{name}.bias" if packed.bias is not None else None
         matrix = _PackedMatrix(f"{checkpoint.shown}: {name}", packed, names, bias, first, rows)
-        found.update(dict.fromkeys([*names.values(), *([bias] if bias else [])], matrix))
+        matrices.update(dict.fromkeys([*names.values(), *([bias] if bias else [])], matrix))
 
     def is_packed(path: str, linear: object) -> bool:
         return isinstance(linear, nn.Linear) and f"{prefix}.{path}.weight" not in checkpoint
@@ -167,7 +167,7 @@ def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: Lay
             fill(path, packed, 0, rows)
             owner, _, child = path.rpartition(".")
             setattr(module.get_submodule(owner), child, packed)
-    return found
+    return matrices
 
 
 def _joined(prefix: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

@@ -113,9 +113,9 @@ def units(state: BoardState, facts: BoardFacts) -> Action:
     """Install the release's units where systemd reads them."""
     there = facts.releases.get(state.release)
     files = file_digests(state) if state.files else there.files if there else {}
-    wanted = {path.removeprefix("units/"): sha256 for path, sha256 in files.items()
-              if path.startswith("units/")}
-    changed = sorted(name for name, sha256 in wanted.items() if facts.units.get(name) != sha256)
+    digests = {path.removeprefix("units/"): sha256 for path, sha256 in files.items()
+               if path.startswith("units/")}
+    changed = sorted(name for name, sha256 in digests.items() if facts.units.get(name) != sha256)
     new = {name: f"{paths.UNITS}/.{name}.new" for name in changed}
     place = f"{paths.release_dir(state.release)}/units"
     # The copies are synced before they are renamed: otherwise a power failure could leave an empty unit file,

@@ -53,7 +53,7 @@ def facts(environment: str, part: list[Any] | None, others: str, in_image: bool)
     home, units, models = Path(HOME), Path(UNITS), Path(MODELS)
     venvs = {path.name: text(f"{path}/.complete").strip() == path.name for path in children(home / "venvs")}
     venv_images = {name: image for name in venvs if (image := image_of(f"{VENVS}/{name}/image.json"))}
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "ntp": ntp(output("timedatectl", "show")),
         "groups": [entry.gr_name for entry in grp.getgrall()], "user": user(USER),
         "modes": {path: mode(path) for path in _PLACES},
@@ -71,9 +71,9 @@ def facts(environment: str, part: list[Any] | None, others: str, in_image: bool)
         "client_key": bool(text(API_KEY)), "parts": parts_in(models), **power()}
     if part is not None:
         name, files, manifest = part
-        found["missing_bytes"], found["part_changes"] = lacking(
+        fields["missing_bytes"], fields["part_changes"] = lacking(
             models, name, [File(*file) for file in files], manifest)
-    return found
+    return fields
 
 
 def children(path: Path) -> list[Path]:
