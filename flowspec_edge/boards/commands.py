@@ -93,9 +93,9 @@ class Runner(ABC):
                 return
             said = said[-_MOST_NOISE:] + more
 
-    def hangs_at_login(self, said: bytes) -> Unreached:
-        """The error if no command begins; ``said``: what came instead."""
-        last = last_line(said.decode(errors="replace"))
+    def hangs_at_login(self, output: bytes) -> Unreached:
+        """The error if no command begins; ``output``: what came instead."""
+        last = last_line(output.decode(errors="replace"))
         return Unreached(
             f"{self.where}: ssh reaches it, and no command began within {self.login_s:g} s"
             + (f"; it printed {last[:100]!r} last" if last else "")

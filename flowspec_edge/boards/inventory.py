@@ -300,13 +300,13 @@ def _is_text(annotation: object) -> bool:
             or (get_origin(annotation) is not list and any(map(_is_text, get_args(annotation)))))
 
 
-def beside(path: Path, named: str) -> Path:
-    """Resolve ``named`` against the directory of the cluster file ``path``; expands ~."""
-    return path.absolute().parent / Path(named).expanduser()
+def beside(path: Path, path_text: str) -> Path:
+    """Resolve ``path_text`` against the directory of the cluster file ``path``; expands ~."""
+    return path.absolute().parent / Path(path_text).expanduser()
 
 
-def _anchored(named: str, path: Path) -> str:
-    return str(beside(path, named)) if named else ""
+def _anchored(path_text: str, path: Path) -> str:
+    return str(beside(path, path_text)) if path_text else ""
 
 
 def _check_roles(devices: list[DeviceEntry]) -> None:

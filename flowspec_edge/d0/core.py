@@ -119,7 +119,7 @@ class _Work:
     ended; None until it is done, and if none is left."""
 
     job: Job
-    begun: bool = False  # the driver was told
+    handed_out: bool = False  # the driver was told
     done: Job | None = None
 
 
@@ -168,7 +168,7 @@ class DraftCore:
         self._scheduler = Scheduler(self._clock, lambda *failure: self._failures.append(failure),
                                     self._policy)
         self._work: _Work | None = None
-        self._asked = False  # for hints and a segment, since D0's last work or wait
+        self._messages_taken = False  # for hints and a segment, since D0's last work or wait
         self._control.clear()
         self.pool.clear()
 
@@ -247,8 +247,8 @@ class DraftCore:
         if (overdue := self._overdue()) is not None:
             return Finish(overdue.session)
         if self._work is None and not self._outage:
-            if not self._asked:
-                self._asked = True
+            if not self._messages_taken:
+                self._messages_taken = True
                 messages = self._scheduler.take_messages()
                 self._end_failed()
                 if messages or self._control:
@@ -261,9 +261,9 @@ class DraftCore:
                 return self._sent(ahead)
         if self._control:  # of requests that failed
             return self._sent([])
-        self._asked = False
-        if self._work is not None and not self._work.begun:
-            self._work.begun = True
+        self._messages_taken = False
+        if self._work is not None and not self._work.handed_out:
+            self._work.handed_out = True
             return Compute(self._work.job, self._do_work)
         self._abandoning = False
         return Wait()
@@ -304,7 +304,7 @@ class DraftCore:
                 self._open(request)
             if (handle := self.queue.take()) is not None:
                 self._place(handle)
-            elif not self._asked and (handle := self.queue.take_away()) is not None:
+            elif not self._messages_taken and (handle := self.queue.take_away()) is not None:
                 self._give_way(handle)
             else:
                 return
@@ -474,7 +474,7 @@ class DraftCore:
         """Close all sessions; finished requests are answered with the reports that have come."""
         self._abandoning = True
         self.pool.clear()
-        self._work, self._asked = None, False
+        self._work, self._messages_taken = None, False
         for request in list(self._requests):
             if request.state is RequestState.CLOSING:
                 request.report_deadline = -math.inf

@@ -151,21 +151,21 @@ class RecordingStrategy(Autoregressive):
         super().__init__(params, builder, pipeline)
         self._next_id = 0
         self._expander: Expander | None = None
-        self._asked: list[tuple[int, int]] = []
+        self._expanding: list[tuple[int, int]] = []
         self._ids: list[int] = []  # of the expander's nodes
 
     def start(self, token: int, position: int) -> None:
         super().start(token, position)
-        self._made = 1  # tokens of the answer
+        self._answer_tokens = 1  # tokens of the answer
         self._expander = self._new_expander()
 
     def _new_expander(self) -> Expander:
-        return Expander(self.job.budget, self.job.answer[self._made :])
+        return Expander(self.job.budget, self.job.answer[self._answer_tokens :])
 
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Any]:
         commits = super().on_verified(run, numbers, successors)
         if commits:
-            self._made += len(commits)
+            self._answer_tokens += len(commits)
             self._expander, self._ids = self._new_expander(), []
         return commits
 
@@ -180,13 +180,13 @@ class RecordingStrategy(Autoregressive):
         expander = self._expander
         if expander is None or self._unsent is None:
             return None
-        self._asked = expander.next()
-        if not self._asked:
+        self._expanding = expander.next()
+        if not self._expanding:
             self.job.roots.append(expander.expansion())
             self._expander = None
             return None
         nodes: list[DraftNode] = []
-        for parent, token in self._asked:
+        for parent, token in self._expanding:
             node_id = self._next_id + len(nodes)
             if parent < 0:
                 nodes.append(DraftNode(node_id, -1, self._unsent, self._position))
@@ -199,7 +199,7 @@ class RecordingStrategy(Autoregressive):
 
     def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
         if self._expander is not None and request.root == self._ids[0]:
-            self._expander.add(self._asked, output)
+            self._expander.add(self._expanding, output)
 
 
 STRATEGY = f"{__name__}:{RecordingStrategy.__name__}"
@@ -259,7 +259,7 @@ def _texts(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
 def _key(prompt: TextToRecord, about: Recording, budget: Budget) -> str:
     """What a text depends on, as a file's name."""
     request = prompt.request
-    weights = [about.made.get(name) for name in ("digest", "head", "dtype")]
+    weights = [about.provenance.get(name) for name in ("digest", "head", "dtype")]
     said = json.dumps([about.model, about.draft, about.rank, about.tau, weights, list(request.prompt),
                        request.max_new_tokens, repr(request.sampling), sorted(request.stop_ids), repr(budget),
                        prompt.task, prompt.name])

@@ -37,7 +37,7 @@ class PublishedHead(StrictModel):
 
     @field_validator("format")
     @classmethod
-    def _known(cls, name: str) -> str:
+    def _is_known(cls, name: str) -> str:
         if name not in FORMATS:
             raise ValueError(f"must be one of {', '.join(FORMATS)}")
         return name

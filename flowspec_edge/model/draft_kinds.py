@@ -197,10 +197,10 @@ _ARCHITECTURES = {"dflash2": "DFlash2", "dflash": "DFlash", "dspark": "DSpark", 
 
 def recognise_format(config: Mapping[str, Any]) -> str | None:
     """The format that a config.json names; None if it names none, as EAGLE heads and language models."""
-    return next(_named(config), None)
+    return next(_formats_named(config), None)
 
 
-def _named(config: Mapping[str, Any]) -> Iterator[str]:
+def _formats_named(config: Mapping[str, Any]) -> Iterator[str]:
     block = config.get("dflash_config")
     block = block if isinstance(block, dict) else {}
     if (type_name := config.get("speculators_model_type")) is not None:

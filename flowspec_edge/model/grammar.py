@@ -173,7 +173,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._lock = threading.Lock()  # guards what follows
         self._wrapped: OrderedDict[frozenset[int], Any] = OrderedDict()  # by the ids that end a sequence
-        self._known: OrderedDict[bytes, _Verdict] = OrderedDict()  # by the digests of grammars
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()  # by the digests of grammars
 
     def json_schema(self, schema: dict[str, Any], stop_ids: frozenset[int], strict: bool = True) -> Grammar:
         """The answer is JSON for ``schema``; UsageError if that is no schema. ``strict``: UsageError also for
@@ -197,7 +197,7 @@ class GrammarCompiler:
 
     def is_quick(self, text: GrammarText) -> bool:
         """Whether compiling is known to take no time to speak of."""
-        verdict = self._known.get(text.digest)
+        verdict = self._verdicts.get(text.digest)
         return verdict is not None and verdict.seconds < _QUICK_S
 
     def compile(self, text: GrammarText, stop_ids: frozenset[int]) -> Grammar:
@@ -224,7 +224,7 @@ class GrammarCompiler:
 
     def _require_tractable(self, text: GrammarText) -> GrammarText:
         """Return the grammar in llguidance's syntax, without what it ignores; UsageError if it is refused."""
-        outcome = self._known.get(text.digest)
+        outcome = self._verdicts.get(text.digest)
         if outcome is None:
             began = time.monotonic()
             refusal, converted = self._tried(text)
@@ -233,10 +233,10 @@ class GrammarCompiler:
                 refusal, instead = self._without_problems(text, refusal)
             outcome = _Verdict(refusal, time.monotonic() - began, instead)
             with self._lock:
-                self._known[text.digest] = outcome
-                while len(self._known) > _KNOWN or sum(
-                        verdict.characters for verdict in self._known.values()) > _MAX_KNOWN:
-                    self._known.popitem(last=False)
+                self._verdicts[text.digest] = outcome
+                while len(self._verdicts) > _KNOWN or sum(
+                        verdict.characters for verdict in self._verdicts.values()) > _MAX_KNOWN:
+                    self._verdicts.popitem(last=False)
         if outcome.refusal:
             raise UsageError(outcome.refusal)
         return outcome.instead or text

@@ -144,16 +144,16 @@ class AnswerPenalties:
         self._state: _PenaltyState | None = None  # after the answer
         self._outdated = {*penalties.logit_bias}  # tokens
         if penalties.repetition != 1.0:
-            self._seen = {*prompt}  # of the prompt and the answer
-            self._outdated |= self._seen
+            self._text_tokens = {*prompt}  # of the prompt and the answer
+            self._outdated |= self._text_tokens
         else:
-            self._seen = set()
+            self._text_tokens = set()
 
     def extend(self, tokens: Iterable[int]) -> None:
         """The answer continues with ``tokens``."""
         for token in tokens:
             self._counts[token] += 1
-            self._seen.add(token)
+            self._text_tokens.add(token)
             self._outdated.add(token)
 
     @torch.inference_mode()
@@ -167,7 +167,7 @@ class AnswerPenalties:
                                         logits.new_zeros(width))
         if self._outdated:
             tokens = sorted(self._outdated)
-            new = self._state_of(logits, [(token, self._counts[token], token in self._seen)
+            new = self._state_of(logits, [(token, self._counts[token], token in self._text_tokens)
                                           for token in tokens])
             at = torch.tensor(tokens, device=logits.device)
             for column, value in zip(self._state, new, strict=True):
@@ -198,7 +198,7 @@ class AnswerPenalties:
         factor = self._penalties.repetition
         if factor != 1.0:
             logits = logits + state.bias
-            logits = torch.where(state.seen, torch.where(logits < 0, logits * factor, logits / factor),
+            logits = torch.where(state.in_text, torch.where(logits < 0, logits * factor, logits / factor),
                                  logits)
         return logits - state.cost
 
@@ -207,7 +207,7 @@ class _PenaltyState(NamedTuple):
     """Of tokens: what is added first, whether the text has them, and what is subtracted last."""
 
     bias: Tensor
-    seen: Tensor
+    in_text: Tensor
     cost: Tensor
 
 

@@ -88,7 +88,7 @@ def make_app(admission: Admission, served: ServedModel, api_key: str | None = No
     async def show(http: Request) -> Response:
         async with intake.body(http) as data:
             asked = parsed(data)
-        ollama.named(served, asked.get("model") or asked.get("name"))
+        ollama.model_name(served, asked.get("model") or asked.get("name"))
         return JSONResponse(card.show())
 
     shared = admission, intake, served, keep_alive_s, metrics
@@ -107,9 +107,9 @@ def make_app(admission: Admission, served: ServedModel, api_key: str | None = No
             Route("/v1/models/{name:path}", model),
             *(Route(path, CompletionEndpoint(*shared, door), methods=["POST"]) for path, door in endpoints.items()),
             Route("/v1/messages/count_tokens", CountEndpoint(*shared, counted), methods=["POST"]),
-            Route("/api/version", partial(_told, card.version)),
-            Route("/api/tags", partial(_told, card.tags)),
-            Route("/api/ps", partial(_told, card.running)),
+            Route("/api/version", partial(_json_response, card.version)),
+            Route("/api/tags", partial(_json_response, card.tags)),
+            Route("/api/ps", partial(_json_response, card.running)),
             Route("/api/show", show, methods=["POST"]),
             *(Route(path, partial(_not_served, says), methods=["GET", "POST", "DELETE"])
               for path, says in _NOT_SERVED.items()),
@@ -157,7 +157,7 @@ class CompletionEndpoint:
             failure = api_error(error)
             if failure.status == 500 and failure is not error:
                 log.error("a fault of this program", exc_info=error)
-            failure = self._door.named(failure)
+            failure = self._door.with_own_names(failure)
             record.status, record.error = failure.status, str(failure)
             await failure.response(record.path)(scope, receive, send)
         finally:
@@ -219,7 +219,7 @@ class CountEndpoint(CompletionEndpoint):
         return False
 
 
-async def _told(what: Callable[[], dict[str, Any]], http: Request) -> Response:
+async def _json_response(what: Callable[[], dict[str, Any]], http: Request) -> Response:
     return JSONResponse(what())
 
 

@@ -35,7 +35,7 @@ class Door:
     answer: Callable[[Any, PreparedRequest], Answer] = Answer
     names: Sequence[tuple[str, str]] = ()
 
-    def named(self, error: ApiError) -> ApiError:
+    def with_own_names(self, error: ApiError) -> ApiError:
         """The error with the door's names for the field."""
         for pattern, door_name in self.names if error.param else ():
             name, replacements = re.subn(f"^{pattern}(?![a-z_])", door_name, error.param or "", count=1)
@@ -78,6 +78,6 @@ def list_of(value: Any, name: str) -> list[Any]:
     return value
 
 
-def given(**fields: Any) -> dict[str, Any]:
+def without_none(**fields: Any) -> dict[str, Any]:
     """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}

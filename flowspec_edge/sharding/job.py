@@ -168,7 +168,7 @@ def _manifest(plan: ShardingPlan, done: dict[str, PartFile]) -> Manifest:
     source, recipe = plan.source, plan.recipe
     quantisation, head = None, None
     if recipe.kind is not None:
-        quantisation = Quantisation(kind=recipe.kind, group=recipe.group, kept=plan.kept,
+        quantisation = Quantisation(kind=recipe.kind, group=recipe.group, kept=plan.unquantised,
                                     int8=plan.int8)
     if recipe.lm_head is not None:
         head = HeadQuantisation(kind=cast(Any, recipe.lm_head.kind), group=DEFAULT_GROUP)

@@ -110,15 +110,15 @@ class PlannedPart:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """kept  matrices in 16 bits beside those in 4
-    int8  those in 8 bits, without ``.weight``
+    """unquantised  matrices that stay in 16 bits beside those in 4
+    int8         matrices in 8 bits; their names lack ``.weight``
     """
 
     source: SourceModel
     recipe: Recipe
     ranges: tuple[tuple[int, int], ...]
     parts: tuple[PlannedPart, ...]
-    kept: tuple[str, ...]
+    unquantised: tuple[str, ...]
     int8: tuple[str, ...]
 
     def layout(self, file: TensorsFile) -> Layout:

@@ -163,7 +163,7 @@ class StageCore:
         self._open_within_s = open_within_s
         self._arrived: deque[_Arrival] = deque()
         self._pass: Pass | None = None  # admitted, until it is over
-        self._told = False  # a driver has it
+        self._handed_out = False  # a driver has it
         self._charged = False
         self._outgoing: list[Outgoing] = []
         self._broken = ""  # how the previous device broke the protocol, to be said
@@ -214,8 +214,8 @@ class StageCore:
         if self._broken:
             reason, self._broken = self._broken, ""
             return Reject(reason)
-        if self._pass is not None and not self._told:
-            self._told = True
+        if self._pass is not None and not self._handed_out:
+            self._handed_out = True
             return self._pass
         return Idle()
 
@@ -259,7 +259,7 @@ class StageCore:
                 self._credit(segments[0])
                 raise
             if admitted:
-                self._told = False
+                self._handed_out = False
                 return Pass(segments, admitted, sum(self.engine.cached(one.session) for one in admitted),
                             self._compute)
             self._credit(segments[0])  # it occupied a slot at V1 nevertheless

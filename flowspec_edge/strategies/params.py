@@ -19,18 +19,18 @@ class Params(Parameters):
     """Values of any strategies' parameters by name, such as ``Params(segment=8, pipedec_width=16)``.  A
     strategy takes those that it declares; ``flowspec strategies NAME`` lists them.
 
-    own  names and values of those that only some strategies have
+    specific  names and values of those that only some strategies have
 
     UsageError for a name that no strategy declares, and for a value out of range.
     """
 
-    own: tuple[tuple[str, Any], ...] = ()
+    specific: tuple[tuple[str, Any], ...] = ()
 
-    def __init__(self, own: Iterable[tuple[str, Any]] = (), **values: Any) -> None:
-        values_by_name = {**dict(own), **values}
+    def __init__(self, specific: Iterable[tuple[str, Any]] = (), **values: Any) -> None:
+        values_by_name = {**dict(specific), **values}
         for name, parameter in parameters(Parameters).items():
             object.__setattr__(self, name, values_by_name.pop(name, parameter.default))
-        object.__setattr__(self, "own", tuple(sorted(values_by_name.items())))
+        object.__setattr__(self, "specific", tuple(sorted(values_by_name.items())))
         self.of(Parameters)
         if values_by_name:
             every = declared_by_strategies()
@@ -44,7 +44,7 @@ class Params(Parameters):
 
     def of(self, declared: type[Declared]) -> Declared:
         """The values of the parameters that ``declared`` has; UsageError if they do not fit together."""
-        values = {**{name: getattr(self, name) for name in parameters(Parameters)}, **dict(self.own)}
+        values = {**{name: getattr(self, name) for name in parameters(Parameters)}, **dict(self.specific)}
         return declared(**{name: values[name] for name in parameters(declared) if name in values})
 
     def changed(self, **values: Any) -> Params:
@@ -53,7 +53,7 @@ class Params(Parameters):
 
     def flat(self) -> dict[str, Any]:
         """Every parameter of all strategies, by name."""
-        specific = dict(self.own)
+        specific = dict(self.specific)
         return {name: getattr(self, name, specific.get(name, parameter.default))
                 for name, parameter in all_parameters().items()}
 

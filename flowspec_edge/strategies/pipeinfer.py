@@ -62,7 +62,7 @@ class PipeInfer(TreeStrategy):
         self._batch: list[Node] = []  # the micro-batch being drafted
         self._levels = 0
         self._tips: list[Node] = []  # where speculation continues
-        self._held: tuple[DraftRequest, DraftOutput] | None = None  # an attempt that the cutoff stopped
+        self._stopped_attempt: tuple[DraftRequest, DraftOutput] | None = None  # an attempt that the cutoff stopped
         self._uncommitted: Node | None = None  # the root, until its canonical run is sent
         self._iterations = self._failures = 0  # micro-batches, and attempts stopped by the cutoff
 
@@ -74,7 +74,7 @@ class PipeInfer(TreeStrategy):
     def begin_round(self) -> None:
         self._waiting.clear()
         self._batch, self._levels, self._tips = [], 0, [self.tree.root]
-        self._held = self._uncommitted = None
+        self._stopped_attempt = self._uncommitted = None
         self._iterations = self._failures = 0
 
     # ---- sending ------------------------------------------------------------------------
@@ -117,8 +117,8 @@ class PipeInfer(TreeStrategy):
         if commits:
             self._iterations = self._failures = 0
             self._cancel_refuted(restarted)
-            if self._held is not None and not np.isfinite(self._held[1].scores).any():
-                self._held = None  # no child was found, but a longer text may have one
+            if self._stopped_attempt is not None and not np.isfinite(self._stopped_attempt[1].scores).any():
+                self._stopped_attempt = None  # no child was found, but a longer text may have one
         return commits
 
     def _commit(self, node: Node) -> None:
@@ -157,7 +157,7 @@ class PipeInfer(TreeStrategy):
     def next_draft(self) -> DraftRequest | None:
         if len(self._runs) + len(self._waiting) > self.pipeline.stages:
             return None
-        if self._held is not None and not self._try_again(*self._held):
+        if self._stopped_attempt is not None and not self._try_again(*self._stopped_attempt):
             return None
         self._tips = [n for n in self._tips if n.alive]
         if not self._tips:
@@ -182,7 +182,7 @@ class PipeInfer(TreeStrategy):
                 return
         elif not self._batch:
             self._failures += 1
-            self._held = (request, output)
+            self._stopped_attempt = (request, output)
             return
         self._waiting.append(self._batch)
         self._batch, self._levels = [], 0
@@ -197,7 +197,7 @@ class PipeInfer(TreeStrategy):
                 self._failures += 1
                 return False
             self.on_draft(request, output)
-        self._held = None
+        self._stopped_attempt = None
         return True
 
     def _grow(self, tip: Node, tokens: list[int], scores: list[float], room: int) -> list[Node]:

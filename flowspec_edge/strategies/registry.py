@@ -38,7 +38,7 @@ _OWN = {
 }
 
 
-def _own(name: str) -> type[Strategy] | None:
+def _builtin_strategy(name: str) -> type[Strategy] | None:
     """Import a strategy of this package."""
     if name not in _OWN:
         return None
@@ -49,7 +49,8 @@ def _own(name: str) -> type[Strategy] | None:
 
 # Names need no numpy: a strategy is imported when it is looked up.
 STRATEGIES: Mapping[str, type[Strategy]] = OwnAndOffered(
-    _OWN, ENTRY_POINTS, lambda name: _own(name) or _loaded.get(name) or _load(offered(ENTRY_POINTS)[name].value))
+    _OWN, ENTRY_POINTS, lambda name: (_builtin_strategy(name) or _loaded.get(name)
+                                      or _load(offered(ENTRY_POINTS)[name].value)))
 _loaded: dict[str, type[Strategy]] = {}  # from elsewhere, once named
 
 
@@ -171,7 +172,7 @@ def _load(place: str) -> type[Strategy]:
             parameter.check(parameter.default)
         except UsageError as error:
             raise UsageError(f"{place} has a default that it does not allow: {error}") from error
-    registered = _own(name) or _loaded.get(name) or _loaded.setdefault(name, _located(chosen))
+    registered = _builtin_strategy(name) or _loaded.get(name) or _loaded.setdefault(name, _located(chosen))
     if chosen not in (registered, *registered.__bases__):
         raise UsageError(f"{place} has the name of another strategy, {name}: give it its own")
     return registered
@@ -186,9 +187,9 @@ def _located(chosen: type[Strategy]) -> type[Strategy]:
 
     def located(method: Callable[..., object]) -> Callable[..., object]:
         @wraps(method)
-        def call(*values: object, **named: object) -> object:
+        def call(*values: object, **keywords: object) -> object:
             try:
-                return method(*values, **named)
+                return method(*values, **keywords)
             except FlowspecError:
                 raise
             except (Exception, SystemExit) as error:

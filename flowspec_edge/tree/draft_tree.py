@@ -192,7 +192,7 @@ class TreeExpansion:
         self._keep = keep
         self._first_new = tree.next_id
         tree.generation += 1
-        self._kept: list[tuple[float, int, Node]] = []  # min-heap: the worst kept node first
+        self._best: list[tuple[float, int, Node]] = []  # min-heap: the worst kept node first
 
     @property
     def done(self) -> bool:
@@ -226,8 +226,8 @@ class TreeExpansion:
         level: list[Node] = []
         for index in best.tolist():
             score = float(flat[index])
-            full = len(self._kept) >= self._keep
-            if full and score <= self._kept[0][0]:
+            full = len(self._best) >= self._keep
+            if full and score <= self._best[0][0]:
                 break  # falling scores: nothing after this one can be kept either
             parent = parents[index // children]
             if not parent.alive:
@@ -241,9 +241,9 @@ class TreeExpansion:
     def _admit(self, node: Node) -> None:
         """Above the limit, drop the worst node if it is unsent and new in this expansion."""
         # The newest of equals is the worst, so that a parent outlives its child.
-        heapq.heappush(self._kept, (node.score, -node.id, node))
-        while len(self._kept) > self._keep:
-            worst = heapq.heappop(self._kept)[2]
+        heapq.heappush(self._best, (node.score, -node.id, node))
+        while len(self._best) > self._keep:
+            worst = heapq.heappop(self._best)[2]
             unsent = worst.alive and worst.number < 0 and not worst.children
             if unsent and worst.id >= self._first_new:
                 self._tree.discard(worst)

@@ -21,21 +21,21 @@ T = TypeVar("T")
 class OwnAndOffered(Mapping[str, T]):
     """What this package has, by name, then what entry points offer; each is loaded when it is looked up."""
 
-    def __init__(self, own: Collection[str], group: str, load: Callable[[str], T]) -> None:
-        """``own``: names of this package's; ``load``: called at every look-up; KeyError for an unknown name."""
-        self._own, self._group, self._load = own, group, load
+    def __init__(self, builtin: Collection[str], group: str, load: Callable[[str], T]) -> None:
+        """``builtin``: names of this package's; ``load``: called at every look-up; KeyError for an unknown name."""
+        self._builtin, self._group, self._load = builtin, group, load
 
     def __getitem__(self, name: str) -> T:
         return self._load(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in offered(self._group)
+        return name in self._builtin or name in offered(self._group)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._own, *offered(self._group)]))
+        return iter(dict.fromkeys([*self._builtin, *offered(self._group)]))
 
     def __len__(self) -> int:
-        return len({*self._own, *offered(self._group)})
+        return len({*self._builtin, *offered(self._group)})
 
 
 @cache

@@ -134,13 +134,13 @@ class _WithHead(OpenModel):
     head: Path | None = None
 
     @cached_property
-    def _given(self) -> str:
+    def _head_kind(self) -> str:
         from flowspec_edge.sharding.drafts import open_draft  # torch takes a while
 
         return open_draft(self.head).kind.name if self.head else ""
 
     def draft(self, kind: str) -> Path | None:
-        return self.head if kind == self._given else super().draft(kind)
+        return self.head if kind == self._head_kind else super().draft(kind)
 
 
 def drafting(cluster: ClusterSettings, model: OpenModel, head: Path | None = None) -> StoredDraft | None:

@@ -53,7 +53,7 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
                             "no board was touched")
     log = RolloutLog(inventory, befores, watch or Watch())
     activate(inventory, befores, log)
-    return log.report(next(iter(ids.values())), left=f"{_MIXED}; to continue: flowspec deploy rollback")
+    return log.report(next(iter(ids.values())), after_failure=f"{_MIXED}; to continue: flowspec deploy rollback")
 
 
 def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
@@ -173,7 +173,7 @@ def take_down(inventory: Inventory, keys: Path, purge: bool = False, watch: Watc
         log.run("purge", states, "removing everything")
         forget(keys, (device.name for device in inventory.device if not log.error(device.name)))
     again = "flowspec deploy down --purge" if purge else "flowspec deploy down"
-    return log.report(left=f"boards without an error are down; to continue: {again}")
+    return log.report(after_failure=f"boards without an error are down; to continue: {again}")
 
 
 def _require_answers(status: FleetStatus) -> None:

@@ -77,7 +77,7 @@ class Rollout:
             self._stop_unused()
             return log.report(diff.release)
         rolled_back, left = go_back(self._inventory, self._status, log)
-        return log.report(diff.release, rolled_back=rolled_back, left=left)
+        return log.report(diff.release, rolled_back=rolled_back, after_failure=left)
 
     # ---- the decision --------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class DeployReport:
     boards: list[BoardOutcome]
     release: str | None = None  # the new release's id, if known
     rolled_back: str | None = None  # the id that runs again because the new release did not become ready
-    left: str = ""  # after a failure: what runs, and what to do; "": no running service was changed
+    after_failure: str = ""  # after a failure: what runs, and what to do; "": no running service was changed
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)  # why nothing was started
     notes: list[str] = field(default_factory=list)  # warnings that do not prevent a deployment
@@ -112,9 +112,9 @@ class RolloutLog:
             if outcome.error:
                 total.error = "; ".join(filter(None, (total.error, f"{says}: {outcome.error}")))
 
-    def report(self, release: str | None = None, rolled_back: str | None = None, left: str = ""
+    def report(self, release: str | None = None, rolled_back: str | None = None, after_failure: str = ""
                ) -> DeployReport:
-        return DeployReport([*self._outcomes.values()], release, rolled_back, left,
+        return DeployReport([*self._outcomes.values()], release, rolled_back, after_failure,
                             time.monotonic() - self._began, self.problems, self.notes, self.unreached)
 
     def _fail(self, board: str, error: str) -> None:

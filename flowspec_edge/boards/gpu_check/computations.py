@@ -64,14 +64,14 @@ class Computation:
 class ComputationResult:
     """What a computation gave; the fields of ``Deviation``, None and "" without one.
 
-    said   the text that its function returned
-    fault  what was raised, or how the process ended; "" if all went well
+    message  the text that its function returned
+    fault    what was raised, or how the process ended; "" if all went well
     """
 
     name: str
     error: float | None = None
     rounded: str = ""
-    said: str = ""
+    message: str = ""
     fault: str = ""
 
 
@@ -123,7 +123,7 @@ def attempt(computation: Computation) -> ComputationResult:
     except Exception as failure:
         return ComputationResult(computation.name, fault=first_line(failure))
     if isinstance(outcome, str):
-        return ComputationResult(computation.name, said=outcome)
+        return ComputationResult(computation.name, message=outcome)
     return ComputationResult(computation.name, *outcome)
 
 

@@ -97,10 +97,10 @@ def memory_limit(shown: str) -> int | None:
     return int(shown) if shown.strip().isdigit() and int(shown) < _NO_LIMIT else None
 
 
-def notice(said: bytes) -> bytes:
+def notice(output: bytes) -> bytes:
     """What of a container's notification is for systemd: nothing that names a process, which has another number
     there."""
-    lines = said.decode(errors="replace").splitlines()
+    lines = output.decode(errors="replace").splitlines()
     return "\n".join(line for line in lines if line.startswith(_NOTICES)).encode()
 
 

@@ -32,7 +32,7 @@ def address_problem(inventory: Inventory, device: DeviceEntry) -> tuple[str, str
 
     If all devices have loopback addresses they are one machine.
     """
-    address = _known(device)
+    address = _address_or_none(device)
     if address is None:
         return None
     named = device.address if device.address == address else f"{device.address} resolves to {address} here"
@@ -59,7 +59,7 @@ def on_network(inventory: Inventory) -> Inventory:
         return inventory
 
     def looped(device: DeviceEntry) -> bool:
-        address = _known(device)
+        address = _address_or_none(device)
         return address is not None and IPv4Address(address).is_loopback and is_here(inventory, device)
 
     devices = [device.model_copy(update={"address": route[0]}) if looped(device) else device
@@ -80,11 +80,11 @@ def route_to(address: str) -> tuple[str, str] | None:
 
 def _elsewhere(inventory: Inventory) -> list[str]:
     """The devices' addresses that are not loopback."""
-    addresses: Iterator[str | None] = (_known(device) for device in inventory.device)
+    addresses: Iterator[str | None] = (_address_or_none(device) for device in inventory.device)
     return [address for address in addresses if address and not IPv4Address(address).is_loopback]
 
 
-def _known(device: DeviceEntry) -> str | None:
+def _address_or_none(device: DeviceEntry) -> str | None:
     with suppress(FlowspecError):
         return resolve(device)
     return None

@@ -155,25 +155,25 @@ def name_profile(path: Path, board: str, file: Path) -> None:
     FlowspecError if the text does not allow that: it says what to write.
     """
     directory = path.absolute().parent
-    named = str(file.relative_to(directory)) if file.is_relative_to(directory) else str(file)
+    profile_name = str(file.relative_to(directory)) if file.is_relative_to(directory) else str(file)
     text = path.read_text(encoding="utf-8")
     before = parse_toml(text.encode(), path, Inventory)
-    devices = [device.model_copy(update={"profile": named}) if device.name == board else device
+    devices = [device.model_copy(update={"profile": profile_name}) if device.name == board else device
                for device in before.device]
     if before.device == devices:
         return
-    new_text = _with_profile(text, board, named)
+    new_text = _with_profile(text, board, profile_name)
     try:
         same = parse_toml(new_text.encode(), path, Inventory) == before.model_copy(update={"device": devices})
     except UsageError:
         same = False
     if not same:
-        raise FlowspecError(f"{path}: cannot set the profile of {board}: write profile = \"{named}\" below "
+        raise FlowspecError(f"{path}: cannot set the profile of {board}: write profile = \"{profile_name}\" below "
                             "its [[device]]")
     write_atomically(path.resolve(), new_text)
 
 
-def _with_profile(text: str, board: str, named: str) -> str:
+def _with_profile(text: str, board: str, profile_name: str) -> str:
     """``text`` with the line ``profile`` of the board's table replaced, or added after its name."""
     parts = re.split(r"(?m)^(?=[ \t]*\[)", text)
     for place, part in enumerate(parts):
@@ -181,7 +181,7 @@ def _with_profile(text: str, board: str, named: str) -> str:
         name = re.search(r"(?m)^([ \t]*)name[ \t]*=[ \t]*(\"|')(.*?)\2.*$", part) if head else None
         if name is None or name[3] != board:
             continue
-        line = f'{name[1]}profile = "{named}"'
+        line = f'{name[1]}profile = "{profile_name}"'
         changed, count = re.subn(r"(?m)^[ \t]*profile[ \t]*=.*$", lambda _, line=line: line, part, count=1)
         if not count:
             changed = f"{part[:name.end()]}\n{line}{part[name.end():]}"

@@ -150,7 +150,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     UsageError if there is no model that stages can run, or no MTP layer where one is wanted; FlowspecError
     for damaged or incomplete weights.
     """
-    if using is None and (entry := _known(name_or_path)):
+    if using is None and (entry := _catalogue_entry(name_or_path)):
         name, shape = entry
         planned = planned_for(name_or_path, draft, (), shape.family)
     else:
@@ -162,7 +162,7 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
 
 def usual_heads_of(name_or_path: str) -> tuple[int, int, dict[str, HeadShape]]:
     """The width and vocabulary of a model, and the usual head of every kind for it; as for :func:`model_bytes`."""
-    if entry := _known(name_or_path):
+    if entry := _catalogue_entry(name_or_path):
         _, shape = entry
         return shape.hidden, shape.vocabulary, shape.drafts
     from flowspec_edge.boards.planning.read_parts import target_decoder, usual_heads  # imports torch
@@ -171,7 +171,7 @@ def usual_heads_of(name_or_path: str) -> tuple[int, int, dict[str, HeadShape]]:
     return target.hidden_size, target.vocab_size, usual_heads(target)
 
 
-def _known(name_or_path: str) -> tuple[str, ModelParts] | None:
+def _catalogue_entry(name_or_path: str) -> tuple[str, ModelParts] | None:
     """A model of the catalogue that is not on this machine."""
     known = find_known(name_or_path)
     shape = shipped_parts().get(known[0]) if known and model_path(name_or_path) is None else None

@@ -60,9 +60,9 @@ class SmallestBoard:
     plain_tokens_per_second: float
 
 
-def smallest_board(problem: SplitProblem, own: Sequence[CandidateBoard] = ()) -> SmallestBoard | None:
-    """Among the profiles of single boards that come with the package, and those of the boards ``own``."""
-    boards = [CandidateBoard(board.profile.name, board.profile) for board in own]
+def smallest_board(problem: SplitProblem, candidates: Sequence[CandidateBoard] = ()) -> SmallestBoard | None:
+    """Among the profiles of single boards that come with the package, and those of the boards ``candidates``."""
+    boards = [CandidateBoard(board.profile.name, board.profile) for board in candidates]
     boards += [CandidateBoard(profile.name, scaled(profile, problem.size)[0]) for name in profile_names()
                if (profile := load_profile(name)).kind == "device" and profile.memory
                and profile.conditions and profile.conditions.device == "cuda"]

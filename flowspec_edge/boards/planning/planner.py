@@ -415,7 +415,7 @@ def _in_order(d0: _Table, chosen: list[tuple[_Table, int, bool]]) -> list[tuple[
     return [first, *rest]
 
 
-def _take(left: list[_Table], like: _Table) -> CandidateBoard:
-    chosen = next(table for table in left if table.kind == like.kind)
-    left.remove(chosen)
+def _take(tables: list[_Table], like: _Table) -> CandidateBoard:
+    chosen = next(table for table in tables if table.kind == like.kind)
+    tables.remove(chosen)
     return chosen.board

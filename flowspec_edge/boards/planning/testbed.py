@@ -92,7 +92,7 @@ def _mixed(name: str, what: str, scaled: str, plan: PipelinePlan) -> MixedBoards
         rest = ", ".join(board.name for board, _ in plan.left_out)
         raise UsageError(f"testbed {name}: the planner leaves out {rest}: {plan.left_out[0][1]}; name the "
                          "others alone")
-    stages = [f"{_said(stage.board)} {hi - lo} layers" for stage in plan.stages for lo, hi in [stage.layers]]
+    stages = [f"{_role_text(stage.board)} {hi - lo} layers" for stage in plan.stages for lo, hi in [stage.layers]]
     return MixedBoards.model_validate({
         **plan.d0.profile.model_dump(), "name": name, "kind": "testbed", "boards": len(plan.stages) + 1,
         "summary": f"{what}, by the planner's split: {plan.d0.name} drafts; {', '.join(stages)}",
@@ -101,5 +101,5 @@ def _mixed(name: str, what: str, scaled: str, plan: PipelinePlan) -> MixedBoards
         "layers": tuple(hi - lo for lo, hi in (stage.layers for stage in plan.stages))})
 
 
-def _said(board: CandidateBoard) -> str:
+def _role_text(board: CandidateBoard) -> str:
     return f"{board.name} computes"

@@ -150,27 +150,27 @@ class Check(Generic[_Asked]):
     computes: Callable[[_Asked], Sequence[Computation]] = lambda asked: ()
 
 
-def judge(place: Place, asked: object, checks: Sequence[Check[Any]] | None = None) -> list[Finding]:
+def judge(place: Place, subject: object, checks: Sequence[Check[Any]] | None = None) -> list[Finding]:
     """What the checks of one place find, in the order of ``CHECKS``; causes come before their consequences.
 
     ``checks``: others than ``CHECKS``.  Those that compute run their computations together first.
     """
     chosen = [check for check in (CHECKS if checks is None else checks)
-              if place in check.places and isinstance(asked, check.asks)]
-    if isinstance(asked, ComputeDevice):
-        asked = replace(asked, results=compute([one for check in chosen for one in check.computes(asked)]))
+              if place in check.places and isinstance(subject, check.asks)]
+    if isinstance(subject, ComputeDevice):
+        subject = replace(subject, results=compute([one for check in chosen for one in check.computes(subject)]))
     findings: list[Finding] = []
     for check in chosen:
-        check_findings = list(check.rule(asked))
+        check_findings = list(check.rule(subject))
         findings += check_findings
         if check.ends and place in ("init", "up") and any(finding.state == "failed" for finding in check_findings):
             break
     return findings
 
 
-def faults(place: Place, asked: object) -> list[Finding]:
+def faults(place: Place, subject: object) -> list[Finding]:
     """What failed, and what is worth knowing."""
-    return [finding for finding in judge(place, asked) if finding.state in ("failed", "warning")]
+    return [finding for finding in judge(place, subject) if finding.state in ("failed", "warning")]
 
 
 def _jetpack(subject: Subject) -> Iterator[Finding]:

@@ -78,7 +78,7 @@ def computed(result: ComputationResult) -> Finding:
     if result.fault:
         return Finding(result.name, "failed", result.fault)
     if result.error is None or result.error <= TOLERANCE[result.rounded]:
-        return Finding(result.name, "ok", result.said, error=result.error)
+        return Finding(result.name, "ok", result.message, error=result.error)
     return Finding(result.name, "failed", f"results are wrong by {result.error:.2g} of the largest",
                    error=result.error if math.isfinite(result.error) else None)
 

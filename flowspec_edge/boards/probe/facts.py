@@ -60,7 +60,7 @@ class NoAnswer(FlowspecError):
 
     def __init__(self, device: DeviceEntry, reason: str, advice: str) -> None:
         super().__init__(f"{device.name}: {reason}: {advice}")
-        self.found, self.advice = reason, advice
+        self.reason, self.advice = reason, advice
 
 
 @dataclass(frozen=True)

@@ -118,7 +118,7 @@ def no_facts(device: DeviceEntry, error: FlowspecError, settings_in: Literal["fi
              ) -> Finding:
     """``error``: of asking the board; ``settings_in``: as for ``unreachable``."""
     if isinstance(error, NoAnswer):
-        return Finding("python", "failed", error.found, error.advice, board=device.name)
+        return Finding("python", "failed", error.reason, error.advice, board=device.name)
     return unreachable(device, str(error), settings_in)
 
 

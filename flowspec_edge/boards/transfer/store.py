@@ -59,7 +59,7 @@ class Store:
                     partial.unlink()
         return {file.path: self.offset(file) for file in incomplete}
 
-    def seen(self, file: File) -> bool:
+    def is_verified(self, file: File) -> bool:
         """Whether the file exists and has not changed since verification."""
         path = self.home / file.path
         return (path.is_file() and not path.is_symlink() and path.stat().st_size == file.size
@@ -106,7 +106,7 @@ class Store:
         return shutil.disk_usage(there).free
 
     def _complete(self, file: File) -> bool:
-        if self.seen(file):
+        if self.is_verified(file):
             return True
         path = self.home / file.path
         if path.is_symlink() or not path.is_file() or path.stat().st_size != file.size:
@@ -208,7 +208,7 @@ def lacking(root: Path, name: str, files: Collection[File], manifest_sha256: str
     manifest = store.home / MANIFEST
     new = not manifest.is_file() or sha256_of(manifest) != manifest_sha256 or any(store.strays(files))
     for file in files:
-        if not store.seen(file):
+        if not store.is_verified(file):
             new = True
             count += 0 if find(root, file.sha256) else file.size - store.offset(file)
     return count, new

@@ -107,7 +107,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
         if virtual := groups(names):
             left_out.append(f"{' and '.join(virtual)} exist in virtual time only, and are left out")
             names = [name for name in names if name not in virtual]
-    if dict(params.own).get("plus_carry") is None:
+    if dict(params.specific).get("plus_carry") is None:
         params = params.changed(plus_carry=False)  # a prompt's figures must not depend on the prompts before it
     points = request.points(params, options.stages)
     for at_value, stages in points:
@@ -236,7 +236,7 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], subject: BenchSub
         "device": options.device, "max_new_tokens": options.max_new_tokens,
         "repeats": options.repeats, "warmup": options.warmup,
         **{key: value for key, value in shared.items() if value is not None},
-        **({"recording": subject.recording.made} if subject.recording else {}),
+        **({"recording": subject.recording.provenance} if subject.recording else {}),
         **drawn, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
         **params.flat(), "versions": versions(), "commit": commit(),
         "acceptance": options.right_children, "profile": profile.model_dump() if profile else None,

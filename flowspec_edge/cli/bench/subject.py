@@ -185,7 +185,7 @@ class RecordedSubject:
         return "fp32"
 
     def weights(self, dtype: Dtype) -> str:
-        return f"recorded in {self.recording.made.get('dtype', 'an unknown type')}"
+        return f"recorded in {self.recording.provenance.get('dtype', 'an unknown type')}"
 
     def require(self, strategies: Sequence[str], params: Params, clock: Clock, stages: int) -> None:
         from flowspec_edge.drivers.virtual.recorded import require_drafts

@@ -111,7 +111,7 @@ class _SweepCommand(TyperCommand):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SweepAxes:
     """What the arguments name: an axis, its values in the order of measurement, strategies by default."""
 
     axis: Axis
@@ -119,7 +119,7 @@ class _Asked:
     strategies: str
 
 
-def _asked(arguments: Sequence[str]) -> _Asked:
+def _parse_axes(arguments: Sequence[str]) -> _SweepAxes:
     """Raise UsageError for what is no axis, and for values that the axis cannot have."""
     from flowspec_edge.lab.bench.axes import AXES, parameter_axis
 
@@ -134,17 +134,17 @@ def _asked(arguments: Sequence[str]) -> _Asked:
         texts[name] = text
     if "depth" in texts and texts.keys() <= {*_DEPTHS}:
         sides = [_distinct(_counts(texts.get(name) or _EVERY_DEPTH, name), name) for name in _DEPTHS]
-        return _Asked(AXES["depth"], list(product(sides[0], sides[1])), "flowspec")
+        return _SweepAxes(AXES["depth"], list(product(sides[0], sides[1])), "flowspec")
     if len(texts) == 1 and (name := next(iter(texts))) in _NAMED:
         named = _NAMED[name]
-        return _Asked(AXES[name], _distinct(named.read(texts[name] or named.values, name), name),
-                      named.strategies)
+        return _SweepAxes(AXES[name], _distinct(named.read(texts[name] or named.values, name), name),
+                          named.strategies)
     if links := [name for name in texts if name in AXES and name not in ("segment", "depth")]:
         raise UsageError(f"{links[0]} is swept alone: only two parameters of strategies make a grid")
     axis = parameter_axis([*texts])
     columns = [_parameter_values(name, text) for name, text in texts.items()]
     values: list[Value] = [*columns[0]] if len(columns) == 1 else list(product(columns[0], columns[1]))
-    return _Asked(axis, values, _strategies_with([*texts]))
+    return _SweepAxes(axis, values, _strategies_with([*texts]))
 
 
 def _parameter_values(name: str, text: str) -> list[Scalar]:
@@ -188,7 +188,7 @@ def _distinct(values: list[Scalar], name: str) -> list[Scalar]:
 def _measured(arguments: Mapping[str, Any]) -> list[str]:
     """The strategies whose parameters ``--set`` takes."""
     chosen = arguments["options"].strategies
-    return parse_strategies(_asked(arguments["axes"]).strategies if chosen is None else chosen)
+    return parse_strategies(_parse_axes(arguments["axes"]).strategies if chosen is None else chosen)
 
 
 @with_dataclasses(_HIDDEN_OPTIONS, _measured, _RARE, options=BenchOptions, sampling=Sampling, params=PAPER)
@@ -238,7 +238,7 @@ def sweep(
 
     if options.strategies is not None:
         parse_strategies(options.strategies)  # a strategy from outside has parameters of its own
-    asked = _asked(axes)
+    asked = _parse_axes(axes)
     _require_room(asked.axis, links, cluster, options, params)
     request = MeasureRequest(
         asked.strategies, axis=asked.axis, values=asked.values, label="sweep", published=published,

@@ -259,7 +259,7 @@ def choose_dtype(model: str, dtype: str, members: Sequence[BoardSpec], context: 
     to compare."""
     unfit: dict[PlanDtype, FlowspecError] = {}
 
-    def found(kinds: Sequence[PlanDtype]) -> list[Case]:
+    def fitting_cases(kinds: Sequence[PlanDtype]) -> list[Case]:
         cases = []
         for kind in kinds:
             try:
@@ -269,15 +269,15 @@ def choose_dtype(model: str, dtype: str, members: Sequence[BoardSpec], context: 
         return cases
 
     if dtype == "auto":
-        cases = sorted(found(_COMPARED_TYPES), key=lambda case: -case.expected)
+        cases = sorted(fitting_cases(_COMPARED_TYPES), key=lambda case: -case.expected)
         if not cases:
             large = [error for error in unfit.values() if isinstance(error, planner.DoesNotFit)]
             raise large[-1] if large else list(unfit.values())[-1]  # of the smallest
         return Cases(cases[0], cases[1:], True, unfit)
     first = cast(PlanDtype, dtype)
     main = case_of(model, first, members, context, at_once, draft, lm_head, kv_cache)
-    return Cases(main, found([kind for kind in _COMPARED_TYPES
-                              if kind != first and (first, kind) != ("bf16", "fp16")]))
+    return Cases(main, fitting_cases([kind for kind in _COMPARED_TYPES
+                                      if kind != first and (first, kind) != ("bf16", "fp16")]))
 
 
 def _listed_layers(members: Sequence[BoardSpec], size: ModelBytes) -> Ranges | None:

@@ -89,7 +89,7 @@ def rotate(
     with changing(cluster, inventory.cluster.name, as_json) as watch:
         report = Rollout(deployment, watch).up(rotate=True)
     if not report.ok:
-        raise FlowspecError("; ".join([*report.failures, *([report.left] if report.left else [])]))
+        raise FlowspecError("; ".join([*report.failures, *([report.after_failure] if report.after_failure else [])]))
     publics = recorded(deployment.boards, deployment.keys)
     if as_json:
         print(json.dumps({"ok": True, "boards": [{"name": name, "public": public}

@@ -129,7 +129,7 @@ def print_report(report: DeployReport, verb: str, as_json: bool, dry_run: bool =
     untouched = ("no board was touched" if report.problems else
                  "running services were not changed; run flowspec deploy up again to continue")
     first = failures[0] if len(failures) == 1 else f"{len(failures)} errors"
-    raise FlowspecError(f"{first}; {report.left or untouched}")
+    raise FlowspecError(f"{first}; {report.after_failure or untouched}")
 
 
 def _print_steps(report: DeployReport, dry_run: bool) -> None:

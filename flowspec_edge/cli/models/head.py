@@ -164,13 +164,13 @@ def _training(name: str, kind: str, steps: int | None, stages: int, entry: Known
             '"prompt" and "answer").  After an interruption the same command resumes; a checkpoint is '
             "written every two minutes.")
     if cost:
-        text += f"\n   {_told(cost)}"
+        text += f"\n   {_cost_text(cost)}"
     shard = (f"flowspec models shard --model {model_argument} --draft {out} --stages {stages} "
              f"--out {_short(name)}-{stages}")
     return DraftChoice("train", False, text, [*fetch, train, shard])
 
 
-def _told(cost: TrainingCost) -> str:
+def _cost_text(cost: TrainingCost) -> str:
     per_million = 1e6 / cost.recipe.tokens_per_step * cost.step_s / 3600
     how = ("timed" if cost.exact else
            f"scaled by counted operations from {cost.timed}, which took {_seconds(cost.timed_s)}")

@@ -227,8 +227,8 @@ def _summary(plan: ShardingPlan) -> str:
         how += f", {recipe.candidates} candidates of a draft row"
     if plan.int8:
         how += f", {len(plan.int8)} matrices in int8"
-    if plan.kept:
-        how += f", {len(plan.kept)} in 16 bits"
+    if plan.unquantised:
+        how += f", {len(plan.unquantised)} in 16 bits"
     drafts = ", ".join(draft.kind.name for draft in plan.source.drafts) or "no draft model"
     return f"{len(plan.ranges)} stages, {how}, {drafts}"
 

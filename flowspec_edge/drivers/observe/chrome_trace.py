@@ -65,8 +65,8 @@ class _Writer:
         self._timeline = timeline
         self._stages = stages
         first = timeline.events[0] if timeline.events else None
-        self._begun = first.at if first else 0.0
-        self._latest = self._begun  # the last moment that is known of the request
+        self._began_at = first.at if first else 0.0
+        self._latest = self._began_at  # the last moment that is known of the request
         self._clocks = StageClocks()
         if not timeline.one_clock:
             for event in timeline.events:
@@ -117,8 +117,8 @@ class _Writer:
                 self._sent(event)
             case Pruned():
                 interval = f"{event.start} to {event.stop - 1}" if event.stop > event.start else "none"
-                self._instant("prune", event.at, HINTS, {"of the numbers": interval, "kept": len(event.kept)})
-                gone = set(range(event.start, event.stop)) - set(event.kept)
+                self._instant("prune", event.at, HINTS, {"of the numbers": interval, "kept": len(event.keep)})
+                gone = set(range(event.start, event.stop)) - set(event.keep)
                 self._in_flight = {run: numbers - gone for run, numbers in self._in_flight.items()}
                 self._count_in_flight(event.at)
             case Cancelled():
@@ -211,8 +211,8 @@ class _Writer:
                                 "ended by": result.finish_reason if result else "being broken off"}
         end = self._timeline.events[-1].at if result else self._latest
         first = end if self._first_token_at is None else self._first_token_at
-        self._slice("request", "request", self._begun, end, 0, REQUEST, args)
-        self._slice("reading the prompt", "request", self._begun, first, 0, REQUEST, {})
+        self._slice("request", "request", self._began_at, end, 0, REQUEST, args)
+        self._slice("reading the prompt", "request", self._began_at, first, 0, REQUEST, {})
         if self._first_token_at is not None:
             self._slice("decoding", "request", first, end, 0, REQUEST, {})
 
@@ -237,7 +237,7 @@ class _Writer:
 
     def _ts(self, moment: float) -> float:
         """Microseconds since the request began."""
-        return round((moment - self._begun) * 1e6, 3)
+        return round((moment - self._began_at) * 1e6, 3)
 
 
 def _about(segment: _Segment) -> dict[str, Any]:

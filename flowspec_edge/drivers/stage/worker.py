@@ -184,18 +184,18 @@ class Worker:
             case Idle() if self._core.has_room:
                 self._sleep()
 
-    def _work(self, begun: Pass) -> None:
+    def _work(self, running: Pass) -> None:
         start = time.monotonic()
-        self._energy.work_for(*(segment.session for segment in begun.segments))
+        self._energy.work_for(*(segment.session for segment in running.segments))
         try:
-            begun.compute(self._tick)
+            running.compute(self._tick)
             if self._charge:
-                self._wait_for(begun, self._charge, start)
+                self._wait_for(running, self._charge, start)
         except (KeyRefused, OtherRelease, PeerLost):
             raise
         except FlowspecError as error:  # rows that contradict each other, or do not fit
             self._give_up(error)
-            if not begun.results:
+            if not running.results:
                 return
         finally:
             self._energy.work_for()
@@ -203,14 +203,14 @@ class Worker:
         self._core.feed(Passed(start, end), end)
         self._step()  # before control messages are read: a Close's report counts this pass, so its times go first
 
-    def _wait_for(self, begun: Pass, charge: Charge, start: float) -> None:
+    def _wait_for(self, running: Pass, charge: Charge, start: float) -> None:
         """Wait until the emulated pass ends; a cancel may end it early."""
-        seconds = charge.seconds(begun.admitted_rows, begun.context, begun.alike)
+        seconds = charge.seconds(running.admitted_rows, running.context, running.alike)
         self._core.feed(Charged(start, seconds), time.monotonic())
-        if all(begun.cancelled):
+        if all(running.cancelled):
             return
-        self._counters.add_late(max(0.0, time.monotonic() - begun.end), begun.segments)
-        while (left := begun.end - time.monotonic()) > 0:
+        self._counters.add_late(max(0.0, time.monotonic() - running.end), running.segments)
+        while (left := running.end - time.monotonic()) > 0:
             self._tick(left)
 
     def _emit(self, messages: Sequence[Outgoing]) -> None:

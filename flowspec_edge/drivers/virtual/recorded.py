@@ -250,7 +250,7 @@ class RecordedTarget:
 
 
 @dataclass
-class Asked:
+class RequestedNodes:
     """The nodes whose children drafters were asked for.
 
     right    of them, those that are on the recorded text: only their children can become text
@@ -267,8 +267,8 @@ class RecordedDrafter(Drafter):
 
     taps = ()
 
-    def __init__(self, texts: Iterable[RecordedText], asked: Asked) -> None:
-        self._texts, self._asked = list(texts), asked
+    def __init__(self, texts: Iterable[RecordedText], requested: RequestedNodes) -> None:
+        self._texts, self._requested = list(texts), requested
         self.reset(Sampling(), "draft", 1.0)
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
@@ -313,10 +313,10 @@ class RecordedDrafter(Drafter):
                 continue  # the answer is complete: nothing below it can become text
             place = self._place(node.id, expansion.index)
             right = self._is_right(node.id)
-            self._asked.nodes += 1
-            self._asked.right += right
+            self._requested.nodes += 1
+            self._requested.right += right
             if place is None:
-                self._asked.missing += right
+                self._requested.missing += right
                 if right:
                     continue
                 place = _stand_in(node, expansion)
@@ -326,7 +326,7 @@ class RecordedDrafter(Drafter):
         return output
 
     def shares_passes_with(self, other: Drafter) -> bool:
-        return isinstance(other, RecordedDrafter) and other._asked is self._asked
+        return isinstance(other, RecordedDrafter) and other._requested is self._requested
 
     def _place(self, node: int, index: Mapping[tuple[int, int], int]) -> int | None:
         if node == self._root:
@@ -371,22 +371,22 @@ def _stand_in(node: DraftNode, expansion: Expansion) -> int:
     same = expansion.by_token.get(node.token)
     if same is not None:
         return same
-    return 1 + digest(node.id, node.token) % (len(expansion.own) - 1) if len(expansion.own) > 1 else 0
+    return 1 + digest(node.id, node.token) % (len(expansion.node_tokens) - 1) if len(expansion.node_tokens) > 1 else 0
 
 
 class RecordedSessions(DraftSessions):
-    """``asked``: what all requests' drafters were asked for."""
+    """``requested``: the nodes whose children the drafters of all requests were asked for."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(RecordedTarget(recording), _Drafts(recording), _MOST_POSITIONS)
         self._recording = recording
-        self.asked = Asked()
+        self.requested = RequestedNodes()
 
     def depths(self, stages: int) -> tuple[int, ...]:
         return ()
 
     def drafter(self, kind: str) -> Drafter:
-        return RecordedDrafter(self._recording.texts, self.asked)
+        return RecordedDrafter(self._recording.texts, self.requested)
 
     def check(self, request: Request) -> None:
         recording, shown = self._recording, self._recording.shown
@@ -439,7 +439,7 @@ class RecordedModel:
 
     def note(self) -> str:
         """Say how much of what strategies asked for is not in the recording."""
-        asked = self.sessions.asked
+        asked = self.sessions.requested
         if not asked.missing:
             return ""
         share = asked.missing / asked.right

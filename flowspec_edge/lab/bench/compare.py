@@ -73,7 +73,7 @@ def compare(paths: Sequence[Path], reports: Sequence[BenchReport]) -> Comparison
     alone = [[f"{name}, {task}, T = {temperature:g}" for name, task, temperature in one.cells
               if (name, task, temperature) not in shared] for one in prompts]
     files = [_about(path, report) for path, report in zip(paths, reports, strict=True)]
-    return Comparison(files, rows, alone, _differences(reports, [one.known for one in prompts]))
+    return Comparison(files, rows, alone, _differences(reports, [one.have_digests for one in prompts]))
 
 
 class _Prompts:
@@ -85,7 +85,7 @@ class _Prompts:
             self.cells.setdefault(sample.cell, []).append(sample)
         self._each: Mapping[str, Sequence[str]] = {task["name"]: task.get("each") or []
                                                    for task in report.settings["tasks"]}
-        self.known = all(self._each.values())
+        self.have_digests = all(self._each.values())
 
     def numbers(self, cell: Cell, texts: bool) -> dict[object, int]:
         """What identifies a prompt, its text or else its number → its number, of those whose answers have a
@@ -100,7 +100,7 @@ class _Prompts:
 
 def _row(cell: Cell, first: _Prompts, second: _Prompts) -> ComparedRow:
     ours, theirs = first.cells.get(cell, []), second.cells.get(cell, [])
-    texts = first.known and second.known
+    texts = first.have_digests and second.have_digests
     a, b = (one.numbers(cell, texts) for one in (first, second))
     both = [(a[key], b[key]) for key in a if key in b]
     before, after = speeds(ours), speeds(theirs)

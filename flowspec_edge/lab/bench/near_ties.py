@@ -57,14 +57,14 @@ def _nearly_best(logits: NDArray[np.float64], position: int, candidates: list[in
     if sampling.greedy:
         return bool(logits.max() - logits[candidates].max() <= slack)
     scaled, off = logits / sampling.temperature, slack / sampling.temperature
-    may, must = _kept(scaled, sampling, off)
+    may, must = _after_filters(scaled, sampling, off)
     noisy = scaled + gumbel(sampling.seed, position + 1, len(logits))
     rivals = noisy[must].max() if must.any() else -np.inf
     return any(may[token] and rivals - noisy[token] <= off for token in candidates)
 
 
-def _kept(x: NDArray[np.float64], sampling: Sampling, off: float
-          ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+def _after_filters(x: NDArray[np.float64], sampling: Sampling, off: float
+                   ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Tokens that top-k, top-p and min-p may keep, and must keep, if logits / T are off by ``off``; bool
     [V]."""
     ordered = np.sort(x)[::-1]

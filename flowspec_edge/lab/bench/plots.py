@@ -145,7 +145,7 @@ def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: boo
         at = [groups.index(group(row)) + (names.index(name) - (len(names) - 1) / 2) * width for row in mine]
         spread: Any = [row.tokens_per_second_se or 0.0 for row in mine]
         bars = axis.bar(at, [_or_nan(row.tokens_per_second) for row in mine], width * 0.94,
-                        color=style_of(name).colour, label=_named(mine[0]), capsize=2,
+                        color=style_of(name).colour, label=_series_label(mine[0]), capsize=2,
                         yerr=spread if any(spread) else None)
         axis.bar_label(bars, [_label(row) for row in mine], fontsize=6, padding=1)
     axis.set_xticks(range(len(groups)), groups)
@@ -157,7 +157,7 @@ def _label(row: ReportRow) -> str:
     return f"{ratio} {row.exactness.mark}".strip()
 
 
-def _named(row: ReportRow) -> str:
+def _series_label(row: ReportRow) -> str:
     return f"{row.strategy} ({row.draft})" if row.draft else row.strategy
 
 
@@ -166,7 +166,7 @@ def _draw_lines(axis: Axes, caption: str, lines: dict[str, list[tuple[int, Repor
         shown = [(stages, row.tokens_per_second, row.tokens_per_second_se) for stages, row in points
                  if row.tokens_per_second is not None]
         if shown:
-            draw_curve(axis, name, shown, _named(points[0][1]))
+            draw_curve(axis, name, shown, _series_label(points[0][1]))
     ticks(axis, sorted({stages for points in lines.values() for stages, _ in points}), "stages")
     finish(axis, caption)
 
@@ -258,7 +258,7 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
         wrong = next((f" {mark}" for mark in "≠≈" if mark in marks), "")
         if not points:
             continue
-        draw_curve(axis, name, points, f"{_named(next(iter(rows.values())))}{wrong}")
+        draw_curve(axis, name, points, f"{_series_label(next(iter(rows.values())))}{wrong}")
         shown |= {value for value, _, _ in points}
         if theirs and (curve := theirs.curve(name)):
             _, colour, marker = style_of(name)

@@ -163,14 +163,14 @@ class _Point:
                         return [s for s in samples if s.cell == (name, *where)]
 
                     parts.append(figures(mine, others, self.stages))
-                    yield from self._made(temperature, method, task, mine, parts[-1])
+                    yield from self._records_of(temperature, method, task, mine, parts[-1])
                 if len(tasks) > 1 and len(parts) == len(tasks):
                     means: Found = {name: average([part[name] for part in parts]) for name in parts[0]
                                     if all(name in part for part in parts)}
-                    yield from self._made(temperature, method, MEAN, whole, means)
+                    yield from self._records_of(temperature, method, MEAN, whole, means)
 
-    def _made(self, temperature: float, method: str, task: str, samples: Sequence[Sample],
-              figures: Found) -> Iterator[Record]:
+    def _records_of(self, temperature: float, method: str, task: str, samples: Sequence[Sample],
+                    figures: Found) -> Iterator[Record]:
         all_judged = all(s.repeating is not None for s in samples)
         exact = exactness(samples)
         axis = self.measured.measurement.axis

@@ -208,7 +208,7 @@ def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Ten
     step_loss = compiled(partial(student.step_loss, recipe.fade), loop.compile)
     count, batch = (len(text) - 1) // recipe.window, recipe.tokens_per_step // recipe.window
     epochs = recipe.steps * batch / count
-    readings = Readings(student, text, recipe.window, work, kept=epochs > 1)
+    readings = Readings(student, text, recipe.window, work, on_disk=epochs > 1)
     checkpoint = work / f"{student.name}.pt"
     if untrained and not checkpoint.exists():
         windows = -(-_START_ROWS * 2 * student.target.config.hidden_size // recipe.window)
@@ -249,14 +249,14 @@ class Readings:
     the readings of its last checkpoint again.
     """
 
-    def __init__(self, student: Student, text: Tensor, length: int, work: Path, kept: bool) -> None:
+    def __init__(self, student: Student, text: Tensor, length: int, work: Path, on_disk: bool) -> None:
         self._student, self._text, self._length = student, text, length
         self._count = (len(text) - 1) // length
         hidden = student.target.config.hidden_size
         self._states = 0 if student.states_are_features else student.states_width()
         self._file, self._done_file = work / f"{student.name}-readings.bin", work / f"{student.name}-read.npy"
         shape = (self._count, length + 1, self._states + hidden)
-        self._stored = _reserved(self._file, shape) if kept else None
+        self._stored = _reserved(self._file, shape) if on_disk else None
         self._done = np.zeros(self._count, dtype=bool)
         if self._stored is not None and self._done_file.exists():
             self._done = np.load(self._done_file)
@@ -272,7 +272,7 @@ class Readings:
             for number, row in fresh.items():
                 self._stored[number] = row.numpy()
                 self._done[number] = True
-        rows = torch.stack([fresh[number] if number in fresh else self._kept(number) for number in numbers])
+        rows = torch.stack([fresh[number] if number in fresh else self._from_file(number) for number in numbers])
         features = rows[..., self._states :]
         return Reading(rows[..., : self._states] if self._states else features, features)
 
@@ -289,7 +289,7 @@ class Readings:
         self._done_file.unlink(missing_ok=True)
         self._file.unlink(missing_ok=True)
 
-    def _kept(self, number: int) -> Tensor:
+    def _from_file(self, number: int) -> Tensor:
         assert self._stored is not None
         return torch.from_numpy(np.array(self._stored[number]))
 

@@ -128,7 +128,7 @@ class _Reader:
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
-            return self._string(self._left())
+            return self._string(self._remaining())
         if kind in _NUMBERS:
             number = self._number(_NUMBERS[kind])
             if _NUMBERS[kind] == "<f4":
@@ -138,7 +138,7 @@ class _Reader:
             raise ValueError(f"a value of the type {kind}")
         inner = self._number("<u4")
         if inner == _STRING:
-            return [self._string(self._left()) for _ in range(self._count(8))]
+            return [self._string(self._remaining()) for _ in range(self._count(8))]
         if inner not in _NUMBERS:
             raise ValueError(f"an array of the type {inner}")
         dtype = np.dtype(_NUMBERS[inner])
@@ -147,14 +147,14 @@ class _Reader:
     def _count(self, each: int) -> int:
         """Read how many items follow, of at least ``each`` bytes."""
         count: int = self._number("<u8")
-        if count * each > self._left():
-            raise ValueError(f"{count} items of {each} bytes or more, and {self._left()} bytes are left")
+        if count * each > self._remaining():
+            raise ValueError(f"{count} items of {each} bytes or more, and {self._remaining()} bytes are left")
         return count
 
     def _string(self, most: int) -> str:
         length = self._number("<u8")
-        if length > min(most, self._left()):
-            raise ValueError(f"a text of {length} bytes, and {self._left()} bytes are left")
+        if length > min(most, self._remaining()):
+            raise ValueError(f"a text of {length} bytes, and {self._remaining()} bytes are left")
         return self._bytes(length).decode()
 
     def _number(self, dtype: str) -> Any:
@@ -167,7 +167,7 @@ class _Reader:
             raise ValueError(f"it ends after {self._size} bytes")
         return data
 
-    def _left(self) -> int:
+    def _remaining(self) -> int:
         return self._size - self._file.tell()
 
 

@@ -38,7 +38,7 @@ class _Trial:
         self.problems: list[Problem] = []
         self._root = root
         self._fails_uncached = fails
-        self._known: dict[str, str] = {}  # most keywords are like many others
+        self._failures: dict[str, str] = {}  # most keywords are like many others
 
     def checked(self, node: Any, at: str, contradictions: bool = False) -> Any:
         """``node`` without what cannot be enforced; ``at``: where it is. ``contradictions``: look also for
@@ -99,9 +99,9 @@ class _Trial:
 
     def _fails(self, schema: dict[str, Any]) -> str:
         key = json.dumps(schema)
-        if key not in self._known:
-            self._known[key] = self._fails_uncached(schema)
-        return self._known[key]
+        if key not in self._failures:
+            self._failures[key] = self._fails_uncached(schema)
+        return self._failures[key]
 
 
 def _alone(node: dict[str, Any]) -> dict[str, Any]:

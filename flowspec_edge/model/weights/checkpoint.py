@@ -142,16 +142,16 @@ class Checkpoint:
             raise UsageError(f"no model at {self.directory}: neither {SAFE} nor {SAFE}{INDEX} nor {PICKLED} "
                              "is there")
         if location.indexed is None or any(map(is_written_otherwise, location.indexed)):
-            named = self._named(location.files)
+            paths = self._paths_by_name(location.files)
         else:
-            named = location.indexed
-        if _is_bare_decoder(named):
-            named = self._of_a_whole_model(named)
-        if _has_embeddings_as_output(named):
-            named = self._renamed(named, {"lm_head.weight": "model.embed_tokens.weight"})
-        return named
+            paths = location.indexed
+        if _is_bare_decoder(paths):
+            paths = self._of_a_whole_model(paths)
+        if _has_embeddings_as_output(paths):
+            paths = self._renamed(paths, {"lm_head.weight": "model.embed_tokens.weight"})
+        return paths
 
-    def _named(self, paths: Iterable[Path]) -> dict[str, Path]:
+    def _paths_by_name(self, paths: Iterable[Path]) -> dict[str, Path]:
         paths_by_name: dict[str, Path] = {}
         for path in paths:
             file = self._weights.open(path)
@@ -159,15 +159,15 @@ class Checkpoint:
             paths_by_name |= dict.fromkeys(file.tensors, path)
         return paths_by_name
 
-    def _of_a_whole_model(self, named: Mapping[str, Path]) -> dict[str, Path]:
+    def _of_a_whole_model(self, paths: Mapping[str, Path]) -> dict[str, Path]:
         """Name a bare decoder's tensors as a causal language model's; transformers loads either."""
-        names = {name: name if name.startswith(_BESIDE_THE_DECODER) else f"model.{name}" for name in named}
-        return self._renamed(named, names)
+        names = {name: name if name.startswith(_BESIDE_THE_DECODER) else f"model.{name}" for name in paths}
+        return self._renamed(paths, names)
 
-    def _renamed(self, named: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, Path]:
-        for path in dict.fromkeys(named.values()):
+    def _renamed(self, paths: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, Path]:
+        for path in dict.fromkeys(paths.values()):
             self._weights.open(path).rename(names)
-        return {names.get(name, name): path for name, path in named.items()}
+        return {names.get(name, name): path for name, path in paths.items()}
 
 
 # Tensors of a causal language model that are not its decoder's.

@@ -52,7 +52,7 @@ class StackedExperts(WeightFile):
         shape."""
         self._file_of = file_of
         self._names = set(names)
-        self._held: tuple[str, int, Tensor] | None = None
+        self._last_slab: tuple[str, int, Tensor] | None = None
         self.tensors = {}
         self._sources: dict[str, tuple[str, int, str]] = {}  # (stack, expert, matrix) of each tensor
         counts = {}
@@ -98,12 +98,12 @@ class StackedExperts(WeightFile):
 
     def _slab(self, name: str, expert: int) -> Tensor:
         """The tensor's part of one expert; the last large one stays in memory for its other rows."""
-        if self._held is None or self._held[:2] != (name, expert):
+        if self._last_slab is None or self._last_slab[:2] != (name, expert):
             slab = self._file_of(name).read(name, expert, expert + 1)[0]
             if name.endswith(("_bias", "_scales")):
                 return slab
-            self._held = name, expert, slab
-        return self._held[2]
+            self._last_slab = name, expert, slab
+        return self._last_slab[2]
 
     def _shape(self, name: str) -> tuple[int, int, int, torch.dtype]:
         """Of a stack: experts, rows and columns of each, dtype."""

@@ -72,10 +72,10 @@ class MessageAnswer(Answer):
         return [{"type": "message_delta", "delta": delta, "usage": usage, "flowspec": figures | self._details},
                 {"type": "message_stop"}]
 
-    def usage(self, tokens: int, results: Sequence[Result | None], thought: int = 0) -> dict[str, Any]:
+    def usage(self, tokens: int, results: Sequence[Result | None], reasoning_tokens: int = 0) -> dict[str, Any]:
         """``input_tokens``: those that did not come from the cache."""
         cached = sum(result.stats.reused for result in results if result is not None)
-        details = {"output_tokens_details": {"thinking_tokens": thought}} if self.prepared.reasoning else {}
+        details = {"output_tokens_details": {"thinking_tokens": reasoning_tokens}} if self.prepared.reasoning else {}
         return {"input_tokens": self.prepared.prompt_tokens - cached, "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": cached, "output_tokens": tokens, **details}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowspec_edge.serving.anthropic.fields import TABLE
-from flowspec_edge.serving.door import changes_effort, effort_to_think, given, list_of, object_of
+from flowspec_edge.serving.door import changes_effort, effort_to_think, list_of, object_of, without_none
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.prepare import ServedModel
 from flowspec_edge.serving.openai.schemas import ChatBody, body_of, parsed
@@ -44,7 +44,7 @@ def _chat(served: ServedModel, fields: dict[str, Any]) -> ChatBody:
     if other := next((name for name in config if name not in ("effort", "format") and config[name] is not None), None):
         raise ApiError(400, f"output_config.{other} is not supported by this server: leave it out",
                        f"output_config.{other}", "unsupported_parameter")
-    chat = {name: fields[name] for name in _SAME if fields.get(name) is not None} | given(
+    chat = {name: fields[name] for name in _SAME if fields.get(name) is not None} | without_none(
         messages=turns, continue_final_message=goes_on or None, stop=fields.get("stop_sequences"),
         response_format=_format(config.get("format") or fields.get("output_format")),
         user=object_of(fields.get("metadata"), "metadata").get("user_id"))
@@ -66,7 +66,8 @@ def _thinking(served: ServedModel, fields: dict[str, Any], effort: Any, ignored:
         effort = "none"
     elif kind == "enabled":
         effort = effort or effort_to_think(served)
-    return given(reasoning_effort=effort, include_reasoning=False if thinking.get("display") == "omitted" else None)
+    return without_none(reasoning_effort=effort,
+                        include_reasoning=False if thinking.get("display") == "omitted" else None)
 
 
 def _format(value: Any) -> dict[str, Any] | None:
@@ -90,8 +91,8 @@ def _tools(fields: dict[str, Any]) -> dict[str, Any]:
         if kind not in _CHOICES:
             raise ApiError(400, "tool_choice.type: must be auto, any, tool or none", "tool_choice.type")
         tool_choice = _CHOICES[kind]
-    return given(tools=tools or None, tool_choice=tool_choice,
-                 parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None)
+    return without_none(tools=tools or None, tool_choice=tool_choice,
+                        parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None)
 
 
 def _tool(tool: Any, name: str) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
     if not isinstance(tool.get("input_schema"), dict):
         raise ApiError(400, f"{name}.input_schema: must be a JSON schema that is an object",
                        f"{name}.input_schema")
-    return {"type": "function", "function": given(
+    return {"type": "function", "function": without_none(
         name=tool.get("name"), description=tool.get("description"), parameters=tool["input_schema"],
         strict=tool.get("strict"))}
 
@@ -155,7 +156,7 @@ def _of_message(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
             raise ApiError(400, f"{where}: blocks of the type {str(kind)[:40]!r} are not supported in a message of the "
                                 f"{role}: this server reads text, thinking, tool_use and tool_result", where,
                            "unsupported_parameter")
-    turn = {"role": role, "content": "\n".join(said)} | given(
+    turn = {"role": role, "content": "\n".join(said)} | without_none(
         tool_calls=calls or None, reasoning_content="\n".join(thought) or None)
     return [*results, *([turn] if said or calls or thought else [])]
 

@@ -167,7 +167,7 @@ class Feed(Observer):
         self.loss_reason: str | None = None  # why the stages cannot continue; None while they can
         self._trees: deque[Snapshot] = deque(maxlen=_MAX_TREES)
         self._open: dict[int, DraftSession] = {}  # by session, the oldest first
-        self._seen: tuple[int, int] | None = None  # session and root's position of the newest snapshot
+        self._newest_root: tuple[int, int] | None = None  # session and root's position of the newest snapshot
         self._due = 0.0  # when the next snapshot is
 
     @property
@@ -214,11 +214,11 @@ class Feed(Observer):
 
     def _snap(self, draft_session: DraftSession, at: float, over: bool = False) -> None:
         session = draft_session.builder.session
-        since = self._seen[1] if self._seen and self._seen[0] == session else None
+        since = self._newest_root[1] if self._newest_root and self._newest_root[0] == session else None
         snapshot = take_snapshot(draft_session, at, since, over)
         if snapshot is not None:
             self._due = at + _TREE_S
-            self._seen = (session, snapshot.root.position)
+            self._newest_root = (session, snapshot.root.position)
             self._trees.append(snapshot)
 
     # ---- in the event loop's thread ----------------------------------------------------------------
@@ -256,7 +256,7 @@ class FlowEvents:
             case OutputArrived():
                 about = {"kind": "returned", "run": event.run, "rows": event.rows, "at": event.at}
             case Pruned():
-                about = {"kind": "pruned", "kept": len(event.kept), "at": event.at}
+                about = {"kind": "pruned", "kept": len(event.keep), "at": event.at}
             case Cancelled():
                 about = {"kind": "cancelled", "runs": list(event.runs), "at": event.at}
             case SessionEnded():

@@ -106,7 +106,7 @@ class RequestStats(Observer):
         self._joules: float | None = None  # per token of the newest answer
         self._total = {"requests": 0, "tokens": 0, "drafted": 0, "accepted": 0}
         self._sent: deque[tuple[float, int, int]] = deque(maxlen=_SEGMENTS)  # when, session, rows
-        self._begun = 0  # requests
+        self._last_number = 0  # requests
         self.changes = 0  # beginnings and ends of requests
 
     def observe(self, event: RunEvent) -> None:
@@ -128,15 +128,15 @@ class RequestStats(Observer):
         assert draft_session is not None  # it has just been opened
         number = 0  # of a probe
         if request.max_new_tokens > 1:
-            self._begun += 1
+            self._last_number += 1
             self.changes += 1
-            number = self._begun
+            number = self._last_number
         self._running[event.session] = _Progress(
             number, request.strategy, draft_session.drafter is not None, with_tree(draft_session) is not None,
-            request.priority, event.at, event.made, event.made)
+            request.priority, event.at, event.answer_tokens, event.answer_tokens)
 
     def _verified(self, event: DraftDeviceWork) -> None:
-        session, tokens, at = event.session, event.made, event.at
+        session, tokens, at = event.session, event.answer_tokens, event.at
         progress = self._running.get(session)
         if progress is None or tokens == progress.tokens_before:
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any, ClassVar
 
-from flowspec_edge.serving.door import Ready, effort_to_think, given, list_of, object_of
+from flowspec_edge.serving.door import Ready, effort_to_think, list_of, object_of, without_none
 from flowspec_edge.serving.ollama.fields import OPTIONS, TABLE
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.field_table import Endpoint
@@ -37,7 +37,7 @@ def read_chat(served: ServedModel, data: bytes) -> Body | Ready:
         return _loaded(served, common["model"], {"message": {"role": "assistant", "content": ""}})
     last = turns[-1]
     goes_on = isinstance(last, dict) and last.get("role") == "assistant" and not last.get("tool_calls")
-    return body_of(ChatBody, common | _thinking(served, fields) | given(
+    return body_of(ChatBody, common | _thinking(served, fields) | without_none(
         messages=turns, tools=_tools(fields), continue_final_message=goes_on or None,
         logprobs=fields.get("logprobs"), top_logprobs=fields.get("top_logprobs")), ignored)
 
@@ -58,14 +58,14 @@ def read_generate(served: ServedModel, data: bytes) -> Body | Ready:
         if fields.get("think"):
             raise ApiError(400, "think: a text that is continued has no reasoning apart: leave out raw", "think")
         alternatives = fields.get("top_logprobs") or 0 if fields.get("logprobs") else None
-        return body_of(RawBody, common | given(prompt=prompt, logprobs=alternatives), ignored)
+        return body_of(RawBody, common | without_none(prompt=prompt, logprobs=alternatives), ignored)
     turns = [{"role": "system", "content": system}] if system else []
-    return body_of(ChatBody, common | _thinking(served, fields) | given(
+    return body_of(ChatBody, common | _thinking(served, fields) | without_none(
         messages=[*turns, {"role": "user", "content": prompt}],
         logprobs=fields.get("logprobs"), top_logprobs=fields.get("top_logprobs")), ignored)
 
 
-def named(served: ServedModel, name: Any) -> str:
+def model_name(served: ServedModel, name: Any) -> str:
     """The served model's name, which may have the tag latest; ApiError if it is another one's."""
     if not isinstance(name, str):
         raise ApiError(400, "model: must be a string", "model")
@@ -88,9 +88,9 @@ def _common(served: ServedModel, endpoint: Endpoint, fields: dict[str, Any]) -> 
     """Fields of both endpoints as a chat's, and those that have no effect."""
     options = object_of(fields.get("options"), "options")
     ignored = [*TABLE.ignored(endpoint, fields), *OPTIONS.ignored("options", options)]
-    common = given(model=named(served, fields.get("model")), response_format=_format(fields.get("format")),
-                   max_tokens=_limit(options.get("num_predict")), flowspec=fields.get("flowspec"),
-                   repetition_penalty=_penalty(options), **{name: options.get(name) for name in _SAME})
+    common = without_none(model=model_name(served, fields.get("model")), response_format=_format(fields.get("format")),
+                          max_tokens=_limit(options.get("num_predict")), flowspec=fields.get("flowspec"),
+                          repetition_penalty=_penalty(options), **{name: options.get(name) for name in _SAME})
     stream = fields.get("stream")
     return common | {"stream": True if stream is None else stream}, ignored
 
@@ -126,7 +126,7 @@ def _thinking(served: ServedModel, fields: dict[str, Any]) -> dict[str, Any]:
     if think is None:
         return {}
     if isinstance(think, bool):
-        return given(reasoning_effort=effort_to_think(served) if think else "none")
+        return without_none(reasoning_effort=effort_to_think(served) if think else "none")
     if think not in _EFFORTS:
         raise ApiError(400, f"think: must be true, false, or one of {', '.join(_EFFORTS)}", "think")
     return {"reasoning_effort": think}
@@ -134,7 +134,7 @@ def _thinking(served: ServedModel, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _tools(fields: dict[str, Any]) -> list[Any] | None:
     tools = list_of(fields.get("tools"), "tools")
-    return [{"type": "function", **given(**tool)} if isinstance(tool, dict) else tool for tool in tools] or None
+    return [{"type": "function", **without_none(**tool)} if isinstance(tool, dict) else tool for tool in tools] or None
 
 
 def _turn(turn: Any) -> Any:

@@ -55,7 +55,7 @@ def _response_format(body: Body) -> AnswerFormat | None:
     response_format = body.answer_format
     if response_format is None or response_format.type == "text":
         return None
-    schema = response_format.given
+    schema = response_format.schema_settings
     if schema.content is None:
         return AnswerFormat(body.format_name, json_value(_ANY_OBJECT))
     strict = bool(schema.strict) if response_format.type == "json_schema" else schema.strict is not False

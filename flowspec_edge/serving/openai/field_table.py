@@ -23,7 +23,7 @@ Source = Literal["OpenAI", "vLLM", "SGLang", "llama.cpp", "others", "Ollama", "A
 
 _SIMILAR = 0.85  # difflib's ratio, from which a name is taken for a misspelt one
 _GOES_WITH = re.compile(r"it goes with (\w+)(?:, which is refused)?")
-_MAX_TOLD, _MAX_NAME = 8, 40  # ignored names that an answer tells, and their characters
+_MOST_NAMES, _MAX_NAME = 8, 40  # ignored names that an answer tells, and their characters
 _PATHS: dict[Endpoint, str] = {
     "chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses",
     "api/chat": "/api/chat", "api/generate": "/api/generate", "options": "/api", "messages": "/v1/messages",
@@ -81,7 +81,7 @@ class FieldTable:
                 field.check(endpoint, value, self._parent)
             elif name.startswith("speculative."):  # llama.cpp's
                 continue
-            elif meant := self._meant(name, endpoint):
+            elif meant := self._similar_field(name, endpoint):
                 raise ApiError(400, f"{self._parent}{name} is no field of a request: did you mean {meant}?",
                                self._parent + name, "unknown_parameter")
             else:
@@ -111,7 +111,7 @@ class FieldTable:
             return f"goes with {goes[1]}"
         return where + field.says
 
-    def _meant(self, name: str, endpoint: Endpoint) -> str | None:
+    def _similar_field(self, name: str, endpoint: Endpoint) -> str | None:
         """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""
         names = {_letters(field.name): field.name for field in self.fields.values()
                  if endpoint in field.implemented}
@@ -119,10 +119,10 @@ class FieldTable:
         return names[close[0]] if close else None
 
 
-def told(names: Iterable[str]) -> list[str]:
+def printable_names(names: Iterable[str]) -> list[str]:
     """List ignored names for an answer: printable ASCII, and not too many."""
     shown = [re.sub(r"[^ -+\--~]", "?", name[:_MAX_NAME]) for name in names]
-    return shown[:_MAX_TOLD] + (["…and more"] if len(shown) > _MAX_TOLD else [])
+    return shown[:_MOST_NAMES] + (["…and more"] if len(shown) > _MOST_NAMES else [])
 
 
 def _letters(name: str) -> str:

@@ -17,18 +17,18 @@ from flowspec_edge.serving import sse
 from flowspec_edge.serving.admission import Admission, Event, PendingRequest
 from flowspec_edge.serving.openai.detokenize import ToolCallParser
 from flowspec_edge.serving.openai.errors import ApiError, api_error
-from flowspec_edge.serving.openai.field_table import told
+from flowspec_edge.serving.openai.field_table import printable_names
 from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.reasoning import ReasoningPiece
 from flowspec_edge.serving.openai.responses import Answer, AnswerPiece, Finish, TokenDecoder, TokenLogprob
 
 
 class Choice:
-    """pending  its place in the queue or the cluster
-    finish   None if it is incomplete
-    result   None if it is incomplete, or a stop string ended it
-    ids      its token ids, without those after a stop string
-    thought  how many of them are reasoning, if that is apart
+    """pending           its place in the queue or the cluster
+    finish            None if it is incomplete
+    result            None if it is incomplete, or a stop string ended it
+    ids               its token ids, without those after a stop string
+    reasoning_tokens  how many of them are reasoning; 0 if the model's reasoning is not told apart
     """
 
     def __init__(self, index: int, request: Request, prepared: PreparedRequest, pending: PendingRequest
@@ -39,7 +39,7 @@ class Choice:
         self.ids: list[int] = []
         self._detokenizer = prepared.detokenizer(request)
         self._shown_ends = prepared.shown_ends
-        self.thought = 0
+        self.reasoning_tokens = 0
         self._reasoning, self._silent = prepared.reasoning_parser(), prepared.silent
         self._parser = ToolCallParser(prepared.calls) if prepared.calls else None
         self._token_decoder = TokenDecoder(prepared.decode)
@@ -65,7 +65,7 @@ class Choice:
                 self.finish = "stop"
             pieces += self._parsed(text, last=self._detokenizer.stopped)
             if self._reasoning and self._reasoning.inside:
-                self.thought += 1
+                self.reasoning_tokens += 1
             if self._detokenizer.stopped:
                 break
         self.ids += event[:self.tokens - before]
@@ -191,13 +191,13 @@ class ResponseHandler:
         if data := b"".join(map(self._answer.encoded, objects)):
             await sse.send_data(send, data)
 
-    async def _pieces(self, events: asyncio.Queue[_Arrival], gone: asyncio.Future[None],
+    async def _pieces(self, events: asyncio.Queue[_Arrival], disconnection: asyncio.Future[None],
                       patience: float | None = None
                       ) -> AsyncIterator[tuple[Choice | None, list[AnswerPiece]]]:
         """Yield what is certain of each choice, starting with the first token; None after ``patience`` idle
         seconds."""
         while any(choice.finish is None for choice in self.choices):
-            arrival = await sse.unless_gone(events.get(), gone, patience)
+            arrival = await sse.unless_gone(events.get(), disconnection, patience)
             if arrival is None:
                 yield None, []
                 continue
@@ -221,7 +221,7 @@ class ResponseHandler:
     def _headers(self) -> dict[str, str]:
         """The request id that OpenAI's clients show, the place in the queue at arrival, and the request's
         fields that have no effect."""
-        ignored = ", ".join(told(self._prepared.ignored)).replace("…", "...")
+        ignored = ", ".join(printable_names(self._prepared.ignored)).replace("…", "...")
         return {**self._answer.headers, "x-request-id": self._answer.id,
                 "x-flowspec-position": str(self.choices[0].pending.position),
                 **({"x-flowspec-ignored": ignored} if ignored else {})}
@@ -245,7 +245,7 @@ class ResponseHandler:
 
     def _usage(self) -> dict[str, Any]:
         return self._answer.usage(self.completion_tokens, [choice.result for choice in self.choices],
-                                  sum(choice.thought for choice in self.choices))
+                                  sum(choice.reasoning_tokens for choice in self.choices))
 
     @asynccontextmanager
     async def _events(self, receive: Receive) -> AsyncIterator[tuple[asyncio.Queue[_Arrival],

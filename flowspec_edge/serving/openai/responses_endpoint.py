@@ -251,12 +251,12 @@ class ResponseAnswer(Answer):
         failed = {"error": {"code": error.code or "server_error", "message": str(error)}}
         return self._event("failed", response=self._response("failed", []) | failed)
 
-    def usage(self, tokens: int, results: Sequence[Result | None], thought: int = 0) -> dict[str, Any]:
-        chat = super().usage(tokens, results, thought)
+    def usage(self, tokens: int, results: Sequence[Result | None], reasoning_tokens: int = 0) -> dict[str, Any]:
+        chat = super().usage(tokens, results, reasoning_tokens)
         cached = chat.get("prompt_tokens_details", {"cached_tokens": 0})
         return {"input_tokens": chat["prompt_tokens"],
                 "input_tokens_details": {**cached, "cache_write_tokens": 0},
-                "output_tokens": tokens, "output_tokens_details": {"reasoning_tokens": thought},
+                "output_tokens": tokens, "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
                 "total_tokens": chat["total_tokens"]}
 
     @property

@@ -122,19 +122,19 @@ class _PackedMatrix:
         self._where, self._linear, self._bias = where, linear, bias
         self._first, self._rows = first, rows
         self._names = names  # of the tensors, by suffix
-        self._found: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        self._found[name] = tensor
-        if len(self._found) < len(self._names) + (self._bias is not None):
+        self._tensors[name] = tensor
+        if len(self._tensors) < len(self._names) + (self._bias is not None):
             return
         try:
-            self._linear.fill({suffix: self._found[full] for suffix, full in self._names.items()},
-                              None if self._bias is None else self._found[self._bias],
+            self._linear.fill({suffix: self._tensors[full] for suffix, full in self._names.items()},
+                              None if self._bias is None else self._tensors[self._bias],
                               self._first, self._rows)
         except FlowspecError as error:
             raise FlowspecError(f"{self._where}: {error}") from error
-        self._found.clear()
+        self._tensors.clear()
 
 
 def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: LayerSchemes, dtype: torch.dtype,

@@ -13,15 +13,15 @@ _TIMEOUT_S = 20
 _DATE = ("date", "+%s.%N")
 
 
-def answer(asked: dict[str, dict[str, Any]]) -> None:
-    """Print one line of JSON: the facts of each section in ``asked``, which has its arguments.
+def answer(sections: dict[str, dict[str, Any]]) -> None:
+    """Print one line of JSON: the facts of each section in ``sections``, which has its arguments.
 
     time     the board's clock before this Python started, which the shell gives as an argument
     seconds  from then to the end, by that clock
     """
     begun = float(sys.argv[1] if sys.argv[1:] else output(*_DATE))
     package = __name__.rpartition(".")[0]
-    facts = {name: sys.modules[f"{package}.{name}"].facts(**arguments) for name, arguments in asked.items()}
+    facts = {name: sys.modules[f"{package}.{name}"].facts(**arguments) for name, arguments in sections.items()}
     print(json.dumps({"time": begun, "seconds": float(output(*_DATE)) - begun, **facts}))
 
 
@@ -73,5 +73,5 @@ def link(path: str) -> str:
         return ""
 
 
-def last_line(said: str) -> str:
-    return ([line.strip() for line in said.splitlines() if line.strip()] or [""])[-1]
+def last_line(output_text: str) -> str:
+    return ([line.strip() for line in output_text.splitlines() if line.strip()] or [""])[-1]
