@@ -90,13 +90,13 @@ class StageCurve(StrictModel):
         """
         if rows <= 0:
             return 0.0
-        seen = self._at(self.context_ms, rows) * context / 1e3 if self.context_ms else 0.0
+        attention_ms = self._at(self.context_ms, rows) * context / 1e3 if self.context_ms else 0.0
         base_ms = self._at(self.ms, rows)
         if self.shared_ms:
             usual = CORRELATION if self.correlation is None else self.correlation
             share = usual * alike if correlation is None else correlation
             base_ms += share * (self._at(self.shared_ms, rows) - base_ms)
-        return base_ms + seen
+        return base_ms + attention_ms
 
     @property
     def rises(self) -> bool:

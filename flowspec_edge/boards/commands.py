@@ -82,16 +82,16 @@ class Runner(ABC):
         in time."""
         if self.login_s is None:
             return
-        said, deadline = b"", time.monotonic() + self.login_s
+        received, deadline = b"", time.monotonic() + self.login_s
         ready = select.poll()
         ready.register(stdout, select.POLLIN)
-        while not said.endswith(f"{BEGUN}\n".encode()):
+        while not received.endswith(f"{BEGUN}\n".encode()):
             if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise self.hangs_at_login(said)
+                raise self.hangs_at_login(received)
             # One byte at a time, as what comes after the line is the command's.
             if not (more := os.read(stdout, 1)):
                 return
-            said = said[-_MOST_NOISE:] + more
+            received = received[-_MOST_NOISE:] + more
 
     def hangs_at_login(self, output: bytes) -> Unreached:
         """The error if no command begins; ``output``: what came instead."""
@@ -113,16 +113,16 @@ class Runner(ABC):
             with TemporaryFile() as stderr, _waiting_for(self.where):
                 code, stdout = self._exchange(name, local, stdin, stderr)
                 stderr.seek(0)
-                said = stderr.read().decode(errors="replace")
+                errors = stderr.read().decode(errors="replace")
         except OSError as error:
             raise FlowspecError(f"{self.where}: cannot run {local[0]}: {error.strerror}") from error
         if code and _by_ssh(local, code):
             raise Unreached(f"{self.where}: " + (
-                failure(name, local, code, said) if last_line(said) else
+                failure(name, local, code, errors) if last_line(errors) else
                 f"ssh: the connection broke in {name}: see whether the board is up, its power and its "
                 "cable, then run this again"))
         if code:
-            raise FlowspecError(f"{self.where}: {failure(name, local, code, said)}")
+            raise FlowspecError(f"{self.where}: {failure(name, local, code, errors)}")
         return stdout.decode(errors="replace")
 
     def _exchange(self, name: str, local: Sequence[str], stdin: str | IO[bytes] | None, stderr: IO[bytes]
@@ -143,9 +143,9 @@ class Runner(ABC):
                     with suppress(subprocess.TimeoutExpired):
                         stdout, _ = client.communicate(timeout=_LOOK_S)
                         return client.returncode, stdout
-                    said = _DOING.findall(os.pread(stderr.fileno(), 1 << 20, 0).decode(errors="replace"))
-                    if said and said[-1][1] != doing:
-                        doing, limit, since = said[-1][1], float(said[-1][0]), time.monotonic()
+                    announced_steps = _DOING.findall(os.pread(stderr.fileno(), 1 << 20, 0).decode(errors="replace"))
+                    if announced_steps and announced_steps[-1][1] != doing:
+                        doing, limit, since = announced_steps[-1][1], float(announced_steps[-1][0]), time.monotonic()
                     if time.monotonic() - since > limit:
                         raise Unreached(
                             f"{self.where}: {name} did not finish within {limit:g} s"
@@ -158,10 +158,10 @@ class Runner(ABC):
 
 def _feed(stdin: IO[bytes], payload: Any) -> None:
     """Write ``payload`` to a command, which may end without reading all of it, and close its stdin."""
-    with suppress(OSError), stdin, memoryview(payload) as left:
+    with suppress(OSError), stdin, memoryview(payload) as view:
         written = 0
-        while written < len(left):
-            written += os.write(stdin.fileno(), left[written : written + _PIECE])
+        while written < len(view):
+            written += os.write(stdin.fileno(), view[written : written + _PIECE])
 
 
 class LocalRunner(Runner):

@@ -134,10 +134,10 @@ class SshBoards:
         return None
 
     def _start(self, name: str, runner: SshRunner, command: list[str], stdin: str) -> None:
-        said: IO[bytes] = self._undo.enter_context(TemporaryFile())  # noqa: SIM115
-        client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said,
+        output: IO[bytes] = self._undo.enter_context(TemporaryFile())  # noqa: SIM115
+        client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output,
                                   start_new_session=True)  # Ctrl-C is for D0
-        self._stages.append(_Stage(name, client, said, runner, time.monotonic()))
+        self._stages.append(_Stage(name, client, output, runner, time.monotonic()))
         assert client.stdin is not None
         with suppress(BrokenPipeError):  # the client's stderr has the reason
             client.stdin.write(stdin.encode())

@@ -369,11 +369,11 @@ class DraftCore:
         work = self._work
         if work is None:  # stages were lost meanwhile
             return
-        left = work.job.without([n for n in work.job.sessions if self._open_request(n) is None])
-        if left is not None:
-            failures = left.complete()
+        open_job = work.job.without([n for n in work.job.sessions if self._open_request(n) is None])
+        if open_job is not None:
+            failures = open_job.complete()
             self._failures += failures
-            work.done = left.without([draft_session.builder.session for draft_session, _ in failures])
+            work.done = open_job.without([draft_session.builder.session for draft_session, _ in failures])
 
     def _worked(self, event: Worked) -> None:
         """Pass new tokens on, and end finished requests."""

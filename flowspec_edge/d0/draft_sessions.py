@@ -55,9 +55,9 @@ class DraftSessions(ABC):
         vocabulary = self._head.vocabulary
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
-        named = {"logit_bias": request.penalties.logit_bias if request.penalties else (),
-                 "restrictions": request.restrictions.tokens if request.restrictions else ()}
-        for name, tokens in named.items():
+        token_ids = {"logit_bias": request.penalties.logit_bias if request.penalties else (),
+                     "restrictions": request.restrictions.tokens if request.restrictions else ()}
+        for name, tokens in token_ids.items():
             if not all(0 <= token < vocabulary for token in tokens):
                 raise UsageError(f"{name}: a token id is outside the vocabulary of {vocabulary}")
 

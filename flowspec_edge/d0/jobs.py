@@ -66,13 +66,13 @@ class Job:
         return failures
 
     def _draft(self) -> list[Failure]:
-        asked = [(draft_session, draft_session.drafter, task.request) for draft_session, task in self.parts
-                 if isinstance(task, DraftPass) and draft_session.drafter is not None]
-        assert len(asked) == len(self.parts)
-        first: Drafter = asked[0][1]
-        outputs = first.expand_together([(drafter, request) for _, drafter, request in asked])
+        passes = [(draft_session, draft_session.drafter, task.request) for draft_session, task in self.parts
+                  if isinstance(task, DraftPass) and draft_session.drafter is not None]
+        assert len(passes) == len(self.parts)
+        first: Drafter = passes[0][1]
+        outputs = first.expand_together([(drafter, request) for _, drafter, request in passes])
         return _each((draft_session, partial(draft_session.drafted, request, output))
-                     for (draft_session, _, request), output in zip(asked, outputs, strict=True))
+                     for (draft_session, _, request), output in zip(passes, outputs, strict=True))
 
 
 def can_share(first: DraftSession, other: DraftSession) -> bool:

@@ -107,9 +107,9 @@ class RequestQueue:
     def answer_cancelled(self) -> None:
         """Answer the requests that were cancelled before they began."""
         with self._lock:
-            gone = [handle for handle in self._unbegun() if handle.cancel_requested]
-            self._forget(gone)
-        for handle in gone:
+            cancelled = [handle for handle in self._unbegun() if handle.cancel_requested]
+            self._forget(cancelled)
+        for handle in cancelled:
             handle.take(RequestEvent.IS_ANSWERED)
             handle.set_cancelled()
 
@@ -117,9 +117,9 @@ class RequestQueue:
         """End the requests that have not begun with ``error``; those that wait only if the queue is not
         patient."""
         with self._lock:
-            gone = [*self._beside] if self.patient else self._unbegun()
-            self._forget(gone)
-        for handle in gone:
+            failing = [*self._beside] if self.patient else self._unbegun()
+            self._forget(failing)
+        for handle in failing:
             handle.take(RequestEvent.FAILS)
             handle.fail(error)
 

@@ -127,8 +127,8 @@ class Expander:
 
     def _score(self, parent: int, token: int) -> float:
         """A token that the head did not name is taken to be as likely as the least of those that it named."""
-        named = dict(zip(self.tokens[parent], self.scores[parent], strict=True))
-        return named.get(token, min(self.scores[parent]))
+        scores_by_token = dict(zip(self.tokens[parent], self.scores[parent], strict=True))
+        return scores_by_token.get(token, min(self.scores[parent]))
 
     def depth(self, place: int) -> int:
         return self._depths[place]
@@ -226,8 +226,8 @@ def record(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
     with strategy_meanwhile(STRATEGY) as name:
         texts = _texts(cluster, prompts, about, budget, work, advance, name)
     answered = Counter((text.task, text.name) for text in texts)
-    asked = Counter((prompt.task, prompt.name) for prompt in prompts)
-    texts = [text for text in texts if answered[text.task, text.name] == asked[text.task, text.name]]
+    requested = Counter((prompt.task, prompt.name) for prompt in prompts)
+    texts = [text for text in texts if answered[text.task, text.name] == requested[text.task, text.name]]
     if not texts:
         raise UsageError("none of the prompts has an answer: there is nothing to record")
     return replace(about, texts=tuple(texts))
@@ -260,7 +260,7 @@ def _key(prompt: TextToRecord, about: Recording, budget: Budget) -> str:
     """What a text depends on, as a file's name."""
     request = prompt.request
     weights = [about.provenance.get(name) for name in ("digest", "head", "dtype")]
-    said = json.dumps([about.model, about.draft, about.rank, about.tau, weights, list(request.prompt),
-                       request.max_new_tokens, repr(request.sampling), sorted(request.stop_ids), repr(budget),
-                       prompt.task, prompt.name])
-    return hashlib.sha256(said.encode()).hexdigest()[:24]
+    content = json.dumps([about.model, about.draft, about.rank, about.tau, weights, list(request.prompt),
+                          request.max_new_tokens, repr(request.sampling), sorted(request.stop_ids), repr(budget),
+                          prompt.task, prompt.name])
+    return hashlib.sha256(content.encode()).hexdigest()[:24]

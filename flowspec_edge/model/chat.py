@@ -243,9 +243,9 @@ def llama_2(messages: Sequence[Message]) -> list[PromptPiece]:
     prefix = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system is not None else ""
     pieces = []
     for i, (user, assistant) in enumerate(turns):
-        asked = f"[INST] {((prefix if i == 0 else '') + user).strip()} [/INST]"
+        question = f"[INST] {((prefix if i == 0 else '') + user).strip()} [/INST]"
         answered = "" if assistant is None else f" {assistant.strip()} "
-        pieces.append(PromptPiece(asked + answered, add_bos=True, add_eos=assistant is not None))
+        pieces.append(PromptPiece(question + answered, add_bos=True, add_eos=assistant is not None))
     return pieces
 
 

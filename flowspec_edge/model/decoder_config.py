@@ -146,17 +146,17 @@ def layer_types(fields: Mapping[str, Any], origin: Path | str) -> tuple[str, ...
     family, layers = family_of(fields), int(fields["num_hidden_layers"])
     if family.always_windowed:
         return (_SLIDING,) * layers
-    named = fields.get("layer_types")
-    if named is None:
-        named = [_usual_type(fields, family, layer) for layer in range(layers)]
+    layer_kinds = fields.get("layer_types")
+    if layer_kinds is None:
+        layer_kinds = [_usual_type(fields, family, layer) for layer in range(layers)]
     supported = {_FULL, _LINEAR if family.recurrent else _SLIDING}
-    if others := {*named} - supported:
+    if others := {*layer_kinds} - supported:
         raise UsageError(f"{origin}: layers of type {', '.join(sorted(others))} cannot be run, only "
                          f"{' and '.join(sorted(supported))}")
-    if len(named) != layers:
-        raise UsageError(f"{origin} is not a model configuration: layer_types has {len(named)} entries for {layers} "
-                         "layers")
-    return tuple(named)
+    if len(layer_kinds) != layers:
+        raise UsageError(f"{origin} is not a model configuration: layer_types has {len(layer_kinds)} entries for "
+                         f"{layers} layers")
+    return tuple(layer_kinds)
 
 
 def _usual_type(fields: Mapping[str, Any], family: Family, layer: int) -> str:

@@ -86,11 +86,11 @@ def _from_outside(name: str) -> DraftKind:
         raise UsageError(f"{place} is not a kind of draft model: a flowspec_edge.model.draft_kind.DraftKind")
     if offered_kind.name != name:
         raise UsageError(f"{place} is named {offered_kind.name!r}, and its entry point {name!r}: give both one name")
-    taken = {kind.directory for kind in _OWN.values()}
+    used_directories = {kind.directory for kind in _OWN.values()}
     directory = offered_kind.directory
-    if offered_kind.in_target or not directory.replace("-", "_").isidentifier() or directory in taken:
+    if offered_kind.in_target or not directory.replace("-", "_").isidentifier() or directory in used_directories:
         raise UsageError(f"the kind of draft model {place} needs a directory of its own in a model: a name of letters, "
-                         f"digits, - and _, other than {', '.join(sorted(taken - {''}))}")
+                         f"digits, - and _, other than {', '.join(sorted(used_directories - {''}))}")
     if not offered_kind.layers and offered_kind.charged_as not in ("pass_ms", "lm_pass_ms", ""):
         raise UsageError(f"the kind of draft model {place} is charged as {offered_kind.charged_as}, and does not "
                          "say how many layers a pass reads")
@@ -168,9 +168,9 @@ def draft_kind_named(name: str) -> DraftKind:
 
 def recognise_kind(config: Mapping[str, Any], shapes: Shapes) -> DraftKind | None:
     """The kind of the draft model that has this config.json and these tensors."""
-    named = kind_of_format(recognise_format(config) or "")
-    if named and named.is_block:  # whose fc looks like an EAGLE-3 head's
-        return named
+    format_kind = kind_of_format(recognise_format(config) or "")
+    if format_kind and format_kind.is_block:  # whose fc looks like an EAGLE-3 head's
+        return format_kind
     # Kinds of other packages first: they know theirs, which the rules here would take for a head or a model.
     kinds = sorted(stored_kinds(), key=lambda kind: kind.name in _OWN)
     return next((kind for kind in kinds if kind.recognise and kind.recognise(config, shapes)), None)

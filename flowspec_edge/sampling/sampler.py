@@ -191,7 +191,7 @@ class AnswerPenalties:
         costs = [self._penalties.cost(count) for _, count, _ in places]
         if self._penalties.repetition == 1.0:
             bias, costs = [0.0] * len(bias), [cost - add for add, cost in zip(bias, costs, strict=True)]
-        return _PenaltyState(like.new_tensor(bias), like.new_tensor([seen for _, _, seen in places]).bool(),
+        return _PenaltyState(like.new_tensor(bias), like.new_tensor([in_text for _, _, in_text in places]).bool(),
                              like.new_tensor(costs))
 
     def _changed(self, logits: Tensor, state: _PenaltyState) -> Tensor:
@@ -338,7 +338,7 @@ def _draw_top_p(logits: Tensor, positions: NDArray[np.integer], sampling: Sampli
     noisy = _likely(_noisy(logits, positions, sampling), logits, sampling)
     p = _weights(logits, 1 / sampling.temperature)
     total = p.sum(-1, keepdim=True)
-    drawn, left = np.full(len(p), -1, np.int64), np.ones(len(p), bool)
+    drawn, undecided = np.full(len(p), -1, np.int64), np.ones(len(p), bool)
     for _ in range(_NUCLEUS_ROUNDS):
         values, ids = largest(noisy, min(2, p.shape[-1]))
         drawn_p = p.gather(1, ids[:, :1])
@@ -346,14 +346,14 @@ def _draw_top_p(logits: Tensor, positions: NDArray[np.integer], sampling: Sampli
         p = _above(p, drawn_p.nextafter(torch.zeros_like(drawn_p)))
         most = (p.sum(-1, keepdim=True) - drawn_p) / total
         block = fetched([packed(ids[:, :1], values[:, :1], values[:, -1:], most)])
-        left &= _clearly_ahead(block[:, 1], block[:, 2]) | (p.shape[-1] == 1)
-        kept = left & (block[:, 3] < sampling.top_p - _CLOSE_MASS)
-        drawn[kept] = block[kept, 0].astype(np.int64)
-        left &= ~kept
-        if left.any():
+        undecided &= _clearly_ahead(block[:, 1], block[:, 2]) | (p.shape[-1] == 1)
+        accepted = undecided & (block[:, 3] < sampling.top_p - _CLOSE_MASS)
+        drawn[accepted] = block[accepted, 0].astype(np.int64)
+        undecided &= ~accepted
+        if undecided.any():
             p = _above(p, drawn_p)
-            left &= fetched([p.sum(-1, keepdim=True) / total])[:, 0] > sampling.top_p + _CLOSE_MASS
-        if not left.any():
+            undecided &= fetched([p.sum(-1, keepdim=True) / total])[:, 0] > sampling.top_p + _CLOSE_MASS
+        if not undecided.any():
             break
         # Exclude the token and all that are not ahead of it.  (Comparing tensors is slow on a CPU.)
         behind = drawn_p.nextafter(torch.full_like(drawn_p, 2.0)) - p

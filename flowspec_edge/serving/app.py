@@ -87,8 +87,8 @@ def make_app(admission: Admission, served: ServedModel, api_key: str | None = No
 
     async def show(http: Request) -> Response:
         async with intake.body(http) as data:
-            asked = parsed(data)
-        ollama.model_name(served, asked.get("model") or asked.get("name"))
+            fields = parsed(data)
+        ollama.model_name(served, fields.get("model") or fields.get("name"))
         return JSONResponse(card.show())
 
     shared = admission, intake, served, keep_alive_s, metrics

@@ -120,8 +120,8 @@ def open_draft(directory: Path) -> DraftFiles:
     stored = checkpoint.stored(checkpoint.names)
     kind = _kind(directory, raw, {plain_name(name): info for name, info in stored.items()})
     read = format_of(kind)
-    unread = read.unread()
-    tensors = {name: info for name, info in stored.items() if plain_name(name) not in unread}
+    ignored_names = read.unread()
+    tensors = {name: info for name, info in stored.items() if plain_name(name) not in ignored_names}
     bare = {plain_name(name) for name in tensors}
     config = read.config(directory)
     layer = read.fields(config)

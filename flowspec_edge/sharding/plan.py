@@ -225,11 +225,11 @@ def ranges_for(layers: int, stages: int | None, split: Sequence[int] | None) -> 
 
 def make_plan(source: SourceModel, recipe: Recipe, ranges: Sequence[tuple[int, int]]) -> ShardingPlan:
     stages = [_stage(source, recipe, i, ranges) for i in range(len(ranges))]
-    kept = tuple(f"{linear.prefix}.weight" for layer in source.linears for linear in layer
-                 if recipe.scheme is not None and not _is_packed(source, recipe, linear))
+    unquantised = tuple(f"{linear.prefix}.weight" for layer in source.linears for linear in layer
+                        if recipe.scheme is not None and not _is_packed(source, recipe, linear))
     int8 = tuple(linear.prefix for layer in source.linears for linear in layer
                  if (how := _scheme_of(source, recipe, linear)) is not None and how.kind == "int8")
-    return ShardingPlan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), kept, int8)
+    return ShardingPlan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), unquantised, int8)
 
 
 def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tuple[int, int]]) -> PlannedPart:

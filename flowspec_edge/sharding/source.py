@@ -157,13 +157,13 @@ def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], na
                 prefixes.add(linear.prefix)
         expected -= {f"{prefix}.weight" for prefix in prefixes} if reads.only_int4 else set()
     tied = config.tie_word_embeddings
-    gone = tensor_names.missing(expected, weights.names, tied)
-    if gone:
-        prefix = gone[0].removesuffix(".weight")
+    missing = tensor_names.missing(expected, weights.names, tied)
+    if missing:
+        prefix = missing[0].removesuffix(".weight")
         if f"{prefix}.qweight" in weights:
             raise FlowspecError(f"{shown(weights.directory)}: {prefix} is in 4 bits: take a checkpoint that has all "
                                 "but the linears of decoder layers in 16 bits, routers included")
-        raise missing_tensor(weights.directory, gone[0])
+        raise missing_tensor(weights.directory, missing[0])
     spare = set(weights.names) - expected - packed
     tensor_names.check_no_unexpected(weights.directory, spare - _zero_biases(weights, spare, packed), ())
     if tied and _one_matrix(weights):

@@ -209,10 +209,10 @@ class StageEngine:
         if state is None:
             self._count_unknown()
             return
-        kept = np.array(message.retain, dtype=np.int32)
-        slots = state.cache.slots(kept)
+        numbers = np.array(message.retain, dtype=np.int32)
+        slots = state.cache.slots(numbers)
         if slots is None:
-            raise ProtocolError(f"session {message.session} is to keep {len(kept)} rows, "
+            raise ProtocolError(f"session {message.session} is to keep {len(numbers)} rows, "
                                 f"but not all of them are among the {len(state.cache)} that it has here")
         cache = self._end(message.session)
         if len(slots):

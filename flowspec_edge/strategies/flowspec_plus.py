@@ -206,11 +206,11 @@ class FlowSpecPlus(TreeStrategy):
         self._drafts_blocks = output.beyond is not None
         estimates = self._estimator.draft_estimates(output.scores).tolist()
         tokens, scores = output.tokens.tolist(), output.scores.tolist()
-        for row, asked in enumerate(request.nodes):
-            node = self._pending_draft.get(asked.id)
+        for row, draft_node in enumerate(request.nodes):
+            node = self._pending_draft.get(draft_node.id)
             if node is None or not node.alive:
                 continue  # dropped meanwhile
-            if asked.id == self.tree.root.id == request.root:
+            if draft_node.id == self.tree.root.id == request.root:
                 self._root_is_stale = False
             if output.beyond is not None and output.beyond[row] and tokens[row][0] == ABSENT:
                 self._beyond.append(node)

@@ -166,11 +166,11 @@ class PipeInfer(TreeStrategy):
 
     def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
         tips = {n.id: n for n in self._tips}
-        if not any(asked.id in tips for asked in request.nodes):
+        if not any(draft_node.id in tips for draft_node in request.nodes):
             return  # the pass belongs to a round that has ended
         grown: list[Node] = []
-        for row, asked in enumerate(request.nodes):
-            tip = tips.get(asked.id)
+        for row, draft_node in enumerate(request.nodes):
+            tip = tips.get(draft_node.id)
             if tip is not None and tip.alive:
                 grown += self._grow(tip, output.tokens[row].tolist(), output.scores[row].tolist(),
                                     self.params.pipeinfer_sequences - len(grown))
@@ -191,8 +191,8 @@ class PipeInfer(TreeStrategy):
     def _try_again(self, request: DraftRequest, output: DraftOutput) -> bool:
         """Retry an attempt that the cutoff stopped; False: the cutoff is still too high.  The draft's former
         answer is reused: it would be the same, and a pass would keep D0 from handling outputs."""
-        asked = {node.id for node in request.nodes}
-        if any(tip.alive and tip.id in asked for tip in self._tips):
+        node_ids = {node.id for node in request.nodes}
+        if any(tip.alive and tip.id in node_ids for tip in self._tips):
             if not 0 < math.exp(output.scores.max()) >= self.cutoff:
                 self._failures += 1
                 return False

@@ -108,12 +108,12 @@ class Endpoint:
 
     def _queue(self, frames: Sequence[Buffer]) -> None:
         """Send without blocking; a message is queued whole, so zmq.Again comes with the first frame."""
-        left, size = len(frames), 0
+        remaining, size = len(frames), 0
         for frame in frames:
-            left -= 1
+            remaining -= 1
             length = len(frame)
             size += length
-            self.socket.send(frame, _MORE if left else NOBLOCK, length < self._zero_copy)
+            self.socket.send(frame, _MORE if remaining else NOBLOCK, length < self._zero_copy)
         self.bytes_out += size
 
     def _receive(self, timeout: float, most: int) -> list[bytes] | None:

@@ -109,12 +109,12 @@ class BestFirstTree(DraftTree):
         """Update the estimator with all known outcomes; call it before :meth:`reroot`."""
         node: Node | None = self.root
         while node is not None and node.successor >= 0:
-            taken = self.child(node, node.successor)
+            accepted = self.child(node, node.successor)
             for child in node.children.values():
-                self._estimator.learn(self.evidence(child), child is taken)
+                self._estimator.learn(self.evidence(child), child is accepted)
             for _, score, _ in reversed(self._scores[node.id].named):
                 self._estimator.learn(Evidence(score, -math.inf, True), False)
-            node = taken
+            node = accepted
 
     def _rescore(self, top: Node) -> None:
         assert top.parent is not None

@@ -91,9 +91,9 @@ class DraftTree:
     def pop_unsent(self, limit: int) -> list[Node]:
         """Remove up to ``limit`` unsent nodes, best first.  Unsent ancestors come along, in front: re-scoring
         may have put a parent behind its child."""
-        taken: list[Node] = []
+        nodes: list[Node] = []
         chosen: set[int] = set()
-        while self._queue and len(taken) < limit:
+        while self._queue and len(nodes) < limit:
             _, score, _, node = self._queue[0]
             outdated = self._order == "score" and -score != node.score
             if not node.alive or node.number >= 0 or node.id in chosen or outdated:
@@ -105,12 +105,12 @@ class DraftTree:
                 chain.append(step)
                 step = step.parent
             chain.reverse()
-            room = limit - len(taken)
-            taken += chain[:room]
+            room = limit - len(nodes)
+            nodes += chain[:room]
             chosen.update(n.id for n in chain[:room])
             if len(chain) <= room:
                 heapq.heappop(self._queue)
-        return taken
+        return nodes
 
     def requeue(self, nodes: Iterable[Node]) -> None:
         """Undo :meth:`pop_unsent`, in a tree that is sent by score."""

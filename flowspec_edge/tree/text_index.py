@@ -82,14 +82,14 @@ class TextIndex:
         """Up to ``count`` (token, estimate) for a text that ends with ``path``, likeliest first; of equals
         those of the longer context first, then the newest."""
         estimates: dict[int, float] = {}
-        left = 1.0  # the probability that no longer context was right
+        remaining = 1.0  # the probability that no longer context was right
         for length, context in reversed(list(self._contexts(path))):
             escape = _ESCAPE[min(length, len(_ESCAPE)) - 1] * len(context.after) ** 2
-            scale = left / (context.total + escape)
+            scale = remaining / (context.total + escape)
             newest = islice(reversed(context.after.items()), max(count, _MIN_FOLLOWERS))
             for token, times in sorted(newest, key=lambda item: -item[1]):
                 estimates.setdefault(token, times * scale)
-            left = escape * scale
+            remaining = escape * scale
         return sorted(estimates.items(), key=lambda item: -item[1])[:count]
 
     def _contexts(self, path: Sequence[int]) -> Iterator[tuple[int, _Context]]:

@@ -100,7 +100,7 @@ def parse_toml(raw: bytes, path: Path, model: type[M]) -> M:
     except tomllib.TOMLDecodeError as error:
         match = re.search(r"at line (\d+)", str(error))
         at_line = match[1] if match else text.count("\n") + 1
-        advice = next((advice for said, advice in _SYNTAX.items() if str(error).startswith(said)), "")
+        advice = next((advice for beginning, advice in _SYNTAX.items() if str(error).startswith(beginning)), "")
         raise UsageError(f"{path}:{at_line} is not valid TOML: {error}{advice}") from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand brackets
         raise UsageError(f"{path} is not valid TOML: {error}") from error

@@ -139,5 +139,5 @@ def _needed_parts(manifest: Manifest, place: int, release: str, before: Installe
         previous = board.previous
     else:
         previous = before if before and before.id != release else current
-    needed = {(manifest.request, place)} | {(kept.model, kept.stage) for kept in (previous,) if kept}
+    needed = {(manifest.request, place), *([(previous.model, previous.stage)] if previous else ())}
     return tuple(sorted(f"{Path(model_dir(model)).name}/{part_name(stage)}" for model, stage in needed))

@@ -201,8 +201,8 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[OpenModel, Path | None
     if not cluster.model:
         raise UsageError(f'{path}: [cluster] has no model: give a directory, or model = "demo" to try')
     directory = beside(path, cluster.model)
-    named = cluster.model in shipped_models() or (find_known(cluster.model) and not directory.is_dir())
-    model = resolve_model(cluster.model if named else directory)
+    is_name = cluster.model in shipped_models() or (find_known(cluster.model) and not directory.is_dir())
+    model = resolve_model(cluster.model if is_name else directory)
     if not cluster.draft or cluster.draft_kind != OWN:
         return model, None
     head = beside(path, cluster.draft)
@@ -372,8 +372,8 @@ def _in_file_order(inventory: Inventory) -> tuple[DeviceEntry, list[DeviceEntry]
 def _first(devices: list[DeviceEntry], count: int) -> tuple[list[DeviceEntry], list[DeviceEntry]]:
     """Return ``count`` of ``devices``, preferably those with role "verify", and the others.  Both lists keep
     the order of ``devices``."""
-    kept = sorted(devices, key=lambda device: device.role != "verify")[:count]
-    names = {device.name for device in kept}
+    preferred = sorted(devices, key=lambda device: device.role != "verify")[:count]
+    names = {device.name for device in preferred}
     return ([device for device in devices if device.name in names],
             [device for device in devices if device.name not in names])
 

@@ -76,8 +76,8 @@ class Rollout:
         if self._activate(diff):
             self._stop_unused()
             return log.report(diff.release)
-        rolled_back, left = go_back(self._inventory, self._status, log)
-        return log.report(diff.release, rolled_back=rolled_back, after_failure=left)
+        rolled_back, after_failure = go_back(self._inventory, self._status, log)
+        return log.report(diff.release, rolled_back=rolled_back, after_failure=after_failure)
 
     # ---- the decision --------------------------------------------------------------------------
 
@@ -106,17 +106,17 @@ class Rollout:
             environments = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
                                                 for name, facts in checked.facts.items()})
         self._watch.phase("looking at the boards")
-        asked = ask_boards(self._inventory, [
+        answers = ask_boards(self._inventory, [
             (device, state_of(self._deployment, place, environments[device.name]),
              part_wanted(self._manifest, place)) for place, device in enumerate(self._boards)], end_others)
         self._log.problems = [str(no_facts(device, facts))
-                              for device, facts in zip(self._boards, asked, strict=True)
+                              for device, facts in zip(self._boards, answers, strict=True)
                               if isinstance(facts, FlowspecError)]
         if self._log.problems:
             return None
         self._environments = environments
         self._facts: Mapping[str, BoardFacts] = {
-            device.name: facts for device, facts in zip(self._boards, asked, strict=True)
+            device.name: facts for device, facts in zip(self._boards, answers, strict=True)
             if isinstance(facts, BoardFacts)}
         # Again, because boards of an interrupted rollout may have changed their release since.  A failed one
         # goes back to that release.

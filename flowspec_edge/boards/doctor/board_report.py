@@ -108,12 +108,12 @@ def tegrastats(command: Sequence[str] = _TEGRASTATS) -> str:
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TEGRASTATS_S,
                               check=False)
-        said = done.stdout
+        output = done.stdout
     except subprocess.TimeoutExpired as stopped:
-        said = stopped.stdout or b""
+        output = stopped.stdout or b""
     except OSError:
         return ""
-    return said.decode(errors="replace").partition("\n")[0].strip()
+    return output.decode(errors="replace").partition("\n")[0].strip()
 
 
 def journal(command: Sequence[str] = _JOURNAL) -> list[str]:

@@ -193,17 +193,17 @@ def profile_of(board: BoardInfo) -> str:
 
 def with_host_names(boards: list[DiscoveredBoard]) -> list[DiscoveredBoard]:
     """The boards renamed by their valid host names, with a number appended to duplicates."""
-    taken = {board.device.name.casefold() for board in boards}
+    used_names = {board.device.name.casefold() for board in boards}
     renamed = []
     for board in boards:
         name, device = board.hostname.partition(".")[0], board.device
         if _NAME.fullmatch(name) and name != "localhost":
             unique = name
             for number in range(2, len(boards) + 2):
-                if unique.casefold() == device.name.casefold() or unique.casefold() not in taken:
+                if unique.casefold() == device.name.casefold() or unique.casefold() not in used_names:
                     break
                 unique = f"{name}-{number}"
-            taken.add(unique.casefold())
+            used_names.add(unique.casefold())
             device = device.model_copy(update={"name": unique})
         renamed.append(replace(board, device=device))
     return renamed

@@ -185,12 +185,12 @@ def _heard() -> Iterator[list[str]]:
     """The lines that this process, C's libraries too, prints to stderr in the block; filled at its end."""
     lines: list[str] = []
     with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
+        stderr_copy = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
             yield lines
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)
             file.seek(0)
             lines += file.read().decode(errors="replace").splitlines()

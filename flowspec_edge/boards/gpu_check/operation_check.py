@@ -81,9 +81,9 @@ def sdpa(device: torch.device, dtype: torch.dtype) -> float:
         values = values.flip(0, 2)
         folded = rows * (_HEADS // _KV_HEADS)
         query = _random(1, _KV_HEADS, folded, _HEAD_DIM).to(dtype)
-        seen = torch.rand(folded, _CACHED, generator=torch.Generator().manual_seed(rows)) < 0.5
-        seen[:, 0] = True
-        mask = torch.zeros(folded, _CACHED).masked_fill(~seen, -torch.inf)
+        visible = torch.rand(folded, _CACHED, generator=torch.Generator().manual_seed(rows)) < 0.5
+        visible[:, 0] = True
+        mask = torch.zeros(folded, _CACHED).masked_fill(~visible, -torch.inf)
         scores = query.double() @ keys[:, :, :_CACHED].double().mT / _HEAD_DIM**0.5 + mask.double()
         expected = scores.softmax(-1) @ values[:, :, :_CACHED].double()
         keys_there, values_there = keys.to(device), values.to(device)

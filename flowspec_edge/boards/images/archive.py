@@ -49,8 +49,8 @@ class Image:
     @property
     def digest(self) -> str:
         """Of all that decides how the software runs; names its directory below ``paths.VENVS``."""
-        said = [self.config, self.runtime, self.python, inspect.getsource(launcher)]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:_ID]
+        identity = [self.config, self.runtime, self.python, inspect.getsource(launcher)]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:_ID]
 
 
 def read_image(path: Path) -> Image:

@@ -146,10 +146,10 @@ def _forward(notices: socket.socket, address: str) -> None:
     target = "\0" + address[1:] if address.startswith("@") else address
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         while True:
-            said = notice(notices.recv(1 << 16))
+            message = notice(notices.recv(1 << 16))
             with suppress(OSError):  # one that is lost is no reason to end
-                if said:
-                    systemd.sendto(said, target)
+                if message:
+                    systemd.sendto(message, target)
 
 
 def _remove(name: str) -> None:

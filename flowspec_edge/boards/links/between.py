@@ -66,8 +66,8 @@ def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, se
                                     "see whether it hangs (uptime, dmesg)")
             if not peer.stdout.readline():  # it prints a line once it listens
                 peer.stdin = None  # closed
-                _, said = peer.communicate(timeout=_PEER_S)
-                raise FlowspecError(f"{far.where}: {failure('link test', serve, peer.returncode, said)}")
+                _, errors = peer.communicate(timeout=_PEER_S)
+                raise FlowspecError(f"{far.where}: {failure('link test', serve, peer.returncode, errors)}")
             text = near.run(end(source, "measure", seconds), program)
         finally:
             peer.kill()  # over ssh, the remote program runs on until its deadline

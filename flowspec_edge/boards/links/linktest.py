@@ -71,8 +71,8 @@ def serve_link(host: str, port: int, seconds: float | None = None, measurements:
             ready(int(cast(bytes, server.last_endpoint).decode().rpartition(":")[2]))
         flows: dict[bytes, _Flow] = {}
         while measurements is None or measurements > 0:
-            left = None if deadline is None else max(0, round((deadline - time.monotonic()) * 1e3))
-            if left == 0 or not server.poll(left, _POLLIN):
+            remaining_ms = None if deadline is None else max(0, round((deadline - time.monotonic()) * 1e3))
+            if remaining_ms == 0 or not server.poll(remaining_ms, _POLLIN):
                 return
             peer, *frames = server.recv_multipart()
             answer = _answer(flows, peer, frames)
@@ -147,11 +147,11 @@ def _round_trips(link: zmq.Socket[bytes], host: str, port: int, count: int) -> l
 
 def _send_for(link: zmq.Socket[bytes], seconds: float) -> None:
     message = bytes(MESSAGE_BYTES)
-    end, left = time.monotonic() + seconds, MAX_BYTES // MESSAGE_BYTES
-    while left and (now := time.monotonic()) < end:
+    end, remaining = time.monotonic() + seconds, MAX_BYTES // MESSAGE_BYTES
+    while remaining and (now := time.monotonic()) < end:
         if link.poll(max(1, round((end - now) * 1e3)), _POLLOUT):
             link.send_multipart([_DATA, message], zmq.NOBLOCK, copy=False)
-            left -= 1
+            remaining -= 1
 
 
 @contextmanager

@@ -106,9 +106,9 @@ def _measured(inventory: Inventory, device: DeviceEntry, arguments: Sequence[str
     with client:
         assert client.stdout is not None
         assert client.stderr is not None
-        said: deque[str] = deque(maxlen=20)
+        error_lines: deque[str] = deque(maxlen=20)
         for line in client.stderr:
-            said.append(line)
+            error_lines.append(line)
             if progress := re.match(r"flowspec: profile: (.*)", line):
                 say(device.name, progress[1])
         text = client.stdout.read()
@@ -118,7 +118,7 @@ def _measured(inventory: Inventory, device: DeviceEntry, arguments: Sequence[str
         raise FlowspecError(f"{device.name}: it did not finish within {_LONGEST_S:g} s: see whether the "
                             "board hangs (uptime, dmesg)")
     if client.returncode:
-        why = failure("flowspec device profile", command, client.returncode, "".join(said))
+        why = failure("flowspec device profile", command, client.returncode, "".join(error_lines))
         advice = (": it has no flowspec yet: install it there with flowspec deploy up"
                   if client.returncode in (126, 127) else "")
         raise FlowspecError(f"{device.name}: {why}{advice}")

@@ -86,8 +86,8 @@ def fit_lines(times: Mapping[str, Sequence[tuple[int, float]]]) -> tuple[dict[st
     Times of one size enter as their trimmed mean, weighted by their number.  No figure is negative; the slope
     is 0 if no name has different sizes.
     """
-    points = [(name, size, trimmed_mean([t for s, t in taken if s == size]), sum(s == size for s, _ in taken))
-              for name, taken in times.items() for size in sorted({size for size, _ in taken})]
+    points = [(name, size, trimmed_mean([t for s, t in samples if s == size]), sum(s == size for s, _ in samples))
+              for name, samples in times.items() for size in sorted({size for size, _ in samples})]
 
     def means(of: Callable[[str, int, float], float]) -> dict[str, float]:
         return {name: sum(of(n, s, t) * w for n, s, t, w in points if n == name)

@@ -181,13 +181,13 @@ def _stages(options: ProfileOptions, effort: Effort, model: ModelBytes, free: De
             stage.worker.ready()
         times = sample(stages, contexts, effort.stage_s, lambda share: report("stages", share))
         layer = model.layer + model.kv_row * (contexts[-1] + CAPACITY_BEYOND)
-        kept = sum(stage.layers * layer for stage in stages) / 1e6
+        weights_mb = sum(stage.layers * layer for stage in stages) / 1e6
         if options.device == "cpu":  # resident sets are independent of other processes
-            taken = sum(stage.worker.resident_mb() or 0.0 for stage in stages) - kept
+            process_mb = sum(stage.worker.resident_mb() or 0.0 for stage in stages) - weights_mb
         else:
-            taken = used_mb(read_board(), read_gpu(options.device)) - before - kept
+            process_mb = used_mb(read_board(), read_gpu(options.device)) - before - weights_mb
         graphs = all(stage.worker.runs_graphs for stage in stages)
-    return {case: seconds * 1e3 for case, seconds in times.items()}, max(1.0, taken / len(stages)), graphs
+    return {case: seconds * 1e3 for case, seconds in times.items()}, max(1.0, process_mb / len(stages)), graphs
 
 
 def _draft_device(options: ProfileOptions, effort: Effort, model: ModelBytes, free: DeviceMemory,

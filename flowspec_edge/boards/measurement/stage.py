@@ -250,4 +250,4 @@ def sample(stages: Sequence[MeasuredStage], contexts: Sequence[int], seconds: fl
                             times.setdefault(SegmentCase(stage.layers, rows, context), []).append(took)
         rounds += 1
         advance(min(1.0, (time.monotonic() - start) / seconds))
-    return {case: trimmed_mean(taken) for case, taken in times.items()}
+    return {case: trimmed_mean(seconds_of_case) for case, seconds_of_case in times.items()}

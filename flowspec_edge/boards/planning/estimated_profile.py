@@ -41,19 +41,19 @@ def board_profile(inventory: Inventory, device: DeviceEntry, path: Path) -> tupl
 
     UsageError if the entry names a profile that does not exist.
     """
-    named = device_profile(device, path)
-    if named and named.memory:
-        return named, ""
+    profile = device_profile(device, path)
+    if profile and profile.memory:
+        return profile, ""
     estimate, what = estimated(device, inventory.torch_device(device))
-    if named is None:
+    if profile is None:
         return estimate, what
-    return named.model_copy(update={"memory": estimate.memory}), f"its profile has no [memory]: {what}"
+    return profile.model_copy(update={"memory": estimate.memory}), f"its profile has no [memory]: {what}"
 
 
 def is_known(device: DeviceEntry, path: Path) -> bool:
     """Whether the file says anything of the board's speed or memory."""
-    said = (device.memory_mb, device.cores, device_profile(device, path))
-    return any(value is not None for value in said)
+    facts = (device.memory_mb, device.cores, device_profile(device, path))
+    return any(value is not None for value in facts)
 
 
 def estimated(device: DeviceEntry, torch_device: str) -> tuple[Profile, str]:

@@ -92,9 +92,9 @@ class HeadShape(StrictModel):
         """Bytes of the experts that no row of a level of the default tree chooses, on average, if rows choose
         independently; and of an lm_head that a pass does not read."""
         lm_head = self.rescored
-        left = 0 if lm_head is None else max(0, lm_head.nbytes(width, packed) - rescored_bytes(
+        head_bytes = 0 if lm_head is None else max(0, lm_head.nbytes(width, packed) - rescored_bytes(
             TreeParameters().width * self.candidates, lm_head.rows, lm_head.columns, width, packed))
-        return left + sum((e.count - correlated(e.count, e.chosen, TreeParameters().width, 0.0))
+        return head_bytes + sum((e.count - correlated(e.count, e.chosen, TreeParameters().width, 0.0))
                    * e.expert.nbytes(width, packed) for e in self.experts)
 
 

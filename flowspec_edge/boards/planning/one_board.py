@@ -104,10 +104,10 @@ def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> O
     what = (f"{needs:,.0f} MB: {BITS} bits a weight, the cache of {problem.context} tokens, one process, "
             "no draft head")
     if able:
-        named: dict[str, str] = {}  # one of each kind
+        boards_by_kind: dict[str, str] = {}  # one of each kind
         for board in able:
-            named.setdefault(board.profile.name, board.name)
-        text = (f"other engines hold {size.name} in 4 bits on one board, {' or '.join(named.values())} "
+            boards_by_kind.setdefault(board.profile.name, board.name)
+        text = (f"other engines hold {size.name} in 4 bits on one board, {' or '.join(boards_by_kind.values())} "
                 f"({what})")
         if most is not None:
             text += f"; plain decoding makes about {rate_text(most)} tokens/s on {fastest}"

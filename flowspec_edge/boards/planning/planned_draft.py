@@ -69,10 +69,10 @@ def _choose(draft: WantedDraft, here: Collection[str], published: Sequence[tuple
 
     Heads come first, as when a model is run: an MTP layer drafts only if it is named.
     """
-    named = DRAFT_KINDS.get(draft)
-    if named == NGRAM:
+    requested_kind = DRAFT_KINDS.get(draft)
+    if requested_kind == NGRAM:
         return NGRAMS
-    for kinds in ((named,),) if named else (head_kinds(), OWN_LAYERS):
+    for kinds in ((requested_kind,),) if requested_kind else (head_kinds(), OWN_LAYERS):
         if kind := next((kind for kind in kinds if kind.name in here), None):
             return PlannedDraft(kind, "here")
         names = {kind.name for kind in kinds}
@@ -80,7 +80,7 @@ def _choose(draft: WantedDraft, here: Collection[str], published: Sequence[tuple
             return PlannedDraft(DRAFT_KINDS[head[0]], "published", head[1])
     if draft == "auto":
         return NGRAMS
-    return PlannedDraft(named or EAGLE2, "untrained")
+    return PlannedDraft(requested_kind or EAGLE2, "untrained")
 
 
 def planned_for(name_or_path: str, draft: WantedDraft, here: Collection[str], family: str,

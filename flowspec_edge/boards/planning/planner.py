@@ -104,13 +104,13 @@ class SplitProblem:
         size = self.size
         if size.state:
             return USUAL
-        left = board.room - self.stage(layers) - self.d0 * drafts - EXPANDED_BYTES * (size.dtype == "int4")
+        free_bytes = board.room - self.stage(layers) - self.d0 * drafts - EXPANDED_BYTES * (size.dtype == "int4")
         row = (size.row_values + self.cached) * size.bytes_per_value  # activations, and what it sees of the cache
-        return min(MOST, USUAL + max(left, 0) // row // STEP * STEP)
+        return min(MOST, USUAL + max(free_bytes, 0) // row // STEP * STEP)
 
     def layers_within(self, board: CandidateBoard) -> int:
-        left = board.room - self.stage(0)
-        return min(max(left, 0) // self.layer, self.size.layers)
+        free_bytes = board.room - self.stage(0)
+        return min(max(free_bytes, 0) // self.layer, self.size.layers)
 
 
 @dataclass(frozen=True)
@@ -214,14 +214,14 @@ class _Split:
         return self.d0.kind, *sorted(table.kind for table, _, _ in self.chosen)
 
     def as_plan(self, tables: Sequence[_Table], problem: SplitProblem, shortest: int) -> PipelinePlan:
-        left, order = list(tables), _in_order(self.d0, self.chosen)
-        drafting = _take(left, self.d0)
+        unplaced, order = list(tables), _in_order(self.d0, self.chosen)
+        drafting = _take(unplaced, self.d0)
         stages, placed = [], 0
         for table, k in order:
             seconds = table.board.profile.stage_seconds(problem.rows, k, problem.context)
-            stages.append(PlannedStage(_take(left, table), (placed, placed + k), seconds))
+            stages.append(PlannedStage(_take(unplaced, table), (placed, placed + k), seconds))
             placed += k
-        left_out = tuple((table.board, table.reason_unused(self.slowest, shortest)) for table in left)
+        left_out = tuple((table.board, table.reason_unused(self.slowest, shortest)) for table in unplaced)
         return PipelinePlan(problem, drafting, tuple(stages), left_out, self.slowest / _NS,
                             self.cost // _COUNT / _NS)
 
@@ -398,12 +398,12 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
         flags[1] = is_first[k[1], placed]
         steps.append((np.where(better, k + 1, 0), flags))  # layers: 0 where the board is not used
         ways = np.where(better, least, ways)
-    chosen, flag, left = [], 1, layers
-    for table, (taken, flags) in zip(reversed(ordered), reversed(steps), strict=True):
-        if count := int(taken[flag, left]):
-            as_v1 = bool(flags[flag, left])
+    chosen, flag, remaining = [], 1, layers
+    for table, (layers_taken, flags) in zip(reversed(ordered), reversed(steps), strict=True):
+        if count := int(layers_taken[flag, remaining]):
+            as_v1 = bool(flags[flag, remaining])
             chosen.append((table, count, as_v1))
-            flag, left = flag - as_v1, left - count
+            flag, remaining = flag - as_v1, remaining - count
     return int(ways[1, layers]), chosen
 
 

@@ -228,10 +228,10 @@ def part_shape(module: nn.Module, stored_bits: Mapping[str, HeadBits] = MappingP
     """Return the shape of a part; ``stored_bits`` says how a GGUF file stores each linear, by name."""
     linears = {name: m.weight.shape for name, m in module.named_modules()
                if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS)}
-    kept = _numel(module.parameters()) - sum(map(prod, linears.values()))
+    unquantised = _numel(module.parameters()) - sum(map(prod, linears.values()))
     counts = Counter((*shape, stored_bits.get(name)) for name, shape in linears.items())
-    return PartShape(kept=kept, matrices=[Matrices(rows=rows, columns=columns, count=count, stored=bits)
-                                          for (rows, columns, bits), count in counts.items()])
+    return PartShape(kept=unquantised, matrices=[Matrices(rows=rows, columns=columns, count=count, stored=bits)
+                                                 for (rows, columns, bits), count in counts.items()])
 
 
 def _own_bits(repack: GgufImporter | None, index: int, layer: nn.Module) -> dict[str, HeadBits]:

@@ -103,9 +103,9 @@ def processor(root: Path = _ROOT) -> str:
 
 
 def _machine(root: Path) -> str:
-    named = procfs.text(root / "sys/firmware/devicetree/base/model")
-    if named:
-        return named
+    model = procfs.text(root / "sys/firmware/devicetree/base/model")
+    if model:
+        return model
     name = processor(root)
     cores = _cores(root)
     return f"{name}, {cores} core{'s' if cores > 1 else ''}" if name and cores else name

@@ -113,16 +113,16 @@ def free_disk(disks: Mapping[str, DiskFacts], storage: str, absent: str) -> Find
 
 def time_service(facts: SystemFacts) -> Finding:
     """Whether NTP keeps the clock."""
-    said = assignments(facts.timedatectl)
-    if "NTP" not in said:
+    properties = assignments(facts.timedatectl)
+    if "NTP" not in properties:
         return Finding("time", "unknown", "timedatectl does not say")
-    if said.get("CanNTP") == "no":
+    if properties.get("CanNTP") == "no":
         return Finding("time", "warning", "no time service is installed",
                        "sudo apt-get install systemd-timesyncd")
-    if said["NTP"] != "yes":
+    if properties["NTP"] != "yes":
         return Finding("time", "warning", "NTP is off, so the clock drifts",
                        "sudo timedatectl set-ntp true", remedy=(("timedatectl", "set-ntp", "true"),))
-    if said.get("NTPSynchronized") != "yes":
+    if properties.get("NTPSynchronized") != "yes":
         return Finding("time", "warning", "NTP is on, and no server has answered yet", _TIME_SERVER)
     return Finding("time", "ok", "synchronised by NTP")
 

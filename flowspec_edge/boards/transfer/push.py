@@ -265,11 +265,11 @@ class _Connection:
         with suppress(subprocess.TimeoutExpired):
             self._client.wait(_GRACE_S)
         self._stderr.seek(0)
-        said = self._stderr.read().decode(errors="replace")
+        errors = self._stderr.read().decode(errors="replace")
         code = self._client.returncode
-        if code is None or (code == 255 and not said.strip()):  # ssh's code for a killed command
+        if code is None or (code == 255 and not errors.strip()):  # ssh's code for a killed command
             return FlowspecError(f"{self.where}: the transfer was cut off; the next run resumes it")
-        return FlowspecError(f"{self.where}: {failure('the transfer', self._command, code, said)}")
+        return FlowspecError(f"{self.where}: {failure('the transfer', self._command, code, errors)}")
 
 
 def _size(count: int) -> str:

@@ -146,12 +146,12 @@ class Incoming:
             path.unlink(missing_ok=True)  # may be a hard link to another model's file
         self._stream = path.open("r+b" if offset else "xb", buffering=0)
         block = memoryview(bytearray(BLOCK))
-        left = offset
-        while left and (count := self._stream.readinto(block[:min(left, BLOCK)])):
+        remaining = offset
+        while remaining and (count := self._stream.readinto(block[:min(remaining, BLOCK)])):
             self._sha.update(block[:count])
-            left -= count
-        self._stream.truncate(offset - left)
-        self.size = offset - left
+            remaining -= count
+        self._stream.truncate(offset - remaining)
+        self.size = offset - remaining
 
     def write(self, data: memoryview) -> None:
         self._sha.update(data)

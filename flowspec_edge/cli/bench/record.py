@@ -107,25 +107,25 @@ def record(
                          "layer or a small model; n-grams need no recording")
     element_type = dtype_of(open_model, dtype)
     device = device_of(device, open_model, element_type) if cluster is None else "cpu"
-    asked = _prompts(open_model, prompts, chat, limit, truncate, temperature_list, seed, max_new_tokens,
+    texts = _prompts(open_model, prompts, chat, limit, truncate, temperature_list, seed, max_new_tokens,
                      replace(params, draft=kind))
 
     from flowspec_edge.lab.record import Budget
     from flowspec_edge.lab.record import record as record_texts
 
-    about = _about(open_model, kind, element_type, licence, asked, Parameters())
+    about = _about(open_model, kind, element_type, licence, texts, Parameters())
     work = out.with_name(f"{out.name}.work")
     with _opened(open_model, element_type, device, cluster, board_model) as backend, progress(
-            len(asked), "record", "texts") as advance:
-        recording = record_texts(backend, asked, about, Budget(nodes, children), work, advance)
+            len(texts), "record", "texts") as advance:
+        recording = record_texts(backend, texts, about, Budget(nodes, children), work, advance)
     recording.save(out)
     for path in work.glob("*.flowrec"):
         path.unlink()
     work.rmdir()
     print(f"{out}: {len(recording.texts)} answers of {open_model.shown}, {recording.positions} tokens, "
           f"{recording.nodes:,} nodes, {out.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
-    if empty := len(asked) - len(recording.texts):
-        print(f"flowspec: note: {empty} of {len(asked)} answers are left out: they, or their prompts' answers at "
+    if empty := len(texts) - len(recording.texts):
+        print(f"flowspec: note: {empty} of {len(texts)} answers are left out: they, or their prompts' answers at "
               "another temperature, ended before the first token", file=sys.stderr)
     print(f"Next: flowspec bench run --recording {out}", file=sys.stderr)
 
@@ -163,10 +163,10 @@ def _about(model: OpenModel, kind: str, dtype: str, licence: str, prompts: list[
     from flowspec_edge import __version__
     from flowspec_edge.drivers.virtual.recording import Recording
 
-    said = json.dumps([list(prompt.request.prompt) for prompt in prompts])
+    prompts_json = json.dumps([list(prompt.request.prompt) for prompt in prompts])
     stops = sorted({stop for prompt in prompts for stop in prompt.request.stop_ids})
     provenance = {"program": f"flowspec-edge {__version__}", "dtype": dtype, "licence": licence,
-                  "prompts": hashlib.sha256(said.encode()).hexdigest(), "digest": _digest(model),
+                  "prompts": hashlib.sha256(prompts_json.encode()).hexdigest(), "digest": _digest(model),
                   "head": _digest(model, kind)}
     return Recording(model.name, model.layers, model.decoder.vocab_size, frozenset(stops), kind,
                      ranking.rank, ranking.tau, (), provenance)

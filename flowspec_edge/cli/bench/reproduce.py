@@ -124,8 +124,8 @@ def reproduce(
     for artefact in artefacts:
         for measurement in artefact.measurements:
             if measurement.name not in done:
-                kept = replace(options, out=folder / f"{measurement.name}.json", resume=resume)
-                done[measurement.name] = _measured(measurement, kept, Sampling(seed=seed))
+                file_options = replace(options, out=folder / f"{measurement.name}.json", resume=resume)
+                done[measurement.name] = _measured(measurement, file_options, Sampling(seed=seed))
         results = [done[measurement.name] for measurement in artefact.measurements]
         document = document_of(artefact, results, _command(artefact, options, seed))
         paths: list[Path] = []

@@ -136,9 +136,9 @@ def _parse_axes(arguments: Sequence[str]) -> _SweepAxes:
         sides = [_distinct(_counts(texts.get(name) or _EVERY_DEPTH, name), name) for name in _DEPTHS]
         return _SweepAxes(AXES["depth"], list(product(sides[0], sides[1])), "flowspec")
     if len(texts) == 1 and (name := next(iter(texts))) in _NAMED:
-        named = _NAMED[name]
-        return _SweepAxes(AXES[name], _distinct(named.read(texts[name] or named.values, name), name),
-                          named.strategies)
+        named_axis = _NAMED[name]
+        return _SweepAxes(AXES[name], _distinct(named_axis.read(texts[name] or named_axis.values, name), name),
+                          named_axis.strategies)
     if links := [name for name in texts if name in AXES and name not in ("segment", "depth")]:
         raise UsageError(f"{links[0]} is swept alone: only two parameters of strategies make a grid")
     axis = parameter_axis([*texts])
@@ -238,10 +238,10 @@ def sweep(
 
     if options.strategies is not None:
         parse_strategies(options.strategies)  # a strategy from outside has parameters of its own
-    asked = _parse_axes(axes)
-    _require_room(asked.axis, links, cluster, options, params)
+    chosen_axes = _parse_axes(axes)
+    _require_room(chosen_axes.axis, links, cluster, options, params)
     request = MeasureRequest(
-        asked.strategies, axis=asked.axis, values=asked.values, label="sweep", published=published,
+        chosen_axes.strategies, axis=chosen_axes.axis, values=chosen_axes.values, label="sweep", published=published,
         cluster=cluster, links=links if cluster is None else "cluster", board_model=board_model)
     _run(request, options, sampling, params, figure)
 

@@ -165,12 +165,12 @@ class PlanReport:
                     f'{setting}, or draft = "{setting}" in cluster.toml')
         if planned.origin == "here":
             return ""
-        taken = f"its size is taken to be {planned.kind.usual}"
+        size_note = f"its size is taken to be {planned.kind.usual}"
         if planned.origin == "untrained":
-            return (f"{name} has no EAGLE head: {taken}; without one: --draft ngram, and see: "
+            return (f"{name} has no EAGLE head: {size_note}; without one: --draft ngram, and see: "
                     f"flowspec models head {called}")
         return (f"the head of {name}, {planned.repository} ({planned.kind.name}), is not on this machine: "
-                f"{taken}; flowspec models fetch {called} downloads both")
+                f"{size_note}; flowspec models fetch {called} downloads both")
 
     def as_json(self) -> dict[str, Any]:
         """Sizes in MB (10^6 bytes), times in ms."""

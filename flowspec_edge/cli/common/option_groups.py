@@ -64,8 +64,8 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | N
                 built[name] = replace(groups[name](), **values)
             for name, group in shapes.items():
                 if isinstance(group, Params) and settings:
-                    named = strategies({**arguments, **built}) if strategies else None
-                    built[name] = _set(built[name], settings, named, without)
+                    strategy_names = strategies({**arguments, **built}) if strategies else None
+                    built[name] = _set(built[name], settings, strategy_names, without)
             return command(**arguments, **built)
 
         run.__signature__ = inspect.Signature([*plain_parameters, *options])  # type: ignore[attr-defined]

@@ -96,5 +96,5 @@ def asking_boards(what: str = "asking the boards") -> Iterator[Callable[[str], N
 
 def done_of(done: float, total: float, seconds: float, unit: str) -> str:
     """Such as "12 of 64 runs, 35 s, about 150 s left"."""
-    left = f", about {seconds / done * (total - done):.0f} s left" if done else ""
-    return f"{done:,.0f} of {total:,.0f} {unit}, {seconds:.0f} s{left}"
+    remaining = f", about {seconds / done * (total - done):.0f} s left" if done else ""
+    return f"{done:,.0f} of {total:,.0f} {unit}, {seconds:.0f} s{remaining}"

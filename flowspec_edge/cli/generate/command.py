@@ -133,9 +133,9 @@ def generate(
     schema = _schema(json_schema, json_object)
     if cluster is not None:
         chosen = strategy_class(strategy)
-        named = chosen.name if explicit_options(context, ["strategy"]) else None
+        strategy_name = chosen.name if explicit_options(context, ["strategy"]) else None
         explicit = explicit_options(context, asdict(sampling))
-        generate_remotely(cluster, RemoteRequest(text, chat, system, named, max_new_tokens, sampling,
+        generate_remotely(cluster, RemoteRequest(text, chat, system, strategy_name, max_new_tokens, sampling,
                                                  explicit, schema, values), as_json)
         return
     open_model = resolve_model(model)
@@ -163,8 +163,8 @@ def generate(
     if chat:
         messages = [Message("system", system)] if system is not None else []
         ids, before = tokenizer.chat([*messages, Message("user", text)], how=Rendering(values)), []
-        if unread := [name for name in values if not tokenizer.reads(name)]:
-            print(f"flowspec: note: the chat template of {open_model.name} does not read {', '.join(unread)}",
+        if unknown_values := [name for name in values if not tokenizer.reads(name)]:
+            print(f"flowspec: note: the chat template of {open_model.name} does not read {', '.join(unknown_values)}",
                   file=sys.stderr)
         stops = open_model.stop_ids | tokenizer.chat_stop_ids
     else:

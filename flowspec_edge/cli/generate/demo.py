@@ -135,23 +135,23 @@ def demo(
     columns = SideBySide(console, ["plain pipelining", "FlowSpec"])
     spec = ClusterSpec(open_model.path, stages, dtype, device=device, at_once=1)
     with _late_emulation() as late, open_cluster(spec, place) as cluster:
-        asked = {strategy: replace(request, strategy=strategy) for strategy in (PLAIN, FLOWSPEC, *_OTHERS)}
+        requests = {strategy: replace(request, strategy=strategy) for strategy in (PLAIN, FLOWSPEC, *_OTHERS)}
         if emulates:
             with columns.shown():
                 for number, strategy in enumerate((PLAIN, FLOWSPEC)):
                     with columns.answer(number) as (write, count):
                         stream = TextStream(tokenizer.decode, write)
-                        results[strategy] = _streamed(cluster, asked[strategy], stream, count)
+                        results[strategy] = _streamed(cluster, requests[strategy], stream, count)
         else:
             for strategy in (PLAIN, FLOWSPEC):
                 with working(f"computing the answer of {strategy}"):
-                    results[strategy] = cluster.generate_many([asked[strategy]])[0]
+                    results[strategy] = cluster.generate_many([requests[strategy]])[0]
             with columns.shown():
                 _play([results[PLAIN], results[FLOWSPEC]], columns, tokenizer.decode, console.is_terminal)
         for strategy in _OTHERS:
             if time.monotonic() < end:
                 with working(f"measuring {strategy}"):
-                    results[strategy] = cluster.generate(asked[strategy])
+                    results[strategy] = cluster.generate(requests[strategy])
 
     with working("plain decoding by transformers"):
         decode, explains = plain_decoding(open_model, dtype, reference)

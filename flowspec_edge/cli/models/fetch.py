@@ -192,12 +192,12 @@ def _heads(name: str, model: KnownModel, head: str | None) -> dict[str, str]:
         return {}
     if kind in model.heads:
         return {kind: model.heads[kind]}
-    named = next((published for published in model.published if published.repository.lower() == kind.lower()), None)
-    if named is not None and named.kind is not None:
-        return {named.kind: named.repository}
+    listed = next((published for published in model.published if published.repository.lower() == kind.lower()), None)
+    if listed is not None and listed.kind is not None:
+        return {listed.kind: listed.repository}
     runnable = ", ".join(f"{published.repository} ({published.kind})" for published in model.runnable) or "none"
-    if named is not None:
-        raise UsageError(f"{named.repository} is a head in the format {named.format}, which cannot be run; "
+    if listed is not None:
+        raise UsageError(f"{listed.repository} is a head in the format {listed.format}, which cannot be run; "
                          f"for {name} there are: {runnable}")
     raise UsageError(f"the catalogue knows no {kind} head for {name}, only {runnable}")
 

@@ -116,11 +116,11 @@ def _published(name: str, entry: KnownModel | None, here: OpenModel | None, stag
         [kind], [comes] = kinds, entry.runnable
         text = f"The model's {kind.title} comes with it ({kind.name}{_facts(comes)})."
         return DraftChoice("head", False, text, [f"flowspec models fetch {name}", _generate(name, kind), shard])
-    named = [f"{head.repository} ({head.kind or head.format + ', cannot be run'}{_facts(head)})"
+    heads = [f"{head.repository} ({head.kind or head.format + ', cannot be run'}{_facts(head)})"
              for head in (*entry.runnable, *(head for head in entry.published if head.kind is None))]
     others = [f"flowspec models fetch {name} --head {head.repository}" for head in entry.runnable
               if head.repository not in entry.heads.values()]
-    text = "\n   - ".join(("A published head (figures: tokens a verification, as published):", *named))
+    text = "\n   - ".join(("A published head (figures: tokens a verification, as published):", *heads))
     return DraftChoice("head", False, text, [f"flowspec models fetch {name}", *others[:1],
                                              f'flowspec generate --model {name} "…"', shard])
 

@@ -84,8 +84,8 @@ def _texts(tokenizer: Tokenizer, path: Path | None, tokens: int, longest: int) -
         ids = [whole[lo:lo + longest] for lo in range(0, len(whole), longest)]
     pieces: list[list[int]] = []
     for piece in ids:
-        left = tokens - sum(map(len, pieces))
-        if len(piece := piece[:min(longest, left)]) >= 2:
+        remaining = tokens - sum(map(len, pieces))
+        if len(piece := piece[:min(longest, remaining)]) >= 2:
             pieces.append(piece)
     if not pieces:
         raise UsageError(f"{path} has less than two tokens: give a longer text")

@@ -118,8 +118,8 @@ class _Writer:
             case Pruned():
                 interval = f"{event.start} to {event.stop - 1}" if event.stop > event.start else "none"
                 self._instant("prune", event.at, HINTS, {"of the numbers": interval, "kept": len(event.keep)})
-                gone = set(range(event.start, event.stop)) - set(event.keep)
-                self._in_flight = {run: numbers - gone for run, numbers in self._in_flight.items()}
+                pruned = set(range(event.start, event.stop)) - set(event.keep)
+                self._in_flight = {run: numbers - pruned for run, numbers in self._in_flight.items()}
                 self._count_in_flight(event.at)
             case Cancelled():
                 self._instant("cancel", event.at, HINTS, {"segments cancelled": list(event.runs)})

@@ -46,10 +46,10 @@ def total_rails(root: Path, boards: Iterable[tuple[str, Sequence[str]]]) -> tupl
     of the device tree's model, labels to sum); on other boards VDD_IN or VIN is the total."""
     rails = find_rails(root)
     model = _text(root / "sys/firmware/devicetree/base/model")
-    named = next((labels for part, labels in boards if part in model), None)
-    if named is None:
-        named = [label for label in _TOTALS if label in rails][:1]
-    return tuple(rails[label] for label in named) if set(named) <= set(rails) else ()
+    chosen_labels = next((labels for part, labels in boards if part in model), None)
+    if chosen_labels is None:
+        chosen_labels = [label for label in _TOTALS if label in rails][:1]
+    return tuple(rails[label] for label in chosen_labels) if set(chosen_labels) <= set(rails) else ()
 
 
 def read_watts(rails: Sequence[Rail]) -> float | None:

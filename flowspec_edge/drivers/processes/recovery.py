@@ -88,8 +88,8 @@ class Recovery:
             self._restart({**{stage: f"V{stage} is silent" for stage in silent}, **broken,
                            **self._workers.ended()})
         self._note_missing({*silent, *broken})
-        if (gone := self._why_ended()) is not None:
-            raise PeerLost(gone + ADVICE)
+        if (reason := self._why_ended()) is not None:
+            raise PeerLost(reason + ADVICE)
         absent = members.absent()
         if not absent and self._links.reaches_v1 and not self._workers.ended():
             return True

@@ -102,11 +102,11 @@ class StageLinks:
         before = self._hub.bytes_out
         for stage, instance in enumerate(self.members.instances, start=1):
             try:
-                taken = self._hub.send(instance, message)
+                accepted = self._hub.send(instance, message)
             except PeerLost as error:
                 self._blame_exit(stage)
                 raise PeerLost(f"V{stage} left the control channel{ADVICE}") from error
-            if not taken:
+            if not accepted:
                 raise PeerLost(f"V{stage} no longer takes control messages{ADVICE}")
         self._charge(message.session, self._hub.bytes_out - before)
 

@@ -210,8 +210,8 @@ class Worker:
         if all(running.cancelled):
             return
         self._counters.add_late(max(0.0, time.monotonic() - running.end), running.segments)
-        while (left := running.end - time.monotonic()) > 0:
-            self._tick(left)
+        while (remaining := running.end - time.monotonic()) > 0:
+            self._tick(remaining)
 
     def _emit(self, messages: Sequence[Outgoing]) -> None:
         for message in messages:
@@ -229,7 +229,7 @@ class Worker:
     def _send(self, link: ZmqClientLink, message: Outgoing) -> None:
         """Send ``message``, without the data of ended sessions; serve control messages while the peer has no
         room."""
-        while (left := self._core.left_of(message)) is not None and not link.send(left):
+        while (unsent := self._core.left_of(message)) is not None and not link.send(unsent):
             self._sleep(room=link)
             self._tick()
 

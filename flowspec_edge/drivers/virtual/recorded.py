@@ -126,9 +126,9 @@ class DigestCache:
         return
 
     def keep(self, mask: Bool) -> None:
-        kept = np.flatnonzero(mask)
-        self.digests[: len(kept)] = self.digests[kept]
-        self._length = len(kept)
+        indexes = np.flatnonzero(mask)
+        self.digests[: len(indexes)] = self.digests[indexes]
+        self._length = len(indexes)
 
     def retain(self, rows: int) -> None:
         return
@@ -439,13 +439,13 @@ class RecordedModel:
 
     def note(self) -> str:
         """Say how much of what strategies asked for is not in the recording."""
-        asked = self.sessions.requested
-        if not asked.missing:
+        requested = self.sessions.requested
+        if not requested.missing:
             return ""
-        share = asked.missing / asked.right
+        share = requested.missing / requested.right
         advice = "; the figures are too low: record with more --nodes" if share > _MOST_MISSING else ""
         return (f"{'warning' if advice else 'note'}: {self._recording.shown} lacks the children of {share:.1%} of the "
-                f"{asked.right:,} nodes on a text's path that were drafted below{advice}")
+                f"{requested.right:,} nodes on a text's path that were drafted below{advice}")
 
 
 def request_of(text: RecordedText, recording: Recording, max_new_tokens: int, **others: Any) -> Request:

@@ -55,7 +55,7 @@ class VirtualStage:
     def work(self, session: int) -> SessionWork:
         """What the stage has done for a session; a running pass counts with what is cancelled already."""
         running, work = self._running, self._work[session]
-        cancelled = sum(gone and segment.session == session for segment, gone in
+        cancelled = sum(is_cancelled and segment.session == session for segment, is_cancelled in
                         zip(running.segments, running.cancelled, strict=True)) if running else 0
         return replace(work, cancelled=work.cancelled + cancelled)
 

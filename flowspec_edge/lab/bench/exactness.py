@@ -69,10 +69,10 @@ def types_of(settings: Mapping[str, Any]) -> str:
 def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> str:
     """A sentence over all methods; methods with differences are named."""
     whole = exactness(samples)
-    said = (f"{whole.different_answers} of {whole.answers} answers and {_count(whole.different_tokens)} of "
-            f"{whole.tokens} tokens differ from plain decoding's ({types_of(settings)})")
+    summary = (f"{whole.different_answers} of {whole.answers} answers and {_count(whole.different_tokens)} of "
+               f"{whole.tokens} tokens differ from plain decoding's ({types_of(settings)})")
     if not whole.different_answers:
-        return f"{said}."
+        return f"{summary}."
     methods = {name: exactness(s for s in samples if s.strategy == name)
                for name in dict.fromkeys(s.strategy for s in samples)}
     each = ", ".join(f"{name} {one.answers_text} answers, {one.tokens_text} tokens"
@@ -80,7 +80,7 @@ def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> st
     each += _through_stages(samples)
     why = "near ties of 16 bits explain all of them (≈)" if whole.mark == "≈" else \
         f"near ties of 16 bits explain {whole.near_ties} of them (≈), nothing explains the others (≠)"
-    return f"{said}: {each}; {why}."
+    return f"{summary}: {each}; {why}."
 
 
 def _through_stages(samples: Sequence[Sample]) -> str:

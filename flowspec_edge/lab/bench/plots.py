@@ -94,11 +94,11 @@ def gantt(spans: Sequence[Span], stages: int, view: Window, caption: str, path: 
             continue
         line = {"draft": 0, "verify": 1}.get(span.kind, span.device + 1)
         start, end = max(span.start, view.start), min(span.end, view.end)
-        left, width = (start - view.start) / view.slot + view.skipped, (end - start) / view.slot
+        bar_start, width = (start - view.start) / view.slot + view.skipped, (end - start) / view.slot
         colour = _CANCELLED if span.cancelled else _RUNS[span.run % 6 if span.run >= 0 else 6]
-        axis.barh(line, width, left=left, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
+        axis.barh(line, width, left=bar_start, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
         if span.device and width > 0.25:
-            axis.text(left + width / 2, line, str(span.run), ha="center", va="center", fontsize=7)
+            axis.text(bar_start + width / 2, line, str(span.run), ha="center", va="center", fontsize=7)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlim(view.skipped, view.skipped + view.turns)

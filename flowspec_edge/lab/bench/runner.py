@@ -246,11 +246,11 @@ def _compare(expected: tuple[list[int], str], result: Result, where: Difference)
     tokens, reason = expected
     if result.tokens == tokens and result.finish_reason == reason:
         return None
-    got = result.tokens
-    unequal = (i for i, (a, b) in enumerate(zip(tokens, got, strict=False)) if a != b)
-    at = next(unequal, min(len(tokens), len(got)))
+    actual = result.tokens
+    unequal = (i for i, (a, b) in enumerate(zip(tokens, actual, strict=False)) if a != b)
+    at = next(unequal, min(len(tokens), len(actual)))
     return replace(where, position=at, expected=tokens[at] if at < len(tokens) else None,
-                   got=got[at] if at < len(got) else None)
+                   got=actual[at] if at < len(actual) else None)
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,9 @@ def _axis(columns: int, fine: int, first: float) -> str:
 def _cells(spans: Sequence[Span], start: float, step: float, columns: int) -> list[Span | None]:
     cells: list[Span | None] = []
     for column in range(columns):
-        left = start + column * step
+        column_start = start + column * step
         shares = [(share, s) for s in spans
-                  if (share := min(s.end, left + step) - max(s.start, left)) > _EPSILON]
+                  if (share := min(s.end, column_start + step) - max(s.start, column_start)) > _EPSILON]
         most, busiest = max(shares, key=lambda share: share[0], default=(0.0, None))
         idle = step - sum(share for share, _ in shares)
         shows = busiest is not None and (busiest.device == 0 or idle <= most)

@@ -75,10 +75,10 @@ class _Emulated(Endpoint):
         return [*frames, trailer]
 
     def _send(self, frames: Sequence[Buffer], timeout: float) -> bool:
-        taken = super()._send(frames, timeout)
-        if taken and self._newest:
+        accepted = super()._send(frames, timeout)
+        if accepted and self._newest:
             self._newest.sent()
-        return taken
+        return accepted
 
     def _receive(self, timeout: float, most: int) -> list[bytes] | None:
         until, patience = time.monotonic() + timeout, 0.0

@@ -109,8 +109,8 @@ def _left_out(artefact: Artefact, results: Sequence[Measured]) -> list[str]:
     missing = {DRAFTS[measured.looks_up]:
                [name for name in METHODS if name not in measured.measurement.strategies]
                for measured in results}
-    said = "; ".join(f"{way}: {', '.join(names)}" for way, names in missing.items() if names)
-    return [f"Left out: {said}." if said else f"All {len(METHODS)} methods of the package are here."]
+    omissions = "; ".join(f"{way}: {', '.join(names)}" for way, names in missing.items() if names)
+    return [f"Left out: {omissions}." if omissions else f"All {len(METHODS)} methods of the package are here."]
 
 
 def _deviations(records: Sequence[Record], of_the_demo: bool) -> list[str]:

@@ -91,8 +91,8 @@ def visibility(rows: int, stages: int, fill: Tensor) -> Tensor:
     age = at[:, None] - at[None]  # [t, T]
     depth = torch.where(age < fill[:, None, None], age, stages).masked_fill(age < 0, -1)  # [B, t, T]
     blocks = torch.arange(stages, -1, -1, device=fill.device)
-    seen = depth[:, :, None] == blocks[:, None]  # [B, t, block, T]
-    return seen.flatten(2)[:, None]
+    visible = depth[:, :, None] == blocks[:, None]  # [B, t, block, T]
+    return visible.flatten(2)[:, None]
 
 
 def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int], fill: Tensor) -> Tensor:

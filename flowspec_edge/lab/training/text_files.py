@@ -120,15 +120,15 @@ def split(texts: list[np.ndarray[Any, Any]], keys: Sequence[bytes], held_out: in
     Holds out whole texts in the order of their ``keys``, and the end of the last one.
     """
     held_texts: list[np.ndarray[Any, Any]] = []
-    kept = list(texts)
+    training_texts = list(texts)
     for index in sorted(range(len(texts)), key=lambda i: keys[i]):
         if not held_out:
             break
         cut = max(0, len(texts[index]) - held_out)
-        kept[index], taken = texts[index][:cut], texts[index][cut:]
-        held_texts.append(taken)
-        held_out -= len(taken)
-    return np.concatenate(kept), np.concatenate(held_texts)
+        training_texts[index], tail = texts[index][:cut], texts[index][cut:]
+        held_texts.append(tail)
+        held_out -= len(tail)
+    return np.concatenate(training_texts), np.concatenate(held_texts)
 
 
 def _build(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, window: int, held_out: int) -> None:

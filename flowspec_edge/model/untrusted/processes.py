@@ -208,10 +208,10 @@ class _Process:
         self._socket.close()
 
     def _send(self, data: bytes, deadline: float) -> None:
-        left = memoryview(data)
-        while left:
+        remaining = memoryview(data)
+        while remaining:
             self._wait(select.POLLOUT, deadline)
-            left = left[self._socket.send(left):]
+            remaining = remaining[self._socket.send(remaining):]
 
     def _receive(self, size: int, deadline: float) -> bytes:
         data = bytearray()

@@ -78,11 +78,11 @@ class _PickledFile(WeightFile):
         self.path = path
         with file_errors(path):
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        named = _by_name(content)
-        if named is None:
+        values = _by_name(content)
+        if values is None:
             raise FlowspecError(f"{path} does not hold tensors by name: it is not a weight file")
-        self._values: dict[str, Tensor] = named
-        self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in named.items()}
+        self._values: dict[str, Tensor] = values
+        self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in values.items()}
 
     def rename(self, names: Mapping[str, str]) -> None:
         super().rename(names)

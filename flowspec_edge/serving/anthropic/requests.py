@@ -134,17 +134,17 @@ def _of_message(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not blocks:
         raise ApiError(400, f"{name}.content: must be a string, or a list of blocks", f"{name}.content")
-    said: list[str] = []
-    thought: list[str] = []
+    texts: list[str] = []
+    thinking: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for at, block in enumerate(blocks):
         where = f"{name}.content[{at}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            said.append(_text(block, "text", where))
+            texts.append(_text(block, "text", where))
         elif kind == "thinking" and role == "assistant":
-            thought.append(_text(block, "thinking", where))
+            thinking.append(_text(block, "thinking", where))
         elif kind == "redacted_thinking" and role == "assistant":
             continue  # Anthropic encrypts it for its own models, so the served model cannot read it
         elif kind == "tool_use" and role == "assistant":
@@ -156,9 +156,9 @@ def _of_message(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
             raise ApiError(400, f"{where}: blocks of the type {str(kind)[:40]!r} are not supported in a message of the "
                                 f"{role}: this server reads text, thinking, tool_use and tool_result", where,
                            "unsupported_parameter")
-    turn = {"role": role, "content": "\n".join(said)} | without_none(
-        tool_calls=calls or None, reasoning_content="\n".join(thought) or None)
-    return [*results, *([turn] if said or calls or thought else [])]
+    turn = {"role": role, "content": "\n".join(texts)} | without_none(
+        tool_calls=calls or None, reasoning_content="\n".join(thinking) or None)
+    return [*results, *([turn] if texts or calls or thinking else [])]
 
 
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:

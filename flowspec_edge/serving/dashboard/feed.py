@@ -133,13 +133,13 @@ def _trunk(last: Snapshot | None, now: Snapshot) -> list[NodeState]:
     if last is None:
         return [now.root]
     trunk = [NodeState(last.root.id, -1, last.root.token, last.root.position, last.root.score, True)]
-    seen = {(node.parent, node.token): node for node in (*last.nodes, *(now.nodes if now.over else ()))}
+    nodes_by_place = {(node.parent, node.token): node for node in (*last.nodes, *(now.nodes if now.over else ()))}
     for token in now.text:
         before = trunk[-1]
         position = before.position + 1
         if position > now.root.position:
             break
-        node = seen.get((before.id, token)) or NodeState(-1 - position, before.id, token, position, 0.0, True)
+        node = nodes_by_place.get((before.id, token)) or NodeState(-1 - position, before.id, token, position, 0.0, True)
         if position == now.root.position:
             node = NodeState(now.root.id, before.id, token, position, now.root.score, True)
         trunk.append(node)

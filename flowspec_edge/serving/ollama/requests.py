@@ -142,5 +142,5 @@ def _turn(turn: Any) -> Any:
     if not isinstance(turn, dict):
         return turn
     names = {"thinking": "reasoning_content", "tool_name": "name"}
-    named = {names.get(name, name): value for name, value in turn.items() if value is not None}
-    return {"content": "", **named}
+    renamed = {names.get(name, name): value for name, value in turn.items() if value is not None}
+    return {"content": "", **renamed}

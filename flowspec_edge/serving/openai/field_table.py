@@ -81,8 +81,8 @@ class FieldTable:
                 field.check(endpoint, value, self._parent)
             elif name.startswith("speculative."):  # llama.cpp's
                 continue
-            elif meant := self._similar_field(name, endpoint):
-                raise ApiError(400, f"{self._parent}{name} is no field of a request: did you mean {meant}?",
+            elif suggestion := self._similar_field(name, endpoint):
+                raise ApiError(400, f"{self._parent}{name} is no field of a request: did you mean {suggestion}?",
                                self._parent + name, "unknown_parameter")
             else:
                 unknown.append(self._parent + name)
@@ -92,13 +92,13 @@ class FieldTable:
         """Yield the lists of docs/reference/fields.md, one for each verdict; fields of which the same is said share a
         line."""
         for verdict in get_args(Verdict):
-            named: dict[str, list[str]] = {}
+            names_by_text: dict[str, list[str]] = {}
             for field in sorted(self.fields.values(), key=lambda field: field.name):
                 if verdict == ("implemented" if field.implemented else field.elsewhere):
-                    named.setdefault(self._described(field, verdict), []).append(f"`{field.name}`")
-            if named:
+                    names_by_text.setdefault(self._described(field, verdict), []).append(f"`{field.name}`")
+            if names_by_text:
                 yield from (f"{verdict.capitalize()}:", "")
-                yield from (f"- {', '.join(names)}: {said}" for said, names in named.items())
+                yield from (f"- {', '.join(names)}: {text}" for text, names in names_by_text.items())
                 yield ""
 
     def _described(self, field: RequestField, verdict: Verdict) -> str:

@@ -145,9 +145,9 @@ class ResponseHandler:
 
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in one piece; raises ApiError or ClientDisconnect."""
-        async with self._events(receive) as (events, gone):
+        async with self._events(receive) as (events, disconnection):
             answers: list[list[AnswerPiece]] = [[] for _ in self.choices]
-            async for choice, pieces in self._pieces(events, gone):
+            async for choice, pieces in self._pieces(events, disconnection):
                 if choice is not None:
                     answers[choice.index] += pieces
         texts = [self._answer.choice(choice.index, pieces, choice.finish, choice.new_logprobs(),
@@ -161,10 +161,10 @@ class ResponseHandler:
     async def stream(self, receive: Receive, send: Send) -> None:
         """Answer as tokens come; the errors are the same until the first event or comment sends the headers.
         A later error is the stream's last event. Comments keep the connection alive while no token comes."""
-        async with self._events(receive) as (events, gone):
+        async with self._events(receive) as (events, disconnection):
             started, opened = False, set[int]()
             try:
-                async for choice, pieces in self._pieces(events, gone, self._keep_alive_s):
+                async for choice, pieces in self._pieces(events, disconnection, self._keep_alive_s):
                     if not started:
                         await sse.begin(send, self._headers())
                         started = True
@@ -258,7 +258,7 @@ class ResponseHandler:
             with suppress(RuntimeError):  # the loop has ended, and all connections with it
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        gone = asyncio.ensure_future(sse.disconnected(receive))
+        disconnection = asyncio.ensure_future(sse.disconnected(receive))
         try:
             requests = self._prepared.choices()
             if len(requests) > (places := self._admission.places):
@@ -268,8 +268,8 @@ class ResponseHandler:
             for index, request in enumerate(requests):
                 pending = self._admission.submit(request, self._caller, partial(deliver, index))
                 self.choices.append(Choice(index, request, self._prepared, pending))
-            yield events, gone
+            yield events, disconnection
         finally:
             for choice in self.choices:
                 self._admission.cancel(choice.pending)
-            gone.cancel()
+            disconnection.cancel()

@@ -188,7 +188,7 @@ class ServedModel:
         if body.effort is not None:
             field = "reasoning_effort" if body.reasoning_effort else "reasoning.effort"
             values = self._with_effort(body.effort, values, field)
-        unread = [name for name in values if not self.tokenizer.reads(name)]
+        unknown_values = [name for name in values if not self.tokenizer.reads(name)]
         if self.tokenizer.always_thinks and any(values.get(name) is False for name in THINKING):
             param = "chat_template_kwargs" if body.enable_thinking is None else "enable_thinking"
             raise ApiError(400, f"{param}: the model's chat template always lets it think", param)
@@ -197,9 +197,9 @@ class ServedModel:
         except UsageError as error:
             raise ApiError(400, f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
         opens = body.add_generation_prompt is not False and not continues
-        read = {name: value for name, value in values.items() if name not in unread}
+        read = {name: value for name, value in values.items() if name not in unknown_values}
         return (Rendering(read, opens, continues, bool(body.add_special_tokens)),
-                [f"chat_template_kwargs.{name}" for name in unread])
+                [f"chat_template_kwargs.{name}" for name in unknown_values])
 
     def _with_effort(self, effort: str, values: dict[str, Any], field: str) -> dict[str, Any]:
         """A reasoning effort as the template's variables: its own, and whether to think at all."""

@@ -48,8 +48,8 @@ def _messages(value: Any) -> Any:
                           "content": _texts(item.get("output"))})
         elif kind == "message":
             turn = {"role": item.get("role"), "content": _texts(item.get("content"))}
-            thought = turns.pop() if turn["role"] == "assistant" and _only_thought(turns) else {}
-            turns.append({**thought, **turn})
+            reasoning = turns.pop() if turn["role"] == "assistant" and _only_thought(turns) else {}
+            turns.append({**reasoning, **turn})
         elif kind == "reasoning":
             turns.append({"role": "assistant", "content": None, "reasoning_content": _thought(item)})
         else:

@@ -93,8 +93,8 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
     """Long waves are stretched by the factor, short ones are not, those between in part."""
     low, high, text = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     turns = text * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / rope["factor"])
+    unchanged = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (unchanged + (1 - unchanged) / rope["factor"])
 
 
 def _yarn(powers: Tensor, rope: Mapping[str, Any], positions: int) -> tuple[Tensor, float]:
@@ -110,8 +110,8 @@ def _yarn(powers: Tensor, rope: Mapping[str, Any], positions: int) -> tuple[Tens
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, turned - 1)
     ramp = (torch.arange(len(powers), dtype=torch.float32, device="cpu") - first) / (last - first or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    return (1 - kept) / (factor * powers) + kept / powers, _attention_factor(rope, factor)
+    unchanged = 1 - ramp.clamp(0, 1)
+    return (1 - unchanged) / (factor * powers) + unchanged / powers, _attention_factor(rope, factor)
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:

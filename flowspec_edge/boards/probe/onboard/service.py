@@ -85,8 +85,8 @@ def ask_ready(host: str, port: int, api_key: str, key: str = "") -> Any:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         name = f"[{host}]" if ":" in host else host
-        asked = urllib.request.Request(f"http://{name}:{port}/ready", headers=headers)
-        with direct.open(asked, timeout=_ASK_S) as answer:
+        http_request = urllib.request.Request(f"http://{name}:{port}/ready", headers=headers)
+        with direct.open(http_request, timeout=_ASK_S) as answer:
             body = answer.read()
     except urllib.error.HTTPError as error:
         if error.code == 401:

@@ -94,8 +94,8 @@ def build() -> str:
         record = distribution("torch").read_text("RECORD") or ""
     except PackageNotFoundError:  # Debian's, or a copied one
         record = ""
-    said = (torch.version.git_version, torch.version.cuda, record)
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    identity = (torch.version.git_version, torch.version.cuda, record)
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
 def innermost(error: BaseException) -> str:
