@@ -50,19 +50,19 @@ class Job:
 
     def _verify(self) -> list[Failure]:
         failures: list[Failure] = []
-        begun: list[tuple[DraftSession, States, Callable[[Logits], None]]] = []
+        verifications: list[tuple[DraftSession, States, Callable[[Logits], None]]] = []
         for draft_session, task in self.parts:
             try:
                 assert isinstance(task, Verify)
-                begun.append((draft_session, *draft_session.begin(task)))
+                verifications.append((draft_session, *draft_session.begin(task)))
             except Exception as error:
                 failures.append((draft_session, error))
-        if begun:
-            head = begun[0][0].head
-            logits = head.logits(head.joined([states for _, states, _ in begun]))
-            ends = list(accumulate(len(states) for _, states, _ in begun))
+        if verifications:
+            head = verifications[0][0].head
+            logits = head.logits(head.joined([states for _, states, _ in verifications]))
+            ends = list(accumulate(len(states) for _, states, _ in verifications))
             failures += _each((draft_session, partial(verified, logits[end - len(states) : end]))
-                              for (draft_session, states, verified), end in zip(begun, ends, strict=True))
+                              for (draft_session, states, verified), end in zip(verifications, ends, strict=True))
         return failures
 
     def _draft(self) -> list[Failure]:

@@ -76,15 +76,15 @@ def refuse_quantised(config: Mapping[str, Any], path: Path | str, converted: boo
     """UsageError for weights that are quantised in a way that cannot be read, or that must be ``converted``
     first."""
     home = Path(path).parent
-    how = config.get("quantization_config")
-    if not how:
+    quantisation = config.get("quantization_config")
+    if not quantisation:
         if isinstance(config.get("quantization"), dict):
             raise UsageError(f"{path}: weights quantised for MLX cannot be read; {_IN_16_BITS}")
         for name, method in _QUANTISED_BESIDE.items():
             if (home / name).is_file() and _may_be_quantised(home):
                 raise UsageError(_told_beside(home / name, method, Path(path)))
         return
-    facts = how if isinstance(how, dict) else how.to_dict()
+    facts = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
     method = str(facts.get("quant_method") or "an unknown method").lower()
     if method == family_of(config).packed_as:
         return

@@ -77,21 +77,21 @@ class Tokenizer:
         encodings = (tuple(self._ids(start + text.lstrip(), False)) for start in ("", " "))
         return [*dict.fromkeys(ids for ids in encodings if ids)]
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), how: Rendering | None = None
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), rendering: Rendering | None = None
              ) -> list[int]:
         """Return the token ids of a chat.
 
         UsageError without a template, if the template rejects the chat, or if it has a token that the model
         lacks. ``tools`` need a :attr:`tool_format`.
         """
-        how = how or Rendering()
-        check_values(how.values)
+        rendering = rendering or Rendering()
+        check_values(rendering.values)
         if self._jinja is not None:
-            return self._of_the_model(self._rendered(messages, self._jinja, tools, how))
+            return self._of_the_model(self._rendered(messages, self._jinja, tools, rendering))
         if self._built_in is None:
             raise no_template(self._model)
         ids: list[int] = []
-        for piece in self._built_in_pieces(self._built_in, messages, how):
+        for piece in self._built_in_pieces(self._built_in, messages, rendering):
             begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
             ids += [begin] if piece.add_bos and begin is not None else []
             ids += self._ids(piece.text, False)
@@ -101,13 +101,13 @@ class Tokenizer:
     def _ids(self, text: str, special: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def _built_in_pieces(self, name: str, messages: Sequence[Message], how: Rendering) -> list[PromptPiece]:
-        if how.continues:
+    def _built_in_pieces(self, name: str, messages: Sequence[Message], rendering: Rendering) -> list[PromptPiece]:
+        if rendering.continues:
             if not messages or messages[-1].role != "assistant":
                 raise UsageError("only an assistant's message can be continued")
             pieces = BUILT_IN[name](messages[:-1])
             return continued(pieces, messages[-1].content, "\n" if name == "bare" else " ")
-        if not how.opens:
+        if not rendering.opens:
             raise UsageError(f"a prompt in the format {name} always ends where the answer begins")
         return BUILT_IN[name](messages)
 
@@ -189,18 +189,18 @@ class Tokenizer:
         if self._jinja is not None:
             self._templates.start()
 
-    def _rendered(self, messages: Sequence[Message], template: str, tools: Sequence[Tool], how: Rendering
+    def _rendered(self, messages: Sequence[Message], template: str, tools: Sequence[Tool], rendering: Rendering
                   ) -> list[int]:
         chat = [message.for_template() for message in messages]
-        if how.continues:
+        if rendering.continues:
             chat[-1]["content"] += _HERE
         try:
             text = self._templates.render(template, self._tokenizer.special_tokens_map, chat,
                                           [tool.definition for tool in tools],
-                                          how.opens and not how.continues,
-                                          how.values)
-            text = _up_to_here(text, messages[-1].content) if how.continues else text
-            ids = self._ids(text, how.special)
+                                          rendering.opens and not rendering.continues,
+                                          rendering.values)
+            text = _up_to_here(text, messages[-1].content) if rendering.continues else text
+            ids = self._ids(text, rendering.special)
         except (UsageError, TypeError, ValueError) as error:  # surrogates are no text
             raise UsageError(f"the chat template of {self._model.shown} cannot be used for this chat: "
                              f"{first_line(error)}") from error

@@ -115,13 +115,13 @@ def _write_tensors(plan: ShardingPlan, file: TensorsFile, path: Path, progress: 
             _quantise(source, file.head, plan.recipe.lm_head, HEAD_PREFIX, target)
 
 
-def _quantise(source: SourceModel, name: str, how: Scheme | None, prefix: str, target: TensorFile) -> None:
+def _quantise(source: SourceModel, name: str, scheme: Scheme | None, prefix: str, target: TensorFile) -> None:
     """The source's tensor ``name``, written as ``prefix``."""
-    assert how is not None
+    assert scheme is not None
     rows = next(hi for _, hi in slices(*source.tensors[name].shape))
     for _, piece in source.weights.pieces(name, rows):
         try:
-            stored = how.quantise(_computable(piece))
+            stored = scheme.quantise(_computable(piece))
         except FlowspecError as error:
             raise FlowspecError(f"{shown(source.weights.directory)}: tensor {name}: {error}") from error
         for suffix, tensor in stored.items():

@@ -160,14 +160,15 @@ def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int 
     """
     recipe = _layers_recipe(source, dtype, group, compute)
     bits = lm_head or default_head_bits(recipe.dtype)
-    how = head_scheme(bits)
+    lm_head_scheme = head_scheme(bits)
     rows, columns = source.tensors[tensor_names.EMBEDDING].shape
-    if how is not None and how.fits(rows, columns) is None:
+    if lm_head_scheme is not None and lm_head_scheme.fits(rows, columns) is None:
         if lm_head is not None:
             raise UsageError(f"--lm-head {bits} cannot hold an lm_head of {rows} x {columns}: the vocabulary "
                              "must be a multiple of 16, the width of 32; use 16bit")
-        how = None
-    return replace(recipe, lm_head=how, kv_cache=kv_cache, candidates=_candidates(source, candidates, rows, columns))
+        lm_head_scheme = None
+    return replace(recipe, lm_head=lm_head_scheme, kv_cache=kv_cache,
+                   candidates=_candidates(source, candidates, rows, columns))
 
 
 def _candidates(source: SourceModel, requested: int | None, rows: int, columns: int) -> int:
@@ -200,8 +201,8 @@ def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | N
     compute = compute or "bf16"
     if source.dtype not in DTYPE_NAMES or source.dtype == torch.float32:
         float_dtype = DTYPES[compute] if compute != "fp32" else torch.float16
-    how = scheme(cast(QuantKind, dtype), group or DEFAULT_GROUP)
-    return Recipe(dtype, compute, float_dtype, how, (group or DEFAULT_GROUP) if dtype == "int4" else 64)
+    layer_scheme = scheme(cast(QuantKind, dtype), group or DEFAULT_GROUP)
+    return Recipe(dtype, compute, float_dtype, layer_scheme, (group or DEFAULT_GROUP) if dtype == "int4" else 64)
 
 
 def ranges_for(layers: int, stages: int | None, split: Sequence[int] | None) -> tuple[tuple[int, int], ...]:
@@ -228,7 +229,7 @@ def make_plan(source: SourceModel, recipe: Recipe, ranges: Sequence[tuple[int, i
     unquantised = tuple(f"{linear.prefix}.weight" for layer in source.linears for linear in layer
                         if recipe.scheme is not None and not _is_packed(source, recipe, linear))
     int8 = tuple(linear.prefix for layer in source.linears for linear in layer
-                 if (how := _scheme_of(source, recipe, linear)) is not None and how.kind == "int8")
+                 if (linear_scheme := _scheme_of(source, recipe, linear)) is not None and linear_scheme.kind == "int8")
     return ShardingPlan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), unquantised, int8)
 
 
@@ -310,10 +311,10 @@ def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
 def _layout(source: SourceModel, recipe: Recipe, file: TensorsFile) -> Layout:
     layout = {name: (tuple(source.tensors[name].shape), recipe.plain) for name in file.plain}
     for linear in file.packed:
-        how = _scheme_of(source, recipe, linear)
-        assert how is not None
+        linear_scheme = _scheme_of(source, recipe, linear)
+        assert linear_scheme is not None
         layout.update({f"{linear.prefix}.{suffix}": stored
-                       for suffix, stored in how.stored(linear.rows, linear.columns).items()})
+                       for suffix, stored in linear_scheme.stored(linear.rows, linear.columns).items()})
     if file.head:
         assert recipe.lm_head is not None
         stored_head = recipe.lm_head.stored(*source.tensors[file.head].shape)
@@ -327,15 +328,15 @@ def _is_packed(source: SourceModel, recipe: Recipe, linear: Linear) -> bool:
 
 def _scheme_of(source: SourceModel, recipe: Recipe, linear: Linear) -> Scheme | None:
     """How a matrix is stored; None if it stays in 16 or 32 bits."""
-    how = recipe.scheme
-    if how is None:
+    layer_scheme = recipe.scheme
+    if layer_scheme is None:
         return None
     if is_imported(source, recipe):
         assert source.imported is not None
         return source.imported.scheme_of(linear.prefix) if linear.prefix in source.packed else None
     if linear.prefix.endswith(IN_16_BITS):
         return None
-    return how if how.fits(linear.rows, linear.columns) is not None else None
+    return layer_scheme if layer_scheme.fits(linear.rows, linear.columns) is not None else None
 
 
 def is_imported(source: SourceModel, recipe: Recipe) -> bool:
@@ -344,6 +345,6 @@ def is_imported(source: SourceModel, recipe: Recipe) -> bool:
 
 
 def _packed_bytes(source: SourceModel, recipe: Recipe, linear: Linear) -> int:
-    how = _scheme_of(source, recipe, linear)
-    assert how is not None
-    return how.nbytes(linear.rows, linear.columns)
+    linear_scheme = _scheme_of(source, recipe, linear)
+    assert linear_scheme is not None
+    return linear_scheme.nbytes(linear.rows, linear.columns)

@@ -282,53 +282,53 @@ class StageCore:
     # ---- passes --------------------------------------------------------------------------------
 
     def _compute(self, poll: Poll) -> None:
-        begun = self._pass
-        assert begun is not None
+        running = self._pass
+        assert running is not None
         try:
-            begun.results = self.engine.compute(begun.segments, poll)
+            running.results = self.engine.compute(running.segments, poll)
         except BaseException:
             self._pass = None
-            self._credit(begun.received[0])
+            self._credit(running.received[0])
             raise
 
     def _charge(self, event: Charged) -> None:
-        begun = self._pass
-        assert begun is not None
-        begun.start = event.start
-        begun.end = event.start if all(begun.cancelled) else event.start + event.seconds
+        running = self._pass
+        assert running is not None
+        running.start = event.start
+        running.end = event.start if all(running.cancelled) else event.start + event.seconds
         self._charged = True
 
     def _break_off(self, now: float) -> None:
         """Empty the results of a charged pass that the engine does not want any more.  A pass without others
         ends with its current layer, as a stage polls between layers."""
-        begun = self._pass
-        if begun is None or not self._charged:
+        running = self._pass
+        if running is None or not self._charged:
             return
-        layer = (begun.end - begun.start) / self._layers
-        for i, (segment, result) in enumerate(zip(begun.segments, begun.results, strict=True)):
+        layer = (running.end - running.start) / self._layers
+        for i, (segment, result) in enumerate(zip(running.segments, running.results, strict=True)):
             if result.cancelled or layer <= 0 or self.engine.wants(segment):
                 continue
-            begun.results[i] = SegmentResult([], without_rows(result.message), cancelled=True)
+            running.results[i] = SegmentResult([], without_rows(result.message), cancelled=True)
             if all(cancelled or not len(other.numbers)
-                   for cancelled, other in zip(begun.cancelled, begun.segments, strict=True)):
-                done = math.ceil((now - begun.start) / layer - 1e-9)
-                begun.end = min(begun.end, begun.start + done * layer)
+                   for cancelled, other in zip(running.cancelled, running.segments, strict=True)):
+                done = math.ceil((now - running.start) / layer - 1e-9)
+                running.end = min(running.end, running.start + done * layer)
 
     def _finish(self, event: Passed, now: float) -> None:
         """Count the pass, and send its results."""
-        begun, self._pass, self._charged = self._pass, None, False
-        assert begun is not None
-        self.counters.add_pass(event.end - event.start, begun.segments, {
+        finished, self._pass, self._charged = self._pass, None, False
+        assert finished is not None
+        self.counters.add_pass(event.end - event.start, finished.segments, {
             segment.session: result.rows
-            for segment, result in zip(begun.segments, begun.results, strict=True)})
-        self._credit(begun.received[0])  # first: the stage may have nothing else to do
-        self._outgoing += [tap for result in begun.results for tap in result.taps]
-        self._outgoing.append(batch_of([result.message for result in begun.results]))
+            for segment, result in zip(finished.segments, finished.results, strict=True)})
+        self._credit(finished.received[0])  # first: the stage may have nothing else to do
+        self._outgoing += [tap for result in finished.results for tap in result.taps]
+        self._outgoing.append(batch_of([result.message for result in finished.results]))
         times = [round(moment * 1e6) for moment in (event.start, event.end, now)]
-        for segment, result in zip(begun.segments, begun.results, strict=True):
+        for segment, result in zip(finished.segments, finished.results, strict=True):
             if self.counters.timed(segment.session):
                 self._outgoing.append(Computed(segment.session, segment.epoch, segment.run, self._stage,
-                                               result.rows, begun.computed_rows, *times))
+                                               result.rows, finished.computed_rows, *times))
 
     def _credit(self, segment: Segment) -> None:
         """V1 tells D0 that it has room for another segment."""

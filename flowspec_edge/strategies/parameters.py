@@ -76,8 +76,8 @@ class Parameter:
             return self.kind(text) if self.kind in (int, float) else text
         except (ValueError, KeyError):
             what = {int: "a whole number", float: "a number"}.get(self.kind, "true or false")
-            shown = text if len(text) <= 40 else f"{text[:40]}…"
-            raise UsageError(f"{self.name} must be {what} ({self.range}), not {shown!r}") from None
+            shortened = text if len(text) <= 40 else f"{text[:40]}…"
+            raise UsageError(f"{self.name} must be {what} ({self.range}), not {shortened!r}") from None
 
     def check(self, value: Any) -> None:
         name, choices = self.name, get_args(self.kind) or self.words

@@ -74,9 +74,9 @@ def compare(prepare: Callable[[bool, int], Callable[[], bytes]], clock: Clock = 
     for turn in range(_TIMES):
         for recorded in (False, True):
             run = prepare(recorded, turn)
-            begun = clock()
+            start = clock()
             results[recorded].append(run())
-            seconds[recorded].append(clock() - begun)
+            seconds[recorded].append(clock() - start)
     eager, faster = (1e3 * median(turn_seconds) for turn_seconds in seconds)
     why = ("compute other results" if results[False] != results[True] else
            f"take {faster:.1f} instead of {eager:.1f} ms" if faster > eager * _NOISE else "")

@@ -136,10 +136,10 @@ def no_loading_bars() -> Iterator[None]:
     """Hide transformers' progress bars within the block: a file that is mapped loads at once."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()

@@ -55,14 +55,14 @@ class Image:
 
 def read_image(path: Path) -> Image:
     """The image in the archive ``path``; UsageError if it holds none or several, or another flowspec than this."""
-    how = _HOW.format(path=path)
+    advice = _HOW.format(path=path)
     if not path.is_file():
-        raise UsageError(f"there is no image {path} (cluster.image): {how}")
+        raise UsageError(f"there is no image {path} (cluster.image): {advice}")
     try:
         with tarfile.open(path) as archive:
             manifests = _load(archive, "manifest.json")
             if len(manifests) != 1:
-                raise UsageError(f"{path} holds {len(manifests)} images, and the boards get one: {how}")
+                raise UsageError(f"{path} holds {len(manifests)} images, and the boards get one: {advice}")
             config, layers = _read(archive, manifests[0]["Config"]), manifests[0]["Layers"]
             digest, settings = hashlib.sha256(config).hexdigest(), json.loads(config)
             image = Image(str(path), path.stat().st_size, digest, (f"sha256:{digest}", *_index(archive)),
@@ -70,7 +70,7 @@ def read_image(path: Path) -> Image:
                           _MACHINES.get(settings["architecture"], settings["architecture"]), _version(archive, layers))
     except (OSError, EOFError, tarfile.TarError, ValueError, LookupError, TypeError, AttributeError) as error:
         why = "no tar, or cut off" if isinstance(error, tarfile.ReadError) else str(error)
-        raise UsageError(f"{path} is no image that docker save has written ({why}): {how}") from error
+        raise UsageError(f"{path} is no image that docker save has written ({why}): {advice}") from error
     if image.version not in ("", version("flowspec-edge")):
         raise UsageError(f"{path} has flowspec {image.version}, and this machine {version('flowspec-edge')}: "
                          "build the image from these sources, or install its release here")

@@ -92,9 +92,9 @@ def _mount(path: str, read_only: bool, target: str = "") -> str:
     return f"--mount=type=bind,source={path},target={target or path}" + (",readonly" if read_only else "")
 
 
-def memory_limit(shown: str) -> int | None:
+def memory_limit(text: str) -> int | None:
     """A unit's MemoryMax as systemctl shows it, in bytes; None for "infinity"."""
-    return int(shown) if shown.strip().isdigit() and int(shown) < _NO_LIMIT else None
+    return int(text) if text.strip().isdigit() and int(text) < _NO_LIMIT else None
 
 
 def notice(output: bytes) -> bytes:

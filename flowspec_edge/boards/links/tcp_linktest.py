@@ -49,10 +49,10 @@ def measure(host: str, port: int, seconds: float) -> dict[str, float]:
         _prepare(link)
         trips = []
         for _ in range(PINGS):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             link.sendall(bytes(PING_BYTES))
             _exactly(link, PING_BYTES)
-            trips.append(time.perf_counter() - begun)
+            trips.append(time.perf_counter() - start)
         message, end = bytes(MESSAGE_BYTES), time.monotonic() + seconds
         while time.monotonic() < end:
             link.sendall(message)

@@ -37,8 +37,8 @@ class BoardSpec:
 
     def for_model(self, size: ModelBytes) -> tuple[CandidateBoard, Scaling]:
         """The board with its profile scaled to the model."""
-        profile, how = scaled(self.profile, size)
-        return CandidateBoard(self.name, profile, self.role), how
+        profile, scaling = scaled(self.profile, size)
+        return CandidateBoard(self.name, profile, self.role), scaling
 
 
 def parse_devices(specs: Sequence[str]) -> list[BoardSpec]:

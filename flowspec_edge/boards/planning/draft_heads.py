@@ -49,12 +49,12 @@ def head_costs(name_or_path: str, profile: Profile) -> list[HeadCost]:
     for name, head in heads.items():
         kind = DRAFT_KINDS[name]
         for bits in get_args(HeadBits):
-            how, rate = packed_as(draft_bits(bits)), weight_read_ms(profile, bits) / 1e6
-            head_bytes = head.part.nbytes(_WIDTH, how)
+            packed, rate = packed_as(draft_bits(bits)), weight_read_ms(profile, bits) / 1e6
+            head_bytes = head.part.nbytes(_WIDTH, packed)
             matrix = matrix_bytes(vocabulary, hidden, _WIDTH, packed_as(bits))
             beside, ranked, _ = ranking_bytes(kind, head, vocabulary, hidden, _WIDTH, bits)
             memory = (head_bytes + beside + matrix) / 1e6
-            read = head_bytes + beside - head.looked_up * _WIDTH - head.unread(_WIDTH, how)
+            read = head_bytes + beside - head.looked_up * _WIDTH - head.unread(_WIDTH, packed)
             passed = (read + ranked) * rate
             costs.append(HeadCost(name, bits, memory, memory <= room, passed,
                                   passed * (1 if kind.is_block else DEPTHS)))

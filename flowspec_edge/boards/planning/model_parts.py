@@ -38,9 +38,9 @@ class Matrices(StrictModel):
 
     def nbytes(self, width: int, packed: Packed | None, group: int = DEFAULT_GROUP) -> int:
         """Return the bytes of all parts, at ``width`` bytes a value or ``packed``."""
-        how = packed if self.stored is None else packed_as(self.stored)
+        packing = packed if self.stored is None else packed_as(self.stored)
         # Of a GGUF file only blocks of 4 bits keep their groups.
-        return self.count * matrix_bytes(self.rows, self.columns, width, how,
+        return self.count * matrix_bytes(self.rows, self.columns, width, packing,
                                          DEFAULT_GROUP if self.stored == "int8" else group)
 
 

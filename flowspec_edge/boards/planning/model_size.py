@@ -173,9 +173,9 @@ def usual_heads_of(name_or_path: str) -> tuple[int, int, dict[str, HeadShape]]:
 
 def _catalogue_entry(name_or_path: str) -> tuple[str, ModelParts] | None:
     """A model of the catalogue that is not on this machine."""
-    known = find_known(name_or_path)
-    shape = shipped_parts().get(known[0]) if known and model_path(name_or_path) is None else None
-    return (known[0], shape) if known and shape else None
+    entry = find_known(name_or_path)
+    shape = shipped_parts().get(entry[0]) if entry and model_path(name_or_path) is None else None
+    return (entry[0], shape) if entry and shape else None
 
 
 def ranking_bytes(kind: DraftKind, head: HeadShape, vocabulary: int, hidden: int, width: int, bits: HeadBits,
@@ -189,11 +189,12 @@ def ranking_bytes(kind: DraftKind, head: HeadShape, vocabulary: int, hidden: int
     if head.drafted < vocabulary:
         copied = bits == "16bit"  # see ``OutputHead.chosen``
         return (head.drafted * hidden * width, 0, 0) if copied else (0, matrix, 0)
-    how = candidates_for(default_count(vocabulary) if candidates is None else candidates, vocabulary, hidden)
-    if how is None or not kind.narrows:
+    candidate_head = candidates_for(default_count(vocabulary) if candidates is None else candidates, vocabulary, hidden)
+    if candidate_head is None or not kind.narrows:
         return 0, matrix, 0
-    return (factor_bytes(how.rank, vocabulary, hidden, width, packed_as(draft_bits(bits))),
-            rescored_bytes(TreeParameters().width * how.count, vocabulary, hidden, width, packed), how.count)
+    return (factor_bytes(candidate_head.rank, vocabulary, hidden, width, packed_as(draft_bits(bits))),
+            rescored_bytes(TreeParameters().width * candidate_head.count, vocabulary, hidden, width, packed),
+            candidate_head.count)
 
 
 def _sized(name: str, shape: ModelParts, planned: PlannedDraft, dtype: PlanDtype, bits: HeadBits, kv_cache: CacheBits,

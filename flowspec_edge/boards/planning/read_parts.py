@@ -242,12 +242,12 @@ def _own_bits(repack: GgufImporter | None, index: int, layer: nn.Module) -> dict
             if isinstance(part, nn.Linear)}
 
 
-def _bits(how: Scheme | None) -> HeadBits:
-    return "16bit" if how is None else "int8" if how.kind == "int8" else "int4"
+def _bits(scheme: Scheme | None) -> HeadBits:
+    return "16bit" if scheme is None else "int8" if scheme.kind == "int8" else "int4"
 
 
 def _below(bits: Mapping[str, HeadBits], path: str) -> dict[str, HeadBits]:
-    return {name.removeprefix(path): how for name, how in bits.items() if name.startswith(path)}
+    return {name.removeprefix(path): head_bits for name, head_bits in bits.items() if name.startswith(path)}
 
 
 def _numel(parameters: Iterable[torch.Tensor]) -> int:

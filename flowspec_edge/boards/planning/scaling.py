@@ -49,16 +49,16 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     overhead, a small draft model's pass, the price of a launch, the link and the memory do not change.
     UsageError without layer_mb for another model.
     """
-    fitted, how = _scaled(profile, size)
+    fitted, scaling = _scaled(profile, size)
     curve = fitted.stage
     if not curve.context_ms:
         curve = _with_attention(curve, profile, size)
-    if how.note and (added := curve.layers * 1e3 * cache_seconds(profile, size.state_read, 1)):
+    if scaling.note and (added := curve.layers * 1e3 * cache_seconds(profile, size.state_read, 1)):
         curve = curve.model_copy(update={"ms": [ms + added for ms in curve.ms],
                                          "shared_ms": [ms + added for ms in curve.shared_ms]})
     launch = fitted.launch and fitted.launch.model_copy(update={
         "layer": size.layer_launches, "experts": size.experts or None, "chosen": size.chosen or None})
-    return fitted.model_copy(update={"stage": curve, "launch": launch}), how
+    return fitted.model_copy(update={"stage": curve, "launch": launch}), scaling
 
 
 def _with_attention(curve: StageCurve, profile: Profile, size: ModelBytes) -> StageCurve:

@@ -108,7 +108,7 @@ def judge_torch(torch: TorchFacts, python: str, l4t: str, torch_device: str, dty
     dtype   of the weights that a stage multiplies
     busy    whether a flowspec service holds memory on the board, so that the GPU check may run out of it
     """
-    how, outside = install(l4t, python), torch.outside
+    install_command, outside = install(l4t, python), torch.outside
     if _fault(torch, torch_device) and outside and not _fault(outside, torch_device):
         yield Finding(
             "torch", "failed", f"{outside.version} works as root, but not with the service's protections "
@@ -117,16 +117,16 @@ def judge_torch(torch: TorchFacts, python: str, l4t: str, torch_device: str, dty
         return
     torch = replace(outside, own=torch.own) if outside else torch
     if torch.why:
-        yield _not_imported(torch, python, l4t, how)
+        yield _not_imported(torch, python, l4t, install_command)
     elif why := unfit(torch.version):
-        yield Finding("torch", "failed", why, how)
+        yield Finding("torch", "failed", why, install_command)
     elif torch.numpy_fault:
         yield Finding(
             "numpy", "failed",
             f"torch {torch.version} cannot use numpy {torch.numpy}: {torch.numpy_fault}",
-            f"install a numpy that it was built against: {how}")
+            f"install a numpy that it was built against: {install_command}")
     else:
-        yield from _gpu(torch, l4t, torch_device, dtype, how, busy)
+        yield from _gpu(torch, l4t, torch_device, dtype, install_command, busy)
 
 
 def _fault(torch: TorchFacts, torch_device: str) -> str:
@@ -137,16 +137,16 @@ def _fault(torch: TorchFacts, torch_device: str) -> str:
     return str(torch.gpu_fault or ("" if torch.cuda else "it sees no GPU"))
 
 
-def _not_imported(torch: TorchFacts, python: str, l4t: str, how: str) -> Finding:
+def _not_imported(torch: TorchFacts, python: str, l4t: str, install_command: str) -> Finding:
     missing = re.fullmatch(r"ModuleNotFoundError: No module named '(torch|numpy)'", torch.why)
     if missing and (user_file := torch.own.get(missing[1])):
         return Finding(missing[1], "failed",
                             f"only in {PurePosixPath(user_file).parent.parent}, which services do not see",
-                            f"install it for all users: {how}")
+                            f"install it for all users: {install_command}")
     if missing:
         return Finding("torch", "failed",
                             f"{python} has no {missing[1]} that every user can import ({torch.why})",
-                            f"install it: {how}")
+                            f"install it: {install_command}")
     if torch.why.startswith("MemoryError"):
         return Finding("torch", "failed", f"there is not enough memory to import it ({torch.why})",
                             "end what else runs there; a service of flowspec's: flowspec deploy stop")
@@ -154,10 +154,10 @@ def _not_imported(torch: TorchFacts, python: str, l4t: str, how: str) -> Finding
     library = shared_library_of(l4t, file[1]) if file and l4t else None
     return Finding("torch", "failed", f"{python} cannot import torch and numpy: {torch.why}",
                         f"install that library: {library.install}" if library else
-                        f"install what is missing, or torch again: {how}")
+                        f"install what is missing, or torch again: {install_command}")
 
 
-def _gpu(torch: TorchFacts, l4t: str, torch_device: str, dtype: str, how: str, busy: bool
+def _gpu(torch: TorchFacts, l4t: str, torch_device: str, dtype: str, install_command: str, busy: bool
          ) -> Iterator[Finding]:
     """A service for CUDA does not start without a GPU; a Jetson on its CPU is merely many times slower."""
     version, on_gpu = torch.version, torch_device.startswith("cuda")
@@ -168,7 +168,7 @@ def _gpu(torch: TorchFacts, l4t: str, torch_device: str, dtype: str, how: str, b
             "torch", "failed",
             f"{version}, {build}sees no CUDA GPU{why and f' ({why})'}, and torch_device is "
                      f"{torch_device!r}",
-            f'install the torch that was made for this board: {how}; or set torch_device = "cpu" for it in '
+            f'install the torch that was made for this board: {install_command}; or set torch_device = "cpu" for it in '
             "the cluster file")
     elif on_gpu and torch.gpu_fault:
         capability = ".".join(map(str, torch.cuda or ()))
@@ -178,7 +178,7 @@ def _gpu(torch: TorchFacts, l4t: str, torch_device: str, dtype: str, how: str, b
             yield Finding("gpu", "warning", failure, "the service that runs there may hold the memory: "
                                                    "flowspec deploy stop, and try again")
         else:
-            yield Finding("gpu", "failed", failure, f"install a torch with kernels for this GPU: {how}")
+            yield Finding("gpu", "failed", failure, f"install a torch with kernels for this GPU: {install_command}")
     elif l4t and torch_device == "cpu":
         yield Finding("torch", "warning", 'torch_device is "cpu", so this Jetson computes on its CPU',
                            'set torch_device = "cuda" in the cluster file')

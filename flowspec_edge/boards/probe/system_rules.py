@@ -57,12 +57,12 @@ def swap(facts: SystemFacts) -> Finding:
 def temperature(board: BoardInfo) -> Finding:
     if board.temperature_c is None:
         return Finding("temperature", "unknown", "no sensor reports it")
-    found = f"{board.temperature_c:.0f} °C in the hottest zone"
+    reading = f"{board.temperature_c:.0f} °C in the hottest zone"
     if board.temperature_c >= _HOT_C:
-        return Finding("temperature", "failed", found, "the board throttles: cool it, and see to its fan")
+        return Finding("temperature", "failed", reading, "the board throttles: cool it, and see to its fan")
     if board.temperature_c >= _WARM_C:
-        return Finding("temperature", "warning", found, "under load it will throttle: see to its fan")
-    return Finding("temperature", "ok", found)
+        return Finding("temperature", "warning", reading, "under load it will throttle: see to its fan")
+    return Finding("temperature", "ok", reading)
 
 
 def power_mode(facts: SystemFacts, board: BoardInfo, requested: str) -> Iterator[Finding]:
@@ -104,11 +104,11 @@ def free_disk(disks: Mapping[str, DiskFacts], storage: str, absent: str) -> Find
         return Finding("disk", "unknown", "the board does not say")
     fullest = min(used.values(), key=lambda disk: disk.free)
     where = " and ".join(path for path, disk in used.items() if disk.device == fullest.device)
-    found = f"{fullest.free / _GIGA:.0f} GB free at {where}"
+    free_space = f"{fullest.free / _GIGA:.0f} GB free at {where}"
     if fullest.free / _GIGA < _MIN_DISK_GB:
-        return Finding("disk", "warning", found,
+        return Finding("disk", "warning", free_space,
                        f"a release and a shard want {_MIN_DISK_GB:.0f} GB: make room")
-    return Finding("disk", "ok", found)
+    return Finding("disk", "ok", free_space)
 
 
 def time_service(facts: SystemFacts) -> Finding:
@@ -183,21 +183,21 @@ def network(facts: SystemFacts, address: str, interface: str, wrong: tuple[str, 
         return Finding("network", "unknown", f"no interface of the board has the address {address}",
                        "see ip -4 -o addr there, and the address in the cluster file")
     link = facts.links[name]
-    found, advice = [], []
+    problems, advice = [], []
     if link.wireless:
-        found.append(f"{name} is WiFi, whose latency and bandwidth vary")
+        problems.append(f"{name} is WiFi, whose latency and bandwidth vary")
         advice.append("connect the boards by cable")
     elif link.mbps is not None and link.mbps < _MIN_MBPS:
-        found.append(f"{name} runs at {link.mbps} Mbps")
+        problems.append(f"{name} runs at {link.mbps} Mbps")
         advice.append(f"see whether cable and switch are made for {_MIN_MBPS} Mbps")
     if link.dynamic:
-        found.append(f"{address} is leased (DHCP), and the cluster file holds addresses")
+        problems.append(f"{address} is leased (DHCP), and the cluster file holds addresses")
         advice.append("reserve it for this board in the DHCP server, unless it is, or set it by hand")
     if name not in (interface, "lo"):
-        found.append(f"{address} is at {name}, and the cluster file says {interface}")
+        problems.append(f"{address} is at {name}, and the cluster file says {interface}")
         advice.append(f'interface = "{name}" for this board in the cluster file')
-    if found:
-        return Finding("network", "warning", "; ".join(found), "; ".join(advice))
+    if problems:
+        return Finding("network", "warning", "; ".join(problems), "; ".join(advice))
     speed = f", {link.mbps} Mbps" if link.mbps else ""
     return Finding("network", "ok", f"{address} at {name}{speed}")
 

@@ -95,12 +95,12 @@ def run(
             saved(options.out, partial(report.save, options.out))
     console = Console()
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
-        how = title(report.clock, report.profile, report.settings["stages"], temperature)
-        how = f"{how}, {types_of(report.settings)}"
-        show(console, table(rows_to_show(report, temperature), how))
+        caption = title(report.clock, report.profile, report.settings["stages"], temperature)
+        caption = f"{caption}, {types_of(report.settings)}"
+        show(console, table(rows_to_show(report, temperature), caption))
     if report.first_tokens:
-        how = f"{timing(report.clock, report.profile)}, {report.settings['stages']} stages"
-        print(printable(f"\ntime to the first token of a prompt alone, {how}"))
+        caption = f"{timing(report.clock, report.profile)}, {report.settings['stages']} stages"
+        print(printable(f"\ntime to the first token of a prompt alone, {caption}"))
         show(console, first_token_table(report.first_tokens))
     fail_if_different(report.different_texts())
 

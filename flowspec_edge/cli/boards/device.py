@@ -293,9 +293,9 @@ def _curve(profile: Profile) -> Table:
     for name in ("rows", "ms", f"ms over {_CONTEXT} cached tokens"):
         table.add_column(name, justify="right")
     for rows in curve.rows:
-        shown = [profile.stage_seconds(max(1, round(rows)), curve.layers, context) * 1e3
-                 for context in (0, _CONTEXT)]
-        table.add_row(f"{rows:g}", *(f"{ms:.4g}" for ms in shown))
+        milliseconds = [profile.stage_seconds(max(1, round(rows)), curve.layers, context) * 1e3
+                        for context in (0, _CONTEXT)]
+        table.add_row(f"{rows:g}", *(f"{ms:.4g}" for ms in milliseconds))
     return table
 
 

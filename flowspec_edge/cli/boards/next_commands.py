@@ -70,12 +70,12 @@ def _alone(report: PlanReport, source: str) -> list[str]:
     assert plan
     draft = f" --draft {setting}" if (setting := size.planned.setting()) else ""
     best = plan.best.strategy if plan.best else DEFAULT_STRATEGY
-    how = draft + (f" --strategy {best}" if best != DEFAULT_STRATEGY else "")
+    options = draft + (f" --strategy {best}" if best != DEFAULT_STRATEGY else "")
     if size.dtype != "int4":
-        return [f"flowspec serve --model {shlex.quote(source)} --stages 1 --dtype {size.dtype}{how}   "
+        return [f"flowspec serve --model {shlex.quote(source)} --stages 1 --dtype {size.dtype}{options}   "
                 f"(on {plan.boards[0]})"]
     out = f"{Path(source).name}-int4"
     cache = " --kv-cache int8" if size.kv_cache == "int8" else ""
     return [f"flowspec models shard --model {shlex.quote(source)} --stages 1 --dtype int4{cache} "
             f"--out {shlex.quote(out)}",
-            f"flowspec serve --model {shlex.quote(out)}{how}   (on {plan.boards[0]})"]
+            f"flowspec serve --model {shlex.quote(out)}{options}   (on {plan.boards[0]})"]

@@ -64,7 +64,7 @@ class Case:
     @property
     def bandwidth(self) -> bool:
         """Whether times assume memory bandwidth alone."""
-        return any(how.basis == "bandwidth" for how in self.scaled.values())
+        return any(scaling.basis == "bandwidth" for scaling in self.scaled.values())
 
     @property
     def expected(self) -> float:
@@ -189,7 +189,7 @@ def _case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context
     boards = [board for board, _ in scaled]
     problem = problem_for(size, context, at_once, len(scaled))
     rate = Throughput(problem, at_once)
-    case = Case(problem, boards, {board.name: how for board, how in scaled}, [], best_alone(boards, problem),
+    case = Case(problem, boards, {board.name: scaling for board, scaling in scaled}, [], best_alone(boards, problem),
                 rate)
     try:
         if len(boards) > 1:

@@ -79,18 +79,18 @@ def local_processes(stages: int, device: str, emulate: Profile | None = None) ->
 def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Result:
     """The request's result.  The first Ctrl-C after a token cancels it, which ends it within a turn or two;
     any other raises KeyboardInterrupt."""
-    begun = stopped = False
+    has_tokens = stopped = False
 
     def on_new_tokens(tokens: list[int]) -> None:
-        nonlocal begun
-        begun = True
+        nonlocal has_tokens
+        has_tokens = True
         on_tokens(tokens)
 
     def stop() -> None:
         nonlocal stopped
         stopped = True
 
-    with first_interrupt(stop, lambda: begun):
+    with first_interrupt(stop, lambda: has_tokens):
         if cluster.clock == "virtual":
             from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 

@@ -162,7 +162,7 @@ def generate(
     tokenizer = Tokenizer(open_model, chat_template)
     if chat:
         messages = [Message("system", system)] if system is not None else []
-        ids, before = tokenizer.chat([*messages, Message("user", text)], how=Rendering(values)), []
+        ids, before = tokenizer.chat([*messages, Message("user", text)], rendering=Rendering(values)), []
         if unknown_values := [name for name in values if not tokenizer.reads(name)]:
             print(f"flowspec: note: the chat template of {open_model.name} does not read {', '.join(unknown_values)}",
                   file=sys.stderr)
@@ -204,8 +204,8 @@ def generate(
 
         label = timing_label(clock_settings.clock, clock_settings.profile_name)
         where = "" if device == "cpu" else f"{device}, "
-        how = f"{strategy}, {stages} stages, {where}{label}"
-        print(summary(result, how, sampling_note(sampling, origins), plain), file=sys.stderr)
+        setup = f"{strategy}, {stages} stages, {where}{label}"
+        print(summary(result, setup, sampling_note(sampling, origins), plain), file=sys.stderr)
         if plain is not None and plain > (result.stats.tokens_per_second or plain):
             print(f"flowspec: note: plain decoding was faster, {shared}: try --strategy {PLAIN}, or fewer "
                   "--stages", file=sys.stderr)
@@ -213,12 +213,12 @@ def generate(
         raise typer.Exit(INTERRUPTED)
 
 
-def summary(result: Result, how: str, sampling: str = "", plain: float | None = None) -> str:
+def summary(result: Result, setup: str, sampling: str = "", plain: float | None = None) -> str:
     """``plain``: tokens/s of plain decoding, if it was measured."""
     stats = result.stats
     figures = figures_line(len(result.tokens), result.finish_reason, stats.tokens_per_second, stats.alt,
                            stats.alr, stats.ttft_s, stats.energy_j, plain)
-    return f"[{how}: {figures}{sampling and f'; {sampling}'}]"
+    return f"[{setup}: {figures}{sampling and f'; {sampling}'}]"
 
 
 def sampling_note(sampling: Sampling, origins: Mapping[str, Origin]) -> str:

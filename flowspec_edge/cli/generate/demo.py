@@ -161,9 +161,9 @@ def demo(
                 explains=explains)
     console.print(f"\n{_verdict(results[PLAIN], results[FLOWSPEC])}")
     if late:
-        how = f"--chat --model {open_model.name}" if tokenizer.chats else f"--model {open_model.name}"
+        options = f"--chat --model {open_model.name}" if tokenizer.chats else f"--model {open_model.name}"
         console.print("This machine is too slow or too busy to keep the boards' time, so these speeds are too low.  "
-                      f"Virtual time needs no fast machine: flowspec bench run {how} --limit 4")
+                      f"Virtual time needs no fast machine: flowspec bench run {options} --limit 4")
     console.print()
     show(console, table(report.rows, f"{label}, one answer, {types_of(types)}"))
     if missing := [name for name in _OTHERS if name not in results]:

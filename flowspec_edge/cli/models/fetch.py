@@ -44,13 +44,13 @@ def list_models(
                  for name, model in catalogue.items()]
         print(json.dumps(rows, indent=2))
         return
-    shown: list[tuple[str, ...]] = [("name", "here", "target", "draft models")]
-    shown += [(name, "yes", _describe(model), _drafts(model)) for name, model in shipped.items()]
-    shown += [(name, "yes" if is_here(name) else "-", model.target,
-               ", ".join([*(f"{kind}: comes with flowspec" for kind in _shipped(name)),
-                          *(f"{kind}: {head}" for kind, head in model.heads.items())]))
-              for name, model in catalogue.items()]
-    print_columns(shown)
+    rows_to_print: list[tuple[str, ...]] = [("name", "here", "target", "draft models")]
+    rows_to_print += [(name, "yes", _describe(model), _drafts(model)) for name, model in shipped.items()]
+    rows_to_print += [(name, "yes" if is_here(name) else "-", model.target,
+                       ", ".join([*(f"{kind}: comes with flowspec" for kind in _shipped(name)),
+                                  *(f"{kind}: {head}" for kind, head in model.heads.items())]))
+                      for name, model in catalogue.items()]
+    print_columns(rows_to_print)
 
 
 def fetch(

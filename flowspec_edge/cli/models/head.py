@@ -172,15 +172,15 @@ def _training(name: str, kind: str, steps: int | None, stages: int, entry: Known
 
 def _cost_text(cost: TrainingCost) -> str:
     per_million = 1e6 / cost.recipe.tokens_per_step * cost.step_s / 3600
-    how = ("timed" if cost.exact else
-           f"scaled by counted operations from {cost.timed}, which took {_seconds(cost.timed_s)}")
+    basis = ("timed" if cost.exact else
+             f"scaled by counted operations from {cost.timed}, which took {_seconds(cost.timed_s)}")
     needed, free = (f"{size / _GIGA:.1f} GB" for size in (cost.memory, cost.free))
     memory = f"It needs about {needed} of memory, {free} are free here"
     if not cost.fits:
         memory += ": train on a machine with more, by the same command, and copy the head"
     return (f"Estimated on {cost.device}: {_hours(cost.hours)} for {cost.recipe.steps} steps "
             f"({cost.tokens / _MEGA:.3g} million tokens), {_hours(per_million)} a million tokens; a step "
-            f"takes {_seconds(cost.step_s)} ({how}), less by up to a quarter where torch.compile works.\n"
+            f"takes {_seconds(cost.step_s)} ({basis}), less by up to a quarter where torch.compile works.\n"
             f"   {memory}.")
 
 

@@ -216,21 +216,21 @@ def _fastest_here() -> QuantKind:
 
 def _summary(plan: ShardingPlan) -> str:
     recipe = plan.recipe
-    how: str = recipe.dtype
+    precision: str = recipe.dtype
     if recipe.kind == "int4":
-        how += f" in groups of {recipe.group}"
+        precision += f" in groups of {recipe.group}"
     if recipe.lm_head is not None:
-        how += f", lm_head in {recipe.lm_head.kind}"
+        precision += f", lm_head in {recipe.lm_head.kind}"
     if recipe.kv_cache != "16bit":
-        how += f", KV caches in {recipe.kv_cache}"
+        precision += f", KV caches in {recipe.kv_cache}"
     if recipe.candidates:
-        how += f", {recipe.candidates} candidates of a draft row"
+        precision += f", {recipe.candidates} candidates of a draft row"
     if plan.int8:
-        how += f", {len(plan.int8)} matrices in int8"
+        precision += f", {len(plan.int8)} matrices in int8"
     if plan.unquantised:
-        how += f", {len(plan.unquantised)} in 16 bits"
+        precision += f", {len(plan.unquantised)} in 16 bits"
     drafts = ", ".join(draft.kind.name for draft in plan.source.drafts) or "no draft model"
-    return f"{len(plan.ranges)} stages, {how}, {drafts}"
+    return f"{len(plan.ranges)} stages, {precision}, {drafts}"
 
 
 def _figures(manifest: Manifest, context: int) -> list[dict[str, Any]]:
@@ -252,8 +252,8 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
     from rich.console import Console
     from rich.table import Table
 
-    how = manifest.quantisation
-    kind = f"{how.kind} in groups of {how.group}" if how else manifest.dtype
+    quantisation = manifest.quantisation
+    kind = f"{quantisation.kind} in groups of {quantisation.group}" if quantisation else manifest.dtype
     if manifest.lm_head:
         kind += f", lm_head in {manifest.lm_head.kind} in groups of {manifest.lm_head.group}"
     if manifest.kv_cache != "16bit":
@@ -273,10 +273,11 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
         table.add_row(plain(row["part"]) + ("" if row["here"] else " (not here)"), layers,
                       f"{row['parameters'] / 1e6:,.1f} M", *sizes)
     Console().print(table)
-    if how and how.int8:
-        print(f"{len(how.int8)} matrices are in int8: the GGUF file has them in other blocks than those of 4 bits")
-    if how and how.kept:
-        print(f"{len(how.kept)} matrices stay in 16 bits: no group divides them, or the GGUF file has them so")
+    if quantisation and quantisation.int8:
+        print(f"{len(quantisation.int8)} matrices are in int8: the GGUF file has them in other blocks than those of "
+              "4 bits")
+    if quantisation and quantisation.kept:
+        print(f"{len(quantisation.kept)} matrices stay in 16 bits: no group divides them, or the GGUF file has them so")
 
 
 @contextmanager

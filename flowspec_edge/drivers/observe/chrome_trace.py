@@ -178,8 +178,8 @@ class _Writer:
         name = f"segment {sent.run}"
         ordered = sorted(segment.times, key=lambda times: times.stage)
         works = [(times, *self._clocks.times(times)) for times in ordered]
-        begun = works[0][1] if works and works[0][0].stage == 1 else sent.at
-        at_v1 = max(sent.at, begun if segment.next_sent is None else min(begun, segment.next_sent))
+        began_at = works[0][1] if works and works[0][0].stage == 1 else sent.at
+        at_v1 = max(sent.at, began_at if segment.next_sent is None else min(began_at, segment.next_sent))
         state = "" if sent.numbers else " (empty)"
         slices = [self._slice(f"{name}{state}", category, sent.at, at_v1, 0, SENDING, about)]
         for times, start, end in works:

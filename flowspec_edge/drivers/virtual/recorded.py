@@ -389,13 +389,13 @@ class RecordedSessions(DraftSessions):
         return RecordedDrafter(self._recording.texts, self.requested)
 
     def check(self, request: Request) -> None:
-        recording, shown = self._recording, self._recording.shown
+        recording, name = self._recording, self._recording.shown
         kind = require_drafts(strategy_class(request.strategy), request.params, recording)
         if request.penalties or request.restrictions or request.grammar or request.logprobs is not None:
-            raise UsageError(f"{shown} has texts without penalties, grammars, restrictions and probabilities")
+            raise UsageError(f"{name} has texts without penalties, grammars, restrictions and probabilities")
         if kind == recording.draft and not request.sampling.greedy and (
                 (request.params.rank, request.params.tau) != (recording.rank, recording.tau)):
-            raise UsageError(f"{shown} ranks children by rank={recording.rank} and tau={recording.tau:g}: leave "
+            raise UsageError(f"{name} ranks children by rank={recording.rank} and tau={recording.tau:g}: leave "
                              "--set rank and --set tau out, or measure with the model")
         answer_to(request, recording)
 

@@ -50,8 +50,8 @@ def _paper_parts(reports: Sequence[BenchReport], only: Collection[str] | None,
                   f"{_TURNS} {_note(report, published)}"]
     parts.append("# Table III: ablation, tokens/s and SR")
     for report in reports:
-        shown = [name for name in _order(report, ABLATION, only) if name in ABLATION]
-        parts += [_heading(report), *_speed_tables(report, shown, published), _note(report, published)]
+        strategies = [name for name in _order(report, ABLATION, only) if name in ABLATION]
+        parts += [_heading(report), *_speed_tables(report, strategies, published), _note(report, published)]
     return parts
 
 

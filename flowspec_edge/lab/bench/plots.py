@@ -163,10 +163,10 @@ def _series_label(row: ReportRow) -> str:
 
 def _draw_lines(axis: Axes, caption: str, lines: dict[str, list[tuple[int, ReportRow]]]) -> None:
     for name, points in lines.items():
-        shown = [(stages, row.tokens_per_second, row.tokens_per_second_se) for stages, row in points
-                 if row.tokens_per_second is not None]
-        if shown:
-            draw_curve(axis, name, shown, _series_label(points[0][1]))
+        measured = [(stages, row.tokens_per_second, row.tokens_per_second_se) for stages, row in points
+                    if row.tokens_per_second is not None]
+        if measured:
+            draw_curve(axis, name, measured, _series_label(points[0][1]))
     ticks(axis, sorted({stages for points in lines.values() for stages, _ in points}), "stages")
     finish(axis, caption)
 
@@ -249,7 +249,7 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
     figure, (axis,) = new_figure(1, 8.4, 4.4)
     theirs = sweep.published if isinstance(sweep.published, BandwidthCurves) else None
     texts = [point.value for point in sweep.points if isinstance(point.value, str)]  # at equal distances
-    shown: set[float] = set()
+    drawn: set[float] = set()
     for name, rows in speeds.items():
         points = [(float(texts.index(value) if isinstance(value, str) else value), row.tokens_per_second,
                    row.tokens_per_second_se) for value, row in rows.items()
@@ -259,11 +259,11 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
         if not points:
             continue
         draw_curve(axis, name, points, f"{_series_label(next(iter(rows.values())))}{wrong}")
-        shown |= {value for value, _, _ in points}
+        drawn |= {value for value, _, _ in points}
         if theirs and (curve := theirs.curve(name)):
             _, colour, marker = style_of(name)
             axis.plot(list(curve), list(curve.values()), color=colour, marker=marker, **HOLLOW)
-            shown |= curve.keys()
+            drawn |= curve.keys()
     kinds = [Line2D([], [], color="black", label=measured_as(sweep), marker="o", markersize=5)]
     if theirs:
         kinds.append(Line2D([], [], color="black", label=f"published: {theirs.source}; {theirs.model}",
@@ -272,7 +272,7 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
         ticks(axis, range(len(texts)), sweep.axis.label)
         axis.set_xticks(range(len(texts)), texts)
     else:
-        ticks(axis, sorted(shown), sweep.axis.label, log=len(shown) > 1 and min(shown) > 0)
+        ticks(axis, sorted(drawn), sweep.axis.label, log=len(drawn) > 1 and min(drawn) > 0)
     finish(axis, _caption(sweep))
     figure.legend(handles=kinds, fontsize=7, loc="outside lower left", frameon=False)
     return figure

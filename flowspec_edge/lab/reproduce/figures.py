@@ -140,9 +140,9 @@ def _stages(records: Sequence[Record]) -> Figure:
     titles: dict[Quantity, str] = {
         "tokens_per_second": "tokens/s", "over_autoregressive": "speed / plain decoding",
         "over_stpp": "speed / static tree"}
-    shown: list[Quantity] = [q for q in titles if any(r.quantity == q for r in records)]
-    figure, axes = new_figure(len(shown), _WIDTH, 2.1)
-    for axis, quantity in zip(axes, shown, strict=True):
+    quantities: list[Quantity] = [q for q in titles if any(r.quantity == q for r in records)]
+    figure, axes = new_figure(len(quantities), _WIDTH, 2.1)
+    for axis, quantity in zip(axes, quantities, strict=True):
         _lines(axis, [r for r in records if r.quantity == quantity])
         _finish(axis, titles[quantity], _one_title(records))
         _ticks(axis, records, "stages")

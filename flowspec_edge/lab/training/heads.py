@@ -416,7 +416,7 @@ def unroll(head: Head, hidden: Tensor, tokens: Tensor, anchors: Tensor, depth: i
     for d in range(1, depth + 1):
         if d > 1:
             at, mask = anchors + d - 1, visibility(n, anchors, d)
-        positions, shown = at[None].expand(batch, -1), mask[None, None].expand(batch, 1, -1, -1)
-        out = head(hidden, tokens[:, at], positions, shown, cache)
+        positions, batch_mask = at[None].expand(batch, -1), mask[None, None].expand(batch, 1, -1, -1)
+        out = head(hidden, tokens[:, at], positions, batch_mask, cache)
         yield out
         hidden = out[:, anchors] if d == 1 else out

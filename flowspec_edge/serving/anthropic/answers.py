@@ -81,20 +81,20 @@ class MessageAnswer(Answer):
 
     def _events(self, piece: AnswerPiece) -> list[dict[str, Any]]:
         if isinstance(piece, CallPiece):
-            begun = list[dict[str, Any]]()
+            events = list[dict[str, Any]]()
             if piece.name is not None:
                 block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
-                begun = [*self._finished(), *self._begin(block)]
+                events = [*self._finished(), *self._begin(block)]
             self._arguments += piece.arguments
             delta = {"type": "input_json_delta", "partial_json": piece.arguments}
-            return [*begun, *([self._delta(delta)] if piece.arguments else [])]
+            return [*events, *([self._delta(delta)] if piece.arguments else [])]
         if isinstance(piece, ReasoningPiece):
-            begun = self._begin_unless_open({"type": "thinking", "thinking": "", "signature": ""})
+            events = self._begin_unless_open({"type": "thinking", "thinking": "", "signature": ""})
             self._blocks[-1]["thinking"] += piece.text
-            return [*begun, self._delta({"type": "thinking_delta", "thinking": piece.text})]
-        begun = self._begin_unless_open({"type": "text", "text": ""})
+            return [*events, self._delta({"type": "thinking_delta", "thinking": piece.text})]
+        events = self._begin_unless_open({"type": "text", "text": ""})
         self._blocks[-1]["text"] += piece
-        return [*begun, self._delta({"type": "text_delta", "text": piece})]
+        return [*events, self._delta({"type": "text_delta", "text": piece})]
 
     def _begin_unless_open(self, block: dict[str, Any]) -> list[dict[str, Any]]:
         if self._open and self._blocks[-1]["type"] == block["type"]:

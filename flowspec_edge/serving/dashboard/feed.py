@@ -102,11 +102,11 @@ class TreeEvents:
         trunk = _trunk(last, now)
         root = trunk[-1]
         alive = () if now.over else now.nodes
-        shown = {node.id for node in (*trunk, *alive)}
+        visible = {node.id for node in (*trunk, *alive)}
         pruned = []
         for node in (*(last.nodes if last else ()), *(now.nodes if now.over else ())):  # parents first
-            if node.id not in shown and node.parent in shown:
-                shown.add(node.id)
+            if node.id not in visible and node.parent in visible:
+                visible.add(node.id)
                 pruned.append(node)
         nodes = [self._node(node, root, "accepted") for node in trunk]
         nodes += [self._node(node, root, "pruned") for node in pruned]
@@ -192,8 +192,8 @@ class Feed(Observer):
                 self._open.pop(event.session, None)
             case StagesLost():
                 self.loss_reason = event.reason
-                if (shown := self._shown()) is not None:
-                    self._leave_tree(shown.builder.session, event.at)
+                if (draft_session_shown := self._shown()) is not None:
+                    self._leave_tree(draft_session_shown.builder.session, event.at)
                 self._open.clear()  # requests that continue are opened again
             case StagesBack():
                 self.loss_reason = None
@@ -203,14 +203,14 @@ class Feed(Observer):
         return next(filter(with_tree, self._open.values()), None)
 
     def _snap_if_due(self, at: float) -> None:
-        if at >= self._due and (shown := self._shown()) is not None:
-            self._snap(shown, at)
+        if at >= self._due and (draft_session := self._shown()) is not None:
+            self._snap(draft_session, at)
 
     def _leave_tree(self, session: int, at: float) -> None:
         """Nothing of this session's tree becomes text any more."""
-        shown = self._shown()
-        if self.watched and shown is not None and shown.builder.session == session:
-            self._snap(shown, at, over=True)
+        draft_session = self._shown()
+        if self.watched and draft_session is not None and draft_session.builder.session == session:
+            self._snap(draft_session, at, over=True)
 
     def _snap(self, draft_session: DraftSession, at: float, over: bool = False) -> None:
         session = draft_session.builder.session

@@ -180,7 +180,7 @@ class Live:
         with self._guard():
             self._send_cluster()
         with self._guard():
-            flow = [shown for event in self._feed.take_flow() if (shown := self._flow.event(event))]
+            flow = [flow_event for event in self._feed.take_flow() if (flow_event := self._flow.event(event))]
             if flow:
                 self._send("flow", {"at": now, "events": flow})
         with self._guard():

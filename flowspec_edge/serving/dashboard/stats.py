@@ -158,7 +158,7 @@ class RequestStats(Observer):
                 self._shown["alt"] = generated * self._slot_s / seconds
 
     def _ended(self, event: SessionEnded) -> None:
-        shown, result = self._is_shown(event.session), event.result
+        is_shown, result = self._is_shown(event.session), event.result
         progress = self._running.pop(event.session, None)
         self.changes += 1
         if result is None:
@@ -169,8 +169,8 @@ class RequestStats(Observer):
             return
         if progress is not None and not progress.tokens_before:
             # The end of the text ends a round.
-            self._add_round(progress, stats.accepted - progress.accepted, shown)
-        if shown:
+            self._add_round(progress, stats.accepted - progress.accepted, is_shown)
+        if is_shown:
             self._shown = {"tokens_per_second": stats.tokens_per_second, "alt": stats.alt,
                            "alr": stats.alr, "ttft_s": stats.ttft_s}
         self._joules = None if stats.energy_j is None else stats.energy_j / len(result.tokens)
@@ -179,12 +179,12 @@ class RequestStats(Observer):
         self._total["drafted"] += stats.drafted
         self._total["accepted"] += stats.accepted
 
-    def _add_round(self, progress: _Progress, accepted: int, shown: bool) -> None:
-        """A round ended: strategies differ in what is right, so each has rounds of its own. ``shown``: the
+    def _add_round(self, progress: _Progress, accepted: int, is_shown: bool) -> None:
+        """A round ended: strategies differ in what is right, so each has rounds of its own. ``is_shown``: the
         figures are this request's."""
         if progress.drafts:
             self._rounds.setdefault(progress.strategy, deque(maxlen=_ROUNDS)).append(accepted)
-            if shown:
+            if is_shown:
                 self._guessing = progress.strategy
 
     def fairness(self) -> float | None:

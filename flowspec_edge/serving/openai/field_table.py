@@ -121,8 +121,8 @@ class FieldTable:
 
 def printable_names(names: Iterable[str]) -> list[str]:
     """List ignored names for an answer: printable ASCII, and not too many."""
-    shown = [re.sub(r"[^ -+\--~]", "?", name[:_MAX_NAME]) for name in names]
-    return shown[:_MOST_NAMES] + (["…and more"] if len(shown) > _MOST_NAMES else [])
+    printable = [re.sub(r"[^ -+\--~]", "?", name[:_MAX_NAME]) for name in names]
+    return printable[:_MOST_NAMES] + (["…and more"] if len(printable) > _MOST_NAMES else [])
 
 
 def _letters(name: str) -> str:

@@ -55,8 +55,8 @@ class Choice:
             self.result = event
             self.finish = "stop" if self._detokenizer.stopped else event.finish_reason
             ended = event.stop_id in self._shown_ends and not self._detokenizer.stopped
-            shown = self._detokenizer.end(event.stop_id) if ended and event.stop_id is not None else ""
-            return self._parsed(shown + self._detokenizer.close(), last=True)
+            ending = self._detokenizer.end(event.stop_id) if ended and event.stop_id is not None else ""
+            return self._parsed(ending + self._detokenizer.close(), last=True)
         before = self.tokens
         pieces: list[AnswerPiece] = []
         for tokens in [[token] for token in event] if self._reasoning else [event]:  # to count them

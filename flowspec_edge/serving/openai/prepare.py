@@ -165,8 +165,8 @@ class ServedModel:
         if self.tokenizer.hides(form.words):
             prepared = replace(prepared, decode=partial(self.tokenizer.decode, special=True))
         if prepared.continues:
-            begun = body.turns[-1].content
-            thinks = begun.rfind(form.open) > begun.rfind(form.close)
+            prefix = body.turns[-1].content
+            thinks = prefix.rfind(form.open) > prefix.rfind(form.close)
         else:
             end = self.tokenizer.decode(prepared.request.prompt[-_OPENING:], special=True)
             thinks = end.rstrip().endswith(form.open)

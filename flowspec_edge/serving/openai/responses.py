@@ -155,8 +155,8 @@ class Answer:
     def _choice(self, index: int, content: dict[str, Any], finish: Finish | None,
                 logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         shape = chat_logprobs if self.chat else completion_logprobs
-        shown = shape(logprobs) if logprobs else None
-        return {"index": index, **content, "logprobs": shown, "finish_reason": finish}
+        shaped = shape(logprobs) if logprobs else None
+        return {"index": index, **content, "logprobs": shaped, "finish_reason": finish}
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model,

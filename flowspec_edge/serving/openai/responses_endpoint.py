@@ -183,10 +183,10 @@ class ResponseAnswer(Answer):
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """A message is open from the start, unless a call or reasoning may come in its place."""
-        begun = [self._event(name, response=self._response("in_progress", []))
-                 for name in ("created", "in_progress")]
+        events = [self._event(name, response=self._response("in_progress", []))
+                  for name in ("created", "in_progress")]
         closed = self.prepared.calls or self.prepared.reasoning
-        return begun if closed else [*begun, *self._begin(_text_item("message"))]
+        return events if closed else [*events, *self._begin(_text_item("message"))]
 
     def pieces(self, index: int, pieces: Sequence[AnswerPiece], logprobs: Sequence[TokenLogprob] = ()
                ) -> list[dict[str, Any]]:
@@ -211,8 +211,8 @@ class ResponseAnswer(Answer):
     def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None,
                 stop: str | None = None) -> list[dict[str, Any]]:
         self._finish, self._details = finish, extra or {}
-        begun = [] if self._output else self._begin(_text_item("message"))
-        return [*begun, *self._finished(self._status)]
+        events = [] if self._output else self._begin(_text_item("message"))
+        return [*events, *self._finished(self._status)]
 
     def counts(self, usage: dict[str, Any], figures: dict[str, Any]) -> list[dict[str, Any]]:
         return [self._event(self._status, response=self._response(self._status, self._output, usage)

@@ -24,20 +24,22 @@ _JOINED = ".joined.weight"  # of matrices that are side by side (``_join``)
 
 def schemes_of(model: OpenModel) -> LayerSchemes | None:
     """Of a model whose layers' matrices are stored in 4 bits, or some in 8, else None."""
-    how = model.manifest.quantisation if model.manifest else None
-    return LayerSchemes(scheme(how.kind, how.group), frozenset(how.int8)) if how else None
+    quantisation = model.manifest.quantisation if model.manifest else None
+    if quantisation is None:
+        return None
+    return LayerSchemes(scheme(quantisation.kind, quantisation.group), frozenset(quantisation.int8))
 
 
 def head_scheme_of(model: OpenModel) -> Scheme | None:
     """The scheme of a model whose lm_head is stored in 8 or 4 bits, else None."""
-    how = model.manifest.lm_head if model.manifest else None
-    return scheme(how.kind, how.group) if how else None
+    lm_head = model.manifest.lm_head if model.manifest else None
+    return scheme(lm_head.kind, lm_head.group) if lm_head else None
 
 
 def draft_scheme_of(model: OpenModel) -> Scheme | None:
     """The scheme to which a model's draft heads are brought when they are loaded; None if they stay as stored."""
-    how = model.manifest.lm_head if model.manifest else None
-    return draft_scheme(how.kind) if how else None
+    lm_head = model.manifest.lm_head if model.manifest else None
+    return draft_scheme(lm_head.kind) if lm_head else None
 
 
 def shard_digest(manifest: Manifest, index: int) -> str:
@@ -153,10 +155,10 @@ def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: Lay
         return isinstance(linear, nn.Linear) and f"{prefix}.{path}.weight" not in checkpoint
 
     for parent, paths, rows, columns in _side_by_side(module):
-        how, *others = [schemes.of(f"{prefix}.{path}") for path in paths]
+        layer_scheme, *others = [schemes.of(f"{prefix}.{path}") for path in paths]
         if (all(is_packed(path, module.get_submodule(path)) for path in paths)
-                and all(other is how for other in others) and how.joins(rows, columns)):
-            packed = how.linear(sum(rows), columns, False, dtype, device)
+                and all(other is layer_scheme for other in others) and layer_scheme.joins(rows, columns)):
+            packed = layer_scheme.linear(sum(rows), columns, False, dtype, device)
             for path, first, count in zip(paths, accumulate([0, *rows]), rows, strict=False):
                 fill(path, packed, first, count)
             _join(parent, packed)

@@ -142,10 +142,10 @@ def services(units: Path) -> list[str]:
 
 def service(unit: str) -> dict[str, Any]:
     """``release``: working directory of the process."""
-    shown = assignments(output("systemctl", "show", "--property=ActiveState,MainPID,UnitFileState", unit))
-    process = shown.get("MainPID", "0")
-    return {"active": shown.get("ActiveState") == "active",
-            "enabled": shown.get("UnitFileState") == "enabled",
+    properties = assignments(output("systemctl", "show", "--property=ActiveState,MainPID,UnitFileState", unit))
+    process = properties.get("MainPID", "0")
+    return {"active": properties.get("ActiveState") == "active",
+            "enabled": properties.get("UnitFileState") == "enabled",
             "release": link(f"/proc/{process}/cwd") if process != "0" else ""}
 
 

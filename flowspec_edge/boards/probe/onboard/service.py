@@ -47,10 +47,10 @@ def read_release(link: str) -> Any:
 
 
 def show(unit: str) -> dict[str, Any]:
-    shown = assignments(output("systemctl", "show", unit, "--property=" + ",".join(_PROPERTIES)))
-    state = shown.get("ActiveState", "unknown")
-    return {"state": state, "restarts": int(shown.get("NRestarts") or 0),
-            "status": shown.get("StatusText", ""), "since": shown.get("ActiveEnterTimestamp", ""),
+    properties = assignments(output("systemctl", "show", unit, "--property=" + ",".join(_PROPERTIES)))
+    state = properties.get("ActiveState", "unknown")
+    return {"state": state, "restarts": int(properties.get("NRestarts") or 0),
+            "status": properties.get("StatusText", ""), "since": properties.get("ActiveEnterTimestamp", ""),
             "said": last_words(unit) if state in ("failed", "activating") else ""}
 
 

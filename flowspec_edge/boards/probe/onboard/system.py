@@ -54,9 +54,9 @@ def facts(address: str, paths: list[str], ports: list[int], torch_check: dict[st
 
 def machine_facts(paths: list[str]) -> dict[str, Any]:
     """``paths``: directories that will be written to."""
-    shown = output("timedatectl", "show")
+    timedatectl = output("timedatectl", "show")
     return {"files": files(), "nvpmodel": output("nvpmodel", "-q"), "systemd": systemd(), "gpu": gpu(),
-            "timedatectl": shown, "ntp": ntp(shown), "desktop": desktop(),
+            "timedatectl": timedatectl, "ntp": ntp(timedatectl), "desktop": desktop(),
             "python": list(sys.version_info[:3]), "packages": l4t_packages(),
             "environments": environments(paths), "links": links(),
             "disks": {path: disk(path) for path in paths}, "memory": memory(own_processes())}
@@ -124,9 +124,9 @@ def links() -> dict[str, dict[str, Any]]:
     return interfaces
 
 
-def dynamic_interfaces(shown: str) -> set[str]:
+def dynamic_interfaces(output_text: str) -> set[str]:
     """The interfaces with a leased address in the output of `ip -4 -o addr show`."""
-    lines = [line.split() for line in shown.splitlines()]
+    lines = [line.split() for line in output_text.splitlines()]
     return {words[1] for words in lines if len(words) > 3 and "dynamic" in words[4:]}
 
 
@@ -172,8 +172,8 @@ def contained() -> set[int]:
     if not os.path.exists(f"{CURRENT}/venv/image.json"):
         return set()
     names = output("docker", "ps", "--filter=name=^flowspec-", "--format={{.Names}}").split()
-    shown = [output("docker", "top", name, "-eo", "pid") for name in names]
-    return {int(word) for text in shown for word in text.split() if word.isdigit()}
+    process_lists = [output("docker", "top", name, "-eo", "pid") for name in names]
+    return {int(word) for text in process_lists for word in text.split() if word.isdigit()}
 
 
 def holders(ports: list[int]) -> dict[int, tuple[Any, str]]:

@@ -19,10 +19,10 @@ def answer(sections: dict[str, dict[str, Any]]) -> None:
     time     the board's clock before this Python started, which the shell gives as an argument
     seconds  from then to the end, by that clock
     """
-    begun = float(sys.argv[1] if sys.argv[1:] else output(*_DATE))
+    start = float(sys.argv[1] if sys.argv[1:] else output(*_DATE))
     package = __name__.rpartition(".")[0]
     facts = {name: sys.modules[f"{package}.{name}"].facts(**arguments) for name, arguments in sections.items()}
-    print(json.dumps({"time": begun, "seconds": float(output(*_DATE)) - begun, **facts}))
+    print(json.dumps({"time": start, "seconds": float(output(*_DATE)) - start, **facts}))
 
 
 def doing(what: str, seconds: float) -> None:
@@ -45,9 +45,9 @@ def output(*command: str, seconds: float = _TIMEOUT_S) -> str:
     return "" if done is None else str(done.stdout)
 
 
-def assignments(shown: str) -> dict[str, str]:
+def assignments(text_shown: str) -> dict[str, str]:
     """The lines "NAME=value" of what systemctl and timedatectl show."""
-    return dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    return dict(line.split("=", 1) for line in text_shown.splitlines() if "=" in line)
 
 
 def ntp(timedatectl: str) -> str:
