@@ -62,10 +62,10 @@ class Unreached(FlowspecError):
 class Runner(ABC):
     login_s: float | None = None  # until a command begins; None: it begins at once
 
-    def __init__(self, where: str, timeout_s: float) -> None:
-        """``where``: the device's name in error messages; ``timeout_s``: for a command, or for each thing
+    def __init__(self, device_name: str, timeout_s: float) -> None:
+        """``device_name``: the device's name in error messages; ``timeout_s``: for a command, or for each thing
         that it says it is doing (``onboard.tools.doing``) unless that says how long it may take."""
-        self.where, self._timeout_s = where, timeout_s
+        self.where, self._timeout_s = device_name, timeout_s
 
     @abstractmethod
     def command(self, argv: Sequence[str]) -> list[str]:
@@ -167,9 +167,9 @@ def _feed(stdin: IO[bytes], payload: Any) -> None:
 class LocalRunner(Runner):
     """``prefix`` goes before each command, such as nsenter with its options."""
 
-    def __init__(self, where: str = "this machine", prefix: Sequence[str] = (),
+    def __init__(self, device_name: str = "this machine", prefix: Sequence[str] = (),
                  timeout_s: float = TIMEOUT_S) -> None:
-        super().__init__(where, timeout_s)
+        super().__init__(device_name, timeout_s)
         self._prefix = list(prefix)
 
     def command(self, argv: Sequence[str]) -> list[str]:
@@ -177,10 +177,10 @@ class LocalRunner(Runner):
 
 
 @contextmanager
-def _waiting_for(where: str) -> Iterator[None]:
+def _waiting_for(board: str) -> Iterator[None]:
     call = threading.get_ident()
     with _waits_lock:
-        _waits[call] = where, time.monotonic()
+        _waits[call] = board, time.monotonic()
     try:
         yield
     finally:
@@ -192,7 +192,7 @@ def waited_for() -> list[tuple[str, float]]:
     """The boards that are being waited for, and for how many seconds, the longest first."""
     with _waits_lock:
         waits = sorted(_waits.values(), key=lambda wait: wait[1])
-    return [(where, time.monotonic() - since) for where, since in waits]
+    return [(board, time.monotonic() - since) for board, since in waits]
 
 
 def failure(name: str, argv: Sequence[str], code: int, stderr: str) -> str:

@@ -267,8 +267,8 @@ class StrategyContract:
             raise self._broken(f"makes no progress: no new token in {self._most_steps} segments and draft "
                                "passes")
 
-    def _broken(self, what: str) -> RequestFailed:
-        return RequestFailed(f"the strategy {self._strategy.name} {what}; the last thing before: it "
+    def _broken(self, complaint: str) -> RequestFailed:
+        return RequestFailed(f"the strategy {self._strategy.name} {complaint}; the last thing before: it "
                              f"{self.last} (the rules: docs/guides/write-a-strategy.md)")
 
 

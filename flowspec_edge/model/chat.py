@@ -291,11 +291,11 @@ def recognise(model: OpenModel) -> str | None:
     return None
 
 
-def require_template(model: OpenModel, chosen: str | None) -> None:
-    """UsageError for a ``chosen`` template that is missing, or a model without one; needs no transformers."""
-    if chosen is not None:
-        if chosen not in BUILT_IN:
-            read_template(Path(chosen))
+def require_template(model: OpenModel, template: str | None) -> None:
+    """UsageError for a ``template`` template that is missing, or a model without one; needs no transformers."""
+    if template is not None:
+        if template not in BUILT_IN:
+            read_template(Path(template))
     elif not _has_own_template(model) and recognise(model) is None:
         raise no_template(model)
 

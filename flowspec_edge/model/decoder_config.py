@@ -174,12 +174,12 @@ def _experts(fields: Mapping[str, Any], family: Family, layers: int, origin: Pat
         return {"sparse": (False,) * layers, "num_experts": 0, "num_experts_per_tok": 0, "expert_width": 0,
                 "normed_weights": False, "shared": 0}
     count = int(fields.get("num_local_experts") or fields.get("num_experts") or 0)
-    chosen = int(fields["num_experts_per_tok"])
-    if count and chosen > count:
-        raise UsageError(f"{origin}: a row cannot choose {chosen} experts of {count}")
+    per_token = int(fields["num_experts_per_tok"])
+    if count and per_token > count:
+        raise UsageError(f"{origin}: a row cannot choose {per_token} experts of {count}")
     every, dense = int(fields.get("decoder_sparse_step") or 1), fields.get("mlp_only_layers") or ()
     return {"sparse": tuple(count > 0 and layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
-            "num_experts": count, "num_experts_per_tok": chosen,
+            "num_experts": count, "num_experts_per_tok": per_token,
             "expert_width": int(fields.get("moe_intermediate_size") or fields.get("intermediate_size") or 0),
             "normed_weights": bool(fields.get("norm_topk_prob", True)),
             "shared": int(fields.get("shared_expert_intermediate_size") or 0)}
@@ -211,9 +211,10 @@ def _ropes(fields: Mapping[str, Any], family: Family, types: Sequence[str], head
             parameters = dict(rope_parameters.get(kind) or {}) | dict((scaling or {}) if kind == _FULL else {})
             ropes[kind] = _complete(parameters, {**fields, "rope_theta": fields.get(field, base)}, family)
     else:
-        chosen = scaling or rope_parameters or dict(family.rope)
-        nested = {kind: value for kind, value in chosen.items() if isinstance(value, Mapping) and kind in {*types}}
-        ropes = {kind: _complete(value, fields, family) for kind, value in (nested or {"": chosen}).items()}
+        parameters_of_all = scaling or rope_parameters or dict(family.rope)
+        nested = {kind: value for kind, value in parameters_of_all.items()
+                  if isinstance(value, Mapping) and kind in {*types}}
+        ropes = {kind: _complete(value, fields, family) for kind, value in (nested or {"": parameters_of_all}).items()}
     for rope in ropes.values():
         _check_rope(rope, origin)
         turned = int(head_dim * rope["partial_rotary_factor"])

@@ -172,8 +172,8 @@ class Manifest(StrictModel):
             return cls.model_validate_json(raw)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise FlowspecError(f"{path}: {where}: {first['msg']}") from error
+            field_path = ".".join(map(str, first["loc"])) or "the file"
+            raise FlowspecError(f"{path}: {field_path}: {first['msg']}") from error
 
     @property
     def directory(self) -> Path:

@@ -40,9 +40,9 @@ def refuse_unless_runnable(directory: Path, quantised: bool = False) -> None:
     if not path.is_file():
         raise UsageError(describe(directory) or f"{directory} is incomplete: config.json is missing")
     config = read_json_object(path)
-    what = next(_other_kinds(directory, config), None)
-    if what is not None:
-        raise UsageError(what)
+    problem = next(_other_kinds(directory, config), None)
+    if problem is not None:
+        raise UsageError(problem)
     require_family(config, path)
     refuse_quantised(config, path, quantised)
 
@@ -170,10 +170,10 @@ def _files_alone(directory: Path) -> Iterator[str]:
     """What is there instead of weights that can be read."""
     entries = _entries(directory)
     below = [f"onnx/{entry}" for entry in _entries(directory / "onnx")]
-    for ends, what in _OTHER_FILES:
-        yield from (f"{directory / entry}: {what}" for entry in [*entries, *below] if entry.endswith(ends))
-    for begin, what in _OTHER_ENTRIES:
-        yield from (f"{directory} is {what}" for entry in entries if entry.startswith(begin))
+    for ends, description in _OTHER_FILES:
+        yield from (f"{directory / entry}: {description}" for entry in [*entries, *below] if entry.endswith(ends))
+    for begin, description in _OTHER_ENTRIES:
+        yield from (f"{directory} is {description}" for entry in entries if entry.startswith(begin))
 
 
 def _elsewhere(directory: Path, entries: list[str]) -> Iterator[str]:

@@ -107,9 +107,9 @@ def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if whole < 4 * k * _SPAN:
         top = x.topk(k)
         return top.values, top.indices
-    chosen = x[:, :whole].view(n, -1, _SPAN).amax(-1).topk(k, sorted=False).indices
+    spans = x[:, :whole].view(n, -1, _SPAN).amax(-1).topk(k, sorted=False).indices
     within, beyond = _offsets(whole, width, x.device)
-    ids = torch.add(within, chosen[..., None], alpha=_SPAN).flatten(1)  # of the chosen blocks
+    ids = torch.add(within, spans[..., None], alpha=_SPAN).flatten(1)  # of the chosen blocks
     if whole < width:  # and of the rest of the row
         ids = torch.cat((ids, beyond.expand(n, -1)), 1)
     top = x.gather(1, ids).topk(k)
@@ -178,10 +178,10 @@ class AnswerPenalties:
                   for row, path in enumerate(paths) for token, more in Counter(path).items()]
         if places:
             rows, columns, counts = zip(*places, strict=True)
-            where = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
+            cells = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
             state = self._state_of(logits, [(token, count, True)
                                             for token, count in zip(columns, counts, strict=True)])
-            changed[where] = self._changed(logits[where], state)
+            changed[cells] = self._changed(logits[cells], state)
         return changed
 
     def _state_of(self, like: Tensor, places: Sequence[tuple[int, int, bool]]) -> _PenaltyState:
@@ -232,16 +232,16 @@ def choose(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
         return first_largest(logits).to("cpu", torch.int32).numpy()
     logits = wide(logits)
     if 0 < sampling.top_k < logits.shape[-1]:
-        chosen = _draw_top_k(logits, positions, sampling)
+        tokens = _draw_top_k(logits, positions, sampling)
     elif sampling.top_p < 1.0:
-        chosen = np.concatenate([_draw_top_p(logits[rows], positions[rows], sampling)
+        tokens = np.concatenate([_draw_top_p(logits[rows], positions[rows], sampling)
                                  for rows in chunks(logits)])
     else:
-        chosen = _draw_unfiltered(logits, positions, sampling)
-    for row in np.flatnonzero(chosen < 0):
-        chosen[row] = definition.choose(logits[row : row + 1].cpu().numpy(), positions[row : row + 1],
+        tokens = _draw_unfiltered(logits, positions, sampling)
+    for row in np.flatnonzero(tokens < 0):
+        tokens[row] = definition.choose(logits[row : row + 1].cpu().numpy(), positions[row : row + 1],
                                         sampling)[0]
-    return chosen.astype(np.int32)
+    return tokens.astype(np.int32)
 
 
 def rank_children(logits: Tensor, positions: NDArray[np.integer], k: int, sampling: Sampling, rank: Rank,

@@ -111,8 +111,8 @@ def make_app(admission: Admission, served: ServedModel, api_key: str | None = No
             Route("/api/tags", partial(_json_response, card.tags)),
             Route("/api/ps", partial(_json_response, card.running)),
             Route("/api/show", show, methods=["POST"]),
-            *(Route(path, partial(_not_served, says), methods=["GET", "POST", "DELETE"])
-              for path, says in _NOT_SERVED.items()),
+            *(Route(path, partial(_not_served, explanation), methods=["GET", "POST", "DELETE"])
+              for path, explanation in _NOT_SERVED.items()),
             Route("/health", health),
             Route("/ready", ready),
             *([Route("/metrics", prometheus)] if metrics else []),
@@ -219,12 +219,12 @@ class CountEndpoint(CompletionEndpoint):
         return False
 
 
-async def _json_response(what: Callable[[], dict[str, Any]], http: Request) -> Response:
-    return JSONResponse(what())
+async def _json_response(content: Callable[[], dict[str, Any]], http: Request) -> Response:
+    return JSONResponse(content())
 
 
-async def _not_served(says: str, http: Request) -> Response:
-    raise ApiError(404, f"{http.scope['path']}: {says}", code="unsupported_endpoint")
+async def _not_served(explanation: str, http: Request) -> Response:
+    raise ApiError(404, f"{http.scope['path']}: {explanation}", code="unsupported_endpoint")
 
 
 async def _http_error(http: Request, error: Exception) -> Response:

@@ -75,9 +75,9 @@ class Parameter:
                 return words[text.lower()]
             return self.kind(text) if self.kind in (int, float) else text
         except (ValueError, KeyError):
-            what = {int: "a whole number", float: "a number"}.get(self.kind, "true or false")
+            type_name = {int: "a whole number", float: "a number"}.get(self.kind, "true or false")
             shortened = text if len(text) <= 40 else f"{text[:40]}…"
-            raise UsageError(f"{self.name} must be {what} ({self.range}), not {shortened!r}") from None
+            raise UsageError(f"{self.name} must be {type_name} ({self.range}), not {shortened!r}") from None
 
     def check(self, value: Any) -> None:
         name, choices = self.name, get_args(self.kind) or self.words
@@ -89,8 +89,8 @@ class Parameter:
             return
         allowed = (int, float) if self.kind is float else int
         if not isinstance(value, allowed) or isinstance(value, bool):
-            what = "a number" if self.kind is float else "a whole number"
-            raise UsageError(f"{name} must be {what} ({self.range}), not {value!r}")
+            type_name = "a number" if self.kind is float else "a whole number"
+            raise UsageError(f"{name} must be {type_name} ({self.range}), not {value!r}")
         if not math.isfinite(value):
             raise UsageError(f"{name} must be a number ({self.range}), not {value}")
         if value < self.least:

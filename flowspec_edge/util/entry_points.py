@@ -46,16 +46,16 @@ def offered(group: str) -> Mapping[str, EntryPoint]:
     return {entry_point.name: entry_point for entry_point in entry_points(group=group)}
 
 
-def load_object(place: str, what: str, form: str) -> Any:
+def load_object(place: str, description: str, form: str) -> Any:
     """Import what is at ``place``, "package.module:name".
 
-    UsageError that calls it ``what`` for whatever the import raises; ``form`` is what a place must look like.
+    UsageError that calls it ``description`` for whatever the import raises; ``form`` is what a place must look like.
     """
     from flowspec_edge.util.working_directory import hidden_file
 
     module, _, attribute = place.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise UsageError(f"cannot load the {what} {place}: write {form}")
+        raise UsageError(f"cannot load the {description} {place}: write {form}")
     try:
         return getattr(import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
@@ -64,4 +64,4 @@ def load_object(place: str, what: str, form: str) -> Any:
             reason += "; a module is found in the current directory or among the installed packages"
         if isinstance(error, AttributeError) and (hidden := hidden_file(module)):
             reason += f"; {hidden} was not read, because an installed module has that name: rename the file"
-        raise UsageError(f"cannot load the {what} {place}: {reason}") from error
+        raise UsageError(f"cannot load the {description} {place}: {reason}") from error

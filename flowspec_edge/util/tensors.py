@@ -35,8 +35,8 @@ def parse_dtype(name: str) -> torch.dtype:
         raise UsageError(f"no dtype {name!r}: use one of {', '.join(DTYPES)}") from None
 
 
-def check_finite(values: Tensor, dtype: torch.dtype, where: str) -> None:
-    """FlowspecError, which begins with ``where``, if a value is NaN, infinite, or too large for ``dtype``.
+def check_finite(values: Tensor, dtype: torch.dtype, source: str) -> None:
+    """FlowspecError, which begins with ``source``, if a value is NaN, infinite, or too large for ``dtype``.
 
     Costs a tenth of a copy. Integers, and floats of 8 bits, pass.
     """
@@ -47,7 +47,7 @@ def check_finite(values: Tensor, dtype: torch.dtype, where: str) -> None:
     if not (-limit <= least and most <= limit):
         fault = ("NaN" if math.isnan(most) else
                  "infinity" if math.inf in (-least, most) else "too large a value")
-        raise FlowspecError(f"{where} holds {fault} for {str(dtype).removeprefix('torch.')}: copy the model "
+        raise FlowspecError(f"{source} holds {fault} for {str(dtype).removeprefix('torch.')}: copy the model "
                             "again, or choose a wider --dtype")
 
 

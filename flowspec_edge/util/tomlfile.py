@@ -58,18 +58,18 @@ class StrictModel(BaseModel):
 class Misplaced(ValueError):
     """A validator's error at ``where`` inside the value that it checks."""
 
-    def __init__(self, message: str, *where: str | int) -> None:
+    def __init__(self, message: str, *key_path: str | int) -> None:
         super().__init__(message)
-        self.where = where
+        self.where = key_path
 
 
-def matching(pattern: str, what: str) -> AfterValidator:
-    """A validator: the whole string must match ``pattern``, which the error calls ``what``."""
+def matching(pattern: str, description: str) -> AfterValidator:
+    """A validator: the whole string must match ``pattern``, which the error calls ``description``."""
     compiled = re.compile(pattern)
 
     def check(value: str) -> str:
         if not compiled.fullmatch(value):
-            raise ValueError(f"{value!r} is not {what}")
+            raise ValueError(f"{value!r} is not {description}")
         return value
 
     return AfterValidator(check)
@@ -110,8 +110,8 @@ def parse_toml(raw: bytes, path: Path, model: type[M]) -> M:
     except ValidationError as error:
         lines = key_lines(text) if text.count("\n") <= _MOST_LINES else {}
         faults, at = [], None
-        for number, (where, fault) in enumerate(_faults(error, model)):
-            line = nearest_line(lines, where)
+        for number, (key_path, fault) in enumerate(_faults(error, model)):
+            line = nearest_line(lines, key_path)
             if not number:
                 at = line
             faults.append(fault if line in (None, at) else f"line {line}: {fault}")
@@ -150,7 +150,7 @@ def with_key(text: str, table: KeyPath, key: str, value: str | None) -> str:
         begin = end = next((number for number in range(head + 1, min([*following, len(rows)]) + 1)
                             if commented.match(rows[number - 1])), 0)
         if not begin:
-            keys = [line for where, line in lines.items() if where[:-1] == table]
+            keys = [line for key_path, line in lines.items() if key_path[:-1] == table]
             end = max([head, *map(end_of, keys)])
             begin = end + 1
     row = "" if begin > end or end > begin else rows[begin - 1]
@@ -178,17 +178,17 @@ def _comment_place(row: str) -> int | None:
 
 def _faults(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[list[str | int], str]]:
     for fault in error.errors():
-        where = list(fault["loc"])
+        key_path = list(fault["loc"])
         cause = fault.get("ctx", {}).get("error")
         if isinstance(cause, Misplaced):
-            where += cause.where
-        yield where, _message(fault, where, model)
+            key_path += cause.where
+        yield key_path, _message(fault, key_path, model)
 
 
-def _message(fault: Any, where: list[str | int], model: type[BaseModel]) -> str:
-    key = ".".join(map(str, where))
+def _message(fault: Any, key_path: list[str | int], model: type[BaseModel]) -> str:
+    key = ".".join(map(str, key_path))
     if fault["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_suggestion(where, model)}"
+        return f"unknown key {key!r}{_suggestion(key_path, model)}"
     if fault["type"] == "missing":
         return f"missing key {key!r}"
     message = fault["msg"].removeprefix("Value error, ")
@@ -203,8 +203,8 @@ def _as_toml(value: str | float) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else str(value)
 
 
-def _suggestion(where: Sequence[str | int], model: type[BaseModel]) -> str:
-    *outer, wrong = where
+def _suggestion(key_path: Sequence[str | int], model: type[BaseModel]) -> str:
+    *outer, wrong = key_path
     here = model
     for part in outer:
         # A key of a whole file that is a dictionary is no field.
@@ -243,21 +243,21 @@ def key_lines(text: str) -> dict[KeyPath, int]:
                 document = tomllib.loads(prefix + closing)
             except tomllib.TOMLDecodeError:
                 continue
-            for where in _paths(document):
-                lines.setdefault(where, begin + 1)
+            for key_path in _paths(document):
+                lines.setdefault(key_path, begin + 1)
             begin = end
             break
     return lines
 
 
-def _paths(value: Any, where: KeyPath = ()) -> Iterator[KeyPath]:
+def _paths(value: Any, key_path: KeyPath = ()) -> Iterator[KeyPath]:
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in inside:
-        yield (*where, key)
-        yield from _paths(inner, (*where, key))
+        yield (*key_path, key)
+        yield from _paths(inner, (*key_path, key))
 
 
-def nearest_line(lines: Mapping[KeyPath, int], where: Sequence[str | int]) -> int | None:
-    """The line of ``where`` or of its innermost table that has one; None for the whole file."""
-    place = tuple(where)
+def nearest_line(lines: Mapping[KeyPath, int], key_path: Sequence[str | int]) -> int | None:
+    """The line of ``key_path`` or of its innermost table that has one; None for the whole file."""
+    place = tuple(key_path)
     return next((lines[place[:n]] for n in range(len(place), 0, -1) if place[:n] in lines), None)

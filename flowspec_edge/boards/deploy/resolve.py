@@ -168,15 +168,15 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     unknown = not any(is_known(device, path) for device in inventory.device)
     profiles = {} if unknown else {name: profile for name, (profile, _) in profiles_used.items()}
     guessed = {device.name for device in inventory.device if device.name in missing and not device.memory_mb}
-    chosen = _Choice(inventory, path, model, profiles, guessed, head)
+    choice = _Choice(inventory, path, model, profiles, guessed, head)
     if model.sharded:
-        draft, stages, left_out = chosen.as_cut()
+        draft, stages, left_out = choice.as_cut()
     elif inventory.decided:
-        draft, stages, left_out = chosen.as_listed()
+        draft, stages, left_out = choice.as_listed()
     elif unknown:
-        draft, stages, left_out = chosen.alike()
+        draft, stages, left_out = choice.alike()
     else:
-        draft, stages, left_out = chosen.planned()
+        draft, stages, left_out = choice.planned()
     dtype = None if inventory.cluster.dtype == "auto" else inventory.cluster.dtype
     lm_head = None if inventory.cluster.lm_head == "auto" else inventory.cluster.lm_head
     if unknown:
@@ -188,7 +188,7 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
         notes += [f"no profile with [memory] for {', '.join(missing)}: ESTIMATED, {sources}; measure with: "
                  f"{MEASURE} {path.name}"]
     used = {draft.name, *(device.name for device, _ in stages)}
-    turn = chosen.turn(draft, stages) if used.isdisjoint(missing) else None  # no warning from estimates
+    turn = choice.turn(draft, stages) if used.isdisjoint(missing) else None  # no warning from estimates
     notes += [f"{device.name}: {why}" for device in inventory.device if device.name in profiles
               and (why := device_mismatch(profiles[device.name], inventory.torch_device(device)))]
     if turn is not None and turn.is_bottleneck:
@@ -222,13 +222,13 @@ def _with_a_draft(inventory: Inventory, path: Path, model: OpenModel, head: Path
     UsageError if neither ``model`` nor ``head`` is what the strategy drafts with.
     """
     cluster = inventory.cluster
-    chosen, params = strategy_class(cluster.strategy), Params(draft=cluster.draft_kind)
+    strategy, params = strategy_class(cluster.strategy), Params(draft=cluster.draft_kind)
     if head is None:
-        params, note = with_a_draft(chosen, params, model, AS_LINE)
+        params, note = with_a_draft(strategy, params, model, AS_LINE)
         if note:
             looks_up = cluster.model_copy(update={"draft": params.draft})
             return inventory.model_copy(update={"cluster": looks_up}), [note]
-    kind = draft_kind(chosen, params, model)
+    kind = draft_kind(strategy, params, model)
     if kind is None or not DRAFT_KINDS[kind].directory or model.draft(kind):
         return inventory, []
     besides = ""
@@ -239,7 +239,7 @@ def _with_a_draft(inventory: Inventory, path: Path, model: OpenModel, head: Path
         if head_kind.name == kind or ({DRAFT_KINDS[kind], head_kind} <= {*head_kinds()}):
             return inventory, []
         besides = f", and {head} is a {head_kind.title} (kind {head_kind.name})"
-    raise UsageError(f"{path}: [cluster]: {missing_draft(chosen, kind, model, AS_LINE, besides)}")
+    raise UsageError(f"{path}: [cluster]: {missing_draft(strategy, kind, model, AS_LINE, besides)}")
 
 
 class _Choice:

@@ -151,8 +151,8 @@ def activate(inventory: Inventory, releases: Mapping[str, Installed | None], log
         ("switch", "verify", "switching"), ("switch", "draft", "switching the draft device"),
         ("activate", "verify", "stages"),
         ("activate", "draft", "the draft device, until a token comes through"))
-    for phase, role, says in phases:
-        if not log.run(phase, states[role], f"back to the release before: {says}"):
+    for phase, role, title in phases:
+        if not log.run(phase, states[role], f"back to the release before: {title}"):
             return  # the draft device would wait for a token that cannot come
     for role in ("draft", "verify"):  # the stages' marks go last: they tell of a rollback that has not ended
         if not log.run("settle", states[role], "settling"):

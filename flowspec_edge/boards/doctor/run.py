@@ -30,13 +30,13 @@ _EFFECTIVE_LATER = {"groups": "log in again, or restart the service: new groups 
 
 def check_machine(storage: Path | None = None, fix: bool = False) -> list[Finding]:
     """``storage``: where shards will lie; None for the home directory."""
-    where = storage or Path.home()
+    directory = storage or Path.home()
 
     def ask() -> SystemFacts:
-        return system_facts(machine_facts([str(where)]))
+        return system_facts(machine_facts([str(directory)]))
 
     def judged(facts: SystemFacts) -> list[Finding]:
-        absent = "" if where.is_dir() else str(where)
+        absent = "" if directory.is_dir() else str(directory)
         return merged(judge("here", Subject(BoardFacts(system=facts), absent=absent)))
 
     facts = ask()
@@ -51,8 +51,8 @@ def check_machine(storage: Path | None = None, fix: bool = False) -> list[Findin
 def apply_remedies(findings: Sequence[Finding], check: Callable[[], Sequence[Finding]],
                    runner: Runner | None = None) -> list[Finding]:
     """Run the remedies; return the findings afterwards, all with ``fixed``; ``check`` repeats the checks."""
-    where = runner or LocalRunner()
-    errors = {finding.check: _run(finding, where) for finding in findings if finding.remedy}
+    machine = runner or LocalRunner()
+    errors = {finding.check: _run(finding, machine) for finding in findings if finding.remedy}
     now = {finding.check: finding for finding in check()} if "" in errors.values() else {}
     return [_after(finding, errors.get(finding.check), now.get(finding.check)) for finding in findings]
 

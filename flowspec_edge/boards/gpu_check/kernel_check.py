@@ -37,13 +37,13 @@ def product(kind: str, device: str, shape: Sequence[int], rows: Sequence[int], d
         exact = rounded.double()
         multiply: Callable[[Tensor], Tensor] = partial(functional.linear, weight=rounded.to(at))
     else:
-        chosen = scheme(next(k for k in QUANTISED if k == kind))
-        stored = chosen.quantise(weight.to(at))
-        exact = chosen.dequantise(stored).cpu().double()
+        weight_scheme = scheme(next(k for k in QUANTISED if k == kind))
+        stored = weight_scheme.quantise(weight.to(at))
+        exact = weight_scheme.dequantise(stored).cpu().double()
         lost = float((exact - weight).norm() / weight.norm())
         if not lost < _QUANTISED_WITHIN:
             raise FlowspecError(f"quantising loses {lost:.0%} of the weights' norm")
-        multiply = linear = chosen.linear(outputs, inputs, False, activation_type, at)
+        multiply = linear = weight_scheme.linear(outputs, inputs, False, activation_type, at)
         linear.fill(stored)
     worst = 0.0
     for n in rows:

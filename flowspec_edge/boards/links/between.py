@@ -44,11 +44,11 @@ def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, se
     far, near = runner_for(inventory, target), runner_for(inventory, source)
     program = inspect.getsource(tcp_linktest) if plain else ""
 
-    def end(device: DeviceEntry, what: str, wait_s: float) -> list[str]:
+    def end(device: DeviceEntry, action: str, wait_s: float) -> list[str]:
         runner = ([inventory.cluster.board_python, "-I", "-"] if plain else
                   module_command("flowspec_edge.boards.links.linktest",
                                       python=python_for(inventory, device)))
-        return [*runner, what, address, port, "--seconds", str(wait_s)]
+        return [*runner, action, address, port, "--seconds", str(wait_s)]
 
     serve = far.announced([*end(target, "serve", _PLAIN_PEER_S if plain else _PEER_S),
                          *(() if plain else ("--measurements", "1"))])

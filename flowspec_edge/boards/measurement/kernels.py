@@ -157,11 +157,11 @@ def _product(kind: str, shape: tuple[int, int], dtype: str, device: str) -> tupl
     if kind in DTYPES:
         weight = fast_layout(torch.full(shape, 0.01, dtype=DTYPES[kind], device=device))
         return partial(functional.linear, weight=weight), weight.numel() * weight.element_size()
-    chosen = scheme(next(k for k in QUANTISED if k == kind))
-    linear = chosen.linear(rows, columns, False, activations(kind, dtype), device)
+    weight_scheme = scheme(next(k for k in QUANTISED if k == kind))
+    linear = weight_scheme.linear(rows, columns, False, activations(kind, dtype), device)
     linear.fill({name: torch.randint(256, size, dtype=stored) if stored == torch.uint8
                  else torch.full(size, 0.01, dtype=stored)
-                 for name, (size, stored) in chosen.stored(rows, columns).items()})
+                 for name, (size, stored) in weight_scheme.stored(rows, columns).items()})
     if isinstance(linear, CudaLinear):
         choose_expanded([linear])  # as a stage does
     return linear, linear.nbytes

@@ -70,8 +70,8 @@ class MemoryCheck:
         bits = self._cluster.lm_head
         return model_bytes(self._model, dtype, None if bits == "auto" else bits, kv_cache, NGRAM.name, self._drafting)
 
-    def _check(self, device: DeviceEntry, needs: int, what: str) -> None:
-        _require(self.board(device), needs, what, self._cluster,
+    def _check(self, device: DeviceEntry, needs: int, purpose: str) -> None:
+        _require(self.board(device), needs, purpose, self._cluster,
                  "give the board fewer layers, or remove layers from the file: the planner finds a split")
 
 
@@ -92,10 +92,10 @@ def check_parts(manifest: Manifest, cluster: ClusterSettings, concurrency: int, 
                      "shard the model with other layers, with flowspec models shard --split")
 
 
-def _require(board: CandidateBoard, needs: int, what: str, cluster: ClusterSettings, advice: str) -> None:
+def _require(board: CandidateBoard, needs: int, purpose: str, cluster: ClusterSettings, advice: str) -> None:
     if needs > board.room:
         raise DoesNotFit(
-            f"{board.name} has too little memory for {what}: with {cluster.context} tokens of context it "
+            f"{board.name} has too little memory for {purpose}: with {cluster.context} tokens of context it "
             f"needs {needs / 1e6:,.0f} MB beside the process, and has {max(board.room, 0) / 1e6:,.0f} MB: "
             f"{advice}; or set a smaller context, or dtype, in [cluster]")
 

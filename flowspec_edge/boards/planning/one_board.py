@@ -101,16 +101,16 @@ def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> O
     able = [board for board in boards if board.memory.usable_mb >= needs]
     rates = [(rate * 1e9 / read, board.name) for board in able if (rate := board.memory.gb_per_s)]
     most, fastest = max(rates, key=lambda pair: pair[0], default=(None, ""))
-    what = (f"{needs:,.0f} MB: {BITS} bits a weight, the cache of {problem.context} tokens, one process, "
-            "no draft head")
+    needs_text = (f"{needs:,.0f} MB: {BITS} bits a weight, the cache of {problem.context} tokens, one process, "
+                  "no draft head")
     if able:
         boards_by_kind: dict[str, str] = {}  # one of each kind
         for board in able:
             boards_by_kind.setdefault(board.profile.name, board.name)
         text = (f"other engines hold {size.name} in 4 bits on one board, {' or '.join(boards_by_kind.values())} "
-                f"({what})")
+                f"({needs_text})")
         if most is not None:
             text += f"; plain decoding makes about {rate_text(most)} tokens/s on {fastest}"
     else:
-        text = f"other engines do not hold {size.name} in 4 bits on one of these boards either ({what})"
+        text = f"other engines do not hold {size.name} in 4 bits on one of these boards either ({needs_text})"
     return OtherPrograms(BITS, round(needs, 3), tuple(board.name for board in able), most, text)

@@ -246,9 +246,9 @@ def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, com
 
     def at(index: int) -> _Split:
         nonlocal best
-        cost, chosen = _least_latency(d0, others, layers, limits[index])
-        slowest = max(d0.occupied, *(max(int(t.stage[k]), t.occupied) for t, k, _ in chosen))
-        split = _Split(value(slowest, cost), slowest, cost, d0, chosen)
+        cost, stages = _least_latency(d0, others, layers, limits[index])
+        slowest = max(d0.occupied, *(max(int(t.stage[k]), t.occupied) for t, k, _ in stages))
+        split = _Split(value(slowest, cost), slowest, cost, d0, stages)
         best = min(best, split.order)
         return split
 
@@ -398,24 +398,24 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
         flags[1] = is_first[k[1], placed]
         steps.append((np.where(better, k + 1, 0), flags))  # layers: 0 where the board is not used
         ways = np.where(better, least, ways)
-    chosen, flag, remaining = [], 1, layers
+    stages, flag, remaining = [], 1, layers
     for table, (layers_taken, flags) in zip(reversed(ordered), reversed(steps), strict=True):
         if count := int(layers_taken[flag, remaining]):
             as_v1 = bool(flags[flag, remaining])
-            chosen.append((table, count, as_v1))
+            stages.append((table, count, as_v1))
             flag, remaining = flag - as_v1, remaining - count
-    return int(ways[1, layers]), chosen
+    return int(ways[1, layers]), stages
 
 
-def _in_order(d0: _Table, chosen: list[tuple[_Table, int, bool]]) -> list[tuple[_Table, int]]:
+def _in_order(d0: _Table, stages: list[tuple[_Table, int, bool]]) -> list[tuple[_Table, int]]:
     """V1 first, then by port, the slow ports next to the slower one of V1 and D0."""
-    [first] = [(t, k) for t, k, is_first in chosen if is_first]
-    rest = sorted(((t, k) for t, k, is_first in chosen if not is_first), key=lambda s: s[0].port,
+    [first] = [(t, k) for t, k, is_first in stages if is_first]
+    rest = sorted(((t, k) for t, k, is_first in stages if not is_first), key=lambda s: s[0].port,
                   reverse=first[0].port >= d0.port)
     return [first, *rest]
 
 
 def _take(tables: list[_Table], like: _Table) -> CandidateBoard:
-    chosen = next(table for table in tables if table.kind == like.kind)
-    tables.remove(chosen)
-    return chosen.board
+    match = next(table for table in tables if table.kind == like.kind)
+    tables.remove(match)
+    return match.board

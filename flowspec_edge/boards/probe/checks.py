@@ -155,12 +155,12 @@ def judge(place: Place, subject: object, checks: Sequence[Check[Any]] | None = N
 
     ``checks``: others than ``CHECKS``.  Those that compute run their computations together first.
     """
-    chosen = [check for check in (CHECKS if checks is None else checks)
-              if place in check.places and isinstance(subject, check.asks)]
+    applicable = [check for check in (CHECKS if checks is None else checks)
+                  if place in check.places and isinstance(subject, check.asks)]
     if isinstance(subject, ComputeDevice):
-        subject = replace(subject, results=compute([one for check in chosen for one in check.computes(subject)]))
+        subject = replace(subject, results=compute([one for check in applicable for one in check.computes(subject)]))
     findings: list[Finding] = []
-    for check in chosen:
+    for check in applicable:
         check_findings = list(check.rule(subject))
         findings += check_findings
         if check.ends and place in ("init", "up") and any(finding.state == "failed" for finding in check_findings):
@@ -278,8 +278,8 @@ def _enough_room(it: Room) -> Iterator[Finding]:
     for paths in on.values():
         needed, free = sum(needed_bytes.get(path, 0) for path in paths), disks[paths[0]].free
         if needed > free:
-            where = f"{' and '.join(paths)} need{'s' if len(paths) == 1 else ''}"
-            yield Finding("disk", "failed", f"{where} {_gb(needed)}, {_gb(free)} are free",
+            places = f"{' and '.join(paths)} need{'s' if len(paths) == 1 else ''}"
+            yield Finding("disk", "failed", f"{places} {_gb(needed)}, {_gb(free)} are free",
                           "make room, or mount a larger disk there")
 
 

@@ -103,8 +103,8 @@ def free_disk(disks: Mapping[str, DiskFacts], storage: str, absent: str) -> Find
     if not used:
         return Finding("disk", "unknown", "the board does not say")
     fullest = min(used.values(), key=lambda disk: disk.free)
-    where = " and ".join(path for path, disk in used.items() if disk.device == fullest.device)
-    free_space = f"{fullest.free / _GIGA:.0f} GB free at {where}"
+    paths = " and ".join(path for path, disk in used.items() if disk.device == fullest.device)
+    free_space = f"{fullest.free / _GIGA:.0f} GB free at {paths}"
     if fullest.free / _GIGA < _MIN_DISK_GB:
         return Finding("disk", "warning", free_space,
                        f"a release and a shard want {_MIN_DISK_GB:.0f} GB: make room")

@@ -94,15 +94,15 @@ class DraftClient:
 
     def _refused(self, response: HTTPResponse) -> FlowspecError:
         try:
-            says = str(json.loads(response.read())["error"]["message"])
+            message = str(json.loads(response.read())["error"]["message"])
         except (ValueError, KeyError, TypeError, HTTPException, OSError):
             return FlowspecError(f"what answers on {self._name}, port {self._port}, is no draft service: "
                                  f"HTTP status {response.status}")
         if response.status == 401:
-            return UsageError(f"{self._name}: {says}; set FLOWSPEC_API_KEY to it")
+            return UsageError(f"{self._name}: {message}; set FLOWSPEC_API_KEY to it")
         if response.status < 429:
-            return UsageError(f"{self._name}: {says}")
-        return FlowspecError(f"{self._name}: {says}; see flowspec deploy status")
+            return UsageError(f"{self._name}: {message}")
+        return FlowspecError(f"{self._name}: {message}; see flowspec deploy status")
 
 
 class _Connection(HTTPConnection):

@@ -121,8 +121,8 @@ def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
         rounds = [(verb, drafts), (verb, stages)]
     else:
         rounds = [(verb, stages), (verb, drafts)]
-    for what, group in rounds:
-        on_each(partial(act, what), group)
+    for step, group in rounds:
+        on_each(partial(act, step), group)
     return failed
 
 

@@ -156,9 +156,9 @@ def tables(
     if markdown is None or not saved(markdown, partial(write_output, markdown, text)):
         print(text, end="")
     wrote = [path for path in (options.out, markdown) if path is not None]
-    for what, paths in (("read", files or []), ("wrote", wrote)):
+    for action, paths in (("read", files or []), ("wrote", wrote)):
         if paths:
-            print(printable(f"{what} {', '.join(map(str, paths))}"), file=sys.stderr)
+            print(printable(f"{action} {', '.join(map(str, paths))}"), file=sys.stderr)
     if not files:
         fail_if_different(reports[0].different_texts())
 
@@ -272,10 +272,10 @@ def timeline(
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.strategies.registry import strategy_class
 
-    chosen = strategy_class(strategy)
+    strategy_type = strategy_class(strategy)
     open_model, charged = resolve_model(model), profile_or_testbed(profile)
     stages = stages_of(open_model, stages, charged)
-    require_runnable([chosen.name], open_model, params, "virtual", stages)
+    require_runnable([strategy_type.name], open_model, params, "virtual", stages)
     device = device_of(device, open_model, dtype_of(open_model, dtype))
     if out is not None:
         check_figure(out)
@@ -286,7 +286,7 @@ def timeline(
 
     with open_cluster(ClusterSpec(open_model.path, stages, dtype_of(open_model, dtype), device=device), Virtual(charged)
                       ) as cluster:
-        stats = cluster.generate(replace(request, strategy=chosen.name)).stats
+        stats = cluster.generate(replace(request, strategy=strategy_type.name)).stats
     view = window(stats.ttft_s, stats.ttft_s + stats.decode_s, stats.slot_s, turns, skip_turns)
     caption = title("virtual", charged.name, stages, sampling.temperature, strategy)
     drawn = draw(cluster.spans, stages, view, turns)

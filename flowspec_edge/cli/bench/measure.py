@@ -58,8 +58,8 @@ class MeasureRequest:
 
     def clock(self, options: BenchOptions) -> ClockSettings:
         if self.links == "virtual":
-            chosen = choose_clock(options.clock, options.profile, options.emulate)
-            return replace(chosen, right_children=options.right_children)
+            settings = choose_clock(options.clock, options.profile, options.emulate)
+            return replace(settings, right_children=options.right_children)
         profile = profile_or_testbed(options.profile)  # a wrong name is an error for boards, too
         return ClockSettings("wall", profile if self.links == "namespaces" else None)
 

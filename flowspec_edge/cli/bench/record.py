@@ -99,9 +99,9 @@ def record(
     check_writable(out)
     temperature_list = parse_temperatures(temperatures, Sampling())
     params = replace(Params(), draft=draft) if draft else Params()
-    chosen = strategy_class("flowspec")
-    require_draft(chosen, params, open_model)
-    kind = draft_kind(chosen, params, open_model)
+    strategy = strategy_class("flowspec")
+    require_draft(strategy, params, open_model)
+    kind = draft_kind(strategy, params, open_model)
     if kind is None or kind == NGRAM.name or DRAFT_KINDS[kind].is_block or DRAFT_KINDS[kind].bound:
         raise UsageError(f"--draft {kind} has no tree below every token to record: record an EAGLE head, an MTP "
                          "layer or a small model; n-grams need no recording")

@@ -187,8 +187,8 @@ def _distinct(values: list[Scalar], name: str) -> list[Scalar]:
 
 def _measured(arguments: Mapping[str, Any]) -> list[str]:
     """The strategies whose parameters ``--set`` takes."""
-    chosen = arguments["options"].strategies
-    return parse_strategies(_parse_axes(arguments["axes"]).strategies if chosen is None else chosen)
+    names = arguments["options"].strategies
+    return parse_strategies(_parse_axes(arguments["axes"]).strategies if names is None else names)
 
 
 @with_dataclasses(_HIDDEN_OPTIONS, _measured, _RARE, options=BenchOptions, sampling=Sampling, params=PAPER)

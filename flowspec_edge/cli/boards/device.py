@@ -112,8 +112,8 @@ def profile(
     from flowspec_edge.device_profile import render
 
     on = _torch_device(device)
-    chosen: ShardedDtype = dtype or ("fp32" if on == "cpu" else "fp16")
-    wish = ProfileOptions(out.stem if out else open_model.name, open_model, chosen, on, threads, address,
+    profile_dtype: ShardedDtype = dtype or ("fp32" if on == "cpu" else "fp16")
+    wish = ProfileOptions(out.stem if out else open_model.name, open_model, profile_dtype, on, threads, address,
                           str(date.today()))
     with _bar() as report:
         measured = measure_profile(wish, QUICK if quick else Effort(), report)
@@ -149,8 +149,8 @@ def _measure_cluster(path: Path, arguments: Sequence[str], again: bool, as_json:
     from flowspec_edge.util.files import check_writable
 
     check_writable(path)
-    outcomes = measure_boards(inventory, path, arguments, again, lambda board, what: print(
-        f"{board}: {printable(what)}", file=sys.stderr, flush=True))
+    outcomes = measure_boards(inventory, path, arguments, again, lambda board, message: print(
+        f"{board}: {printable(message)}", file=sys.stderr, flush=True))
     failed = [outcome for outcome in outcomes if outcome.file is None]
     if as_json:
         print(json.dumps([{"name": outcome.board, "profile": str(outcome.file) if outcome.file else None,
@@ -183,9 +183,9 @@ def peer_command(
     """
     from flowspec_edge.boards.links.linktest import serve_link
 
-    def ready(chosen: int) -> None:
-        print(f"listening on {host}:{chosen}; on the other device run: "
-              f"flowspec device profile --peer THIS-HOST:{chosen}", file=sys.stderr, flush=True)
+    def ready(bound_port: int) -> None:
+        print(f"listening on {host}:{bound_port}; on the other device run: "
+              f"flowspec device profile --peer THIS-HOST:{bound_port}", file=sys.stderr, flush=True)
 
     serve_link(host, port, seconds, ready=ready)
 

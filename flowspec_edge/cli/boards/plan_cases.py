@@ -385,10 +385,10 @@ class Runs:
                          for case in every]
         case, why = self._cases.choose(lambda case: runs_of_cases[_place(every, case)].best)
         case_runs, run = runs_of_cases[_place(every, case)], run_of(case)
-        chosen, first = case_runs.split or (None, None)
-        report = case.report(chosen, members)
-        if chosen and first:
-            rest = predictions.predict(chosen, [name for name in self._names if name != lead], *run,
+        best_plan, first = case_runs.split or (None, None)
+        report = case.report(best_plan, members)
+        if best_plan and first:
+            rest = predictions.predict(best_plan, [name for name in self._names if name != lead], *run,
                                        kinds=kinds_of(case), workers=workers)
             by_strategy = {p.strategy: p for p in (first, *rest)}
             report.predictions = predictions.with_speedup([by_strategy[name] for name in self._names])
@@ -396,17 +396,18 @@ class Runs:
                 report.predictions = [
                     replace(p, tokens_per_second_calibrated=q.tokens_per_second) for p, q in zip(
                         report.predictions,
-                        predictions.predict(chosen, self._names, *run, right_children=PUBLISHED_SHARE, workers=workers),
+                        predictions.predict(best_plan, self._names, *run, right_children=PUBLISHED_SHARE,
+                                            workers=workers),
                         strict=True)]
             best = max(report.predictions, key=lambda p: p.tokens_per_second)
             if beside := self._tokens(case).beside:
-                [ranged] = predictions.predict(chosen, [best.strategy], beside.source, beside.requests, advance,
+                [ranged] = predictions.predict(best_plan, [best.strategy], beside.source, beside.requests, advance,
                                                kinds=beside.kinds, workers=workers)
                 report.predictions[report.predictions.index(best)] = best = replace(best, by_kind=ranged.by_kind)
                 report.kinds_of = beside.acceptance
-            case_runs.leads = [(plan, best if plan is chosen else p) for plan, p in case_runs.leads]
+            case_runs.leads = [(plan, best if plan is best_plan else p) for plan, p in case_runs.leads]
         if case.alone:
-            boards = len(chosen.stages) + 1 if chosen else 1
+            boards = len(best_plan.stages) + 1 if best_plan else 1
             report.alone = predictions.compare(case.alone, case.problem, case_runs.alone, boards, report.predictions)
         for other, runs in zip(every, runs_of_cases, strict=True):
             report.alternatives += [other.alternative(plan, p.strategy, p.tokens_per_second)
@@ -419,7 +420,7 @@ class Runs:
                         f"{self._tokens(case).acceptance}"
                         + (", int4 by memory bandwidth alone" if report.by_bandwidth else ""))
         report = _recommended(report, case, why, case_runs.alone)
-        report.first_tokens = case.first_tokens(None if report.alone_rows else chosen)
+        report.first_tokens = case.first_tokens(None if report.alone_rows else best_plan)
         return report
 
 

@@ -114,8 +114,8 @@ class PlanReport:
 
     def drafts_with(self, strategy: str) -> str:
         """Name what drafts, as ``draft_choice.draft_label`` does."""
-        chosen, params = strategy_class(strategy), Params(draft=self.size.planned.kind.name)
-        return draft_label(chosen, params, chosen.drafts_with(params))
+        strategy_type, params = strategy_class(strategy), Params(draft=self.size.planned.kind.name)
+        return draft_label(strategy_type, params, strategy_type.drafts_with(params))
 
     def mark_chosen(self) -> None:
         """Mark the alternative that this report describes, and put the fastest first."""
@@ -251,8 +251,8 @@ def answer(report: PlanReport) -> list[str]:
     lines += [f"Left out: {', '.join(names)}: {why}." for why, names in reasons.items()]
     if best is None or report.drafts_with(best.strategy) != "none":
         looked_up = best is not None and report.drafts_with(best.strategy).endswith("+ngram")
-        where = {"published": " (not here yet)", "untrained": " (estimated)"}.get(size.planned.origin, "")
-        lines.append(f"Drafts with {size.planned.name}{where}{', and n-grams of the text' * looked_up}"
+        origin = {"published": " (not here yet)", "untrained": " (estimated)"}.get(size.planned.origin, "")
+        lines.append(f"Drafts with {size.planned.name}{origin}{', and n-grams of the text' * looked_up}"
                      + (f": {report.draft_why}" if report.draft_why else "") + ".")
     guessed = list(dict.fromkeys(row.name for row in report.boards if row.assumed))
     if guessed:
@@ -287,9 +287,9 @@ def show(report: PlanReport) -> None:
         if row.why:
             say(f"left out: {row.name}: {row.why}")
     if plan:
-        what = "link" if plan.link_bound else "stage"
+        slowest_part = "link" if plan.link_bound else "stage"
         least = "about " if report.by_bandwidth else ""
-        say(f"The slowest {what} takes {least}{_ms(plan.slowest * 1e3)} ms for a segment of "
+        say(f"The slowest {slowest_part} takes {least}{_ms(plan.slowest * 1e3)} ms for a segment of "
             f"{plan.problem.rows} rows"
             + (f" ({_ms(plan.context_ms)} of them to read {report.context} cached tokens)"
                if plan.context_ms >= _SHOWN_MS else "")

@@ -48,15 +48,15 @@ def strategies(
         print_columns(rows)
 
 
-def _describe(name: str, chosen: type[Strategy], as_json: bool) -> None:
+def _describe(name: str, strategy: type[Strategy], as_json: bool) -> None:
     from flowspec_edge.strategies.registry import parameters_of
 
-    parameters = list(parameters_of(chosen).values())
+    parameters = list(parameters_of(strategy).values())
     if as_json:
         rows = [{"name": p.name, "default": p.default, "range": p.range, "meaning": p.meaning} for p in parameters]
-        print(json.dumps({"name": chosen.name, "summary": chosen.summary, "parameters": rows}, indent=2))
+        print(json.dumps({"name": strategy.name, "summary": strategy.summary, "parameters": rows}, indent=2))
         return
-    print(f"{chosen.name}: {printable(chosen.summary)}\n")
+    print(f"{strategy.name}: {printable(strategy.summary)}\n")
     print_columns([("parameter", "default", "range", "meaning"),
                    *((p.name, _as_text(p.default), p.range, p.meaning) for p in parameters)])
     example = next((f" --set {shlex.quote(f'{p.name}={text}')}" for p in parameters

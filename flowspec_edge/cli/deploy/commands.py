@@ -97,10 +97,10 @@ def init(
         raise FlowspecError(f"{first}; {out} is not written") from error
     require_mode(discovered, power_mode)
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", out.stem).strip("-_.")[:63] or "cluster"
-    chosen = {key: value for key, value in (
+    cluster_settings = {key: value for key, value in (
         ("model", model), ("power_mode", power_mode), ("runtime", "image" if image else ""),
         ("image", str(image.absolute()) if image else "")) if value}
-    write_output(out, render_cluster_toml(discovered, name, str(out), boards.cluster.ssh_config, chosen,
+    write_output(out, render_cluster_toml(discovered, name, str(out), boards.cluster.ssh_config, cluster_settings,
                                           all_boards))
     if as_json:
         print(json.dumps({"out": str(out), "boards": [board.as_json() for board in discovered]}, indent=2))

@@ -116,8 +116,8 @@ def print_report(report: DeployReport, verb: str, as_json: bool, dry_run: bool =
         _print_steps(report, dry_run)
     if report.ok:
         if not dry_run:
-            what = f"{report.changed} changes" if report.changed else "no change"
-            print(f"{verb} in {report.seconds:.0f} s: {what}"
+            changes = f"{report.changed} changes" if report.changed else "no change"
+            print(f"{verb} in {report.seconds:.0f} s: {changes}"
                   + (f"; release {report.release}" if report.release else ""))
         elif not report.changed:
             print("nothing would change")

@@ -111,9 +111,9 @@ def chat(
     asks = params != Params() or explicit_options(context, ["strategy"])  # for drafting, or for a strategy
     if plainly := alone and device == "cpu" and not asks:
         strategy = PLAIN
-    chosen = strategy_class(strategy)
-    params = with_a_draft(chosen.name, open_model, params)
-    require_runnable([chosen.name], open_model, params, "wall", stages)
+    strategy_type = strategy_class(strategy)
+    params = with_a_draft(strategy_type.name, open_model, params)
+    require_runnable([strategy_type.name], open_model, params, "wall", stages)
     explicit = explicit_options(context, asdict(sampling))
     sampling, _ = choose_sampling(sampling, explicit, open_model)
 
@@ -133,14 +133,14 @@ def chat(
         screen.live = live
         chatting = ChatSession(conversation, tokenizer, screen, cluster, strategy, sampling, params,
                             any_seed="seed" not in explicit)
-        screen.note(f"{open_model.name}, {chosen.name}, {stages} stages; /help for help")
+        screen.note(f"{open_model.name}, {strategy_type.name}, {stages} stages; /help for help")
         if demonstration:
             screen.note('this model continues Python, such as "def fibonacci(n):", and was not trained to '
                         "chat; give one that was as --model (flowspec models list)")
         if plainly:
             screen.note("plain decoding, since D0 and the stage share the processors, where every drafted row takes "
                         f"time: --strategy {DEFAULT_STRATEGY} drafts")
-        if shared := shared_processors(clock_settings, chosen.name, stages, device):
+        if shared := shared_processors(clock_settings, strategy_type.name, stages, device):
             screen.note(sharing_note(shared))
         chatting.start()
         chatting.run(messages)

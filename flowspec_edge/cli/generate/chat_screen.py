@@ -64,9 +64,9 @@ class ChatScreen(logging.Handler):
             self.write("\n")
         self._show_pending()
 
-    def working(self, what: str) -> AbstractContextManager[object]:
+    def working(self, message: str) -> AbstractContextManager[object]:
         """A spinner, if stderr is a terminal."""
-        return self._notes.status(what) if self._notes.is_terminal else nullcontext()
+        return self._notes.status(message) if self._notes.is_terminal else nullcontext()
 
     def note(self, text: str) -> None:
         self.end_line()

@@ -132,8 +132,8 @@ def generate(
     require_strategy(strategy)
     schema = _schema(json_schema, json_object)
     if cluster is not None:
-        chosen = strategy_class(strategy)
-        strategy_name = chosen.name if explicit_options(context, ["strategy"]) else None
+        strategy_type = strategy_class(strategy)
+        strategy_name = strategy_type.name if explicit_options(context, ["strategy"]) else None
         explicit = explicit_options(context, asdict(sampling))
         generate_remotely(cluster, RemoteRequest(text, chat, system, strategy_name, max_new_tokens, sampling,
                                                  explicit, schema, values), as_json)
@@ -143,9 +143,9 @@ def generate(
     stages = stages_of(open_model, stages, clock_settings.profile)
     if chat:
         require_template(open_model, chat_template)
-    chosen = strategy_class(strategy)
-    params = with_a_draft(chosen.name, open_model, params)
-    require_runnable([chosen.name], open_model, params, clock_settings.clock, stages)
+    strategy_type = strategy_class(strategy)
+    params = with_a_draft(strategy_type.name, open_model, params)
+    require_runnable([strategy_type.name], open_model, params, clock_settings.clock, stages)
     if trace is not None:
         check_writable(trace)
     device = device_of(device, open_model, dtype_of(open_model, dtype), processes=clock_settings.processes(stages))
@@ -175,7 +175,7 @@ def generate(
         print(f"flowspec: note: {open_model.name} asks for options that are not applied here: "
               f"{', '.join(ignored)}", file=sys.stderr)
     grammar = _grammar(tokenizer, schema, stops, json_schema)
-    request = Request(ids, chosen.name, max_new_tokens, sampling, params, stops, grammar=grammar)
+    request = Request(ids, strategy_type.name, max_new_tokens, sampling, params, stops, grammar=grammar)
     pieces: list[str] = []
     stream = TextStream(tokenizer.decode, pieces.append if as_json else _write, before)
     about = {"model": open_model.name, "stages": stages, "clock": clock_settings.clock,
@@ -189,7 +189,7 @@ def generate(
         stream.close()
         if not as_json:
             _write("\n")
-        shared = shared_processors(clock_settings, chosen.name, stages, device)
+        shared = shared_processors(clock_settings, strategy_type.name, stages, device)
         stopped = result.finish_reason == "cancelled"  # by Ctrl-C
         compares = shared is not None and not (as_json or stopped or trace is not None)
         plain = plain_speed(devices, request, result) if compares else None
@@ -203,8 +203,8 @@ def generate(
         from flowspec_edge.lab.bench.tables import timing as timing_label
 
         label = timing_label(clock_settings.clock, clock_settings.profile_name)
-        where = "" if device == "cpu" else f"{device}, "
-        setup = f"{strategy}, {stages} stages, {where}{label}"
+        device_text = "" if device == "cpu" else f"{device}, "
+        setup = f"{strategy}, {stages} stages, {device_text}{label}"
         print(summary(result, setup, sampling_note(sampling, origins), plain), file=sys.stderr)
         if plain is not None and plain > (result.stats.tokens_per_second or plain):
             print(f"flowspec: note: plain decoding was faster, {shared}: try --strategy {PLAIN}, or fewer "

@@ -128,8 +128,8 @@ def demo(
     console.print(f"[bold]{open_model.name}[/bold] on the paper's {stages + 1} boards: {'; '.join(about)}")
     console.print(f"\n{question}\n", style="cyan", markup=False)
 
-    def working(what: str) -> AbstractContextManager[object]:
-        return console.status(what) if console.is_terminal else nullcontext()
+    def working(message: str) -> AbstractContextManager[object]:
+        return console.status(message) if console.is_terminal else nullcontext()
 
     results: dict[str, Result] = {}
     columns = SideBySide(console, ["plain pipelining", "FlowSpec"])

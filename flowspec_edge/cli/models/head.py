@@ -79,8 +79,8 @@ def head(
                           "hidden_width": size.hidden_width, "choices": [asdict(way) for way in ways],
                           "training": _figures(cost) if cost else None}, indent=2))
         return
-    where = "on this machine" if here else "not on this machine"
-    print(f"{name}: {size.layers} layers of width {size.hidden_width}, {where}")
+    presence = "on this machine" if here else "not on this machine"
+    print(f"{name}: {size.layers} layers of width {size.hidden_width}, {presence}")
     for number, way in enumerate(ways, start=1):
         print(f"\n{number}. {way.text}")
         for command in way.commands:

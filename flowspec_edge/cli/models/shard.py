@@ -269,7 +269,7 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
         table.add_column(heading, justify="right")
     for row in rows:
         layers = f"{row['layers'][0]}–{row['layers'][1] - 1}" if row["layers"] else "–"
-        sizes = [f"{row[f'{what}_bytes'] / 1e6:,.1f}" for what in ("disk", "weight", "cache", "memory")]
+        sizes = [f"{row[f'{quantity}_bytes'] / 1e6:,.1f}" for quantity in ("disk", "weight", "cache", "memory")]
         table.add_row(plain(row["part"]) + ("" if row["here"] else " (not here)"), layers,
                       f"{row['parameters'] / 1e6:,.1f} M", *sizes)
     Console().print(table)
@@ -281,16 +281,16 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
 
 
 @contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     done_bytes = 0
-    with (plain_lines(lambda seconds: f"{what}: {done_of(done_bytes / 1e6, total / 1e6, seconds, 'MB')}"),
+    with (plain_lines(lambda seconds: f"{title}: {done_of(done_bytes / 1e6, total / 1e6, seconds, 'MB')}"),
           Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress):
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(title, total=total)
 
         def advance(done: int) -> None:
             nonlocal done_bytes

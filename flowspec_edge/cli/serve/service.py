@@ -84,7 +84,7 @@ class Service:
                             served.context_tokens)
         admission = Admission(served.probe(), self.queue, self.ready_within, at_once=self.at_once)
         log_to_stderr(log_json)
-        says = self._first_line(url_of(listener))
+        first_line = self._first_line(url_of(listener))
         with board_meter(enabled=self.profile is None) as meter:
             stats, feed = SystemStats(meter=meter).read, Feed()
             metrics = Metrics(self.stages, stats, {
@@ -98,15 +98,15 @@ class Service:
                 observer=Observers([metrics, feed, *watchers]), meter=meter)
             app = make_app(admission, served, self.api_key, metrics=metrics, live=live,
                            cors_origins=self.cors_origins)
-            serve_app(listener, app, admission, open_cluster(spec, place), lambda: ready(says),
+            serve_app(listener, app, admission, open_cluster(spec, place), lambda: ready(first_line),
                       self.forwarded_allow_ips)
 
     def _first_line(self, url: str) -> str:
-        where = f", cluster {self.cluster}" if self.cluster else ""
+        cluster_text = f", cluster {self.cluster}" if self.cluster else ""
         emulated = f", emulating {self.profile}" if self.profile else ""
         device = f", {self.device}" if self.device not in (None, "cpu") else ""
         return (f"flowspec: serving {self.name} ({self.strategy}, {self.stages} stages, {self.dtype}"
-                f"{device}{where}{emulated}) at {url}/v1, the page at {url}/")
+                f"{device}{cluster_text}{emulated}) at {url}/v1, the page at {url}/")
 
     def _layers(self) -> list[tuple[int, int]]:
         from flowspec_edge.stage.shard import stage_ranges
@@ -115,10 +115,10 @@ class Service:
 
     def _runnable(self) -> list[str]:
         """The strategies that need no other models than ``strategy``."""
-        chosen = strategy_class(self.strategy)
-        loaded = {None, NGRAM.name, draft_kind(chosen, self.params, self.model)}
+        strategy_type = strategy_class(self.strategy)
+        loaded = {None, NGRAM.name, draft_kind(strategy_type, self.params, self.model)}
         names = []
-        for name in dict.fromkeys([*STRATEGIES, chosen.name]):
+        for name in dict.fromkeys([*STRATEGIES, strategy_type.name]):
             try:
                 other = strategy_class(name)
                 require_runnable([other.name], self.model, self.params, "wall", self.stages)

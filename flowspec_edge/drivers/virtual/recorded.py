@@ -410,13 +410,13 @@ class _Drafts:
         return kind if kind == self.recording.draft else None
 
 
-def require_drafts(chosen: type[Strategy], params: Params, recording: Recording) -> str | None:
-    """Return the kind that ``chosen`` drafts with, as ``draft_choice.draft_kind``. UsageError if the recording has not
+def require_drafts(strategy: type[Strategy], params: Params, recording: Recording) -> str | None:
+    """Return the kind that ``strategy`` drafts with, as ``draft_choice.draft_kind``. UsageError if the recording lacks
     that kind's drafts."""
-    kind = draft_kind(chosen, params, _Drafts(recording))
+    kind = draft_kind(strategy, params, _Drafts(recording))
     if kind not in (None, NGRAM.name, recording.draft):
-        raise UsageError(f"{chosen.name} drafts with {DRAFT_KINDS[kind].title} here, and {recording.shown} has what "
-                         f"{recording.draft} said: leave --draft out, or leave {chosen.name} out")
+        raise UsageError(f"{strategy.name} drafts with {DRAFT_KINDS[kind].title} here, and {recording.shown} has what "
+                         f"{recording.draft} said: leave --draft out, or leave {strategy.name} out")
     return kind
 
 

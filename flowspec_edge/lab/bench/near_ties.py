@@ -37,10 +37,10 @@ class NearTies:
             return False
         logits = self._logits([*request.prompt, *tokens])[len(request.prompt) - 1 :]
         slack = TOLERANCE * float(logits.std())
-        chosen = [[token] for token in tokens] + ([stops] if ended else [])
+        expected = [[token] for token in tokens] + ([stops] if ended else [])
         first = len(request.prompt) - 1
         return all(_nearly_best(row, first + i, tokens_of_row, request, slack)
-                   for i, (row, tokens_of_row) in enumerate(zip(logits, chosen, strict=False)))
+                   for i, (row, tokens_of_row) in enumerate(zip(logits, expected, strict=False)))
 
     @torch.inference_mode()
     def _logits(self, text: list[int]) -> NDArray[np.float64]:

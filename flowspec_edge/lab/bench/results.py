@@ -39,8 +39,8 @@ class Difference:
     repeat: int = 0
 
     def __str__(self) -> str:
-        where = f"{self.task} at T = {self.temperature:g}, repeat {self.repeat}, " if self.task else ""
-        return (f"{self.strategy}, {where}prompt {self.prompt}: token {self.position} is {_token(self.got)}, "
+        place = f"{self.task} at T = {self.temperature:g}, repeat {self.repeat}, " if self.task else ""
+        return (f"{self.strategy}, {place}prompt {self.prompt}: token {self.position} is {_token(self.got)}, "
                 f"plain decoding gives {_token(self.expected)}")
 
 
@@ -81,8 +81,8 @@ class Results(ABC):
     def different_texts(self) -> list[str]:
         """A line for each text that is not plain decoding's."""
         places = [(self.where(point.value), point.report) for point in self.measured_points()]
-        return [f"at {where}: {difference}" if where else str(difference)
-                for where, report in places for difference in report.differences]
+        return [f"at {label}: {difference}" if label else str(difference)
+                for label, report in places for difference in report.differences]
 
     @abstractmethod
     def as_json(self) -> dict[str, Any]:
@@ -316,13 +316,13 @@ def load_sweep(path: Path) -> Sweep:
     return sweep
 
 
-def _read(path: Path, parse: Callable[[Any], File], what: str, command: str) -> File:
-    """Raise UsageError if the file cannot be read or parsed, or is no ``what``, which ``command`` writes."""
+def _read(path: Path, parse: Callable[[Any], File], file_kind: str, command: str) -> File:
+    """Raise UsageError if the file cannot be read or parsed, or is no ``file_kind``, which ``command`` writes."""
     data = read_json(path)
     try:
         return parse(data)
     except ValidationError as error:
-        raise UsageError(f"{path} is no {what} ({_first_fault(error)}); write one with: {command}") from error
+        raise UsageError(f"{path} is no {file_kind} ({_first_fault(error)}); write one with: {command}") from error
 
 
 def _first_fault(error: ValidationError) -> str:

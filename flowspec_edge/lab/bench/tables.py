@@ -83,8 +83,8 @@ def first_token_table(first_tokens: Sequence[FirstToken]) -> Table:
 
 
 def title(clock: str, profile: str | None, stages: int, temperature: float, strategy: str = "") -> str:
-    what = f"{timing(clock, profile)}, {stages} stages, T = {temperature:g}"
-    return f"{strategy}, {what}" if strategy else what
+    conditions = f"{timing(clock, profile)}, {stages} stages, T = {temperature:g}"
+    return f"{strategy}, {conditions}" if strategy else conditions
 
 
 def timing(clock: str, profile: str | None) -> str:
@@ -216,11 +216,11 @@ def measured_as(sweep: Sweep) -> str:
     """The clock and the links of the figures; virtual and emulated time in capitals."""
     if sweep.clock == "virtual":
         return timing(sweep.clock, sweep.profile)
-    where = {"virtual": "virtual links", "namespaces": "shaped links of this machine",
+    links = {"virtual": "virtual links", "namespaces": "shaped links of this machine",
              "cluster": "a cluster's shaped links" if sweep.axis.link else "a cluster's links"}[sweep.links]
     if sweep.emulated:
-        return f"EMULATED: wall clock, {where}, real processes that compute as long as {sweep.profile} says"
-    return f"wall clock, {where}"
+        return f"EMULATED: wall clock, {links}, real processes that compute as long as {sweep.profile} says"
+    return f"wall clock, {links}"
 
 
 def sweep_title(sweep: Sweep, strategy: str = "") -> str:

@@ -131,17 +131,17 @@ _RUN_S = 600.0  # a run takes seconds
 Draw = Callable[[list[str]], str]  # from the arguments of ``bench timeline`` to its output
 
 
-def arguments(what: str) -> list[str]:
+def arguments(words: str) -> list[str]:
     """The arguments of ``flowspec bench timeline`` for a mark's words."""
-    name, *options = what.split()
+    name, *options = words.split()
     flags = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(options)]
     return ["--strategy", name, *flags]
 
 
 def update_timelines(text: str, draw: Draw) -> str:
     def block(match: re.Match[str]) -> str:
-        what = match["what"]
-        return f"<!-- timeline {what} -->\n```text\n{draw(arguments(what)).rstrip()}\n```\n"
+        words = match["what"]
+        return f"<!-- timeline {words} -->\n```text\n{draw(arguments(words)).rstrip()}\n```\n"
 
     return _MARK.sub(block, text)
 

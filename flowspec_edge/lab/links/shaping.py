@@ -131,17 +131,17 @@ class DeviceShaping:
 
     def _restore_script(self) -> str:
         """The restoring script; UsageError if the state cannot be restored reliably."""
-        where = f"{self._runner.where}: {self._interface}"
+        link_name = f"{self._runner.where}: {self._interface}"
         explicit = [entry for entry in self._prior
                     if entry["handle"] != "0:" and entry["kind"] not in ("ingress", "clsact")]
         if not explicit:  # the kernel restores its default itself
             return tc.removal(self._interface)
         root = explicit[0]
         if root["handle"] == tc.HANDLE:
-            raise UsageError(f"{where} is shaped already: {self._busy()}")
+            raise UsageError(f"{link_name} is shaped already: {self._busy()}")
         kind, handle = root["kind"], root["handle"]
         if len(explicit) > 1 or not root.get("root") or kind not in _RESTORABLE or not self._is_plain(root):
-            raise UsageError(f"{where} has a queueing discipline ({kind} {handle}) that could not be "
+            raise UsageError(f"{link_name} has a queueing discipline ({kind} {handle}) that could not be "
                              "restored; remove it first, or leave this board's link alone")
         add = ["tc", "qdisc", "add", "dev", self._interface, "root", "handle", handle, kind]
         return tc.removal(self._interface, add)

@@ -86,8 +86,8 @@ _EXPLAINED: dict[Kind, str] = {
 }
 
 
-def _counted(records: Sequence[Record], field: Literal["short", "repeating"], what: str) -> list[str]:
-    """How many answers are ``what``; at one temperature every method gives the same answers, up to near
+def _counted(records: Sequence[Record], field: Literal["short", "repeating"], property_name: str) -> list[str]:
+    """How many answers are ``property_name``; at one temperature every method gives the same answers, up to near
     ties."""
     counts_by_task = {}
     for r in records:
@@ -99,7 +99,7 @@ def _counted(records: Sequence[Record], field: Literal["short", "repeating"], wh
     counts = "; ".join(f"T = {temperature:g}: " + ", ".join(
         f"{task} {count} of {answers}" for (task, t), (count, answers) in counts_by_task.items()
         if t == temperature and task != MEAN) for temperature in dict.fromkeys(t for _, t in counts_by_task))
-    return [f"{what}: {counts}."]
+    return [f"{property_name}: {counts}."]
 
 
 def _left_out(artefact: Artefact, results: Sequence[Measured]) -> list[str]:

@@ -159,8 +159,8 @@ class _Point:
                     if not mine:
                         continue
 
-                    def others(name: str, where: tuple[str, float] = (task, temperature)) -> list[Sample]:
-                        return [s for s in samples if s.cell == (name, *where)]
+                    def others(name: str, task: str = task, temperature: float = temperature) -> list[Sample]:
+                        return [s for s in samples if s.cell == (name, task, temperature)]
 
                     parts.append(figures(mine, others, self.stages))
                     yield from self._records_of(temperature, method, task, mine, parts[-1])

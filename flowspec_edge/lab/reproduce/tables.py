@@ -81,8 +81,8 @@ def _speed_panels(records: Sequence[Record]) -> list[PaperPanel]:
                            _matching(ours, task=_whole(ours), quantity=quantity, method=method))
                    for source in papers for quantity in quantities)]
                 for method in _distinct(ours, "method")]
-        where = _where(profile, temperature, acceptance, looks_up if both else None)
-        panels.append(PaperPanel(where, header, rows))
+        heading_start = _where(profile, temperature, acceptance, looks_up if both else None)
+        panels.append(PaperPanel(heading_start, header, rows))
         others = [r for r in ours if r.quantity in ("tokens_per_second_other", "speedup_other")]
         if others:
             tasks = _distinct(others, "task")
@@ -90,7 +90,7 @@ def _speed_panels(records: Sequence[Record]) -> list[PaperPanel]:
                      *(_first(others, quantity, task=task, method=method) for task in tasks
                        for quantity in ("tokens_per_second_other", "speedup_other"))]
                     for method in _distinct(others, "method")]
-            heading = f"{where}, without answers that repeat themselves"
+            heading = f"{heading_start}, without answers that repeat themselves"
             header = ["method", "draft", *(cell for task in tasks for cell in (str(task), "SR"))]
             panels.append(PaperPanel(heading, header, rows))
     return panels
@@ -115,8 +115,8 @@ def _acceptance_panels(records: Sequence[Record]) -> list[PaperPanel]:
                            _matching(ours, task=task, quantity=quantity, method=method))
                    for source in papers for quantity in quantities)]
                 for method in _distinct(ours, "method")]
-        where = _where(profile, acceptance=acceptance, looks_up=looks_up if both else None)
-        panels.append(PaperPanel(where, header, rows))
+        heading = _where(profile, acceptance=acceptance, looks_up=looks_up if both else None)
+        panels.append(PaperPanel(heading, header, rows))
     return panels
 
 

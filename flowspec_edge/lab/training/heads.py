@@ -354,8 +354,8 @@ def _agreement(student: Student, held_out: Tensor, greedy: bool, limit: int, pro
     for rows in texts.split(8):  # logits over a large vocabulary are large
         states, features = student.read(rows)
         best = student.target_logits(features[:, 1:]).argmax(-1)
-        for d, chosen in enumerate(student.drafts(states, rows, anchors, DEPTHS)):
-            hits[d] += (chosen == best[:, anchors + d]).sum().item()
+        for d, drafted in enumerate(student.drafts(states, rows, anchors, DEPTHS)):
+            hits[d] += (drafted == best[:, anchors + d]).sum().item()
     shares: list[float] = (hits / (len(texts) * len(anchors))).tolist()
     return shares
 

@@ -217,13 +217,13 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any) -> Document:
         raise _UnusableLine(f"the tokenizer's chat template refuses it ({first_line(error)})") from error
 
 
-def bind(path: Path, settings: dict[str, Any], what: str) -> None:
+def bind(path: Path, settings: dict[str, Any], other_work: str) -> None:
     """Bind a work directory to ``settings``; UsageError if the file ``path`` in it says otherwise."""
     settings = json.loads(json.dumps(settings))  # as a reader gets it: tuples become lists
     if not path.exists():
         write_atomically(path, json.dumps(settings, indent=1))
     elif read_json(path) != settings:
-        raise UsageError(f"{path.parent} holds the work of {what}; give another --work, or delete it")
+        raise UsageError(f"{path.parent} holds the work of {other_work}; give another --work, or delete it")
 
 
 def work_beside(out: Path) -> Path:

@@ -69,8 +69,9 @@ def tokenizer_of(fields: Fields) -> Tokenizer:
     tokenizer = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens)
     types = fields.get("tokenizer.ggml.token_type")
     types = [] if types is None else types.tolist()
-    tokenizer.add_tokens([AddedToken(token, normalized=_SPACE in token, special=what == _CONTROL)
-                          for token, what in zip(tokens, types, strict=False) if what in (_CONTROL, _USER_DEFINED)])
+    tokenizer.add_tokens([AddedToken(token, normalized=_SPACE in token, special=token_type == _CONTROL)
+                          for token, token_type in zip(tokens, types, strict=False)
+                          if token_type in (_CONTROL, _USER_DEFINED)])
     begins = fields.get("tokenizer.ggml.add_bos_token")
     bos = _id(fields, "bos_token_id", len(tokens))
     if bos is not None and (kind == "llama" if begins is None else begins):
@@ -118,8 +119,8 @@ def _sentencepiece(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
     if scores is None or len(scores) != len(tokens):
         raise fields.unusable("tokenizer.ggml.scores", scores, f"{len(tokens)} numbers, one for each token")
     types = fields.get("tokenizer.ggml.token_type")
-    unknown = next((token for token, what in zip(tokens, types if types is not None else (), strict=False)
-                    if what == _UNKNOWN), None)
+    unknown = next((token for token, token_type in zip(tokens, types if types is not None else (), strict=False)
+                    if token_type == _UNKNOWN), None)
     tokenizer = Tokenizer(models.BPE(_numbered(tokens), _merges_by_score(tokens, scores.tolist()), unk_token=unknown,
                                      fuse_unk=True, byte_fallback=True))
     prefixed = _is_prefixed(fields)

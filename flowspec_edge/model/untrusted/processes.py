@@ -51,8 +51,8 @@ class Limits:
 class LimitExceeded(UsageError):
     """A job needs too much; the message says of what. ``certain``: the same job will always do so."""
 
-    def __init__(self, what: str, certain: bool = True) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, certain: bool = True) -> None:
+        super().__init__(message)
         self.certain = certain
 
 
@@ -223,10 +223,10 @@ class _Process:
             data += piece
         return bytes(data)
 
-    def _wait(self, what: int, deadline: float) -> None:
+    def _wait(self, events: int, deadline: float) -> None:
         """Wait for the socket; poll, because select has no descriptors above 1023."""
         poll = select.poll()
-        poll.register(self._socket, what)
+        poll.register(self._socket, events)
         cancelled = _cancelled.get()
         while not poll.poll(_LOOK_S * 1000):
             if cancelled is not None and cancelled.is_set():

@@ -139,31 +139,32 @@ def _of_message(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for at, block in enumerate(blocks):
-        where = f"{name}.content[{at}]"
+        block_name = f"{name}.content[{at}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            texts.append(_text(block, "text", where))
+            texts.append(_text(block, "text", block_name))
         elif kind == "thinking" and role == "assistant":
-            thinking.append(_text(block, "thinking", where))
+            thinking.append(_text(block, "thinking", block_name))
         elif kind == "redacted_thinking" and role == "assistant":
             continue  # Anthropic encrypts it for its own models, so the served model cannot read it
         elif kind == "tool_use" and role == "assistant":
-            calls.append(_call(block, where))
+            calls.append(_call(block, block_name))
         elif kind == "tool_result" and role == "user":
-            results.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", where),
-                            "content": _texts(block.get("content") or "", f"{where}.content")})
+            results.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", block_name),
+                            "content": _texts(block.get("content") or "", f"{block_name}.content")})
         else:
-            raise ApiError(400, f"{where}: blocks of the type {str(kind)[:40]!r} are not supported in a message of the "
-                                f"{role}: this server reads text, thinking, tool_use and tool_result", where,
-                           "unsupported_parameter")
+            raise ApiError(400, f"{block_name}: blocks of the type {str(kind)[:40]!r} are not supported in a message "
+                                f"of the {role}: this server reads text, thinking, tool_use and tool_result",
+                           block_name, "unsupported_parameter")
     turn = {"role": role, "content": "\n".join(texts)} | without_none(
         tool_calls=calls or None, reasoning_content="\n".join(thinking) or None)
     return [*results, *([turn] if texts or calls or thinking else [])]
 
 
-def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
-    function = {"name": _text(block, "name", where), "arguments": object_of(block.get("input"), f"{where}.input")}
-    return {"id": _text(block, "id", where), "type": "function", "function": function}
+def _call(block: dict[str, Any], block_name: str) -> dict[str, Any]:
+    function = {"name": _text(block, "name", block_name),
+                "arguments": object_of(block.get("input"), f"{block_name}.input")}
+    return {"id": _text(block, "id", block_name), "type": "function", "function": function}
 
 
 def _texts(content: Any, name: str) -> str:
@@ -172,16 +173,16 @@ def _texts(content: Any, name: str) -> str:
         return content
     texts = []
     for at, block in enumerate(list_of(content, name)):
-        where = f"{name}[{at}]"
+        block_name = f"{name}[{at}]"
         if not isinstance(block, dict) or block.get("type") != "text":
-            raise ApiError(400, f"{where}: must be a text block: this server reads text only", where,
+            raise ApiError(400, f"{block_name}: must be a text block: this server reads text only", block_name,
                            "unsupported_parameter")
-        texts.append(_text(block, "text", where))
+        texts.append(_text(block, "text", block_name))
     return "\n".join(texts)
 
 
-def _text(block: dict[str, Any], field: str, where: str) -> str:
+def _text(block: dict[str, Any], field: str, block_name: str) -> str:
     value = block.get(field)
     if not isinstance(value, str):
-        raise ApiError(400, f"{where}.{field}: must be a string", f"{where}.{field}")
+        raise ApiError(400, f"{block_name}.{field}: must be a string", f"{block_name}.{field}")
     return value

@@ -58,9 +58,9 @@ class RequestField:
                 for other in self.neutral):
             return
         advice = f", or send {json.dumps(self.neutral[0])}" if self.neutral else ""
-        where = _PATHS[endpoint] if self.implemented else "this server"
+        refuser = _PATHS[endpoint] if self.implemented else "this server"
         name = parent + self.name
-        raise ApiError(400, f"{name} is not supported by {where} ({self.says}): leave it out{advice}", name,
+        raise ApiError(400, f"{name} is not supported by {refuser} ({self.says}): leave it out{advice}", name,
                        "unsupported_parameter")
 
 
@@ -106,10 +106,10 @@ class FieldTable:
         if verdict == "no effect" and not re.search(r"\bsee\b|\buse\b|--|^it goes with|usage|refused", field.says):
             return "the answer is the same"
         everywhere = len(field.implemented) in (0, self._endpoints)
-        where = "" if everywhere else f"({', '.join(field.implemented)}) "
+        endpoints = "" if everywhere else f"({', '.join(field.implemented)}) "
         if goes := _GOES_WITH.fullmatch(field.says):
             return f"goes with {goes[1]}"
-        return where + field.says
+        return endpoints + field.says
 
     def _similar_field(self, name: str, endpoint: Endpoint) -> str | None:
         """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""

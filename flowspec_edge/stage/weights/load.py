@@ -119,9 +119,9 @@ class _PackedMatrix:
     """Fills its rows of a QuantLinear once it has all tensors: files hold the small ones of all matrices
     first."""
 
-    def __init__(self, where: str, linear: QuantLinear, names: Mapping[str, str], bias: str | None,
+    def __init__(self, source: str, linear: QuantLinear, names: Mapping[str, str], bias: str | None,
                  first: int, rows: int) -> None:
-        self._where, self._linear, self._bias = where, linear, bias
+        self._where, self._linear, self._bias = source, linear, bias
         self._first, self._rows = first, rows
         self._names = names  # of the tensors, by suffix
         self._tensors: dict[str, Tensor] = {}

@@ -25,9 +25,9 @@ def answer(sections: dict[str, dict[str, Any]]) -> None:
     print(json.dumps({"time": start, "seconds": float(output(*_DATE)) - start, **facts}))
 
 
-def doing(what: str, seconds: float) -> None:
+def doing(step: str, seconds: float) -> None:
     """Tell the control host what comes next, and how long that may take: ``commands.Runner`` reads it."""
-    print(f"\x1e{seconds:g} {what}", file=sys.stderr, flush=True)
+    print(f"\x1e{seconds:g} {step}", file=sys.stderr, flush=True)
 
 
 def run(argv: list[str], seconds: float = _TIMEOUT_S) -> Any:
