@@ -65,7 +65,7 @@ class Runner(ABC):
     def __init__(self, device_name: str, timeout_s: float) -> None:
         """``device_name``: the device's name in error messages; ``timeout_s``: for a command, or for each thing
         that it says it is doing (``onboard.tools.doing``) unless that says how long it may take."""
-        self.where, self._timeout_s = device_name, timeout_s
+        self.device_name, self._timeout_s = device_name, timeout_s
 
     @abstractmethod
     def command(self, argv: Sequence[str]) -> list[str]:
@@ -97,7 +97,7 @@ class Runner(ABC):
         """The error if no command begins; ``output``: what came instead."""
         last = last_line(output.decode(errors="replace"))
         return Unreached(
-            f"{self.where}: ssh reaches it, and no command began within {self.login_s:g} s"
+            f"{self.device_name}: ssh reaches it, and no command began within {self.login_s:g} s"
             + (f"; it printed {last[:100]!r} last" if last else "")
             + ": see what stops its login, such as a home directory that does not answer, a full disk, "
               "~/.bashrc, or a command that sshd forces; ssh there by hand shows it")
@@ -110,19 +110,19 @@ class Runner(ABC):
         """
         name, local = argv[0], self.announced(argv)
         try:
-            with TemporaryFile() as stderr, _waiting_for(self.where):
+            with TemporaryFile() as stderr, _waiting_for(self.device_name):
                 code, stdout = self._exchange(name, local, stdin, stderr)
                 stderr.seek(0)
                 errors = stderr.read().decode(errors="replace")
         except OSError as error:
-            raise FlowspecError(f"{self.where}: cannot run {local[0]}: {error.strerror}") from error
+            raise FlowspecError(f"{self.device_name}: cannot run {local[0]}: {error.strerror}") from error
         if code and _by_ssh(local, code):
-            raise Unreached(f"{self.where}: " + (
+            raise Unreached(f"{self.device_name}: " + (
                 failure(name, local, code, errors) if last_line(errors) else
                 f"ssh: the connection broke in {name}: see whether the board is up, its power and its "
                 "cable, then run this again"))
         if code:
-            raise FlowspecError(f"{self.where}: {failure(name, local, code, errors)}")
+            raise FlowspecError(f"{self.device_name}: {failure(name, local, code, errors)}")
         return stdout.decode(errors="replace")
 
     def _exchange(self, name: str, local: Sequence[str], stdin: str | IO[bytes] | None, stderr: IO[bytes]
@@ -148,7 +148,7 @@ class Runner(ABC):
                         doing, limit, since = announced_steps[-1][1], float(announced_steps[-1][0]), time.monotonic()
                     if time.monotonic() - since > limit:
                         raise Unreached(
-                            f"{self.where}: {name} did not finish within {limit:g} s"
+                            f"{self.device_name}: {name} did not finish within {limit:g} s"
                             + (f"; the last that it did was: {doing}" if doing else "")
                             + ": see whether the board hangs (uptime, dmesg), then run this again")
             except BaseException:

@@ -182,8 +182,8 @@ def with_speedup(predictions: Sequence[Prediction]) -> list[Prediction]:
 
 def compare(board: CandidateBoard, problem: SplitProblem, alone: Sequence[Prediction], boards: int,
             pipeline: Sequence[Prediction]) -> SingleBoardEstimate:
-    """The best of one board's predictions against the best of a pipeline of ``boards`` boards (empty if none
-    fits)."""
+    """Compare the best prediction for one board with the best for a pipeline of ``boards`` boards, which is empty if no
+    pipeline fits."""
     best = max(alone, key=lambda p: p.tokens_per_second)
     others = max(pipeline, key=lambda p: p.tokens_per_second, default=None)
     enough = others is None or best.tokens_per_second >= others.tokens_per_second

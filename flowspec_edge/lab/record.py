@@ -76,7 +76,7 @@ class Expander:
         self._open: list[tuple[float, int, int]] = []
         self._levels: dict[int, list[tuple[float, int, int]]] = {}  # by depth, of the levels to come
         self._level = 0
-        self._done: set[tuple[int, int]] = set()
+        self._expanded: set[tuple[int, int]] = set()
 
     def next(self) -> list[tuple[int, int]]:
         """Return the places of the nodes' parents and their tokens; none at the end."""
@@ -92,7 +92,7 @@ class Expander:
         batch: set[tuple[int, int]] = {*right}
         while self._open and len(batch) < min(_PASS, room):
             _, parent, token = heapq.heappop(self._open)
-            if (parent, token) not in self._done:
+            if (parent, token) not in self._expanded:
                 batch.add((parent, token))
         return sorted(batch)
 
@@ -100,7 +100,7 @@ class Expander:
         """Return the first node on the text that is not expanded; none if all are."""
         while len(self._right) <= len(self._text):
             node = (self._right[-1], self._text[len(self._right) - 1])
-            if node not in self._done:
+            if node not in self._expanded:
                 return [node]
             self._right.append(self.nodes.index(node))
         return []
@@ -110,7 +110,7 @@ class Expander:
         for (parent, token), tokens, scores in zip(nodes, output.tokens.tolist(), output.scores.tolist(), strict=True):
             place = len(self.nodes)
             self.nodes.append((parent, token))
-            self._done.add((parent, token))
+            self._expanded.add((parent, token))
             if parent < 0:
                 self._right.append(place)
             self.tokens.append(tokens)

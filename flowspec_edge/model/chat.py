@@ -301,7 +301,7 @@ def require_template(model: OpenModel, template: str | None) -> None:
 
 
 def no_template(model: OpenModel) -> UsageError:
-    return UsageError(f"{model.shown} has no chat template, and its name matches no built-in one; give "
+    return UsageError(f"{model.display_path} has no chat template, and its name matches no built-in one; give "
                       f"--chat-template {', '.join(BUILT_IN)} or a file with a Jinja template")
 
 

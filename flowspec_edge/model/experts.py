@@ -124,8 +124,8 @@ def _like(module: nn.Module) -> Any:
 
 
 def touched(layers: Iterable[nn.Module], start: int, stop: int) -> tuple[int, float]:
-    """Of rows [start, stop) of the last pass: (distinct experts, and how many independent rows would touch on
-    average, E (1 - (1 - k/E)^n)), both summed over ``layers``."""
+    """Count the distinct experts of rows [start, stop) in the last pass, and how many independent rows would touch on
+    average: E (1 - (1 - k/E)^n). Both are sums over ``layers``."""
     distinct, expected = 0, 0.0
     for experts, chosen in computed(layers):
         distinct += len(chosen[start:stop].unique())
@@ -142,9 +142,9 @@ def computed(layers: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
 
 
 def correlation_of(layers: Sequence[nn.Module], rows: int) -> float | None:
-    """That of the last pass, c = (U(n) - touched) / (U(n) - k) with sums over ``layers``; below 0 where rows
-    shared less than independent ones do on average.  None without experts, or if the pass had one row, or
-    another number than ``rows``."""
+    """Return the correlation of the last pass's choices: c = (U(n) - touched) / (U(n) - k), with sums over ``layers``.
+    It is below 0 where rows shared fewer experts than independent rows do on average. None without experts, and if the
+    pass had one row or another number than ``rows``."""
     choices = [chosen for _, chosen in computed(layers)]
     if rows < 2 or not choices or len(choices[0]) != rows:
         return None

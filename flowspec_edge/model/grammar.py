@@ -259,8 +259,8 @@ class GrammarCompiler:
         return self._tried(GrammarText(lark, lark))[0]
 
     def _without_problems(self, text: GrammarText, refusal: str) -> tuple[str, GrammarText | None]:
-        """Of a grammar with a schema that cannot be enforced: why it is refused if that schema is strict,
-        else the grammar without what is ignored."""
+        """Handle a grammar with a schema that cannot be enforced. If that schema is strict, return why the grammar is
+        refused; else return the grammar without the keywords that are ignored."""
         lark, checked = text.lark, text.checked
         for value in dict.fromkeys(_json_values(text.lark)):
             schema = json.loads(value)
@@ -278,7 +278,7 @@ class GrammarCompiler:
         return self._refusal(checked), GrammarText(lark, checked)
 
     def _enforceable(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]] | None:
-        """What of a schema can be enforced, and what cannot; None if all can."""
+        """Divide a schema into what can be enforced and what cannot. None: all of it can be enforced."""
         try:
             verdict = json.loads(self._processes.run({"schema": schema, "limits": _PARSER_LIMITS}))
             if verdict is None:
@@ -385,8 +385,8 @@ def _is_dead_end(matcher: Any) -> bool:
 
 
 def matching(regex: str) -> str:
-    """A text that matches all of ``regex``, in llguidance's Lark syntax: slashes end it, and it has one
-    line."""
+    """Return an expression in llguidance's Lark syntax that matches all of ``regex``. There a slash ends an expression,
+    and an expression has one line."""
     body = re.sub(r"\\?[/\n]|\\.", lambda match: _WITHIN_SLASHES.get(match[0][-1], match[0]), regex)
     return f"/{body}/"
 

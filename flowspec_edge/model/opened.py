@@ -32,8 +32,8 @@ from flowspec_edge.model.weights.located import (
     GGUF_TABLE,
     MANIFEST,
     WEIGHTS,
+    display_path,
     locate,
-    shown,
     stored_names,
     warn_of_unread,
 )
@@ -64,9 +64,9 @@ class OpenModel:
         return self.path.resolve().name
 
     @property
-    def shown(self) -> Path:
+    def display_path(self) -> Path:
         """What messages call it: of a GGUF file that file, not the directory that was made of it."""
-        return shown(self.path)
+        return display_path(self.path)
 
     @property
     def sharded(self) -> bool:
@@ -266,7 +266,7 @@ def missing_own_layer(kind: DraftKind, model: OpenModel | None, family: str = ""
         having = [name for name, other in FAMILIES.items() if kind in other.draft_layers]
         return (f"draft {kind.name}: {family!r} models have no {layer} that can be run, only those of the "
                 f"types {', '.join(having)}")
-    return (f"draft {kind.name}: {model.shown} has no {layer}, since its weights hold no tensors "
+    return (f"draft {kind.name}: {model.display_path} has no {layer}, since its weights hold no tensors "
             f"{kind.in_target}*: take the checkpoint as it was published, and shard that again")
 
 

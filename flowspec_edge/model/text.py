@@ -29,7 +29,7 @@ from flowspec_edge.model.chat import (
 from flowspec_edge.model.grammar import GrammarCompiler
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
-from flowspec_edge.model.weights.located import shown
+from flowspec_edge.model.weights.located import display_path
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 _HERE = "END_OF_THE_LAST_MESSAGE "  # replaced by nothing
@@ -51,7 +51,7 @@ class Tokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model.target, local_files_only=True,
                                                                  trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare Exceptions for a file it cannot read
-            raise UsageError(f"the tokenizer in {shown(model.target)} cannot be loaded: {first_line(error)}"
+            raise UsageError(f"the tokenizer in {display_path(model.target)} cannot be loaded: {first_line(error)}"
                              ) from error
         self._model = model
         self._templates = TemplateRenderer()
@@ -202,10 +202,10 @@ class Tokenizer:
             text = _up_to_here(text, messages[-1].content) if rendering.continues else text
             ids = self._ids(text, rendering.special)
         except (UsageError, TypeError, ValueError) as error:  # surrogates are no text
-            raise UsageError(f"the chat template of {self._model.shown} cannot be used for this chat: "
+            raise UsageError(f"the chat template of {self._model.display_path} cannot be used for this chat: "
                              f"{first_line(error)}") from error
         if not ids:
-            raise UsageError(f"the chat template of {self._model.shown} gives no tokens for this chat")
+            raise UsageError(f"the chat template of {self._model.display_path} gives no tokens for this chat")
         return ids
 
 
@@ -234,7 +234,7 @@ class TextStream:
         self._ids = self._lead(after)  # the newest, which affect the text of the next
         self._text = self._decode(self._ids)  # of these
         self._written = self._text  # the beginning of it that has been written
-        self._done = len(self._ids)  # how many of them it comes from
+        self._ids_in_text = len(self._ids)  # how many of them it comes from
 
     def push(self, ids: Sequence[int]) -> None:
         if new := "".join(map(self._pushed, ids)):
@@ -243,7 +243,7 @@ class TextStream:
     def close(self) -> None:
         """Write the rest, even if its last character is incomplete."""
         remaining = self._text[len(self._written):]
-        self._written, self._done = self._text, len(self._ids)
+        self._written, self._ids_in_text = self._text, len(self._ids)
         if remaining:
             self._write(remaining)
 
@@ -263,12 +263,12 @@ class TextStream:
         if not text.startswith(self._written):
             # The new tokens begin with incomplete bytes, and a decoder with byte fallback rejects the whole
             # run of bytes, valid characters included.
-            del self._ids[:self._done]
+            del self._ids[:self._ids_in_text]
             text, self._written = self._decode(self._ids), ""
         pending = self._unfinished(text)
         certain = text[:len(text) - pending]
         new = certain[len(self._written):]
-        self._text, self._done = text, len(self._ids) - pending
+        self._text, self._ids_in_text = text, len(self._ids) - pending
         self._written += new
         if len(self._ids) >= 2 * _CONTEXT:
             self._forget(pending)
@@ -294,6 +294,6 @@ class TextStream:
             tail = self._decode(self._ids[start:])
             if self._text.endswith(tail) and len(tail) >= pending and bool(tail) == bool(self._text):
                 del self._ids[:start]
-                self._text, self._done = tail, len(self._ids) - pending
+                self._text, self._ids_in_text = tail, len(self._ids) - pending
                 self._written = tail[:len(tail) - pending]
                 return

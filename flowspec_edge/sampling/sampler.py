@@ -158,8 +158,8 @@ class AnswerPenalties:
 
     @torch.inference_mode()
     def applied(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """``logits`` [n, V] with the changes, at least float32. ``paths``: of each row, the tokens between
-        the answer and the row's successor."""
+        """Return ``logits`` [n, V] with the changes, at least in float32. ``paths`` has, for each row, the tokens
+        between the answer and the row's successor."""
         logits = wide(logits)
         if self._state is None:
             width = logits.shape[-1]
@@ -282,8 +282,8 @@ def fetched_children(children: list[Tensor], draft_vocabulary: DraftVocabulary |
 
 def log_probs(logits: Tensor, tokens: NDArray[np.integer], most: int
               ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
-    """Log softmax at ``tokens`` [n]: float64 [n]; and ids and values of the ``most`` likeliest, falling: [n,
-    most]."""
+    """Return the log softmax at ``tokens`` [n], float64 [n], and the ids and values of the ``most`` likeliest tokens in
+    falling order, [n, most]."""
     x = logits.double()
     x = x - torch.logsumexp(x, -1, keepdim=True)
     token_values = x.gather(1, indices(tokens, x.device)[:, None])

@@ -28,7 +28,7 @@ from flowspec_edge.model.manifest import (
     ShardPart,
 )
 from flowspec_edge.model.opened import OpenModel
-from flowspec_edge.model.weights.located import MANIFEST, shown
+from flowspec_edge.model.weights.located import MANIFEST, display_path
 from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, TextFile, is_imported
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import TensorFile, copy_file, partial_of, writing
@@ -123,7 +123,7 @@ def _quantise(source: SourceModel, name: str, scheme: Scheme | None, prefix: str
         try:
             stored = scheme.quantise(_computable(piece))
         except FlowspecError as error:
-            raise FlowspecError(f"{shown(source.weights.directory)}: tensor {name}: {error}") from error
+            raise FlowspecError(f"{display_path(source.weights.directory)}: tensor {name}: {error}") from error
         for suffix, tensor in stored.items():
             target.write(f"{prefix}.{suffix}", tensor)
 
@@ -137,7 +137,7 @@ def _convert(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
             for suffix, tensor in stored.items():
                 target.write(f"{linear.prefix}.{suffix}", tensor)
     except FlowspecError as error:
-        raise type(error)(f"{shown(source.weights.directory)}: {linear.prefix}: {error}") from error
+        raise type(error)(f"{display_path(source.weights.directory)}: {linear.prefix}: {error}") from error
 
 
 def _computable(piece: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from flowspec_edge.model.manifest import (
     ShardDtype,
     stage_part,
 )
-from flowspec_edge.model.weights.located import INDEX, SAFE, shown
+from flowspec_edge.model.weights.located import INDEX, SAFE, display_path
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import Layout, file_size
 from flowspec_edge.stage.layers.kinds import layer_kinds
@@ -186,8 +186,8 @@ def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | N
     read = source.imported
     if read is not None and (read.only_int4 or dtype in (None, "int4")):
         if dtype not in (None, "int4") or group not in (None, read.group):
-            raise UsageError(f"{shown(source.weights.directory)} is quantised already, in groups of {read.group}: "
-                             "it can only become int4 with these; for another kind take it in 16 bits")
+            raise UsageError(f"{display_path(source.weights.directory)} is quantised already, in groups of "
+                             f"{read.group}: it can only become int4 with these; for another kind take it in 16 bits")
         dtype, group = "int4", read.group
     if dtype is None:
         dtype = DTYPE_NAMES[float_dtype]

@@ -21,7 +21,7 @@ from flowspec_edge.model.families import text_config
 from flowspec_edge.model.opened import OpenModel, is_here, resolve_model
 from flowspec_edge.model.weights.checkpoint import check_shape, missing_tensor
 from flowspec_edge.model.weights.gguf_file import GgufFile
-from flowspec_edge.model.weights.located import shown
+from flowspec_edge.model.weights.located import display_path
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families.decoder import skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
@@ -161,8 +161,8 @@ def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], na
     if missing:
         prefix = missing[0].removesuffix(".weight")
         if f"{prefix}.qweight" in weights:
-            raise FlowspecError(f"{shown(weights.directory)}: {prefix} is in 4 bits: take a checkpoint that has all "
-                                "but the linears of decoder layers in 16 bits, routers included")
+            raise FlowspecError(f"{display_path(weights.directory)}: {prefix} is in 4 bits: take a checkpoint that has "
+                                "all but the linears of decoder layers in 16 bits, routers included")
         raise missing_tensor(weights.directory, missing[0])
     spare = set(weights.names) - expected - packed
     tensor_names.check_no_unexpected(weights.directory, spare - _zero_biases(weights, spare, packed), ())
@@ -202,8 +202,8 @@ def _check(directory: Path, tensors: dict[str, TensorInfo], core: Any) -> None:
     for name, stored in tensors.items():
         check_shape(directory, name, stored.shape, shapes[name])
         if stored.dtype not in _FLOATS:
-            raise FlowspecError(f"{shown(directory)}: tensor {name} is stored as {stored.dtype}, which cannot be "
-                                "converted: take the checkpoint in 16 bits")
+            raise FlowspecError(f"{display_path(directory)}: tensor {name} is stored as {stored.dtype}, which cannot "
+                                "be converted: take the checkpoint in 16 bits")
 
 
 def _zero_biases(weights: WeightSource, spare: set[str], packed: set[str]) -> set[str]:

@@ -67,10 +67,10 @@ def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, sch
     first, *others = names.items()
     beside = checkpoint.tensors([name for _, name in others])  # scales: a thirtieth of the matrix
     for name, tensor in beside.items():
-        check_finite(tensor, tensor.dtype, f"{checkpoint.shown}: tensor {name}")
+        check_finite(tensor, tensor.dtype, f"{checkpoint.display_path}: tensor {name}")
     for lo, piece in checkpoint.pieces(first[1], _SLICE):
         check_finite(piece, element_type if scheme is None else piece.dtype,
-                     f"{checkpoint.shown}: tensor {first[1]}")
+                     f"{checkpoint.display_path}: tensor {first[1]}")
         block = bisect_right(edges, lo) - 1
         stored_rows = {suffix: beside[name][lo:lo + len(piece)] for suffix, name in others}
         target = blocks[block]
@@ -98,5 +98,5 @@ def _check(checkpoint: Checkpoint, stored: dict[str, tuple[torch.Size, torch.dty
     for name, (shape, dtype) in stored.items():
         check_shape(checkpoint.directory, name, infos[name].shape, shape)
         if dtype not in (None, infos[name].dtype):
-            raise FlowspecError(f"{checkpoint.shown}: tensor {name} is stored as {infos[name].dtype}, "
+            raise FlowspecError(f"{checkpoint.display_path}: tensor {name} is stored as {infos[name].dtype}, "
                                 f"not {dtype}: copy the model again")

@@ -93,8 +93,9 @@ def _outputs(module: torch.nn.Module) -> int:
 
 @torch.inference_mode()
 def choose_products(engine: StageEngine, clock: Clock = time.perf_counter) -> str:
-    """Measure from how many rows on products of int4 weights are faster with expanded weights, and set it; after
-    :func:`warm_up`, on CUDA.  Returns a line for the log, or "".  Any failure leaves the kernel for all rows."""
+    """Measure from how many rows on products of int4 weights are faster with expanded weights, and set that number.
+    Call it after :func:`warm_up`; it concerns CUDA alone. Returns a line for the log, or "". After any failure the
+    kernel computes all rows."""
     linears = [module for layer in shard_of(engine).modules for module in _products(layer)
                if isinstance(module, CudaLinear)]
     return choose_expanded(linears, clock) if linears else ""

@@ -242,8 +242,8 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
 
 def find_embedding(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu"
                    ) -> Embedding | None:
-    """The token embeddings, looked up by tokens in host memory if they are an ``EmbeddingTable``; None for
-    D0's part of a sharded model whose draft models need none."""
+    """Return the token embeddings. An ``EmbeddingTable`` is looked up in host memory. None for D0's part of a sharded
+    model whose draft models need no embeddings."""
     open_model = opened(model)
     checkpoint = open_model.checkpoint()
     if tensor_names.EMBEDDING not in checkpoint:

@@ -87,16 +87,16 @@ def missing_draft(strategy: type[Strategy], kind: str, model: OpenModel, write: 
     if model.sharded:
         add = "shard it again with --draft DIR"
     elif draft_kind.is_head:
-        add = f"add one, as flowspec models head {model.shown} says"
+        add = f"add one, as flowspec models head {model.display_path} says"
     elif draft_kind.made_by:
-        add = f"make it with: {draft_kind.made_by} --model {model.shown}"
+        add = f"make it with: {draft_kind.made_by} --model {model.display_path}"
     else:
         add = f"put one into {draft_kind.directory}/"
     others = [] if draft_kind.bound else [kind for kind in model.drafts if kind.name in write.kinds]
     draft_advice = f", draft with its {others[0].title}: {write('draft', others[0].name)}" if others else ""
     looked_up = f", look up in the text: {write('draft', NGRAM.name)}" if not draft_kind.bound else ""
-    return (f"{strategy.name} drafts with {draft_kind.directory}/, which {model.shown} does not have{besides}: {add}"
-            f"{draft_advice}{looked_up}, or {plain}")
+    return (f"{strategy.name} drafts with {draft_kind.directory}/, which {model.display_path} does not have{besides}: "
+            f"{add}{draft_advice}{looked_up}, or {plain}")
 
 
 def with_a_draft(strategy: type[Strategy], params: _P, model: OpenModel, write: Written = AS_OPTION
@@ -110,6 +110,6 @@ def with_a_draft(strategy: type[Strategy], params: _P, model: OpenModel, write: 
     if params.draft != OWN or drafter is NGRAM or drafter.bound or len(model.drafts) > len(in_target):
         return params, ""
     lacks, other = (("head", f"its {in_target[0].title}: {write('draft', in_target[0].name)}") if in_target else
-                    ("draft model", f"a head: flowspec models head {model.shown}"))
+                    ("draft model", f"a head: flowspec models head {model.display_path}"))
     return (replace(params, draft=NGRAM.name),
-            f"{model.shown} has no {lacks}, so {strategy.name} looks up in the text; for {other}")
+            f"{model.display_path} has no {lacks}, so {strategy.name} looks up in the text; for {other}")

@@ -79,8 +79,8 @@ class TextIndex:
         self.newest = (*self.newest, token)[-self.longest :]
 
     def candidates(self, path: Sequence[int], count: int) -> list[tuple[int, float]]:
-        """Up to ``count`` (token, estimate) for a text that ends with ``path``, likeliest first; of equals
-        those of the longer context first, then the newest."""
+        """Return up to ``count`` (token, estimate) for a text that ends with ``path``, likeliest first. Of equal
+        estimates those of the longer context come first, then the newest."""
         estimates: dict[int, float] = {}
         remaining = 1.0  # the probability that no longer context was right
         for length, context in reversed(list(self._contexts(path))):

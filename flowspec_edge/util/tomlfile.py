@@ -56,11 +56,11 @@ class StrictModel(BaseModel):
 
 
 class Misplaced(ValueError):
-    """A validator's error at ``where`` inside the value that it checks."""
+    """A validator's error at ``key_path`` inside the value that it checks."""
 
     def __init__(self, message: str, *key_path: str | int) -> None:
         super().__init__(message)
-        self.where = key_path
+        self.key_path = key_path
 
 
 def matching(pattern: str, description: str) -> AfterValidator:
@@ -181,7 +181,7 @@ def _faults(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[li
         key_path = list(fault["loc"])
         cause = fault.get("ctx", {}).get("error")
         if isinstance(cause, Misplaced):
-            key_path += cause.where
+            key_path += cause.key_path
         yield key_path, _message(fault, key_path, model)
 
 

@@ -179,8 +179,8 @@ def require(name: str) -> torch.device:
 
 
 def make_current(device: torch.device | str) -> None:
-    """Of several GPUs make this one the calling thread's: pinned memory and events, which name none, would
-    else open a context on cuda:0 beside it."""
+    """Make this GPU the calling thread's current one. Pinned memory and events name no GPU, and would otherwise open a
+    context on cuda:0 too."""
     if (torch_device := torch.device(device)).type == "cuda" and torch_device.index is not None:
         torch.cuda.set_device(torch_device)
 

@@ -188,7 +188,7 @@ def _execute(inventory: Inventory, device: DeviceEntry, action: Action) -> None:
         else:
             runner.run(command)
     except FlowspecError as error:
-        raise FlowspecError(str(error).removeprefix(f"{runner.where}: ")) from error
+        raise FlowspecError(str(error).removeprefix(f"{runner.device_name}: ")) from error
 
 
 def _write_tar(archive: IO[bytes], files: Mapping[str, str | Path]) -> None:

@@ -90,7 +90,7 @@ def why_not_shaped(runner: Runner) -> str:
     try:
         tc.try_kernel(runner, as_root([]))
     except FlowspecError as error:
-        return str(error).removeprefix(f"{runner.where}: ")
+        return str(error).removeprefix(f"{runner.device_name}: ")
     return ""
 
 

@@ -62,12 +62,12 @@ def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, se
                 peer.stdin.write(program)
                 peer.stdin.close()
             if not select.select([peer.stdout], [], [], _PEER_S)[0]:
-                raise FlowspecError(f"{far.where}: link test: the board does not begin within {_PEER_S} s: "
+                raise FlowspecError(f"{far.device_name}: link test: the board does not begin within {_PEER_S} s: "
                                     "see whether it hangs (uptime, dmesg)")
             if not peer.stdout.readline():  # it prints a line once it listens
                 peer.stdin = None  # closed
                 _, errors = peer.communicate(timeout=_PEER_S)
-                raise FlowspecError(f"{far.where}: {failure('link test', serve, peer.returncode, errors)}")
+                raise FlowspecError(f"{far.device_name}: {failure('link test', serve, peer.returncode, errors)}")
             text = near.run(end(source, "measure", seconds), program)
         finally:
             peer.kill()  # over ssh, the remote program runs on until its deadline

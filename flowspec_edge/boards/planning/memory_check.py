@@ -46,7 +46,7 @@ class MemoryCheck:
         return spec.for_model(self.problem.size)[0]
 
     def split(self, draft: DeviceEntry, verify: Sequence[DeviceEntry]) -> Ranges:
-        """The layers of the stages in this order; DoesNotFit, in bytes, if memory is too small."""
+        """Return the layers of the stages in this order; DoesNotFit, in bytes, if memory is too small."""
         stages = [self.board(device) for device in verify]
         ranges = split_in_order(stages, self.problem)
         if ranges is None or self.board(draft).room < self.problem.d0:
@@ -54,8 +54,8 @@ class MemoryCheck:
         return ranges
 
     def check(self, draft: DeviceEntry, stages: Stages, guessed: Collection[str] = ()) -> None:
-        """DoesNotFit for the first board with a profile whose memory is too small for its layers, but for
-        those whose memory is ``guessed``."""
+        """Raise DoesNotFit for the first board whose memory is too small for its layers. Boards without a profile, and
+        those whose memory is ``guessed``, are not checked."""
         with_profile = self._profiles.keys() - set(guessed)
         if draft.name in with_profile:
             self._check(draft, self.problem.d0, "drafting")

@@ -89,8 +89,8 @@ class HeadShape(StrictModel):
     candidates: Number = 0
 
     def unread(self, width: int, packed: Packed | None) -> float:
-        """Bytes of the experts that no row of a level of the default tree chooses, on average, if rows choose
-        independently; and of an lm_head that a pass does not read."""
+        """Return the bytes that a pass does not read: of an lm_head, and of the experts that no row of a level of the
+        default tree chooses on average, if rows choose independently."""
         lm_head = self.rescored
         head_bytes = 0 if lm_head is None else max(0, lm_head.nbytes(width, packed) - rescored_bytes(
             TreeParameters().width * self.candidates, lm_head.rows, lm_head.columns, width, packed))

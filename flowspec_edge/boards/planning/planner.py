@@ -196,13 +196,13 @@ def search(boards: Sequence[CandidateBoard], problem: SplitProblem, rate: Rate) 
 
 @dataclass(frozen=True)
 class _Split:
-    """``slowest`` in ns; ``cost``: latency in ns × _COUNT + boards; ``chosen``: (stage, layers, is V1)."""
+    """``slowest`` in ns; ``cost``: latency in ns × _COUNT + boards; ``stages``: (board, layers, is V1)."""
 
     rate: float
     slowest: int
     cost: int
     d0: _Table
-    chosen: list[tuple[_Table, int, bool]]
+    stages: list[tuple[_Table, int, bool]]
 
     @property
     def order(self) -> tuple[float, int, int]:
@@ -211,10 +211,10 @@ class _Split:
     @property
     def boards(self) -> tuple[int, ...]:
         """Equal for splits over equal boards with an equal D0."""
-        return self.d0.kind, *sorted(table.kind for table, _, _ in self.chosen)
+        return self.d0.kind, *sorted(table.kind for table, _, _ in self.stages)
 
     def as_plan(self, tables: Sequence[_Table], problem: SplitProblem, shortest: int) -> PipelinePlan:
-        unplaced, order = list(tables), _in_order(self.d0, self.chosen)
+        unplaced, order = list(tables), _in_order(self.d0, self.stages)
         drafting = _take(unplaced, self.d0)
         stages, placed = [], 0
         for table, k in order:

@@ -108,10 +108,10 @@ def changed_key(name: str, public: str, recorded_keys: Mapping[str, str], direct
         "all keys with: flowspec keys rotate")
 
 
-def shown(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-          directory: Path, path: str = KEY) -> list[BoardKeys]:
-    """Every board's public key: the one that is to be used.  A board without a pair is an error, and one whose
-    key differs from its record."""
+def public_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
+                directory: Path, path: str = KEY) -> list[BoardKeys]:
+    """Return every board's public key, the one that is to be used. A board without a pair of keys is an error, and so
+    is a board whose key differs from its record."""
     recorded_keys = recorded(devices, directory)
     boards = []
     for board in ask(inventory, devices, pythons, "show", path):

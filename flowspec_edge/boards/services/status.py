@@ -89,7 +89,7 @@ def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
     Without ``names``, boards outside the cluster are skipped.  ``done`` receives each board and its error
     ("": none).  UsageError for an unknown board.
     """
-    boards = {device.name: device for device in chosen(inventory, names)}
+    boards = {device.name: device for device in boards_named(inventory, names)}
     status = {board.name: board for board in look(inventory).boards if board.name in boards}
     failed = {name: board.error or f"{name}: nothing is deployed there: flowspec deploy up"
               for name, board in status.items() if board.current is None}
@@ -133,7 +133,7 @@ def logs_command(inventory: Inventory, device: DeviceEntry, unit: str, lines: in
          "--no-hostname", *options]))
 
 
-def chosen(inventory: Inventory, names: Sequence[str]) -> list[DeviceEntry]:
+def boards_named(inventory: Inventory, names: Sequence[str]) -> list[DeviceEntry]:
     """The boards of these names, default all; UsageError for an unknown name."""
     by_name = {device.name: device for device in inventory.device}
     for name in names:

@@ -122,7 +122,7 @@ def record(
     for path in work.glob("*.flowrec"):
         path.unlink()
     work.rmdir()
-    print(f"{out}: {len(recording.texts)} answers of {open_model.shown}, {recording.positions} tokens, "
+    print(f"{out}: {len(recording.texts)} answers of {open_model.display_path}, {recording.positions} tokens, "
           f"{recording.nodes:,} nodes, {out.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
     if empty := len(texts) - len(recording.texts):
         print(f"flowspec: note: {empty} of {len(texts)} answers are left out: they, or their prompts' answers at "
@@ -141,7 +141,7 @@ def _prompts(model: OpenModel, files: list[Path] | None, chat: bool, limit: int 
 
     tokenizer = Tokenizer(model)
     if chat and not tokenizer.chats:
-        raise UsageError(f"{model.shown} has no chat template: leave --chat out, or take a model that has one")
+        raise UsageError(f"{model.display_path} has no chat template: leave --chat out, or take a model that has one")
     tasks = load_tasks(files or [chat_questions() if chat else demo_prompts()], limit=limit)
     texts = []
     for temperature in temperatures:

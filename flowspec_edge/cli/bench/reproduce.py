@@ -88,17 +88,17 @@ def reproduce(
       flowspec reproduce all --limit 8 --out DIR --resume
     """
     from flowspec_edge.cli.common.listing import print_columns
-    from flowspec_edge.lab.reproduce.catalogue import ARTEFACTS, chosen
+    from flowspec_edge.lab.reproduce.catalogue import ARTEFACTS, artefacts_named
 
     if not names:
         if as_json:
-            print(json.dumps([{"name": a.name, "paper": a.paper, "what": a.what, "minutes": a.minutes}
+            print(json.dumps([{"name": a.name, "paper": a.paper, "what": a.description, "minutes": a.minutes}
                               for a in ARTEFACTS.values()]))
         else:
-            print_columns([(a.name, a.paper, a.what, f"{a.minutes} min") for a in ARTEFACTS.values()])
+            print_columns([(a.name, a.paper, a.description, f"{a.minutes} min") for a in ARTEFACTS.values()])
             print("Run one: flowspec reproduce NAME --out DIR; with --limit N it takes fewer prompts", file=sys.stderr)
         return
-    artefacts = chosen(names)
+    artefacts = artefacts_named(names)
 
     from flowspec_edge.lab.bench.plots import check_figure
     from flowspec_edge.lab.reproduce.documents import document_of, write_all

@@ -138,7 +138,8 @@ class ModelSubject:
 
         tokenizer = Tokenizer(self.model)
         if options.chat and not tokenizer.chats:
-            raise UsageError(f"{self.model.shown} has no chat template: leave --chat out, or take a model that has one")
+            raise UsageError(f"{self.model.display_path} has no chat template: leave --chat out, or take a "
+                             "model that has one")
         workloads = []
         for task in tasks:
             try:

@@ -39,13 +39,13 @@ def show(
 
     inventory = load_inventory(cluster)
     from flowspec_edge.boards.commands import python_for
-    from flowspec_edge.boards.services.keys import recorded, shown
+    from flowspec_edge.boards.services.keys import public_keys, recorded
     from flowspec_edge.cli.common.progress import asking_boards
 
     directory, devices = beside(cluster, inventory.cluster.keys), inventory.device
     recorded_keys = recorded(devices, directory)
     with asking_boards():
-        boards = shown(inventory, devices, {d.name: python_for(inventory, d) for d in devices}, directory)
+        boards = public_keys(inventory, devices, {d.name: python_for(inventory, d) for d in devices}, directory)
     if as_json:
         print(json.dumps({"boards": [
             {"name": board.name, "public": next(iter(board.publics), None), "recorded": recorded_keys.get(board.name),

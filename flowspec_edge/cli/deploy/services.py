@@ -72,9 +72,9 @@ def logs(
     from flowspec_edge.boards.inventory import load_inventory
 
     inventory = load_inventory(cluster)
-    from flowspec_edge.boards.services.status import chosen, logs_command, look_at
+    from flowspec_edge.boards.services.status import boards_named, logs_command, look_at
 
-    device = chosen(inventory, [board])[0] if board else inventory.draft
+    device = boards_named(inventory, [board])[0] if board else inventory.draft
     with asking_boards():
         status = look_at(inventory, device)
     if status.error or status.current is None:
@@ -127,9 +127,9 @@ def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None
     from flowspec_edge.boards.inventory import load_inventory
 
     inventory = load_inventory(cluster)
-    from flowspec_edge.boards.services.status import chosen, control
+    from flowspec_edge.boards.services.status import boards_named, control
 
-    chosen_names = [device.name for device in chosen(inventory, names)]
+    chosen_names = [device.name for device in boards_named(inventory, names)]
     if len(set(chosen_names)) < len(chosen_names):
         raise UsageError("a board is named twice")
     done_word = {"restart": "restarted", "stop": "stopped", "start": "started"}[verb]

@@ -389,7 +389,7 @@ class RecordedSessions(DraftSessions):
         return RecordedDrafter(self._recording.texts, self.requested)
 
     def check(self, request: Request) -> None:
-        recording, name = self._recording, self._recording.shown
+        recording, name = self._recording, self._recording.display_name
         kind = require_drafts(strategy_class(request.strategy), request.params, recording)
         if request.penalties or request.restrictions or request.grammar or request.logprobs is not None:
             raise UsageError(f"{name} has texts without penalties, grammars, restrictions and probabilities")
@@ -415,8 +415,8 @@ def require_drafts(strategy: type[Strategy], params: Params, recording: Recordin
     that kind's drafts."""
     kind = draft_kind(strategy, params, _Drafts(recording))
     if kind not in (None, NGRAM.name, recording.draft):
-        raise UsageError(f"{strategy.name} drafts with {DRAFT_KINDS[kind].title} here, and {recording.shown} has what "
-                         f"{recording.draft} said: leave --draft out, or leave {strategy.name} out")
+        raise UsageError(f"{strategy.name} drafts with {DRAFT_KINDS[kind].title} here, and {recording.display_name} "
+                         f"has what {recording.draft} said: leave --draft out, or leave {strategy.name} out")
     return kind
 
 
@@ -444,8 +444,8 @@ class RecordedModel:
             return ""
         share = requested.missing / requested.right
         advice = "; the figures are too low: record with more --nodes" if share > _MOST_MISSING else ""
-        return (f"{'warning' if advice else 'note'}: {self._recording.shown} lacks the children of {share:.1%} of the "
-                f"{requested.right:,} nodes on a text's path that were drafted below{advice}")
+        return (f"{'warning' if advice else 'note'}: {self._recording.display_name} lacks the children of {share:.1%} "
+                f"of the {requested.right:,} nodes on a text's path that were drafted below{advice}")
 
 
 def request_of(text: RecordedText, recording: Recording, max_new_tokens: int, **others: Any) -> Request:
@@ -463,6 +463,6 @@ def answer_to(request: Request, recording: Recording) -> tuple[list[int], str]:
                 return list(text.answer[: request.max_new_tokens]), "length"
             if text.reason == "stop":
                 return list(text.answer), "stop"
-            raise UsageError(f"{recording.shown} has {len(text.answer)} tokens after the prompt {text.name}, not "
-                             f"{request.max_new_tokens}: lower --max-new-tokens")
-    raise UsageError(f"{recording.shown} has no text of this prompt with {request.sampling}")
+            raise UsageError(f"{recording.display_name} has {len(text.answer)} tokens after the prompt {text.name}, "
+                             f"not {request.max_new_tokens}: lower --max-new-tokens")
+    raise UsageError(f"{recording.display_name} has no text of this prompt with {request.sampling}")

@@ -136,11 +136,11 @@ class Recording:
         texts = [text for text in self.texts if text.sampling.temperature == temperature]
         if not texts:
             have = " and ".join(f"{value:g}" for value in self.temperatures)
-            raise UsageError(f"{self.shown} has no text at temperature {temperature:g}: it has {have}")
+            raise UsageError(f"{self.display_name} has no text at temperature {temperature:g}: it has {have}")
         return texts
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """What messages call it."""
         return str(self.path) if self.path else f"the recording of {self.model}"
 

@@ -56,8 +56,8 @@ def mean(values: Sequence[float]) -> Estimate | None:
 
 
 def average(parts: Sequence[Estimate | None]) -> Estimate | None:
-    """The mean of independent estimates, such as those of tasks; of a task that has none nothing is
-    counted."""
+    """Return the mean of independent estimates, such as those of several tasks. A task without an estimate does not
+    count."""
     estimates = [part for part in parts if part is not None]
     if not estimates:
         return None

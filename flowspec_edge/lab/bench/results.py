@@ -75,12 +75,12 @@ class Results(ABC):
         """Return the points with samples, in order."""
 
     @abstractmethod
-    def where(self, value: Value | None) -> str:
+    def label_of(self, value: Value | None) -> str:
         """Write the value as text; "" without an axis."""
 
     def different_texts(self) -> list[str]:
         """A line for each text that is not plain decoding's."""
-        places = [(self.where(point.value), point.report) for point in self.measured_points()]
+        places = [(self.label_of(point.value), point.report) for point in self.measured_points()]
         return [f"at {label}: {difference}" if label else str(difference)
                 for label, report in places for difference in report.differences]
 
@@ -126,7 +126,7 @@ class BenchReport(Results):
     def measured_points(self) -> Sequence[Point]:
         return [Point(None, self)]
 
-    def where(self, value: Value | None) -> str:
+    def label_of(self, value: Value | None) -> str:
         return ""
 
     def as_json(self) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class Sweep(Results):
     def measured_points(self) -> Sequence[Point]:
         return [point for point in self.points if point.report.samples]
 
-    def where(self, value: Value | None) -> str:
+    def label_of(self, value: Value | None) -> str:
         return "" if value is None else self.axis.text(value)
 
     def speeds(self) -> dict[str, dict[Value, ReportRow]]:

@@ -166,7 +166,7 @@ def measure_points(results: Results, plans: Plans, open_point: OpenPoint, plain:
     results.complete = False
     expected = cached(plain)
     for value, plan in plans.items():
-        point, label = results.point(value), results.where(value)
+        point, label = results.point(value), results.label_of(value)
         if not plan.missing(point.report):
             continue
 

@@ -254,7 +254,7 @@ def sweep_notes(sweep: Sweep) -> list[str]:
     if sweep.axis.grid:
         lines += [_extremes(name, rows, sweep.axis.grid) for name, rows in sweep.speeds().items()]
     elif len(sweep.points) > 1 and sweep.axis.share:
-        first, last = (sweep.where(sweep.points[at].value) for at in (0, -1))
+        first, last = (sweep.label_of(sweep.points[at].value) for at in (0, -1))
         lines.append(f"{sweep.axis.share}: tokens/s at {last} as a share of those at {first}.")
     if sweep.axis.note:
         lines.append(sweep.axis.note)

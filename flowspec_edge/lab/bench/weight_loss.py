@@ -56,7 +56,7 @@ def weight_losses(sharded: OpenModel, checkpoint: OpenModel, texts: Sequence[Seq
     manifest = sharded.require_manifest()
     shape = checkpoint.layers, int(checkpoint.config["vocab_size"])
     if (manifest.layers, manifest.vocabulary) != shape:
-        raise UsageError(f"{sharded.path} was not made from {checkpoint.shown}: it has {manifest.layers} "
+        raise UsageError(f"{sharded.path} was not made from {checkpoint.display_path}: it has {manifest.layers} "
                          f"layers and {manifest.vocabulary} tokens, the checkpoint {shape[0]} and {shape[1]}")
     dtype = manifest.compute_dtype
     true = _hidden(checkpoint, checkpoint.layers, dtype, texts, device, advance)

@@ -82,7 +82,7 @@ class DeviceShaping:
     def renew(self) -> None:
         """Restart the timer; FlowspecError if it has expired, so that the link was unshaped for a while."""
         if not self._armed:
-            raise FlowspecError(f"{self._runner.where}: the shaping of {self._interface} has not begun, "
+            raise FlowspecError(f"{self._runner.device_name}: the shaping of {self._interface} has not begun, "
                                 "or is over")
         late = f"the link was restored, because its shaping was not renewed for {self._after_s} s"
         self._run([f"[ -e {self._run_file} ] || {{ echo {shlex.quote(late)} >&2; exit 1; }}",
@@ -109,7 +109,7 @@ class DeviceShaping:
             return
         now = self._qdiscs()
         if [_comparable(entry) for entry in now] != [_comparable(entry) for entry in self._prior]:
-            raise FlowspecError(f"{self._runner.where}: {self._interface} is not as it was: see "
+            raise FlowspecError(f"{self._runner.device_name}: {self._interface} is not as it was: see "
                                 f"`tc qdisc show dev {self._interface}`")
 
     def __enter__(self) -> DeviceShaping:
@@ -125,13 +125,13 @@ class DeviceShaping:
         try:
             disciplines = json.loads(text)
         except ValueError as error:
-            raise FlowspecError(f"{self._runner.where}: `tc -j qdisc show` gives no JSON; it needs "
+            raise FlowspecError(f"{self._runner.device_name}: `tc -j qdisc show` gives no JSON; it needs "
                                 "iproute2 5 or newer") from error
         return list(disciplines)
 
     def _restore_script(self) -> str:
         """The restoring script; UsageError if the state cannot be restored reliably."""
-        link_name = f"{self._runner.where}: {self._interface}"
+        link_name = f"{self._runner.device_name}: {self._interface}"
         explicit = [entry for entry in self._prior
                     if entry["handle"] != "0:" and entry["kind"] not in ("ingress", "clsact")]
         if not explicit:  # the kernel restores its default itself

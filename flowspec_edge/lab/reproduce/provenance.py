@@ -21,7 +21,7 @@ from flowspec_edge.strategies.registry import groups_note
 
 def about(artefact: Artefact, results: Sequence[Measured], command: str) -> list[str]:
     """Lines for the head of every file."""
-    lines = [f"{artefact.what[0].upper()}{artefact.what[1:]}. VIRTUAL TIME: real tokens of the model "
+    lines = [f"{artefact.description[0].upper()}{artefact.description[1:]}. VIRTUAL TIME: real tokens of the model "
              "below, every duration charged by a profile; nothing was timed on such devices."]
     profiles: dict[str, list[str]] = {}  # by everything else that a measurement says about itself
     for measured in results:
@@ -87,8 +87,8 @@ _EXPLAINED: dict[Kind, str] = {
 
 
 def _counted(records: Sequence[Record], field: Literal["short", "repeating"], property_name: str) -> list[str]:
-    """How many answers are ``property_name``; at one temperature every method gives the same answers, up to near
-    ties."""
+    """Say how many answers of each task have a property. At one temperature every method gives the same answers, up to
+    near ties."""
     counts_by_task = {}
     for r in records:
         count = getattr(r, field)
@@ -103,7 +103,7 @@ def _counted(records: Sequence[Record], field: Literal["short", "repeating"], pr
 
 
 def _left_out(artefact: Artefact, results: Sequence[Measured]) -> list[str]:
-    """The package's methods that a table of all methods has not."""
+    """Name the package's methods that are missing in a table of all methods."""
     if not artefact.every_method:
         return []
     missing = {DRAFTS[measured.looks_up]:
@@ -114,8 +114,8 @@ def _left_out(artefact: Artefact, results: Sequence[Measured]) -> list[str]:
 
 
 def _deviations(records: Sequence[Record], of_the_demo: bool) -> list[str]:
-    """Figures that are more than two standard errors from the paper's, each kind with the likely reason; the head's
-    reasons are those of the demonstration model."""
+    """Name the figures that are more than two standard errors from the paper's, each kind with its likely reason.
+    Reasons that concern the head hold for the demonstration model."""
     deviations: dict[tuple[str, str], list[str]] = {}
     for theirs in (r for r in records if r.source != MEASURED and r.quantity in _BECAUSE):
         same = [r for r in records if r.source == MEASURED and all(

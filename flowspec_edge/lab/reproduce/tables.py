@@ -55,8 +55,8 @@ def _distinct(records: Sequence[Record], field: str) -> list[object]:
     return list(dict.fromkeys(getattr(record, field) for record in records))
 
 
-def _where(profile: object, temperature: object = None, acceptance: object = "", looks_up: bool | None = None,
-           ) -> str:
+def _heading(profile: object, temperature: object = None, acceptance: object = "", looks_up: bool | None = None,
+             ) -> str:
     parts = [f"virtual time under {profile}", f"T = {temperature:g}" if temperature is not None else "",
              str(acceptance), "" if looks_up is None else DRAFTS[looks_up]]
     return ", ".join(filter(None, parts))
@@ -81,7 +81,7 @@ def _speed_panels(records: Sequence[Record]) -> list[PaperPanel]:
                            _matching(ours, task=_whole(ours), quantity=quantity, method=method))
                    for source in papers for quantity in quantities)]
                 for method in _distinct(ours, "method")]
-        heading_start = _where(profile, temperature, acceptance, looks_up if both else None)
+        heading_start = _heading(profile, temperature, acceptance, looks_up if both else None)
         panels.append(PaperPanel(heading_start, header, rows))
         others = [r for r in ours if r.quantity in ("tokens_per_second_other", "speedup_other")]
         if others:
@@ -115,7 +115,7 @@ def _acceptance_panels(records: Sequence[Record]) -> list[PaperPanel]:
                            _matching(ours, task=task, quantity=quantity, method=method))
                    for source in papers for quantity in quantities)]
                 for method in _distinct(ours, "method")]
-        heading = _where(profile, acceptance=acceptance, looks_up=looks_up if both else None)
+        heading = _heading(profile, acceptance=acceptance, looks_up=looks_up if both else None)
         panels.append(PaperPanel(heading, header, rows))
     return panels
 
@@ -143,7 +143,7 @@ def _bandwidth_panels(records: Sequence[Record]) -> list[PaperPanel]:
                 _beside(_matching(records, source=source, method=method, at=at),
                         _matching(ours, quantity="tokens_per_second", method=method, at=at, task=task))
                 for at in values)])
-    heading = f"tokens/s, {_where(ours[0].profile, ours[0].temperature)}"
+    heading = f"tokens/s, {_heading(ours[0].profile, ours[0].temperature)}"
     return [PaperPanel(heading, ["method", "draft", *(f"{at} Mbps" for at in values)], rows)]
 
 
@@ -163,7 +163,7 @@ def _depth_panels(records: Sequence[Record]) -> list[PaperPanel]:
 
     rows = [[f"d0 = {depth}", *(cell(depth, e) for e in expansions)] for depth in depths]
     heading = (f"tokens/s of FlowSpec, drafts of {ours[0].draft}, "
-               f"{_where(ours[0].profile, ours[0].temperature)}; second figure: the paper's")
+               f"{_heading(ours[0].profile, ours[0].temperature)}; second figure: the paper's")
     return [PaperPanel(heading, ["", *(f"d_exp = {e}" for e in expansions)], rows)]
 
 
@@ -184,7 +184,7 @@ def _stages_panels(records: Sequence[Record]) -> list[PaperPanel]:
             if any(ranges.values()):
                 rows.append([f"PipeDec, paper, {source}", "", *(" to ".join(ranges[at]) or NOTHING
                                                             for at in values)])
-        panels.append(PaperPanel(f"{heading}, {_where(ours[0].profile, ours[0].temperature)}",
+        panels.append(PaperPanel(f"{heading}, {_heading(ours[0].profile, ours[0].temperature)}",
                                  ["method", "draft", *(f"{at} stages" for at in values)], rows))
     return panels
 
@@ -197,7 +197,7 @@ def _law_panels(records: Sequence[Record]) -> list[PaperPanel]:
              *(_first(records, "acceptance_length", source=source, at=at) for source in theirs)]
             for at in _distinct(ours, "at")]
     header = ["stages", "acceptance a", "n·N/K", "n/(n(1−a)+a)", *(f"paper, {s}" for s in theirs)]
-    return [PaperPanel(f"{_where(ours[0].profile, ours[0].temperature)}", header, rows)]
+    return [PaperPanel(f"{_heading(ours[0].profile, ours[0].temperature)}", header, rows)]
 
 
 _BUILDERS: dict[Kind, Callable[[Sequence[Record]], list[PaperPanel]]] = {

@@ -46,8 +46,8 @@ class BlockRecipe(HeadRecipe):
 
 
 def new_block_head(target: Any, recipe: BlockRecipe, mask_token: int) -> BlockHead:
-    """An untrained head of the target's shape, with its (frozen) embedding; it ranks by the target's lm_head
-    and begins with its final norm."""
+    """Make an untrained head of the target's shape. It has the target's embedding, which is frozen, ranks by the
+    target's lm_head, and begins with the target's final norm."""
     config, layers = target.config, target.config.num_hidden_layers
     shape = layer_shape(config)
     layer = layer_config({

@@ -64,7 +64,7 @@ class _Step:
 
     config: Any
     windows: int
-    what: str
+    description: str
 
 
 def training_cost(config: Any, kind: str, recipe: HeadRecipe, free: int) -> TrainingCost:
@@ -83,7 +83,7 @@ def training_cost(config: Any, kind: str, recipe: HeadRecipe, free: int) -> Trai
         if unrolled / rate <= _SECONDS and memory <= _MEMORY_SHARE * free:
             break
     seconds = _timed(step, kind, recipe, dev)
-    return TrainingCost(str(dev), recipe, whole / unrolled * seconds, step.what, step is real,
+    return TrainingCost(str(dev), recipe, whole / unrolled * seconds, step.description, step is real,
                         seconds, needed, free)
 
 

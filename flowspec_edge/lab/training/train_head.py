@@ -112,7 +112,7 @@ def train_head_part(model: OpenModel, kind: str, options: HeadOptions, date: str
 
 def _place(model: OpenModel, kind: str) -> Path:
     if model.target == model.path:
-        raise UsageError(f"{model.shown} is a plain checkpoint, which has no place for a head: say where it "
+        raise UsageError(f"{model.display_path} is a plain checkpoint, which has no place for a head: say where it "
                          "goes with --out DIR, and bring it to the boards with models shard --draft DIR")
     check_place(model.path)
     return model.path / DRAFT_KINDS[kind].directory

@@ -16,7 +16,7 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.weights.files import WeightFiles
 from flowspec_edge.model.weights.gguf_file import GgufFile
-from flowspec_edge.model.weights.located import INDEX, PICKLED, SAFE, locate, shown
+from flowspec_edge.model.weights.located import INDEX, PICKLED, SAFE, display_path, locate
 from flowspec_edge.model.weights.stacked import StackedExperts, stacks
 from flowspec_edge.util.weight_file import (
     MTP,
@@ -62,9 +62,9 @@ class Checkpoint:
         return name in self._files
 
     @cached_property
-    def shown(self) -> Path:
+    def display_path(self) -> Path:
         """What messages call it: a GGUF file, or the directory."""
-        return shown(self.directory)
+        return display_path(self.directory)
 
     @property
     def names(self) -> list[str]:
@@ -193,7 +193,7 @@ def _has_embeddings_as_output(names: Collection[str]) -> bool:
 
 
 def missing_tensor(directory: Path, name: str) -> FlowspecError:
-    directory = shown(directory)
+    directory = display_path(directory)
     if name == "lm_head.weight":
         return FlowspecError(f"{directory} has no tensor {name}, and config.json does not tie it to the "
                              "embeddings: save the whole language model (…ForCausalLM), not its decoder")
@@ -204,7 +204,7 @@ def missing_tensor(directory: Path, name: str) -> FlowspecError:
 def check_shape(directory: Path, name: str, stored: torch.Size, shape: torch.Size) -> None:
     """FlowspecError unless ``stored`` is the ``shape`` that the model's configuration requires."""
     if stored != shape:
-        raise FlowspecError(f"{shown(directory)}: tensor {name} has shape {list(stored)}, "
+        raise FlowspecError(f"{display_path(directory)}: tensor {name} has shape {list(stored)}, "
                             f"config.json asks for {list(shape)}")
 
 

@@ -60,7 +60,7 @@ def locate(directory: Path) -> LocatedWeights | None:
     return None
 
 
-def shown(directory: Path) -> Path:
+def display_path(directory: Path) -> Path:
     """Return what users know a model's directory by: the GGUF file of which it was made, else itself."""
     try:
         return Path(read_json(directory / GGUF_TABLE)["files"][0]["path"])

@@ -62,7 +62,7 @@ class StackedExperts(WeightFile):
             counts[name] = experts
             bias = self._info(f"{name}_bias")
             if tuple(bias.shape) != (experts, rows):
-                raise self._wrong(f"{name}_bias", bias, f"[{experts}, {rows}]")
+                raise self._shape_error(f"{name}_bias", bias, f"[{experts}, {rows}]")
             for expert in range(experts):
                 one = f"{prefix}.{expert}.{matrix}"
                 self.tensors[f"{one}.weight"] = TensorInfo(torch.Size((rows // step, columns)), dtype)
@@ -110,14 +110,14 @@ class StackedExperts(WeightFile):
         if name in self._names:
             info = self._info(name)
             if len(info.shape) != 3:
-                raise self._wrong(name, info, "[experts, columns, rows]")
+                raise self._shape_error(name, info, "[experts, columns, rows]")
             experts, columns, rows = info.shape
             return experts, rows, columns, info.dtype
         blocks, scales = self._info(f"{name}_blocks"), self._info(f"{name}_scales")
         if len(blocks.shape) != 4 or blocks.shape[3] != _BLOCK // 2 or blocks.dtype != torch.uint8:
-            raise self._wrong(f"{name}_blocks", blocks, f"uint8 [experts, rows, blocks, {_BLOCK // 2}]")
+            raise self._shape_error(f"{name}_blocks", blocks, f"uint8 [experts, rows, blocks, {_BLOCK // 2}]")
         if scales.shape != blocks.shape[:3] or scales.dtype != torch.uint8:
-            raise self._wrong(f"{name}_scales", scales, f"uint8 {list(blocks.shape[:3])}, one for each block")
+            raise self._shape_error(f"{name}_scales", scales, f"uint8 {list(blocks.shape[:3])}, one for each block")
         experts, rows, count, _ = blocks.shape
         return experts, rows, count * _BLOCK, torch.bfloat16
 
@@ -127,7 +127,7 @@ class StackedExperts(WeightFile):
                                 "not of this architecture")
         return self._file_of(name).info(name)
 
-    def _wrong(self, name: str, info: TensorInfo, expected: str) -> FlowspecError:
+    def _shape_error(self, name: str, info: TensorInfo, expected: str) -> FlowspecError:
         kind = str(info.dtype).removeprefix("torch.")
         return FlowspecError(f"{self._file_of(name).path}: tensor {name} is {kind} {list(info.shape)}, and "
                              f"must be {expected}: copy the model again")

@@ -192,23 +192,23 @@ class Feed(Observer):
                 self._open.pop(event.session, None)
             case StagesLost():
                 self.loss_reason = event.reason
-                if (draft_session_shown := self._shown()) is not None:
+                if (draft_session_shown := self._displayed_session()) is not None:
                     self._leave_tree(draft_session_shown.builder.session, event.at)
                 self._open.clear()  # requests that continue are opened again
             case StagesBack():
                 self.loss_reason = None
 
-    def _shown(self) -> DraftSession | None:
+    def _displayed_session(self) -> DraftSession | None:
         """Return the oldest request that has a tree to show: beside it others may guess without one."""
         return next(filter(with_tree, self._open.values()), None)
 
     def _snap_if_due(self, at: float) -> None:
-        if at >= self._due and (draft_session := self._shown()) is not None:
+        if at >= self._due and (draft_session := self._displayed_session()) is not None:
             self._snap(draft_session, at)
 
     def _leave_tree(self, session: int, at: float) -> None:
         """Nothing of this session's tree becomes text any more."""
-        draft_session = self._shown()
+        draft_session = self._displayed_session()
         if self.watched and draft_session is not None and draft_session.builder.session == session:
             self._snap(draft_session, at, over=True)
 

@@ -35,7 +35,7 @@ class RequestField:
     """sources      who documents it
     implemented  the endpoints that do what it asks for
     elsewhere    what it gets at the others
-    says         what it does here; else why not, and what to use instead
+    explanation  what it does here; or why it does nothing, and what to use instead
     example      a value that asks for something
     neutral      values that ask for nothing, besides null
     """
@@ -44,7 +44,7 @@ class RequestField:
     sources: tuple[Source, ...]
     implemented: tuple[Endpoint, ...]
     elsewhere: Verdict
-    says: str
+    explanation: str
     example: Any
     neutral: tuple[Any, ...] = ()
 
@@ -60,7 +60,7 @@ class RequestField:
         advice = f", or send {json.dumps(self.neutral[0])}" if self.neutral else ""
         refuser = _PATHS[endpoint] if self.implemented else "this server"
         name = parent + self.name
-        raise ApiError(400, f"{name} is not supported by {refuser} ({self.says}): leave it out{advice}", name,
+        raise ApiError(400, f"{name} is not supported by {refuser} ({self.explanation}): leave it out{advice}", name,
                        "unsupported_parameter")
 
 
@@ -103,13 +103,14 @@ class FieldTable:
 
     def _described(self, field: RequestField, verdict: Verdict) -> str:
         """Say what becomes of a field. Without effect it is said only where the user has another way to the effect."""
-        if verdict == "no effect" and not re.search(r"\bsee\b|\buse\b|--|^it goes with|usage|refused", field.says):
+        names_another_way = re.search(r"\bsee\b|\buse\b|--|^it goes with|usage|refused", field.explanation)
+        if verdict == "no effect" and not names_another_way:
             return "the answer is the same"
         everywhere = len(field.implemented) in (0, self._endpoints)
         endpoints = "" if everywhere else f"({', '.join(field.implemented)}) "
-        if goes := _GOES_WITH.fullmatch(field.says):
+        if goes := _GOES_WITH.fullmatch(field.explanation):
             return f"goes with {goes[1]}"
-        return endpoints + field.says
+        return endpoints + field.explanation
 
     def _similar_field(self, name: str, endpoint: Endpoint) -> str | None:
         """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""

@@ -145,7 +145,7 @@ class ServedModel:
             ids = self.tokenizer.chat([_message(turn) for turn in body.turns], tools, rendering)
         except UsageError as error:
             # Written for the command line: clients know neither paths nor options.
-            message = str(error).replace(str(self.model.shown), f"the model {self.name}")
+            message = str(error).replace(str(self.model.display_path), f"the model {self.name}")
             message += " to the server" if message.endswith("Jinja template") else ""
             raise ApiError(400, message, body.messages_name) from error
         stops = self.model.stop_ids | self.tokenizer.chat_stop_ids

@@ -72,7 +72,7 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
         for name in checkpoint.in_file_order(dict.fromkeys([*shapes, *packed])):  # with experts, thousands
             if name in packed:
                 tensor = checkpoint.tensors([name])[name]
-                check_finite(tensor, tensor.dtype, f"{checkpoint.shown}: tensor {name}")
+                check_finite(tensor, tensor.dtype, f"{checkpoint.display_path}: tensor {name}")
                 packed[name].add(name, tensor)
             else:
                 value = load_tensor(checkpoint, name, shapes[name], dtype, device, name in transposed, buffer,
@@ -95,7 +95,7 @@ def load_tensor(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: tor
     check_shape(checkpoint.directory, name, checkpoint.stored([name])[name].shape, shape)
     value = _empty(shape, dtype, device, transposed) if into is None else into
     for lo, piece in checkpoint.pieces(name, buffer=buffer):
-        check_finite(piece, dtype, f"{checkpoint.shown}: tensor {name}")
+        check_finite(piece, dtype, f"{checkpoint.display_path}: tensor {name}")
         (value[lo : lo + len(piece)] if shape else value).copy_(piece)
     return value
 
@@ -121,7 +121,7 @@ class _PackedMatrix:
 
     def __init__(self, source: str, linear: QuantLinear, names: Mapping[str, str], bias: str | None,
                  first: int, rows: int) -> None:
-        self._where, self._linear, self._bias = source, linear, bias
+        self._source, self._linear, self._bias = source, linear, bias
         self._first, self._rows = first, rows
         self._names = names  # of the tensors, by suffix
         self._tensors: dict[str, Tensor] = {}
@@ -135,20 +135,21 @@ class _PackedMatrix:
                               None if self._bias is None else self._tensors[self._bias],
                               self._first, self._rows)
         except FlowspecError as error:
-            raise FlowspecError(f"{self._where}: {error}") from error
+            raise FlowspecError(f"{self._source}: {error}") from error
         self._tensors.clear()
 
 
 def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: LayerSchemes, dtype: torch.dtype,
             device: torch.device) -> dict[str, _PackedMatrix]:
-    """Puts QuantLinears in the place of linears that are not stored in plain form; by name of each tensor."""
+    """Put QuantLinears in the place of linears that are stored quantised. The result has the matrix that each stored
+    tensor is a part of, by the tensor's name."""
     matrices: dict[str, _PackedMatrix] = {}
 
     def fill(path: str, packed: QuantLinear, first: int, rows: int) -> None:
         name = f"{prefix}.{path}"
         names = {suffix: f"{name}.{suffix}" for suffix in packed.scheme.stored(rows, packed.in_features)}
         bias = f"{name}.bias" if packed.bias is not None else None
-        matrix = _PackedMatrix(f"{checkpoint.shown}: {name}", packed, names, bias, first, rows)
+        matrix = _PackedMatrix(f"{checkpoint.display_path}: {name}", packed, names, bias, first, rows)
         matrices.update(dict.fromkeys([*names.values(), *([bias] if bias else [])], matrix))
 
     def is_packed(path: str, linear: object) -> bool:

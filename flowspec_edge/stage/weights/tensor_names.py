@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.model.weights.located import shown
+from flowspec_edge.model.weights.located import display_path
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -42,5 +42,5 @@ def check_no_unexpected(directory: Path, stored: Iterable[str], expected: Iterab
     """FlowspecError that names a stored tensor which is neither wanted nor ignorable."""
     for name in sorted(set(stored) - set(expected)):
         if not is_ignorable(name):
-            raise FlowspecError(f"{shown(directory)}: no module of the model has a place for tensor {name}: "
+            raise FlowspecError(f"{display_path(directory)}: no module of the model has a place for tensor {name}: "
                                 "the weights are not those of its config.json")
