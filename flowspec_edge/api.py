@@ -116,11 +116,11 @@ class Cluster:
 
         UsageError for an unknown model or profile, or more stages than layers of the profile's model.
         """
-        described = profile if isinstance(profile, Profile) else profile_or_testbed(str(profile))
-        if stages is None and described.boards:
-            stages = described.boards - 1
+        device_profile = profile if isinstance(profile, Profile) else profile_or_testbed(str(profile))
+        if stages is None and device_profile.boards:
+            stages = device_profile.boards - 1
         open_model, stages, dtype = _choose(model, stages, dtype)
-        return cls(open_model, stages, dtype, device, Virtual(described), scheduling_policy=scheduling_policy)
+        return cls(open_model, stages, dtype, device, Virtual(device_profile), scheduling_policy=scheduling_policy)
 
     @classmethod
     def local(cls, model: str | Path = DEMO, *, stages: int | None = None, dtype: RunDtype | None = None,

@@ -196,11 +196,11 @@ class DraftSession:
                 raise ProtocolError(f"{name}: the segment is not in flight, or has an output already")
             if self._prompt_left and len(numbers) != len(sent):
                 raise ProtocolError(f"{name}: it has {len(numbers)} rows of a prompt's {len(sent)}")
-        wrong = bool((numbers[1:] <= numbers[:-1]).any())
-        if sent is not None and not wrong:
+        is_out_of_order = bool((numbers[1:] <= numbers[:-1]).any())
+        if sent is not None and not is_out_of_order:
             at = np.searchsorted(sent, numbers)
-            wrong = bool((at >= len(sent)).any() or (sent[at] != numbers).any())
-        if wrong:
+            is_out_of_order = bool((at >= len(sent)).any() or (sent[at] != numbers).any())
+        if is_out_of_order:
             raise ProtocolError(f"{name}: it has rows that were not sent in it")
 
     # ---- tasks -----------------------------------------------------------------------------

@@ -87,10 +87,10 @@ class StrategyContract:
             raise self._broken(f"returned {count} rows from next_segment, which may have {rows}")
         assert segment.tokens is not None
         tokens, positions = segment.tokens.tolist(), segment.positions.tolist()
-        if wrong := [token for token in tokens if not 0 <= token < self._vocabulary]:
-            raise self._broken(f"sent the token {wrong[0]}, outside the vocabulary of {self._vocabulary}")
-        if wrong := [position for position in positions if position < 0]:
-            raise self._broken(f"sent a row at position {wrong[0]}")
+        if invalid := [token for token in tokens if not 0 <= token < self._vocabulary]:
+            raise self._broken(f"sent the token {invalid[0]}, outside the vocabulary of {self._vocabulary}")
+        if invalid := [position for position in positions if position < 0]:
+            raise self._broken(f"sent a row at position {invalid[0]}")
         undecided = self._builder.next_number - self._builder.base
         if undecided > self._most_rows:
             raise self._broken(f"has sent {undecided} rows of which none became text, more than the "
@@ -105,11 +105,11 @@ class StrategyContract:
         if offer is None:
             return
         try:
-            count, wrong = len(offer), [p for p in offer if not -1e-9 <= p <= 1 + 1e-6]
+            count, invalid = len(offer), [p for p in offer if not -1e-9 <= p <= 1 + 1e-6]
         except TypeError:
             raise self._broken(f"returned {_short_repr(offer)} from row_probabilities, not numbers") from None
-        if wrong:
-            raise self._broken(f"returned the probability {_short_repr(wrong[0])} from row_probabilities")
+        if invalid:
+            raise self._broken(f"returned the probability {_short_repr(invalid[0])} from row_probabilities")
         if count > limit:
             raise self._broken(f"returned {count} rows from row_probabilities, which may have {limit}")
         if not count:
@@ -146,8 +146,8 @@ class StrategyContract:
             raise self._broken("asked for a draft pass over no nodes")
         numbers = [request.root, request.children,
                    *(getattr(node, field.name) for node in nodes for field in fields(DraftNode))]
-        if wrong := [number for number in numbers if not _is_int(number)]:
-            raise self._broken(f"asked for a draft pass with {_short_repr(wrong[0])} where a whole number belongs")
+        if invalid := [number for number in numbers if not _is_int(number)]:
+            raise self._broken(f"asked for a draft pass with {_short_repr(invalid[0])} where a whole number belongs")
         if not 1 <= request.children <= MOST:
             raise self._broken(f"asked for {request.children} children a node in a draft pass")
         if len({node.id for node in nodes}) < len(nodes):

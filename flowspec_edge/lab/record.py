@@ -225,9 +225,9 @@ def record(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
     work.mkdir(parents=True, exist_ok=True)
     with strategy_meanwhile(STRATEGY) as name:
         texts = _texts(cluster, prompts, about, budget, work, advance, name)
-    answered = Counter((text.task, text.name) for text in texts)
+    recorded = Counter((text.task, text.name) for text in texts)
     requested = Counter((prompt.task, prompt.name) for prompt in prompts)
-    texts = [text for text in texts if answered[text.task, text.name] == requested[text.task, text.name]]
+    texts = [text for text in texts if recorded[text.task, text.name] == requested[text.task, text.name]]
     if not texts:
         raise UsageError("none of the prompts has an answer: there is nothing to record")
     return replace(about, texts=tuple(texts))

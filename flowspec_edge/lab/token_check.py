@@ -72,10 +72,10 @@ def compare(kind: str, model: str, device: str, prompts: Sequence[Sequence[int]]
         if len(tokens) != new_tokens:
             raise FlowspecError(f"{len(tokens)} tokens, and {new_tokens} were asked for")
         logits = _logits(directory, dtype, [*prompt, *tokens])[len(prompt) - 1 : -1]
-        firsts, wrong = judge(logits, len(prompt) - 1, tokens, SAMPLINGS[name], NEAR_TIE[dtype])
-        if wrong is not None:
-            raise FlowspecError(f"token {wrong + 1} after a prompt of {len(prompt)} is {tokens[wrong]}, and on the CPU "
-                                f"{firsts[wrong]}, which is no near tie")
+        firsts, wrong_at = judge(logits, len(prompt) - 1, tokens, SAMPLINGS[name], NEAR_TIE[dtype])
+        if wrong_at is not None:
+            raise FlowspecError(f"token {wrong_at + 1} after a prompt of {len(prompt)} is {tokens[wrong_at]}, and "
+                                f"on the CPU {firsts[wrong_at]}, which is no near tie")
         total += len(tokens)
         ties += sum(first != token for first, token in zip(firsts, tokens, strict=True))
     near = f", {ties} of them near tie{'s' if ties > 1 else ''}" if ties else ", the same"
@@ -96,9 +96,9 @@ def judge(logits: NDArray[np.float32], position: int, tokens: Sequence[int], sam
     raised = logits.copy()
     raised[np.arange(len(tokens)), tokens] += near * logits.std()
     nearly = choose(raised, positions, sampling).tolist()
-    wrong = [i for i, (token, first, near) in enumerate(zip(tokens, firsts, nearly, strict=True))
-             if token not in (first, near)]
-    return firsts, wrong[0] if wrong else None
+    wrong_indexes = [i for i, (token, first, near) in enumerate(zip(tokens, firsts, nearly, strict=True))
+                     if token not in (first, near)]
+    return firsts, wrong_indexes[0] if wrong_indexes else None
 
 
 @cache

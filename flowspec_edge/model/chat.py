@@ -224,8 +224,8 @@ _FIXED = ("messages", "tools", "add_generation_prompt", "continue_final_message"
 
 def check_values(values: Mapping[str, Any], fixed: Sequence[str] = _FIXED) -> None:
     """UsageError for a variable of the template that is not the user's."""
-    if wrong := next((name for name in values if name in fixed), None):
-        raise UsageError(f"{wrong} cannot be set so: it is made from the request")
+    if reserved := next((name for name in values if name in fixed), None):
+        raise UsageError(f"{reserved} cannot be set so: it is made from the request")
 
 
 @dataclass(frozen=True)
@@ -244,8 +244,8 @@ def llama_2(messages: Sequence[Message]) -> list[PromptPiece]:
     pieces = []
     for i, (user, assistant) in enumerate(turns):
         question = f"[INST] {((prefix if i == 0 else '') + user).strip()} [/INST]"
-        answered = "" if assistant is None else f" {assistant.strip()} "
-        pieces.append(PromptPiece(question + answered, add_bos=True, add_eos=assistant is not None))
+        answer = "" if assistant is None else f" {assistant.strip()} "
+        pieces.append(PromptPiece(question + answer, add_bos=True, add_eos=assistant is not None))
     return pieces
 
 
@@ -255,8 +255,8 @@ def vicuna(messages: Sequence[Message]) -> list[PromptPiece]:
     pieces = []
     for i, (user, assistant) in enumerate(turns):
         opening = f"{VICUNA_SYSTEM if system is None else system} " if i == 0 else ""
-        answered = "" if assistant is None else f" {assistant}"
-        text = f"{opening}USER: {user} ASSISTANT:{answered}"
+        answer = "" if assistant is None else f" {assistant}"
+        text = f"{opening}USER: {user} ASSISTANT:{answer}"
         pieces.append(PromptPiece(text, add_bos=i == 0, add_eos=assistant is not None))
     return pieces
 

@@ -217,9 +217,9 @@ def _ropes(fields: Mapping[str, Any], family: Family, types: Sequence[str], head
         ropes = {kind: _complete(value, fields, family) for kind, value in (nested or {"": parameters_of_all}).items()}
     for rope in ropes.values():
         _check_rope(rope, origin)
-        turned = int(head_dim * rope["partial_rotary_factor"])
-        if turned < 2 or turned % 2:
-            raise UsageError(f"{origin}: {turned} of a head's {head_dim} values turn, which are no pairs")
+        rotary_width = int(head_dim * rope["partial_rotary_factor"])
+        if rotary_width < 2 or rotary_width % 2:
+            raise UsageError(f"{origin}: {rotary_width} of a head's {head_dim} values turn, which are no pairs")
     return ropes
 
 

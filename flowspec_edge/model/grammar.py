@@ -329,9 +329,9 @@ def _without_tokens_beyond(vocabulary: int, tokenizer: Any) -> str:
     """
     from tokenizers import Tokenizer
 
-    described = json.loads(tokenizer.to_str())
-    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < vocabulary]
-    model = described["model"]
+    tokenizer_fields = json.loads(tokenizer.to_str())
+    tokenizer_fields["added_tokens"] = [token for token in tokenizer_fields["added_tokens"] if token["id"] < vocabulary]
+    model = tokenizer_fields["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {token: number for token, number in model["vocab"].items() if number < vocabulary}
     else:  # of the type Unigram: tokens and scores
@@ -344,8 +344,8 @@ def _without_tokens_beyond(vocabulary: int, tokenizer: Any) -> str:
             model["unk_token"] = None
     if model["type"] == "Unigram" and (model["unk_id"] or 0) >= vocabulary:
         model["unk_id"] = None
-    described["post_processor"] = None  # may name tokens that are gone; texts of a grammar get none
-    text = json.dumps(described)
+    tokenizer_fields["post_processor"] = None  # may name tokens that are gone; texts of a grammar get none
+    text = json.dumps(tokenizer_fields)
     expected = {token: number for token, number in tokenizer.get_vocab().items() if number < vocabulary}
     if Tokenizer.from_str(text).get_vocab() != expected:
         raise ValueError(f"without its tokens from {vocabulary} on, the others would have other ids")

@@ -64,10 +64,10 @@ def gumbel_from(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 def device_words(seed: int, positions: NDArray[np.integer], vocabulary: int, device: torch.device) -> Tensor:
     """The words of the first ``vocabulary`` tokens at ``positions`` [p]: int64 [p, vocabulary]."""
-    counted = torch.arange(1, vocabulary + 1, device=device).mul_(GAMMA)
+    token_steps = torch.arange(1, vocabulary + 1, device=device).mul_(GAMMA)
     words = torch.empty(len(positions), vocabulary, dtype=torch.int64, device=device)
     for row, key in zip(words, keys(seed, positions).tolist(), strict=True):
-        torch.add(counted, key, out=row)  # an upload of all keys would wait for the device
+        torch.add(token_steps, key, out=row)  # an upload of all keys would wait for the device
     mixed(words)
     return words
 

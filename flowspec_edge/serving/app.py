@@ -58,15 +58,15 @@ def make_app(admission: Admission, served: ServedModel, api_key: str | None = No
     """Without ``api_key`` no key is needed; without ``live`` there is no page. ``keep_alive_s``: seconds
     without a token after which a stream sends a status line; ``cors_origins``: of web pages that may ask, or
     "*" for all."""
-    listed = model_object(served.name, int(time.time()), served.context_tokens, served.model.max_positions,
-                          int(served.model.config["vocab_size"]), served.model.hidden_width)
+    model_entry = model_object(served.name, int(time.time()), served.context_tokens, served.model.max_positions,
+                               int(served.model.config["vocab_size"]), served.model.hidden_width)
 
     async def models(http: Request) -> Response:
-        return JSONResponse(list_object([listed]))
+        return JSONResponse(list_object([model_entry]))
 
     async def model(http: Request) -> Response:
         served.check_name(http.path_params["name"])
-        return JSONResponse(listed)
+        return JSONResponse(model_entry)
 
     async def health(http: Request) -> Response:
         return JSONResponse({"status": "alive"})
@@ -100,13 +100,13 @@ def make_app(admission: Admission, served: ServedModel, api_key: str | None = No
         "/api/chat": Door(partial(ollama.read_chat, served), ChatAnswer, ollama.NAMES),
         "/api/generate": Door(partial(ollama.read_generate, served), GenerateAnswer, ollama.GENERATE_NAMES),
         "/v1/messages": Door(partial(anthropic.read_messages, served), MessageAnswer, anthropic.NAMES)}
-    counted = Door(partial(anthropic.read_counted, served), names=anthropic.NAMES)
+    count_door = Door(partial(anthropic.read_counted, served), names=anthropic.NAMES)
     app = Starlette(
         routes=[
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             *(Route(path, CompletionEndpoint(*shared, door), methods=["POST"]) for path, door in endpoints.items()),
-            Route("/v1/messages/count_tokens", CountEndpoint(*shared, counted), methods=["POST"]),
+            Route("/v1/messages/count_tokens", CountEndpoint(*shared, count_door), methods=["POST"]),
             Route("/api/version", partial(_json_response, card.version)),
             Route("/api/tags", partial(_json_response, card.tags)),
             Route("/api/ps", partial(_json_response, card.running)),

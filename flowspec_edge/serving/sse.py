@@ -37,11 +37,11 @@ async def unless_gone(coming: Awaitable[T], disconnection: asyncio.Future[None],
                       ) -> T | None:
     """Return what ``coming`` returns, or None after ``patience`` seconds; raises ClientDisconnect when
     ``disconnection`` (:func:`disconnected`) is done. ``coming`` is cancelled if it has not ended."""
-    waited = asyncio.ensure_future(coming)
+    task = asyncio.ensure_future(coming)
     try:
-        await asyncio.wait((waited, disconnection), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnection), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
         if disconnection.done():
             raise ClientDisconnect
-        return waited.result() if waited.done() else None
+        return task.result() if task.done() else None
     finally:
-        waited.cancel()
+        task.cancel()

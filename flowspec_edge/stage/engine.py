@@ -184,8 +184,8 @@ class StageEngine:
         if message.session in self._sessions and message.epoch <= self._sessions[message.session].epoch:
             self._closed_counters["dropped_stale"] += 1
             return
-        ended = [n for n in self._sessions if n == message.session or n not in message.concurrent]
-        for number in ended:
+        ended_sessions = [n for n in self._sessions if n == message.session or n not in message.concurrent]
+        for number in ended_sessions:
             self._memory.give_back(self._end(number))
         inherited = self._take_retained(message)
         cache = self._cache(message, inherited)

@@ -106,15 +106,15 @@ def parameters(declared: type[Parameters]) -> dict[str, Parameter]:
 
 @cache
 def _described(declared: type[Parameters]) -> dict[str, Parameter]:
-    described = {}
+    by_name = {}
     for name, hint in get_type_hints(declared, include_extras=True).items():
         if get_origin(hint) is Annotated:
             kind, (meaning, *bounds) = hint.__origin__, hint.__metadata__
             words = bounds.pop() if kind is str and bounds else None
             least = bounds[0] if bounds else int(kind is int)
             most = bounds[1] if len(bounds) > 1 else MOST
-            described[name] = Parameter(name, kind, getattr(declared, name), meaning, least, most, words)
-    return {name: described[name] for name in declared.__dataclass_fields__ if name in described}
+            by_name[name] = Parameter(name, kind, getattr(declared, name), meaning, least, most, words)
+    return {name: by_name[name] for name in declared.__dataclass_fields__ if name in by_name}
 
 
 @dataclass(frozen=True)

@@ -168,15 +168,15 @@ class PipeInfer(TreeStrategy):
         tips = {n.id: n for n in self._tips}
         if not any(draft_node.id in tips for draft_node in request.nodes):
             return  # the pass belongs to a round that has ended
-        grown: list[Node] = []
+        new_tips: list[Node] = []
         for row, draft_node in enumerate(request.nodes):
             tip = tips.get(draft_node.id)
             if tip is not None and tip.alive:
-                grown += self._grow(tip, output.tokens[row].tolist(), output.scores[row].tolist(),
-                                    self.params.pipeinfer_sequences - len(grown))
-        if grown:
-            self._tips = grown
-            self._batch += grown
+                new_tips += self._grow(tip, output.tokens[row].tolist(), output.scores[row].tolist(),
+                                       self.params.pipeinfer_sequences - len(new_tips))
+        if new_tips:
+            self._tips = new_tips
+            self._batch += new_tips
             self._levels += 1
             if self._levels < self.params.pipeinfer_tokens:
                 return

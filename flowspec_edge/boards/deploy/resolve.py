@@ -167,8 +167,8 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     missing = [name for name, (_, assumed) in profiles_used.items() if assumed]
     unknown = not any(is_known(device, path) for device in inventory.device)
     profiles = {} if unknown else {name: profile for name, (profile, _) in profiles_used.items()}
-    guessed = {device.name for device in inventory.device if device.name in missing and not device.memory_mb}
-    choice = _Choice(inventory, path, model, profiles, guessed, head)
+    unknown_memory = {device.name for device in inventory.device if device.name in missing and not device.memory_mb}
+    choice = _Choice(inventory, path, model, profiles, unknown_memory, head)
     if model.sharded:
         draft, stages, left_out = choice.as_cut()
     elif inventory.decided:
@@ -246,11 +246,12 @@ class _Choice:
     """Each public method returns the draft device, the stages and the unused boards."""
 
     def __init__(self, inventory: Inventory, path: Path, model: OpenModel, profiles: Mapping[str, Profile],
-                 guessed: Collection[str] = (), head: Path | None = None) -> None:
-        """``guessed``: boards of which not even the memory is known, so that it refuses nothing; ``head``: as for
-        ``Deployment``."""
+                 unknown_memory: Collection[str] = (), head: Path | None = None) -> None:
+        """unknown_memory  boards whose memory is not known either: their memory refuses nothing
+        head            as for ``Deployment``
+        """
         self._inventory, self._path, self._model, self._profiles = inventory, path, model, profiles
-        self._guessed, self._head = guessed, head
+        self._unknown_memory, self._head = unknown_memory, head
 
     def as_cut(self) -> _Chosen:
         """As many stages as the sharded model has; boards with role "auto" may be left out."""
@@ -267,9 +268,9 @@ class _Choice:
             raise UsageError(f"{path}: cluster.kv_cache: {home} was made with {manifest.kv_cache}, not "
                              f"{cluster.kv_cache}: leave kv_cache out, or give the checkpoint as the model")
         draft, others = _in_file_order(self._inventory)
-        listed = sum(device.role == "verify" for device in others)
-        if not listed <= count <= len(others):
-            has = max(listed, min(len(others), count))
+        verify_count = sum(device.role == "verify" for device in others)
+        if not verify_count <= count <= len(others):
+            has = max(verify_count, min(len(others), count))
             raise UsageError(
                 f"{path}: {home} was cut into {count} stages, and beside {draft.name} the file lists {has} "
                 f"board{'s' if has != 1 else ''} for them: list {count}, cut it again with: flowspec models "
@@ -283,7 +284,7 @@ class _Choice:
         if self._profiles:
             from flowspec_edge.boards.planning.memory_check import check_parts
 
-            profiles = {name: profile for name, profile in self._profiles.items() if name not in self._guessed}
+            profiles = {name: profile for name, profile in self._profiles.items() if name not in self._unknown_memory}
             check_parts(manifest, cluster, _at_once(cluster, count), stages, profiles)
         return draft, stages, tuple((device, f"{home} was cut into {count} stages") for device in spare)
 
@@ -301,7 +302,7 @@ class _Choice:
             try:
                 return draft, tuple(zip(verify, self._fitting().split(draft, verify), strict=True)), ()
             except DoesNotFit:
-                if not self._guessed:
+                if not self._unknown_memory:
                     raise
         stages = tuple(zip(verify, listed_layers or split_evenly(layers, len(verify)), strict=True))
         self._check(draft, stages)
@@ -326,8 +327,8 @@ class _Choice:
             split = plan(boards, fitting.problem, Throughput(fitting.problem, fitting.at_once))
         except DoesNotFit:
             error = fitting.error(boards)
-            if self._guessed:
-                raise DoesNotFit(f"{error}.  The memory of {', '.join(sorted(self._guessed))} is not known: "
+            if self._unknown_memory:
+                raise DoesNotFit(f"{error}.  The memory of {', '.join(sorted(self._unknown_memory))} is not known: "
                                  f"give memory_mb there, or measure with: {MEASURE} {self._path}") from None
             raise error from None
         return (entries[split.d0.name], tuple((entries[s.board.name], s.layers) for s in split.stages),
@@ -349,7 +350,7 @@ class _Choice:
 
     def _check(self, draft: DeviceEntry, stages: Stages) -> None:
         if self._profiles:
-            self._fitting().check(draft, stages, self._guessed)
+            self._fitting().check(draft, stages, self._unknown_memory)
 
     def _fitting(self) -> MemoryCheck:
         from flowspec_edge.boards.planning.memory_check import MemoryCheck

@@ -47,8 +47,8 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
               if (target := befores.get(board.name)) and _has_another_key(board)}
     rotated = [device for device in inventory.device if device.name in needed]
     board_keys = held_keys(inventory, rotated, {device.name: python_for(inventory, device) for device in rotated})
-    if lacking := [name for name, key in needed.items() if key not in board_keys[name]]:
-        raise FlowspecError(f"{', '.join(lacking)}: the keys were rotated since the release before this one, "
+    if without_key := [name for name, key in needed.items() if key not in board_keys[name]]:
+        raise FlowspecError(f"{', '.join(without_key)}: the keys were rotated since the release before this one, "
                             "which needs the former ones; deploy what you want with: flowspec deploy up; "
                             "no board was touched")
     log = RolloutLog(inventory, befores, watch or Watch())
@@ -114,9 +114,9 @@ def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple
         return None, "no release was there before it to go back to, so its services are stopped"
     if len(ids) > 1:
         return None, "the boards run again what they ran before, each its own release"
-    release, stopped = ids.pop(), [device.name for device, _ in spare]
-    if stopped:
-        return release, f"release {release} runs again where it ran, and nothing on {', '.join(stopped)}"
+    release, stopped_boards = ids.pop(), [device.name for device, _ in spare]
+    if stopped_boards:
+        return release, f"release {release} runs again where it ran, and nothing on {', '.join(stopped_boards)}"
     return release, f"release {release} runs again on all boards"
 
 

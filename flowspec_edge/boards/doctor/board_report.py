@@ -109,8 +109,8 @@ def tegrastats(command: Sequence[str] = _TEGRASTATS) -> str:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TEGRASTATS_S,
                               check=False)
         output = done.stdout
-    except subprocess.TimeoutExpired as stopped:
-        output = stopped.stdout or b""
+    except subprocess.TimeoutExpired as timeout:
+        output = timeout.stdout or b""
     except OSError:
         return ""
     return output.decode(errors="replace").partition("\n")[0].strip()

@@ -116,10 +116,10 @@ def _check_board(inventory: Inventory, device: DeviceEntry, storage: str | None,
     except NoAnswer as error:
         return BoardFindings(device.name, [*_by_release(inventory, device, runner), no_facts(device, error)])
     except FlowspecError as error:
-        why, wrong = unreachable(device, str(error)), address_problem(inventory, device)
+        why, address_fault = unreachable(device, str(error)), address_problem(inventory, device)
         return BoardFindings(device.name, [
             Finding("reached", "failed", why.found, why.advice),
-            *([replace(wrong_address(device, wrong), check="network")] if wrong else [])])
+            *([replace(wrong_address(device, address_fault), check="network")] if address_fault else [])])
     # The release's findings replace those of the board's own Python.
     flowspec, *computed = release
     return BoardFindings(device.name, [flowspec, *findings, *computed], facts)

@@ -87,9 +87,9 @@ class DiscoveredBoard:
 class NotFound(FlowspecError):
     """Boards that do not answer, as findings that say why, and those that do."""
 
-    def __init__(self, silent: list[Finding], answered: list[DiscoveredBoard]) -> None:
+    def __init__(self, silent: list[Finding], boards: list[DiscoveredBoard]) -> None:
         super().__init__("; ".join(map(str, silent)))
-        self.silent, self.answered = silent, with_host_names(answered)
+        self.silent, self.answered = silent, with_host_names(boards)
 
 
 def parse_hosts(hosts: Sequence[str], user: str = "", port: int | None = None, key: str = "",
@@ -145,21 +145,21 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
         return of_facts(device, facts[device.name].system)
 
     answers = on_each(ask, inventory.device)
-    answered = [answer for answer in answers if isinstance(answer, DiscoveredBoard)]
-    if len(answered) < len(answers):
-        raise NotFound([answer for answer in answers if isinstance(answer, Finding)], answered)
+    discovered = [answer for answer in answers if isinstance(answer, DiscoveredBoard)]
+    if len(discovered) < len(answers):
+        raise NotFound([answer for answer in answers if isinstance(answer, Finding)], discovered)
     if same := judge("init", AllBoards({device.name: facts[device.name] for device in inventory.device})):
         raise FlowspecError("; ".join(f"{problem.board}: {problem.found}" for problem in same)
                             + f": {'; '.join(dict.fromkeys(problem.advice for problem in same))}")
-    return with_host_names(answered)
+    return with_host_names(discovered)
 
 
 def require_mode(boards: Sequence[DiscoveredBoard], power_mode: str) -> None:
     """UsageError if a board that has power modes lacks this one."""
-    lacking = [f"{board.device.name} has {', '.join(board.modes)}" for board in boards
-               if power_mode and board.modes and power_mode not in board.modes]
-    if lacking:
-        raise UsageError(f"no power mode {power_mode!r}: {'; '.join(lacking)}")
+    without_mode = [f"{board.device.name} has {', '.join(board.modes)}" for board in boards
+                    if power_mode and board.modes and power_mode not in board.modes]
+    if without_mode:
+        raise UsageError(f"no power mode {power_mode!r}: {'; '.join(without_mode)}")
 
 
 def of_facts(device: DeviceEntry, facts: SystemFacts) -> DiscoveredBoard:

@@ -67,9 +67,9 @@ def _difference(computed: Tensor, expected: Tensor) -> float:
 
 def _require_same(computed: Tensor, expected: Tensor) -> None:
     """FlowspecError if any value differs."""
-    wrong = int((computed.cpu() != expected).sum())
-    if wrong:
-        raise FlowspecError(f"{wrong} of {expected.numel()} values are wrong")
+    differing = int((computed.cpu() != expected).sum())
+    if differing:
+        raise FlowspecError(f"{differing} of {expected.numel()} values are wrong")
 
 
 @_rounded

@@ -120,11 +120,11 @@ def measure_link(host: str, port: int, seconds: float = 1.0) -> LinkMeasure:
         kind, *body = _receive(link, host, port, MAX_SECONDS)
         if kind != _REPORT or len(body) != 1 or len(body[0]) != struct.calcsize("<Qd"):
             raise _no_peer(host, port)
-        received, took = struct.unpack("<Qd", body[0])
-    if not received or took <= 0:
+        received, duration = struct.unpack("<Qd", body[0])
+    if not received or duration <= 0:
         raise FlowspecError(f"{host}:{port}: too little arrived in {seconds:g} s to tell a rate; "
                             "measure longer")
-    return LinkMeasure(latency * 1e3, received * 8 / took / 1e6)
+    return LinkMeasure(latency * 1e3, received * 8 / duration / 1e6)
 
 
 def round_trips(host: str, port: int, count: int) -> list[float]:

@@ -57,10 +57,10 @@ def measure(host: str, port: int, seconds: float) -> dict[str, float]:
         while time.monotonic() < end:
             link.sendall(message)
         link.shutdown(socket.SHUT_WR)
-        received, took = _REPORT.unpack(_exactly(link, _REPORT.size))
-    if took <= 0:
+        received, duration = _REPORT.unpack(_exactly(link, _REPORT.size))
+    if duration <= 0:
         raise OSError(f"too little arrived in {seconds:g} s to tell a rate")
-    return {"latency_ms": median(trips) / 2 * 1e3, "mbps": received * 8 / took / 1e6}
+    return {"latency_ms": median(trips) / 2 * 1e3, "mbps": received * 8 / duration / 1e6}
 
 
 def _prepare(link: socket.socket) -> None:

@@ -148,9 +148,9 @@ class MeasuredDraftDevice:
                 c.complete(task)
                 done = clock()
                 if self.tokens:
-                    took = done - middle
-                    item = (WorkItem("draft", len(task.request.nodes), took) if isinstance(task, DraftPass)
-                            else WorkItem("verify", len(task.output.numbers), took, self._head.seconds))
+                    duration = done - middle
+                    item = (WorkItem("draft", len(task.request.nodes), duration) if isinstance(task, DraftPass)
+                            else WorkItem("verify", len(task.output.numbers), duration, self._head.seconds))
                     times.items.append(item)
                 middle = done
                 self.tokens += c.new_tokens()

@@ -121,8 +121,8 @@ def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: S
     outputs, inputs = shape
     if not rows or rows[0] < 1 or outputs % 16 or inputs % 64 or min(shape) < 1:
         raise UsageError("give rows from 1 on, and a matrix of a multiple of 16 outputs by one of 64 inputs")
-    tried = compute([product(kind, kind, device, shape, rows, dtype) for kind in kinds])
-    checks = [computed(tried[kind]) for kind in kinds]
+    results_of_kinds = compute([product(kind, kind, device, shape, rows, dtype) for kind in kinds])
+    checks = [computed(results_of_kinds[kind]) for kind in kinds]
     products = {check.check: _product(check.check, shape, dtype, device) for check in checks if check.ok}
     clock = _Clock(device)
     times: dict[tuple[str, int], list[float]] = {(kind, n): [] for kind in products for n in rows}

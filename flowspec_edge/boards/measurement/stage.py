@@ -245,9 +245,9 @@ def sample(stages: Sequence[MeasuredStage], contexts: Sequence[int], seconds: fl
                     for stage in stages:
                         if sweep % 2:
                             spin(_PAUSE_S)
-                        took = stage.tree(rows)
+                        duration = stage.tree(rows)
                         if rounds:
-                            times.setdefault(SegmentCase(stage.layers, rows, context), []).append(took)
+                            times.setdefault(SegmentCase(stage.layers, rows, context), []).append(duration)
         rounds += 1
         advance(min(1.0, (time.monotonic() - start) / seconds))
     return {case: trimmed_mean(seconds_of_case) for case, seconds_of_case in times.items()}

@@ -55,7 +55,7 @@ def head_costs(name_or_path: str, profile: Profile) -> list[HeadCost]:
             beside, ranked, _ = ranking_bytes(kind, head, vocabulary, hidden, _WIDTH, bits)
             memory = (head_bytes + beside + matrix) / 1e6
             read = head_bytes + beside - head.looked_up * _WIDTH - head.unread(_WIDTH, packed)
-            passed = (read + ranked) * rate
-            costs.append(HeadCost(name, bits, memory, memory <= room, passed,
-                                  passed * (1 if kind.is_block else DEPTHS)))
+            pass_ms = (read + ranked) * rate
+            costs.append(HeadCost(name, bits, memory, memory <= room, pass_ms,
+                                  pass_ms * (1 if kind.is_block else DEPTHS)))
     return costs

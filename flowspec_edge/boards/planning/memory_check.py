@@ -53,10 +53,10 @@ class MemoryCheck:
             raise self.error([self.board(draft), *stages])
         return ranges
 
-    def check(self, draft: DeviceEntry, stages: Stages, guessed: Collection[str] = ()) -> None:
+    def check(self, draft: DeviceEntry, stages: Stages, unknown_memory: Collection[str] = ()) -> None:
         """Raise DoesNotFit for the first board whose memory is too small for its layers. Boards without a profile, and
-        those whose memory is ``guessed``, are not checked."""
-        with_profile = self._profiles.keys() - set(guessed)
+        those in ``unknown_memory``, are not checked."""
+        with_profile = self._profiles.keys() - set(unknown_memory)
         if draft.name in with_profile:
             self._check(draft, self.problem.d0, "drafting")
         for device, (lo, hi) in stages:

@@ -216,11 +216,11 @@ class _Split:
     def as_plan(self, tables: Sequence[_Table], problem: SplitProblem, shortest: int) -> PipelinePlan:
         unplaced, order = list(tables), _in_order(self.d0, self.stages)
         drafting = _take(unplaced, self.d0)
-        stages, placed = [], 0
+        stages, first_layer = [], 0
         for table, k in order:
             seconds = table.board.profile.stage_seconds(problem.rows, k, problem.context)
-            stages.append(PlannedStage(_take(unplaced, table), (placed, placed + k), seconds))
-            placed += k
+            stages.append(PlannedStage(_take(unplaced, table), (first_layer, first_layer + k), seconds))
+            first_layer += k
         left_out = tuple((table.board, table.reason_unused(self.slowest, shortest)) for table in unplaced)
         return PipelinePlan(problem, drafting, tuple(stages), left_out, self.slowest / _NS,
                             self.cost // _COUNT / _NS)
@@ -377,15 +377,15 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
     ways = np.full((2, layers + 1), _NEVER, dtype=np.int64)
     ways[0, 0] = (d0.lm_head + d0.port) * _COUNT + 1
     steps: list[tuple[Int64, NDArray[np.bool_]]] = []
-    placed = np.arange(layers + 1)
+    layers_placed = np.arange(layers + 1)
     for table in ordered:
         most = table.within(limit)
         counts = np.arange(1, max(most, 1) + 1)[:, None]  # layers of this board: rows of the arrays
-        before = placed - counts
+        before = layers_placed - counts
         ends = max(table.port, d0.port)
         v1 = max(table.latency, d0.latency) - ends
         step = (table.stage[counts] + table.port) * _COUNT + 1
-        step = step - (before == 0) * min(table.port, d0.port) * _COUNT + (placed == layers) * ends * _COUNT
+        step = step - (before == 0) * min(table.port, d0.port) * _COUNT + (layers_placed == layers) * ends * _COUNT
         possible = (before >= 0) & (ways[:, before] < _NEVER) & (counts <= most)
         as_later = np.where(possible, ways[:, before] + step, _NEVER)
         as_first = np.where(as_later[0] < _NEVER, as_later[0] + v1 * _COUNT, _NEVER)
@@ -395,7 +395,7 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
         least = np.take_along_axis(options, k[:, None], axis=1)[:, 0]
         better = least < ways
         flags = np.zeros((2, layers + 1), dtype=bool)
-        flags[1] = is_first[k[1], placed]
+        flags[1] = is_first[k[1], layers_placed]
         steps.append((np.where(better, k + 1, 0), flags))  # layers: 0 where the board is not used
         ways = np.where(better, least, ways)
     stages, flag, remaining = [], 1, layers

@@ -53,9 +53,9 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     curve = fitted.stage
     if not curve.context_ms:
         curve = _with_attention(curve, profile, size)
-    if scaling.note and (added := curve.layers * 1e3 * cache_seconds(profile, size.state_read, 1)):
-        curve = curve.model_copy(update={"ms": [ms + added for ms in curve.ms],
-                                         "shared_ms": [ms + added for ms in curve.shared_ms]})
+    if scaling.note and (state_ms := curve.layers * 1e3 * cache_seconds(profile, size.state_read, 1)):
+        curve = curve.model_copy(update={"ms": [ms + state_ms for ms in curve.ms],
+                                         "shared_ms": [ms + state_ms for ms in curve.shared_ms]})
     launch = fitted.launch and fitted.launch.model_copy(update={
         "layer": size.layer_launches, "experts": size.experts or None, "chosen": size.chosen or None})
     return fitted.model_copy(update={"stage": curve, "launch": launch}), scaling
@@ -176,9 +176,9 @@ def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:
     ms, *shared = [_layer_ms(profile, size, basis, corners, correlation)
                    for correlation in ((0.0, 1.0) if size.experts else (0.0,))]
     wider = size.hidden_width / measured.hidden_width
-    added = [(curve.milliseconds(n, 1000) - curve.milliseconds(n)) * wider for n in corners]
+    context_ms = [(curve.milliseconds(n, 1000) - curve.milliseconds(n)) * wider for n in corners]
     return StageCurve(layers=curve.layers, rows=corners, ms=list(accumulate(ms, max)),
-                      context_ms=list(accumulate(added, max)) if curve.context_ms else [],
+                      context_ms=list(accumulate(context_ms, max)) if curve.context_ms else [],
                       overhead_ms=curve.overhead_ms, correlation=curve.correlation,
                       shared_ms=list(accumulate(shared[0], max)) if shared else []), basis
 
@@ -229,7 +229,7 @@ def at_context(profile: Profile, size: ModelBytes, context: int) -> Profile:
     def with_cache(times: list[float]) -> list[float]:
         if not curve.context_ms:
             return times
-        return [base + added * context / 1e3 for base, added in zip(times, curve.context_ms, strict=True)]
+        return [base + per_thousand * context / 1e3 for base, per_thousand in zip(times, curve.context_ms, strict=True)]
 
     draft = draft.model_copy(update={
         "pass_ms": draft.pass_ms + 1e3 * cache_seconds(profile, size.draft_kv_row, context),

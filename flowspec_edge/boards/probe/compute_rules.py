@@ -169,10 +169,10 @@ def right_product(it: ComputeDevice) -> Iterator[Finding]:
 
 def in_4_bits(it: ComputeDevice) -> Iterator[Finding]:
     """Which weights in 4 bits multiply, and in which to shard models."""
-    tried = [computed(it.results[kind]) for kind in _TRIED if kind in it.results]
-    works = [summary.check for summary in tried if summary.ok]
-    broken = [f"{summary.check} does not: {summary.found}" for summary in tried if not summary.ok]
-    if tried and not broken:
+    checked = [computed(it.results[kind]) for kind in _TRIED if kind in it.results]
+    works = [summary.check for summary in checked if summary.ok]
+    broken = [f"{summary.check} does not: {summary.found}" for summary in checked if not summary.ok]
+    if checked and not broken:
         yield Finding("4 bits", "ok", f"{' and '.join(works)} work on {it.name}")
     if not broken:
         return
@@ -236,18 +236,18 @@ def largest_piece(it: ComputeDevice) -> Iterator[Finding]:
     needed = l4t_system().large_pieces.needed_mb
     if it.available is None:
         return
-    tried = [it.results[str(mb)] for mb in _halves(it.available)]
-    if not tried:
+    allocations = [it.results[str(mb)] for mb in _halves(it.available)]
+    if not allocations:
         yield Finding("largest piece", "warning",
                       f"only {it.available // _MB} MB are available: stop what else runs here, and try again")
         return
-    first_allowed = next((place for place, result in enumerate(tried) if not result.fault), len(tried))
-    refused = tried[first_allowed - 1].fault if first_allowed else ""
-    if first_allowed == len(tried):
+    first_allowed = next((place for place, result in enumerate(allocations) if not result.fault), len(allocations))
+    refused = allocations[first_allowed - 1].fault if first_allowed else ""
+    if first_allowed == len(allocations):
         yield Finding("largest piece", "failed", f"not even {needed} MB at once, which models need: {refused}")
         return
-    beyond = f"; {int(tried[first_allowed - 1].name):,} MB: {refused}" if first_allowed else ", all that is free"
-    yield Finding("largest piece", "ok", f"{int(tried[first_allowed].name):,} MB at once{beyond}")
+    beyond = f"; {int(allocations[first_allowed - 1].name):,} MB: {refused}" if first_allowed else ", all that is free"
+    yield Finding("largest piece", "ok", f"{int(allocations[first_allowed].name):,} MB at once{beyond}")
 
 
 def _halves(available: int) -> list[int]:

@@ -169,10 +169,10 @@ def _existing(groups: Sequence[str]) -> str:
     return ", ".join(groups) or f"the system has none of {', '.join(GPU_GROUPS)}"
 
 
-def network(facts: SystemFacts, address: str, interface: str, wrong: tuple[str, str] | None) -> Finding:
+def network(facts: SystemFacts, address: str, interface: str, address_fault: tuple[str, str] | None) -> Finding:
     """The arguments are the fields of ``checks.Subject``."""
-    if wrong:
-        return Finding("network", "failed", wrong[0], f"{wrong[1]} in the cluster file")
+    if address_fault:
+        return Finding("network", "failed", address_fault[0], f"{address_fault[1]} in the cluster file")
     name = facts.interface
     if name.startswith(l4t_system().usb_network.interfaces):
         return Finding(

@@ -273,8 +273,8 @@ def timeline(
     from flowspec_edge.strategies.registry import strategy_class
 
     strategy_type = strategy_class(strategy)
-    open_model, charged = resolve_model(model), profile_or_testbed(profile)
-    stages = stages_of(open_model, stages, charged)
+    open_model, cost_profile = resolve_model(model), profile_or_testbed(profile)
+    stages = stages_of(open_model, stages, cost_profile)
     require_runnable([strategy_type.name], open_model, params, "virtual", stages)
     device = device_of(device, open_model, dtype_of(open_model, dtype))
     if out is not None:
@@ -284,15 +284,15 @@ def timeline(
 
     from flowspec_edge.drivers.processes.clusters import open_cluster
 
-    with open_cluster(ClusterSpec(open_model.path, stages, dtype_of(open_model, dtype), device=device), Virtual(charged)
-                      ) as cluster:
+    spec = ClusterSpec(open_model.path, stages, dtype_of(open_model, dtype), device=device)
+    with open_cluster(spec, Virtual(cost_profile)) as cluster:
         stats = cluster.generate(replace(request, strategy=strategy_type.name)).stats
     view = window(stats.ttft_s, stats.ttft_s + stats.decode_s, stats.slot_s, turns, skip_turns)
-    caption = title("virtual", charged.name, stages, sampling.temperature, strategy)
-    drawn = draw(cluster.spans, stages, view, turns)
+    caption = title("virtual", cost_profile.name, stages, sampling.temperature, strategy)
+    chart = draw(cluster.spans, stages, view, turns)
     if out is not None:
         gantt(cluster.spans, stages, view, caption, out)
-    print(f"{caption}\n{drawn}", end="")
+    print(f"{caption}\n{chart}", end="")
 
 
 for _command in (run, tables, compare, plot, timeline):

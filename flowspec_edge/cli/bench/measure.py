@@ -226,7 +226,7 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], subject: BenchSub
     from flowspec_edge.lab.bench.host_info import commit, versions
 
     shared = {"clients": options.clients, "arrival_rate": options.arrival_rate, "chat": options.chat or None}
-    drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
+    sampling_settings = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
     return {
         "model": subject.name,
         "tasks": [{"name": t.name, "prompts": len(t.prompts), "sha256": t.digest, "each": t.digests}
@@ -237,7 +237,7 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], subject: BenchSub
         "repeats": options.repeats, "warmup": options.warmup,
         **{key: value for key, value in shared.items() if value is not None},
         **({"recording": subject.recording.provenance} if subject.recording else {}),
-        **drawn, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
+        **sampling_settings, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
         **params.flat(), "versions": versions(), "commit": commit(),
         "acceptance": options.right_children, "profile": profile.model_dump() if profile else None,
     }

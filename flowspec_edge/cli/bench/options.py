@@ -166,8 +166,9 @@ class BenchOptions:
                      "--truncate": self.truncate, "--clock wall": self.clock == "wall", "--emulate": self.emulate,
                      "--device": self.device != "auto", "--dtype": self.dtype != "auto",
                      "--dask": self.dask, "--repeats": self.repeats > 1}
-        if wrong := [option for option, value in conflicts.items() if value]:
-            raise UsageError(f"--recording has its own model, prompts and texts, in virtual time: leave {wrong[0]} out")
+        if conflicting := [option for option, value in conflicts.items() if value]:
+            raise UsageError("--recording has its own model, prompts and texts, in virtual time: "
+                             f"leave {conflicting[0]} out")
 
     def require_virtual(self, clock: str) -> None:
         if self.right_children != 1 and clock != "virtual":

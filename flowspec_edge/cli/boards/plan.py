@@ -153,8 +153,8 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
                              stages)
             demo = source.name == DEMO
             # The share is the demonstration model's, and look-ups have no head.
-            described = "the demonstration model" if demo else f"{source.name} itself"
-            tokens_by_kind[planned.kind] = Tokens(source.path, described, requests, demo and not planned.by_ngrams)
+            source_name = "the demonstration model" if demo else f"{source.name} itself"
+            tokens_by_kind[planned.kind] = Tokens(source.path, source_name, requests, demo and not planned.by_ngrams)
         return tokens_by_kind[planned.kind]
 
     runs = Runs(cases, names, tokens)

@@ -123,12 +123,12 @@ class Case:
         """Say what memory a board lacks for the caches of ``problem`` beside its layers; "" for none."""
         if plan is None:
             assert self.alone
-            lacking = {self.alone.name: -single_board_headroom(self.alone, problem)}
+            missing_bytes = {self.alone.name: -single_board_headroom(self.alone, problem)}
         else:
-            lacking = {plan.d0.name: problem.d0 - plan.d0.room}
-            lacking |= {stage.board.name: problem.stage(stage.layers[1] - stage.layers[0]) - stage.board.room
-                        for stage in plan.stages}
-        name, most = max(lacking.items(), key=lambda item: item[1])
+            missing_bytes = {plan.d0.name: problem.d0 - plan.d0.room}
+            missing_bytes |= {stage.board.name: problem.stage(stage.layers[1] - stage.layers[0]) - stage.board.room
+                              for stage in plan.stages}
+        name, most = max(missing_bytes.items(), key=lambda item: item[1])
         return f"does not fit: {name} lacks {most / 1e6:,.0f} MB for the caches" if most > 0 else ""
 
     def report(self, plan: PipelinePlan | None, members: Sequence[BoardSpec]) -> PlanReport:
@@ -281,15 +281,15 @@ def choose_dtype(model: str, dtype: str, members: Sequence[BoardSpec], context: 
 
 
 def _listed_layers(members: Sequence[BoardSpec], size: ModelBytes) -> Ranges | None:
-    listed = [member for member in members if member.layers]
-    if not listed:
+    with_layers = [member for member in members if member.layers]
+    if not with_layers:
         return None
     if any(member.role == "auto" for member in members):
-        raise UsageError(f"{listed[0].name} has layers in its cluster file: give that file alone, or take "
+        raise UsageError(f"{with_layers[0].name} has layers in its cluster file: give that file alone, or take "
                          "the layers out")
-    ranges = tuple(member.layers for member in listed if member.layers)
+    ranges = tuple(member.layers for member in with_layers if member.layers)
     if ranges[-1][1] != size.layers:
-        raise UsageError(f"{listed[-1].name}: its layers end with {ranges[-1][1]}, and {size.name} has "
+        raise UsageError(f"{with_layers[-1].name}: its layers end with {ranges[-1][1]}, and {size.name} has "
                          f"{size.layers}")
     return ranges
 

@@ -254,9 +254,9 @@ def answer(report: PlanReport) -> list[str]:
         origin = {"published": " (not here yet)", "untrained": " (estimated)"}.get(size.planned.origin, "")
         lines.append(f"Drafts with {size.planned.name}{origin}{', and n-grams of the text' * looked_up}"
                      + (f": {report.draft_why}" if report.draft_why else "") + ".")
-    guessed = list(dict.fromkeys(row.name for row in report.boards if row.assumed))
-    if guessed:
-        lines.append(f"ESTIMATED, not measured: {', '.join(guessed)}; measure with: flowspec device profile")
+    estimated = list(dict.fromkeys(row.name for row in report.boards if row.assumed))
+    if estimated:
+        lines.append(f"ESTIMATED, not measured: {', '.join(estimated)}; measure with: flowspec device profile")
     faster = [(a, a.tokens_per_second) for a in report.alternatives
               if best and a.dtype != plan.dtype and a.tokens_per_second
               and a.tokens_per_second * QUALITY > best.tokens_per_second]

@@ -55,10 +55,10 @@ def choose_clock(clock: Clock, profile: str, emulate: str | None) -> ClockSettin
     """Raise UsageError for an unknown profile."""
     from flowspec_edge.boards.planning.testbed import profile_or_testbed  # pydantic takes a while
 
-    described = profile_or_testbed(profile)  # in real time, too: a wrong name is an error
+    device_profile = profile_or_testbed(profile)  # in real time, too: a wrong name is an error
     if emulate is not None:
         return ClockSettings("wall", profile_or_testbed(emulate))
-    return ClockSettings(clock, described if clock == "virtual" else None)
+    return ClockSettings(clock, device_profile if clock == "virtual" else None)
 
 
 def local_processes(stages: int, device: str, emulate: Profile | None = None) -> Here:

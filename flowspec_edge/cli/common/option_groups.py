@@ -86,7 +86,7 @@ def _set(params: Params, settings: Sequence[str], names: Sequence[str] | None, w
     from flowspec_edge.strategies.registry import parameters_of, strategy_class
 
     read = [parameters_of(strategy_class(name)) for name in names] if names else [all_parameters()]
-    parameters = {name: one for described in read for name, one in described.items() if name not in without}
+    parameters = {name: one for by_name in read for name, one in by_name.items() if name not in without}
     whose = ", ".join(names) if names else "any strategy"
     return set_parameters(params, settings, parameters, whose)
 

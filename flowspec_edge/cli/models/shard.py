@@ -161,24 +161,24 @@ def verify(directory: _Directory, as_json: _Json = False) -> None:
     if not here:
         raise FlowspecError(f"{directory} has none of the parts {', '.join(manifest.parts)}: copy one beside "
                             "manifest.json")
-    wrong: dict[str, str] = {}
+    problems: dict[str, str] = {}
     with _bar("verifying", sum(manifest.part(name).size for name in here)) as progress:
         for name in here:
             try:
                 manifest.check(name, progress)
             except FlowspecError as error:
-                wrong[name] = str(error)
+                problems[name] = str(error)
     if as_json:
-        print(json.dumps({"sound": [n for n in here if n not in wrong], "wrong": wrong, "absent": absent},
+        print(json.dumps({"sound": [n for n in here if n not in problems], "wrong": problems, "absent": absent},
                          indent=2))
     else:
         for name in here:
-            print(f"{name}: {wrong.get(name) or f'{len(manifest.part(name).files)} files are as written'}")
+            print(f"{name}: {problems.get(name) or f'{len(manifest.part(name).files)} files are as written'}")
         for name in absent:
             print(f"{name}: not here")
-    if wrong:
-        first = next(iter(wrong.values()))
-        raise FlowspecError(first if len(wrong) == 1 else f"{len(wrong)} parts are wrong, the first: {first}")
+    if problems:
+        first = next(iter(problems.values()))
+        raise FlowspecError(first if len(problems) == 1 else f"{len(problems)} parts are wrong, the first: {first}")
 
 
 def _stored_dtype(dtype: StoredDtype | None, kernels: Path | None) -> ShardDtype | None:

@@ -57,10 +57,10 @@ def read_watts(rails: Sequence[Rail]) -> float | None:
     total = 0
     for rail in rails:
         try:  # a current of zero may read as some mA below zero
-            drawn = int(rail.voltage.read_bytes()) * max(0, int(rail.current.read_bytes()))
+            microwatts = int(rail.voltage.read_bytes()) * max(0, int(rail.current.read_bytes()))
         except (OSError, ValueError):
             return None
-        total += drawn
+        total += microwatts
     return total / 1e6 if rails and 0 <= total < _MAX_UW else None
 
 

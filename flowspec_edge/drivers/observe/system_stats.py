@@ -68,9 +68,9 @@ def hottest(root: Path = _ROOT) -> float | None:
     return max((round(d, 1) for d in degrees if _COLDEST_C < d < _HOTTEST_C), default=None)
 
 
-def _cores(listed: str) -> int | None:
+def _cores(ranges: str) -> int | None:
     """Number of cores in a list such as "0-3,5"."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", listed):
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", ranges):
         return None
-    ends = [[int(end) for end in part.split("-")] for part in listed.split(",")]
+    ends = [[int(end) for end in part.split("-")] for part in ranges.split(",")]
     return sum(part[-1] - part[0] + 1 for part in ends)

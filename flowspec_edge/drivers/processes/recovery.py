@@ -121,10 +121,10 @@ class Recovery:
     def _restart(self, causes: Mapping[int, str]) -> None:
         """Restart these stages' processes, with exponential backoff."""
         now = time.monotonic()
-        due = {stage: cause for stage, cause in causes.items() if now >= self._start_at.get(stage, 0.0)}
-        if not due:
+        due_causes = {stage: cause for stage, cause in causes.items() if now >= self._start_at.get(stage, 0.0)}
+        if not due_causes:
             return
-        for stage, cause in due.items():
+        for stage, cause in due_causes.items():
             starts = self._starts.get(stage, 0)
             if starts == _MAX_STARTS:
                 self._deadline = now
@@ -132,7 +132,7 @@ class Recovery:
             if starts:
                 self._failed_start = f" ({cause})"
             log.warning("%s: restarting it", cause)
-        stages = sorted(due)
+        stages = sorted(due_causes)
         for stage in stages:
             self._start_at[stage] = now + _PAUSE_S * 2 ** self._starts.get(stage, 0)
             self._starts[stage] = self._starts.get(stage, 0) + 1

@@ -186,8 +186,8 @@ class StageLinks:
 
     def sleep(self, max_s: float = _CHECK_S) -> None:
         """Wait up to ``max_s`` seconds for a message, room for a queued segment, or the next check."""
-        due = max(0.0, min(max_s, self._check_at - time.monotonic()))
-        self._transport.wait([self._output, self._hub], [self._first] if self._outbox else [], due)
+        wait_s = max(0.0, min(max_s, self._check_at - time.monotonic()))
+        self._transport.wait([self._output, self._hub], [self._first] if self._outbox else [], wait_s)
 
     # ---- losses --------------------------------------------------------------------------------
 

@@ -240,8 +240,8 @@ class Worker:
         start, waits = time.monotonic(), computing_s == math.inf
         data = waits and self._core.has_room
         incoming = [self._links.control, self._links.previous] if data else [self._links.control]
-        due = max(0.0, min(self._status.due_at - start, self._check_at - start, computing_s))
-        self._links.transport.wait(incoming, [room] if room else [], due)
+        wait_s = max(0.0, min(self._status.due_at - start, self._check_at - start, computing_s))
+        self._links.transport.wait(incoming, [room] if room else [], wait_s)
         if waits:
             self._read()
             self._counters.add_wait(time.monotonic() - start)

@@ -125,6 +125,6 @@ def parameter_axis(names: Sequence[str]) -> Axis:
     if len(names) == 2:
         return Axis(",".join(names), "", title, fields=fields, replaces=fields, grid=(names[0], names[1]),
                     grid_labels=(names[0], names[1]))
-    ordered = parameters[names[0]].kind in (int, float)
+    is_numeric = parameters[names[0]].kind in (int, float)
     return Axis(names[0], "", title, title, fields=fields, replaces=fields,
-                share="last/first" if ordered else "")
+                share="last/first" if is_numeric else "")

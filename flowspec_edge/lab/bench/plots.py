@@ -249,21 +249,21 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
     figure, (axis,) = new_figure(1, 8.4, 4.4)
     theirs = sweep.published if isinstance(sweep.published, BandwidthCurves) else None
     texts = [point.value for point in sweep.points if isinstance(point.value, str)]  # at equal distances
-    drawn: set[float] = set()
+    values: set[float] = set()
     for name, rows in speeds.items():
         points = [(float(texts.index(value) if isinstance(value, str) else value), row.tokens_per_second,
                    row.tokens_per_second_se) for value, row in rows.items()
                   if not isinstance(value, tuple) and row.tokens_per_second is not None]
         marks = {row.exactness.mark for row in rows.values()}
-        wrong = next((f" {mark}" for mark in "≠≈" if mark in marks), "")
+        mark_text = next((f" {mark}" for mark in "≠≈" if mark in marks), "")
         if not points:
             continue
-        draw_curve(axis, name, points, f"{_series_label(next(iter(rows.values())))}{wrong}")
-        drawn |= {value for value, _, _ in points}
+        draw_curve(axis, name, points, f"{_series_label(next(iter(rows.values())))}{mark_text}")
+        values |= {value for value, _, _ in points}
         if theirs and (curve := theirs.curve(name)):
             _, colour, marker = style_of(name)
             axis.plot(list(curve), list(curve.values()), color=colour, marker=marker, **HOLLOW)
-            drawn |= curve.keys()
+            values |= curve.keys()
     kinds = [Line2D([], [], color="black", label=measured_as(sweep), marker="o", markersize=5)]
     if theirs:
         kinds.append(Line2D([], [], color="black", label=f"published: {theirs.source}; {theirs.model}",
@@ -272,7 +272,7 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
         ticks(axis, range(len(texts)), sweep.axis.label)
         axis.set_xticks(range(len(texts)), texts)
     else:
-        ticks(axis, sorted(drawn), sweep.axis.label, log=len(drawn) > 1 and min(drawn) > 0)
+        ticks(axis, sorted(values), sweep.axis.label, log=len(values) > 1 and min(values) > 0)
     finish(axis, _caption(sweep))
     figure.legend(handles=kinds, fontsize=7, loc="outside lower left", frameon=False)
     return figure

@@ -124,8 +124,8 @@ def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
     """Make the columns of requests that ran one by one, and the notes that explain them."""
     errors = any(row.tokens_per_second_se is not None for row in rows)
     paired = any(row.speedup_median is not None for row in rows)
-    counted = any(row.repeating is not None for row in rows)
-    looped = any(row.repeating for row in rows)
+    has_loop_counts = any(row.repeating is not None for row in rows)
+    has_loops = any(row.repeating for row in rows)
     columns: Columns = {"tokens/s": _figure_of("tokens_per_second")}
     if errors:
         columns |= {"±": _figure_of("tokens_per_second_se"), "median": _figure_of("tokens_per_second_median")}
@@ -138,10 +138,10 @@ def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
                 "ITL s": _figure_of("itl_mean_s", 3)}
     if any(row.short for row in rows):
         columns["short"] = lambda row: f"{row.short}/{row.answers}"
-    if counted:
+    if has_loop_counts:
         columns["loops"] = (
             lambda row: NOTHING if row.repeating is None else f"{row.repeating}/{row.answers}")
-    if looped:
+    if has_loops:
         columns |= {"looping": _figure_of("tokens_per_second_repeating"),
                     "others": _figure_of("tokens_per_second_other")}
     energy = [name for name in _ENERGY if any(getattr(row, name) is not None for row in rows)]
@@ -149,9 +149,9 @@ def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
     notes = [METHOD, MEDIAN] if errors else []
     if "short" in columns:
         notes.append(f"short: {SHORT}")
-    if counted:
+    if has_loop_counts:
         notes.append(f"loops: answers with {LOOP}" +
-                     ("; looping, others: tokens/s of these answers and of all others" if looped else ""))
+                     ("; looping, others: tokens/s of these answers and of all others" if has_loops else ""))
     return columns, notes
 
 

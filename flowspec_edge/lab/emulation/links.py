@@ -40,13 +40,13 @@ class _Channel:
 
     def trailer(self, message: Message, size: int) -> Buffer:
         """Return the last frame of a message of ``size`` bytes."""
-        added = added_bytes(message, self._profile)
+        extra_bytes = added_bytes(message, self._profile)
         if not self._emulated:
-            if added < 0:
+            if extra_bytes < 0:
                 raise ProtocolError("the model's hidden states are wider than those of the profile")
-            return _ZEROS[:added + _STAMP.size] if added < len(_ZEROS) - _STAMP.size else bytes(
-                added + _STAMP.size)
-        occupied, latency = self._seconds(size + added)
+            return _ZEROS[:extra_bytes + _STAMP.size] if extra_bytes < len(_ZEROS) - _STAMP.size else bytes(
+                extra_bytes + _STAMP.size)
+        occupied, latency = self._seconds(size + extra_bytes)
         self._next_free_at = max(self._free_at, time.monotonic()) + occupied
         return _STAMP.pack(self._next_free_at + latency)
 
@@ -139,8 +139,8 @@ class EmulatedTransport(ZmqTransport):
         return hub
 
     def wait(self, incoming: Sequence[Endpoint], outgoing: Sequence[Endpoint], timeout: float) -> None:
-        due = min((cast(_Emulated, end).due for end in incoming), default=math.inf)
-        timeout = min(timeout, due - time.monotonic())
+        due_at = min((cast(_Emulated, end).due for end in incoming), default=math.inf)
+        timeout = min(timeout, due_at - time.monotonic())
         if timeout >= _COARSE_S:
             super().wait(incoming, outgoing, math.floor(timeout * 1e3 - 1) / 1e3)  # ZeroMQ counts in ms
         else:

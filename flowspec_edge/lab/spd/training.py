@@ -76,8 +76,8 @@ def depths(layers: int, stages: int) -> tuple[int, ...]:
     For an inner stage that ends at the last layer (all later ones are empty) it is the layer before: the
     last state is known only after the final norm, as an output.
     """
-    passed = [hi for _, hi in split_layers(layers, stages, allow_empty=True)]
-    return (*(min(hi, layers - 1) for hi in passed[:-1]), layers)
+    ends = [hi for _, hi in split_layers(layers, stages, allow_empty=True)]
+    return (*(min(hi, layers - 1) for hi in ends[:-1]), layers)
 
 
 def visibility(rows: int, stages: int, fill: Tensor) -> Tensor:

@@ -180,10 +180,10 @@ class Eagle3(UnrolledStudent):
         return logits[..., self._ids].softmax(-1), self._drafted[logits.argmax(-1)]
 
     def loss(self, out: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        target_probs, counted = targets
+        target_probs, loss_mask = targets
         logits = self._pass.logits(out).float()
         cost = logits.logsumexp(-1) - (target_probs * logits).sum(-1)
-        return (cost * counted).sum() / counted.sum().clamp(min=1)
+        return (cost * loss_mask).sum() / loss_mask.sum().clamp(min=1)
 
     def best(self, out: Tensor) -> Tensor:
         return self._ids[self._pass.logits(out).argmax(-1)]

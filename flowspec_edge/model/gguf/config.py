@@ -51,8 +51,8 @@ class Fields:
     def unusable(self, key: str, value: Any, expected: str) -> FlowspecError:
         if value is None:
             return FlowspecError(f"{self.path} does not state {key}: it is no language model, or damaged")
-        stated = f"{len(value)} numbers" if isinstance(value, np.ndarray) else repr(value)[:60]
-        return FlowspecError(f"{self.path} states {stated} for {key}, which must be {expected}")
+        value_text = f"{len(value)} numbers" if isinstance(value, np.ndarray) else repr(value)[:60]
+        return FlowspecError(f"{self.path} states {value_text} for {key}, which must be {expected}")
 
 
 def family_in(fields: Fields) -> Family:

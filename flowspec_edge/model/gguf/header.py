@@ -97,12 +97,12 @@ class _Reader:
             if key in fields:
                 raise ValueError(f"{key} is there twice")
             fields[key] = self._value(self._number("<u4"))
-        stated = [self._tensor() for _ in range(tensors)]
+        entries = [self._tensor() for _ in range(tensors)]
         alignment = fields.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         begin = -(-self._file.tell() // alignment) * alignment
-        tensors_at = tuple(GgufTensor(tensor.name, tensor.shape, tensor.type, begin + tensor.at) for tensor in stated)
+        tensors_at = tuple(GgufTensor(tensor.name, tensor.shape, tensor.type, begin + tensor.at) for tensor in entries)
         if len({tensor.name for tensor in tensors_at}) < len(tensors_at):
             raise ValueError("a tensor is there twice")
         for tensor in tensors_at:

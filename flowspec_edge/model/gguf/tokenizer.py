@@ -141,10 +141,10 @@ def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tup
 
 
 def _merges(fields: Fields) -> list[tuple[str, str]]:
-    stated = fields.get("tokenizer.ggml.merges")
-    if not isinstance(stated, list):
-        raise fields.unusable("tokenizer.ggml.merges", stated, "pairs of tokens")
-    pairs = [merge.split(" ") for merge in stated]
+    merges = fields.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise fields.unusable("tokenizer.ggml.merges", merges, "pairs of tokens")
+    pairs = [merge.split(" ") for merge in merges]
     if any(len(pair) != 2 for pair in pairs):
         raise FlowspecError(f"{fields.path} is damaged: a merge of its tokenizer is no pair of tokens")
     return [(left, right) for left, right in pairs]

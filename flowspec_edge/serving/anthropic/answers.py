@@ -63,8 +63,9 @@ class MessageAnswer(Answer):
     def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None,
                 stop: str | None = None) -> list[dict[str, Any]]:
         self._details = extra or {}
-        stopped = finish == "stop" and stop is not None
-        self._reason, self._stop = "stop_sequence" if stopped else _REASONS[finish], stop if stopped else None
+        by_stop_string = finish == "stop" and stop is not None
+        self._reason = "stop_sequence" if by_stop_string else _REASONS[finish]
+        self._stop = stop if by_stop_string else None
         return self._finished()
 
     def counts(self, usage: dict[str, Any], figures: dict[str, Any]) -> list[dict[str, Any]]:

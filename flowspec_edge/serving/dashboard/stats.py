@@ -317,10 +317,10 @@ class Boards(Observer):
         with self._lock:
             beats = {place: list(newest) for place, newest in self._beats.items()}
         boards = {place: _board(place, newest, now) for place, newest in sorted(beats.items())}
-        counted = once_per_board({place: beats[place][-1][1] for place in boards})
+        distinct_counters = once_per_board({place: beats[place][-1][1] for place in boards})
         hosts: dict[float, int] = {}
         for place, board in boards.items():
-            board["watts"] = counted[place].get("watts")
+            board["watts"] = distinct_counters[place].get("watts")
             machine = beats[place][-1][1].get("machine")
             board["host"] = place if machine is None else hosts.setdefault(machine, place)
         if 0 in boards and len(boards) > 1:
@@ -332,13 +332,13 @@ class Boards(Observer):
 def _board(place: int, beats: list[tuple[float, HeartbeatCounters]], now: float) -> dict[str, Any]:
     at, newest = beats[-1]
     first = next((i for i in reversed(range(len(beats))) if at - beats[i][0] >= 0.9 * _WINDOW_S), 0)
-    grown, seconds = dict.fromkeys(RATES.values(), 0.0), at - beats[first][0]
+    totals, seconds = dict.fromkeys(RATES.values(), 0.0), at - beats[first][0]
     for (_, before), (_, after) in pairwise(beats[first:]):
-        for key, added in increase(before, after, grown).items():
-            grown[key] += added
+        for key, amount in increase(before, after, totals).items():
+            totals[key] += amount
     current = seconds > 0 and now - at < _SILENT_S
     board: dict[str, Any] = {"place": place}
     board |= {name: newest.get(name) for name in SYSTEM_STATS}
-    board |= {name: grown[key] / seconds if current else 0.0 for name, key in RATES.items()}
+    board |= {name: totals[key] / seconds if current else 0.0 for name, key in RATES.items()}
     board["busy"] = min(1.0, board["busy"])  # a long segment is counted when it ends
     return board

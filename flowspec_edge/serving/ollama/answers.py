@@ -86,9 +86,9 @@ class ChatAnswer(Answer):
         end = time.monotonic()
         first = self._first or end
         result = results[0]
-        waited = first - self._start
-        reading = waited if result is None else min(result.stats.ttft_s, waited)
-        seconds = {"total_duration": end - self._start, "load_duration": waited - reading,
+        wait_s = first - self._start
+        reading = wait_s if result is None else min(result.stats.ttft_s, wait_s)
+        seconds = {"total_duration": end - self._start, "load_duration": wait_s - reading,
                    "prompt_eval_duration": reading, "eval_duration": end - first}
         return {**{name: round(value * _NS) for name, value in seconds.items()},
                 "prompt_eval_count": self.prepared.prompt_tokens, "eval_count": tokens}

@@ -54,8 +54,8 @@ class Choice:
             assert event.finish_reason != "cancelled"  # nothing of such a request is delivered
             self.result = event
             self.finish = "stop" if self._detokenizer.stopped else event.finish_reason
-            ended = event.stop_id in self._shown_ends and not self._detokenizer.stopped
-            ending = self._detokenizer.end(event.stop_id) if ended and event.stop_id is not None else ""
+            stop_is_shown = event.stop_id in self._shown_ends and not self._detokenizer.stopped
+            ending = self._detokenizer.end(event.stop_id) if stop_is_shown and event.stop_id is not None else ""
             return self._parsed(ending + self._detokenizer.close(), last=True)
         before = self.tokens
         pieces: list[AnswerPiece] = []
@@ -203,8 +203,8 @@ class ResponseHandler:
                 continue
             index, event = arrival
             choice = self.choices[index]
-            ended, before = choice.finish is not None, choice.tokens
-            if ended:
+            is_finished, before = choice.finish is not None, choice.tokens
+            if is_finished:
                 continue  # it came while the stop string was found
             pieces = choice.read(event)
             if choice.tokens > before:

@@ -69,10 +69,10 @@ class SelfAttention(nn.Module):
                 split[:, : self._heads] *= rotation.scale
             return Projected(split[:, : self._heads], split[:, self._heads :], None)
         pairs = 2 * self._heads  # each head's query, then its gate
-        turned = torch.cat((split[:, :pairs:2], split[:, pairs : pairs + self._kv_heads]), 1)
-        self._turn(turned, rotation)
-        cached = torch.cat((turned[:, self._heads :], split[:, pairs + self._kv_heads :]), 1)
-        return Projected(turned[:, : self._heads], cached, split[:, 1:pairs:2])
+        queries_keys = torch.cat((split[:, :pairs:2], split[:, pairs : pairs + self._kv_heads]), 1)
+        self._turn(queries_keys, rotation)
+        cached = torch.cat((queries_keys[:, self._heads :], split[:, pairs + self._kv_heads :]), 1)
+        return Projected(queries_keys[:, : self._heads], cached, split[:, 1:pairs:2])
 
     def _turn(self, queries_keys: Tensor, rotation: Rotation) -> None:
         if self._head_norms is not None:

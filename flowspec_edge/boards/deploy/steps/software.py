@@ -115,9 +115,9 @@ def wheels(environment: Environment, facts: BoardFacts) -> Action:
     stale = sorted(set(facts.wheels) - set(environment.wheels))
     step = f"wheels ({len(missing)} of {len(environment.wheels)})"
     remove = [quote("rm", "-f", "--", *stale)] if stale else []
-    listed = "".join(f"{environment.wheels[name]}  {name}\n" for name in missing)
+    checksums = "".join(f"{environment.wheels[name]}  {name}\n" for name in missing)
     receive = ["tar -xf - --no-same-owner",
-               f"{quote('printf', '%s', listed)} | sha256sum --check --quiet --strict -"] if missing else []
+               f"{quote('printf', '%s', checksums)} | sha256sum --check --quiet --strict -"] if missing else []
     commands = [f"cd {paths.WHEELS} && {' && '.join([*remove, *receive])}"] if remove or receive else []
     return Action(step, tuple(commands), {name: Path(environment.wheelhouse, name) for name in missing},
                   timeout_s=_TIMEOUT_S)

@@ -134,8 +134,8 @@ def publics(path: str) -> list[str]:
 
 def services(units: Path) -> list[str]:
     """Units of flowspec's that run, have failed, or start at boot."""
-    listed = output("systemctl", "list-units", "--all", "--plain", "--no-legend", "flowspec-*.service")
-    names = [line.split()[0] for line in listed.splitlines() if line.split()]
+    unit_list = output("systemctl", "list-units", "--all", "--plain", "--no-legend", "flowspec-*.service")
+    names = [line.split()[0] for line in unit_list.splitlines() if line.split()]
     return [name for name in names + [path.name for path in units.glob("*.wants/flowspec-*")]
             if _OURS.fullmatch(name)]
 

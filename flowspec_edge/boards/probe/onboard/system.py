@@ -245,13 +245,13 @@ def torch(check: dict[str, Any]) -> dict[str, Any]:
     """
     python = [sys.executable, "-I", "-c", check["program"]]
     doing("import torch as a service would", 2 * _IMPORT_S + _OTHERS_S)
-    unit, described = transient_unit(check["protections"])
+    unit, unit_text = transient_unit(check["protections"])
     facts = run_torch_check([*unit, *python])
     outside = None
     unseen = check["device"] != "cpu" and gpu() and not facts["cuda"]
     if unit and (facts["why"] or facts["numpy_fault"] or facts["gpu_fault"] or unseen):
         outside = run_torch_check(python)
-    return {**facts, "unit": described, "outside": outside, "own": user_packages() if facts["why"] else {}}
+    return {**facts, "unit": unit_text, "outside": outside, "own": user_packages() if facts["why"] else {}}
 
 
 def run_torch_check(command: list[str]) -> dict[str, Any]:
@@ -278,9 +278,9 @@ def transient_unit(protections: list[str]) -> tuple[list[str], str]:
     user = USER if any(entry.pw_name == USER for entry in pwd.getpwall()) else "nobody"
     settings = [f"User={user}", f"SupplementaryGroups={' '.join(groups)}", "Environment=HOME=/tmp",
                 f"RuntimeMaxSec={_IMPORT_S}", *protections]
-    described = f"user {user}, groups {', '.join(groups)}" if groups else f"user {user}"
+    unit_text = f"user {user}, groups {', '.join(groups)}" if groups else f"user {user}"
     return ["systemd-run", "--quiet", "--pipe", "--wait", "--collect",
-            *(f"--property={setting}" for setting in settings), "--"], described
+            *(f"--property={setting}" for setting in settings), "--"], unit_text
 
 
 def user_packages() -> dict[str, str]:
