@@ -158,8 +158,8 @@ class FairQueue(Generic[T]):
         best: tuple[int, int] | None = None
         rival = None
         for age, (item, other) in enumerate(self._placed.items()):
-            paths = next(((mine, its) for mine, its in zip(_paths(caller), _paths(other), strict=True)
-                          if mine != its), None)
+            pairs = zip(_paths(caller), _paths(other), strict=True)
+            paths = next(((path, other_path) for path, other_path in pairs if path != other_path), None)
             if paths is None:
                 continue
             places = self._places_held[paths[0]] - (stuck is not None)

@@ -182,19 +182,19 @@ class SessionProgress:
         self._at_round = self._reported  # tokens at the newest round's end
 
     def opened(self, at: float) -> SessionOpened:
-        mine = self._draft_session
-        return SessionOpened(mine.builder.session, at, mine.request, len(mine.request.prompt) + self._reported,
-                             self._reported, weakref.ref(mine))
+        session = self._draft_session
+        return SessionOpened(session.builder.session, at, session.request, len(session.request.prompt) + self._reported,
+                             self._reported, weakref.ref(session))
 
     def verified(self, start: float, at: float, rows: int, run: int) -> DraftDeviceWork:
-        mine = self._draft_session
-        tokens, self._reported = tuple(mine.tokens[self._reported:]), len(mine.tokens)
-        return DraftDeviceWork(mine.builder.session, at, "verify", start, rows, run, tokens, self._reported,
-                               mine.strategy.counters.rounds, self._accepted(), mine.finished)
+        session = self._draft_session
+        tokens, self._reported = tuple(session.tokens[self._reported:]), len(session.tokens)
+        return DraftDeviceWork(session.builder.session, at, "verify", start, rows, run, tokens, self._reported,
+                               session.strategy.counters.rounds, self._accepted(), session.finished)
 
     def _accepted(self) -> int | None:
-        mine, before, rounds = self._draft_session, self._at_round, self._rounds
-        if self._reported == before or mine.strategy.counters.rounds <= rounds:
+        session, before, rounds = self._draft_session, self._at_round, self._rounds
+        if self._reported == before or session.strategy.counters.rounds <= rounds:
             return None
-        self._rounds, self._at_round = mine.strategy.counters.rounds, self._reported
-        return None if rounds < 0 or mine.finished else self._reported - before - 1  # the last was the miss
+        self._rounds, self._at_round = session.strategy.counters.rounds, self._reported
+        return None if rounds < 0 or session.finished else self._reported - before - 1  # the last was the miss

@@ -53,13 +53,13 @@ def token_checks(model: OpenModel, new_tokens: int = NEW_TOKENS, dtypes: Sequenc
     model  unsharded and with a draft head, such as the demonstration model
     """
     prompts = [Tokenizer(model).encode(text) for text in PROMPTS]
-    return tuple(of_result("tokens", kind, lambda it, result: computed(result), partial(
+    return tuple(of_result("tokens", kind, lambda compute_device, result: computed(result), partial(
         _computations, kind, {"model": str(model.path), "prompts": prompts, "new_tokens": new_tokens}))
         for kind in token_kinds(dtypes))
 
 
-def _computations(kind: str, arguments: Mapping[str, Any], it: ComputeDevice) -> list[Computation]:
-    return [Computation(kind, f"{__name__}:compare", {"kind": kind, "device": it.name, **arguments})]
+def _computations(kind: str, arguments: Mapping[str, Any], compute_device: ComputeDevice) -> list[Computation]:
+    return [Computation(kind, f"{__name__}:compare", {"kind": kind, "device": compute_device.name, **arguments})]
 
 
 def compare(kind: str, model: str, device: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> str:

@@ -52,20 +52,21 @@ _NOT_SERVED = {
     "/v1/messages/batches": "batches are not served: send the requests, which wait in the queue"}
 
 
-def make_app(admission: Admission, served: ServedModel, api_key: str | None = None,
+def make_app(admission: Admission, served_model: ServedModel, api_key: str | None = None,
              keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
              live: Live | None = None, cors_origins: Sequence[str] = ()) -> Starlette:
     """Without ``api_key`` no key is needed; without ``live`` there is no page. ``keep_alive_s``: seconds
     without a token after which a stream sends a status line; ``cors_origins``: of web pages that may ask, or
     "*" for all."""
-    model_entry = model_object(served.name, int(time.time()), served.context_tokens, served.model.max_positions,
-                               int(served.model.config["vocab_size"]), served.model.hidden_width)
+    target = served_model.model
+    model_entry = model_object(served_model.name, int(time.time()), served_model.context_tokens, target.max_positions,
+                               int(target.config["vocab_size"]), target.hidden_width)
 
     async def models(http: Request) -> Response:
         return JSONResponse(list_object([model_entry]))
 
     async def model(http: Request) -> Response:
-        served.check_name(http.path_params["name"])
+        served_model.check_name(http.path_params["name"])
         return JSONResponse(model_entry)
 
     async def health(http: Request) -> Response:
@@ -88,19 +89,19 @@ def make_app(admission: Admission, served: ServedModel, api_key: str | None = No
     async def show(http: Request) -> Response:
         async with intake.body(http) as data:
             fields = parsed(data)
-        ollama.model_name(served, fields.get("model") or fields.get("name"))
+        ollama.model_name(served_model, fields.get("model") or fields.get("name"))
         return JSONResponse(card.show())
 
-    shared = admission, intake, served, keep_alive_s, metrics
-    card = ModelCard(served)
+    shared = admission, intake, served_model, keep_alive_s, metrics
+    card = ModelCard(served_model)
     endpoints = {
         "/v1/chat/completions": Door(partial(read_body, ChatBody)),
         "/v1/completions": Door(partial(read_body, CompletionBody)),
         "/v1/responses": Door(partial(read_body, ResponsesBody), ResponseAnswer),
-        "/api/chat": Door(partial(ollama.read_chat, served), ChatAnswer, ollama.NAMES),
-        "/api/generate": Door(partial(ollama.read_generate, served), GenerateAnswer, ollama.GENERATE_NAMES),
-        "/v1/messages": Door(partial(anthropic.read_messages, served), MessageAnswer, anthropic.NAMES)}
-    count_door = Door(partial(anthropic.read_counted, served), names=anthropic.NAMES)
+        "/api/chat": Door(partial(ollama.read_chat, served_model), ChatAnswer, ollama.NAMES),
+        "/api/generate": Door(partial(ollama.read_generate, served_model), GenerateAnswer, ollama.GENERATE_NAMES),
+        "/v1/messages": Door(partial(anthropic.read_messages, served_model), MessageAnswer, anthropic.NAMES)}
+    count_door = Door(partial(anthropic.read_counted, served_model), names=anthropic.NAMES)
     app = Starlette(
         routes=[
             Route("/v1/models", models),
@@ -137,10 +138,10 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 class CompletionEndpoint:
     """An endpoint whose answers the model writes, as an ASGI application."""
 
-    def __init__(self, admission: Admission, intake: Intake, served: ServedModel, keep_alive_s: float,
+    def __init__(self, admission: Admission, intake: Intake, served_model: ServedModel, keep_alive_s: float,
                  metrics: Metrics | None, door: Door) -> None:
         """``metrics`` gets the tokens as they come, and every finished request's record."""
-        self._admission, self._intake, self._served = admission, intake, served
+        self._admission, self._intake, self._served = admission, intake, served_model
         self._door = door
         self._keep_alive_s = keep_alive_s
         self._metrics = metrics

@@ -47,15 +47,15 @@ class Door:
         return error
 
 
-def changes_effort(served: ServedModel) -> bool:
+def changes_effort(served_model: ServedModel) -> bool:
     """Whether a variable of the chat template says how much the model thinks."""
-    return any(map(served.tokenizer.reads, (*THINKING, "reasoning_effort")))
+    return any(map(served_model.tokenizer.reads, (*THINKING, "reasoning_effort")))
 
 
-def effort_to_think(served: ServedModel) -> str | None:
+def effort_to_think(served_model: ServedModel) -> str | None:
     """The reasoning effort that lets the model think; None if it always does. A model that never does refuses
     it later."""
-    if not changes_effort(served) and served.tokenizer.reasoning_format is not None:
+    if not changes_effort(served_model) and served_model.tokenizer.reasoning_format is not None:
         return None
     return THINK_EFFORT
 

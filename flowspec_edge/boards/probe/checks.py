@@ -266,15 +266,15 @@ def _room_for(system: SystemFacts, needs: Needs, home_bytes: int, state_bytes: i
     return Room(system.disks, size, state_bytes, system.docker.root, size)
 
 
-def _enough_room(it: Room) -> Iterator[Finding]:
-    disks = it.disks
+def _enough_room(space: Room) -> Iterator[Finding]:
+    disks = space.disks
     on: dict[int, list[str]] = {}
     for path, disk in disks.items():
         on.setdefault(disk.device, []).append(path)
         if not disk.writable:
             yield Finding("disk", "failed", f"{path} is on a file system that is mounted read-only",
                           "see dmesg; sudo mount -o remount,rw, once the disk is sound")
-    needed_bytes = {it.root: it.root_bytes, HOME: it.home_bytes, STATE: it.state_bytes}
+    needed_bytes = {space.root: space.root_bytes, HOME: space.home_bytes, STATE: space.state_bytes}
     for paths in on.values():
         needed, free = sum(needed_bytes.get(path, 0) for path in paths), disks[paths[0]].free
         if needed > free:
@@ -346,8 +346,10 @@ def of_result(place: Place, name: str, rule: Callable[[ComputeDevice, Computatio
 
     computes  the computation ``name``, or nothing where the check does not apply
     """
-    return Check(name, ComputeDevice, "failed", (place,),
-                 lambda it: [rule(it, it.results[name])] if name in it.results else [], computes=computes)
+    def judged(device: ComputeDevice) -> list[Finding]:
+        return [rule(device, device.results[name])] if name in device.results else []
+
+    return Check(name, ComputeDevice, "failed", (place,), judged, computes=computes)
 
 
 def _computed(place: Place, name: str, function: str,
@@ -358,9 +360,9 @@ def _computed(place: Place, name: str, function: str,
     function   "module:function"; it takes the device's name and ``arguments``
     cuda       whether it is about GPUs alone
     """
-    return of_result(place, name, lambda it, result: rule(result), lambda it: [
-        Computation(name, f"flowspec_edge.boards.gpu_check.{function}", {"device": it.name, **arguments})
-    ] if it.on_gpu or not cuda else [])
+    return of_result(place, name, lambda compute_device, result: rule(result), lambda compute_device: [
+        Computation(name, f"flowspec_edge.boards.gpu_check.{function}", {"device": compute_device.name, **arguments})
+    ] if compute_device.on_gpu or not cuda else [])
 
 
 def _operation(name: str, function: str, **arguments: Any) -> Check[ComputeDevice]:
@@ -370,9 +372,9 @@ def _operation(name: str, function: str, **arguments: Any) -> Check[ComputeDevic
 def _product(kind: str, dtype: str) -> Check[ComputeDevice]:
     """``dtype``: activations of kinds in 4 bits."""
     name = kind if kind in FULL else f"{kind}, {dtype} activations"
-    return of_result("products", name, partial(computing.advised_product, kind=kind), lambda it: [
-        computing.product(name, kind, it.name, _SHAPE, _ROWS, dtype)
-    ] if it.bitsandbytes or kind not in BNB else [])
+    return of_result("products", name, partial(computing.advised_product, kind=kind), lambda compute_device: [
+        computing.product(name, kind, compute_device.name, _SHAPE, _ROWS, dtype)
+    ] if compute_device.bitsandbytes or kind not in BNB else [])
 
 
 CHECKS: tuple[Check[Any], ...] = (

@@ -47,15 +47,17 @@ class BoardPart:
     error: str = ""
 
 
-def release(it: ReleaseOnBoard) -> Finding:
+def release(on_board: ReleaseOnBoard) -> Finding:
     """All boards have to run one release."""
-    if it.error:
-        return Finding("flowspec", "failed", it.error, f"install this release there, so that {it.python} has it")
-    if not it.there:
+    if on_board.error:
+        return Finding("flowspec", "failed", on_board.error,
+                       f"install this release there, so that {on_board.python} has it")
+    if not on_board.there:
         return Finding("flowspec", "ok", "not installed yet; flowspec deploy up installs it")
-    if it.there != it.here:
-        return Finding("flowspec", "failed", f"{it.there}, here {it.here}", "install the same release on all boards")
-    return Finding("flowspec", "ok", it.there)
+    if on_board.there != on_board.here:
+        return Finding("flowspec", "failed", f"{on_board.there}, here {on_board.here}",
+                       "install the same release on all boards")
+    return Finding("flowspec", "ok", on_board.there)
 
 
 def model(part: BoardPart) -> Finding:

@@ -117,12 +117,12 @@ class _Connection(HTTPConnection):
         if self._ssh is None:
             super().connect()
             return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ours.settimeout(_PATIENCE_S)
-            self.sock = ours
+        local_end, client_end = socket.socketpair()
+        with client_end:
+            local_end.settimeout(_PATIENCE_S)
+            self.sock = local_end
             self._client = subprocess.Popen(
-                self._ssh.connecting(self.host, self.port), stdin=theirs.fileno(), stdout=theirs.fileno(),
+                self._ssh.connecting(self.host, self.port), stdin=client_end.fileno(), stdout=client_end.fileno(),
                 stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is for the caller
 
     def close(self) -> None:

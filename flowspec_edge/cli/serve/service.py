@@ -75,14 +75,14 @@ class Service:
         from flowspec_edge.serving.server import log_to_stderr, serve_app, url_of
         from flowspec_edge.strategies.tree_strategy import TreeStrategy
 
-        served = ServedModel(self.model, Tokenizer(self.model, self.chat_template), self.name, self.strategy,
-                             self._runnable(), self.params, self.answer_tokens, self.context)
-        served.tokenizer.start()
+        served_model = ServedModel(self.model, Tokenizer(self.model, self.chat_template), self.name, self.strategy,
+                                   self._runnable(), self.params, self.answer_tokens, self.context)
+        served_model.tokenizer.start()
         about = Description(self.name, self.strategy, self.dtype, self._layers(), self.profile,
-                            self.api_key is not None, served.tokenizer.chats,
-                            issubclass(strategy_class(self.strategy), TreeStrategy), served.strategies,
-                            served.context_tokens)
-        admission = Admission(served.probe(), self.queue, self.ready_within, at_once=self.at_once)
+                            self.api_key is not None, served_model.tokenizer.chats,
+                            issubclass(strategy_class(self.strategy), TreeStrategy), served_model.strategies,
+                            served_model.context_tokens)
+        admission = Admission(served_model.probe(), self.queue, self.ready_within, at_once=self.at_once)
         log_to_stderr(log_json)
         first_line = self._first_line(url_of(listener))
         with board_meter(enabled=self.profile is None) as meter:
@@ -90,13 +90,13 @@ class Service:
             metrics = Metrics(self.stages, stats, {
                 "model": self.name, "strategy": self.strategy, "stages": str(self.stages),
                 "dtype": self.dtype, "emulates": self.profile or ""}, feed.stats.fairness)
-            live = Live(feed, admission, about, served.tokenizer.decode, stats)
+            live = Live(feed, admission, about, served_model.tokenizer.decode, stats)
             spec = replace(
                 spec, at_once=self.at_once, rejoin_within=self.rejoin_within,
                 scheduling_policy=self.scheduling_policy,
                 cache_rows=cache_rows(self.context, self.at_once, self.params, self.stages), reserve=True,
                 observer=Observers([metrics, feed, *watchers]), meter=meter)
-            app = make_app(admission, served, self.api_key, metrics=metrics, live=live,
+            app = make_app(admission, served_model, self.api_key, metrics=metrics, live=live,
                            cors_origins=self.cors_origins)
             serve_app(listener, app, admission, open_cluster(spec, place), lambda: ready(first_line),
                       self.forwarded_allow_ips)

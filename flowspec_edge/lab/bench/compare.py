@@ -99,19 +99,19 @@ class _Prompts:
 
 
 def _row(cell: Cell, first: _Prompts, second: _Prompts) -> ComparedRow:
-    ours, theirs = first.cells.get(cell, []), second.cells.get(cell, [])
+    samples_before, samples_after = first.cells.get(cell, []), second.cells.get(cell, [])
     texts = first.have_digests and second.have_digests
     a, b = (one.numbers(cell, texts) for one in (first, second))
     both = [(a[key], b[key]) for key in a if key in b]
-    before, after = speeds(ours), speeds(theirs)
+    before, after = speeds(samples_before), speeds(samples_after)
     pairs = [(after[_at(cell, j)], before[_at(cell, i)]) for i, j in both]
     return ComparedRow(
-        *cell, drafts=(_draft(ours), _draft(theirs)), prompts=len(both),
+        *cell, drafts=(_draft(samples_before), _draft(samples_after)), prompts=len(both),
         first=mean([old for _, old in pairs]), second=mean([new for new, _ in pairs]),
         ratio=paired_ratio(pairs),
         only_first=sorted(a[key] for key in a.keys() - b.keys()),
         only_second=sorted(b[key] for key in b.keys() - a.keys()),
-        different_answers=_different(both, ours, theirs))
+        different_answers=_different(both, samples_before, samples_after))
 
 
 def _at(cell: Cell, prompt: int) -> Place:
@@ -122,9 +122,9 @@ def _draft(samples: Sequence[Sample]) -> str:
     return samples[0].draft if samples else ""
 
 
-def _different(both: Sequence[tuple[int, int]], ours: Sequence[Sample], theirs: Sequence[Sample]
+def _different(both: Sequence[tuple[int, int]], samples_before: Sequence[Sample], samples_after: Sequence[Sample]
                ) -> int | None:
-    one, other = ({(s.prompt, s.repeat): s.answer for s in samples} for samples in (ours, theirs))
+    one, other = ({(s.prompt, s.repeat): s.answer for s in samples} for samples in (samples_before, samples_after))
     if "" in (*one.values(), *other.values()):
         return None
     repeats = {repeat for _, repeat in one} & {repeat for _, repeat in other}

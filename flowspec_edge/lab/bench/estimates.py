@@ -87,10 +87,10 @@ def speed(samples: Sequence[Sample]) -> Estimate | None:
 
 def speedup(samples: Sequence[Sample], base: Sequence[Sample]) -> Estimate | None:
     """The ratio of the means, on the same prompts; without an error to itself."""
-    ours, theirs = speeds(samples), speeds(base)
-    if ours and theirs and samples[0].cell == base[0].cell:
+    rates, base_rates = speeds(samples), speeds(base)
+    if rates and base_rates and samples[0].cell == base[0].cell:
         return Estimate(1.0)
-    return paired_ratio([(ours[place], theirs[place]) for place in ours if place in theirs])
+    return paired_ratio([(rates[place], base_rates[place]) for place in rates if place in base_rates])
 
 
 def paired_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate | None:

@@ -92,8 +92,8 @@ def _through_stages(samples: Sequence[Sample]) -> str:
         return ""
     counts = []
     for name in dict.fromkeys(s.strategy for s in others):
-        mine = [s for s in others if s.strategy == name]
-        counts.append(f"{name} {sum(s.answer != answers[_place(s)] for s in mine)}/{len(mine)}")
+        of_strategy = [s for s in others if s.strategy == name]
+        counts.append(f"{name} {sum(s.answer != answers[_place(s)] for s in of_strategy)}/{len(of_strategy)}")
     return f"; answers that are not {PLAIN}'s through the same stages: {', '.join(counts)}"
 
 

@@ -82,16 +82,16 @@ def _speed_tables(report: BenchReport, strategies: Sequence[str], published: Pap
     tasks = [*dict.fromkeys(row.task for row in report.rows), MEAN]
     tables = []
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
-        theirs = published.speeds(report.profile, report.settings["stages"], temperature) if published else []
+        paper_speeds = published.speeds(report.profile, report.settings["stages"], temperature) if published else []
         header = ["method"]
-        for column in (*tasks, *(f"paper, {speed.model}" for speed in theirs)):
+        for column in (*tasks, *(f"paper, {speed.model}" for speed in paper_speeds)):
             header += [column, "SR"]
         body = []
         for name in strategies:
             line = [style_of(name).label]
             for task in tasks:
                 line += _speed(rows.get((name, task, temperature)))
-            for speed in theirs:
+            for speed in paper_speeds:
                 line += _published_speed(speed.means.get(name), speed.means[BASELINE])
             body.append(line)
         tables += [f"**T = {temperature:g}**", markdown_table(header, body)]
@@ -101,9 +101,9 @@ def _speed_tables(report: BenchReport, strategies: Sequence[str], published: Pap
 def _accepted_table(report: BenchReport, strategies: Sequence[str], published: PaperResults | None) -> str:
     rows = {(row.strategy, row.temperature): row for row in report.means}
     temperatures = list(dict.fromkeys(row.temperature for row in report.rows))
-    theirs = published.acceptances(report.profile, report.settings["stages"]) if published else []
+    paper_acceptances = published.acceptances(report.profile, report.settings["stages"]) if published else []
     header = ["method"]
-    for column in (*(f"T = {t:g}" for t in temperatures), *(f"paper, {a.model}" for a in theirs)):
+    for column in (*(f"T = {t:g}" for t in temperatures), *(f"paper, {a.model}" for a in paper_acceptances)):
         header += [f"ALT, {column}", f"ALR, {column}"]
     body = []
     for name in strategies:
@@ -111,7 +111,7 @@ def _accepted_table(report: BenchReport, strategies: Sequence[str], published: P
         for temperature in temperatures:
             row = rows.get((name, temperature))
             line += [number(row.alt), number(row.alr)] if row else [NOTHING, NOTHING]
-        for accepted in theirs:
+        for accepted in paper_acceptances:
             line += [f"{kind[name]:.2f}" if name in kind else NOTHING
                      for kind in (accepted.alt, accepted.alr)]
         body.append(line)

@@ -139,15 +139,15 @@ def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: boo
     names = list(dict.fromkeys(row.strategy for row in rows))
     width = 0.84 / len(names)
     for name in names:
-        mine = [row for row in rows if row.strategy == name and row.tokens_per_second is not None]
-        if not mine:
+        of_strategy = [row for row in rows if row.strategy == name and row.tokens_per_second is not None]
+        if not of_strategy:
             continue
-        at = [groups.index(group(row)) + (names.index(name) - (len(names) - 1) / 2) * width for row in mine]
-        spread: Any = [row.tokens_per_second_se or 0.0 for row in mine]
-        bars = axis.bar(at, [_or_nan(row.tokens_per_second) for row in mine], width * 0.94,
-                        color=style_of(name).colour, label=_series_label(mine[0]), capsize=2,
+        at = [groups.index(group(row)) + (names.index(name) - (len(names) - 1) / 2) * width for row in of_strategy]
+        spread: Any = [row.tokens_per_second_se or 0.0 for row in of_strategy]
+        bars = axis.bar(at, [_or_nan(row.tokens_per_second) for row in of_strategy], width * 0.94,
+                        color=style_of(name).colour, label=_series_label(of_strategy[0]), capsize=2,
                         yerr=spread if any(spread) else None)
-        axis.bar_label(bars, [_label(row) for row in mine], fontsize=6, padding=1)
+        axis.bar_label(bars, [_label(row) for row in of_strategy], fontsize=6, padding=1)
     axis.set_xticks(range(len(groups)), groups)
     finish(axis, f"{caption}; above the bars: SR")
 
@@ -247,7 +247,7 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
     from matplotlib.lines import Line2D
 
     figure, (axis,) = new_figure(1, 8.4, 4.4)
-    theirs = sweep.published if isinstance(sweep.published, BandwidthCurves) else None
+    curves = sweep.published if isinstance(sweep.published, BandwidthCurves) else None
     texts = [point.value for point in sweep.points if isinstance(point.value, str)]  # at equal distances
     values: set[float] = set()
     for name, rows in speeds.items():
@@ -260,13 +260,13 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
             continue
         draw_curve(axis, name, points, f"{_series_label(next(iter(rows.values())))}{mark_text}")
         values |= {value for value, _, _ in points}
-        if theirs and (curve := theirs.curve(name)):
+        if curves and (curve := curves.curve(name)):
             _, colour, marker = style_of(name)
             axis.plot(list(curve), list(curve.values()), color=colour, marker=marker, **HOLLOW)
             values |= curve.keys()
     kinds = [Line2D([], [], color="black", label=measured_as(sweep), marker="o", markersize=5)]
-    if theirs:
-        kinds.append(Line2D([], [], color="black", label=f"published: {theirs.source}; {theirs.model}",
+    if curves:
+        kinds.append(Line2D([], [], color="black", label=f"published: {curves.source}; {curves.model}",
                             marker="o", **HOLLOW))
     if texts:
         ticks(axis, range(len(texts)), sweep.axis.label)

@@ -135,9 +135,9 @@ def task_means(samples: Sequence[Sample]) -> list[ReportRow]:
         for name in strategies:
             parts = [row for row in single if (row.strategy, row.temperature) == (name, temperature)]
             if len(parts) == len(tasks):
-                mine, base = ([s for s in samples if (s.strategy, s.temperature) == (which, temperature)]
-                              for which in (name, BASELINE))
-                means.append(_mean(parts, mine, base))
+                selected, base = ([s for s in samples if (s.strategy, s.temperature) == (which, temperature)]
+                                  for which in (name, BASELINE))
+                means.append(_mean(parts, selected, base))
     return _with_speedup(means)
 
 
@@ -275,7 +275,7 @@ def _repeat_speed(samples: Iterable[Sample], repeat: int) -> float | None:
     for sample in samples:
         if sample.repeat == repeat:
             tasks.setdefault(sample.task, []).append(sample)
-    return _mean_of(_mean_of(s.tokens_per_second for s in mine if not is_short(s)) for mine in tasks.values())
+    return _mean_of(_mean_of(s.tokens_per_second for s in of_task if not is_short(s)) for of_task in tasks.values())
 
 
 def _deviation(speeds: Iterable[float | None]) -> float | None:

@@ -285,10 +285,10 @@ def _loops(sweep: Sweep) -> list[str]:
     return [f"answers of a strategy that repeat themselves: {counts} ({LOOP})."]
 
 
-def published_depths(theirs: DepthCells) -> str:
-    best, worst = theirs.best, theirs.worst
+def published_depths(published: DepthCells) -> str:
+    best, worst = published.best, published.worst
     share = worst.tokens_per_second / best.tokens_per_second
-    return (f"published: {theirs.source}; {theirs.model}, not measured here: best ({best.depth}, "
+    return (f"published: {published.source}; {published.model}, not measured here: best ({best.depth}, "
             f"{best.expand_depth}) {best.tokens_per_second:.2f}, worst ({worst.depth}, {worst.expand_depth}) "
             f"{worst.tokens_per_second:.2f}, {share:.0%} of it.")
 
@@ -306,16 +306,16 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Tab
     share = [sweep.axis.share] if sweep.axis.share else []
     rendered = frame(["strategy", "draft"], [*map(sweep.axis.text, values), *share])
     for name, rows in speeds.items():
-        ours = [rows.get(value) for value in values]
-        figures = [row.tokens_per_second if row else None for row in ours]
+        measured = [rows.get(value) for value in values]
+        figures = [row.tokens_per_second if row else None for row in measured]
         draft = next(row.draft for row in rows.values())
-        rendered.add_row(plain(name), plain(draft or NOTHING), *map(_speed, ours),
+        rendered.add_row(plain(name), plain(draft or NOTHING), *map(_speed, measured),
                          *(_retained(figures) for _ in share))
         if isinstance(sweep.published, BandwidthCurves):
             curve = sweep.published.curve(name)
-            theirs = [curve.get(value) if isinstance(value, int | float) else None for value in values]
-            rendered.add_row(f"[dim]{PUBLISHED}[/dim]", "", *(f"[dim]{number(speed)}[/dim]" for speed in theirs),
-                             f"[dim]{_retained(theirs)}[/dim]")
+            published = [curve.get(value) if isinstance(value, int | float) else None for value in values]
+            rendered.add_row(f"[dim]{PUBLISHED}[/dim]", "", *(f"[dim]{number(speed)}[/dim]" for speed in published),
+                             f"[dim]{_retained(published)}[/dim]")
     if any(point.measured_mbps for point in sweep.points):
         slowest = [min(point.measured_mbps) if point.measured_mbps else None for point in sweep.points]
         rendered.add_section()

@@ -117,17 +117,17 @@ def _deviations(records: Sequence[Record], of_the_demo: bool) -> list[str]:
     """Name the figures that are more than two standard errors from the paper's, each kind with its likely reason.
     Reasons that concern the head hold for the demonstration model."""
     deviations: dict[tuple[str, str], list[str]] = {}
-    for theirs in (r for r in records if r.source != MEASURED and r.quantity in _BECAUSE):
+    for published in (r for r in records if r.source != MEASURED and r.quantity in _BECAUSE):
         same = [r for r in records if r.source == MEASURED and all(
-            getattr(r, name) == getattr(theirs, name)
+            getattr(r, name) == getattr(published, name)
             for name in ("conditions", "method", "at", "quantity"))]
-        ours = next((r for r in same if r.task == MEAN), same[0] if same else None)
-        if ours is None or ours.estimate is None or theirs.figure is None or not ours.standard_error:
+        measured = next((r for r in same if r.task == MEAN), same[0] if same else None)
+        if measured is None or measured.estimate is None or published.figure is None or not measured.standard_error:
             continue
-        if abs(ours.estimate.value - theirs.figure) > 2 * ours.standard_error:
-            deviations.setdefault((ours.quantity, ours.acceptance), []).append(
-                f"{style_of(ours.method).label} {ours.estimate.text()} against {theirs.figure:.2f} "
-                f"({theirs.source}, T = {theirs.temperature:g})")
+        if abs(measured.estimate.value - published.figure) > 2 * measured.standard_error:
+            deviations.setdefault((measured.quantity, measured.acceptance), []).append(
+                f"{style_of(measured.method).label} {measured.estimate.text()} against {published.figure:.2f} "
+                f"({published.source}, T = {published.temperature:g})")
     return [" ".join(filter(None, (
         f"More than two standard errors from the paper's {_NAMES[quantity]}, with {acceptance}: "
         f"{', '.join(which)}.", _BECAUSE[quantity],

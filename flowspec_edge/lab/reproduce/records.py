@@ -155,15 +155,15 @@ class _Point:
                 parts: list[Found] = []
                 whole = [s for s in samples if (s.strategy, s.temperature) == (method, temperature)]
                 for task in tasks:
-                    mine = [s for s in whole if s.task == task]
-                    if not mine:
+                    of_task = [s for s in whole if s.task == task]
+                    if not of_task:
                         continue
 
                     def others(name: str, task: str = task, temperature: float = temperature) -> list[Sample]:
                         return [s for s in samples if s.cell == (name, task, temperature)]
 
-                    parts.append(figures(mine, others, self.stages))
-                    yield from self._records_of(temperature, method, task, mine, parts[-1])
+                    parts.append(figures(of_task, others, self.stages))
+                    yield from self._records_of(temperature, method, task, of_task, parts[-1])
                 if len(tasks) > 1 and len(parts) == len(tasks):
                     means: Found = {name: average([part[name] for part in parts]) for name in parts[0]
                                     if all(name in part for part in parts)}
@@ -188,16 +188,16 @@ class _Point:
                 looks_up=self.measured.looks_up)
 
 
-def _speeds(mine: Sequence[Sample], others: Others, stages: int) -> Found:
+def _speeds(samples: Sequence[Sample], others: Others, stages: int) -> Found:
     base = others(BASELINE)
-    figures: Found = {"tokens_per_second": speed(mine)}
+    figures: Found = {"tokens_per_second": speed(samples)}
     if base:
-        figures["speedup"] = speedup(mine, base)
-    ours, theirs = _not_repeating(mine), _not_repeating(base)
-    if ours and any(s.repeating for s in mine):
-        figures["tokens_per_second_other"] = speed(ours)
-        if theirs:
-            figures["speedup_other"] = speedup(ours, theirs)
+        figures["speedup"] = speedup(samples, base)
+    not_repeating, base_not_repeating = _not_repeating(samples), _not_repeating(base)
+    if not_repeating and any(s.repeating for s in samples):
+        figures["tokens_per_second_other"] = speed(not_repeating)
+        if base_not_repeating:
+            figures["speedup_other"] = speedup(not_repeating, base_not_repeating)
     return figures
 
 
@@ -205,22 +205,22 @@ def _not_repeating(samples: Sequence[Sample]) -> list[Sample]:
     return [s for s in samples if s.repeating is False and not is_short(s)]
 
 
-def _acceptance(mine: Sequence[Sample], others: Others, stages: int) -> Found:
-    return {"alt": per_turn(mine), "alr": per_round(mine)}
+def _acceptance(samples: Sequence[Sample], others: Others, stages: int) -> Found:
+    return {"alt": per_turn(samples), "alr": per_round(samples)}
 
 
-def _ratios(mine: Sequence[Sample], others: Others, stages: int) -> Found:
-    figures: Found = {"tokens_per_second": speed(mine)}
+def _ratios(samples: Sequence[Sample], others: Others, stages: int) -> Found:
+    figures: Found = {"tokens_per_second": speed(samples)}
     if plain := others("autoregressive"):
-        figures["over_autoregressive"] = speedup(mine, plain)
+        figures["over_autoregressive"] = speedup(samples, plain)
     if static := others("stpp"):
-        figures["over_stpp"] = speedup(mine, static)
+        figures["over_stpp"] = speedup(samples, static)
     return figures
 
 
-def _law(mine: Sequence[Sample], others: Others, stages: int) -> Found:
+def _law(samples: Sequence[Sample], others: Others, stages: int) -> Found:
     """n N / K with K counted in time, and what the law says for the counted acceptance a."""
-    if mine[0].strategy != "spd":
+    if samples[0].strategy != "spd":
         return {}
 
     def cycles(sample: Sample) -> float:
@@ -228,7 +228,7 @@ def _law(mine: Sequence[Sample], others: Others, stages: int) -> Found:
         misses = sample.tokens - 1 - sample.accepted
         return sample.turns - (sample.rounds - misses) * (stages - 1)
 
-    decoded = [s for s in mine if not is_short(s)]
+    decoded = [s for s in samples if not is_short(s)]
     tokens = list(by_prompt(decoded, lambda s: s.tokens - 1).values())
     a = ratio(list(by_prompt(decoded, lambda s: s.accepted).values()), tokens)
     length = ratio([stages * n for n in tokens], list(by_prompt(decoded, cycles).values()))

@@ -163,12 +163,12 @@ class _Process:
     """Takes a job as its length (8 bytes, big-endian) and JSON, and replies alike."""
 
     def __init__(self, kind: str, limits: Limits) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
+        self._socket, child_end = socket.socketpair()
+        with child_end:
             try:
                 self._process = subprocess.Popen(
                     module_command(__package__, kind, json.dumps(asdict(limits))),
-                    stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    stdin=child_end.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                     start_new_session=True)  # Ctrl-C is for the program, which ends its processes
             except BaseException:
                 self._socket.close()

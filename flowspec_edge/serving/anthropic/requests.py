@@ -19,20 +19,20 @@ NAMES = (("stop", "stop_sequences"), ("response_format", "output_config.format")
          (r"tools\[(\d+)\]\.function", r"tools[\1]"))
 
 
-def read_messages(served: ServedModel, data: bytes) -> ChatBody:
+def read_messages(served_model: ServedModel, data: bytes) -> ChatBody:
     """POST /v1/messages."""
     fields = parsed(data)
     if fields.get("max_tokens") is None:
         raise ApiError(400, "max_tokens: is required", "max_tokens")
-    return _chat(served, fields)
+    return _chat(served_model, fields)
 
 
-def read_counted(served: ServedModel, data: bytes) -> ChatBody:
+def read_counted(served_model: ServedModel, data: bytes) -> ChatBody:
     """POST /v1/messages/count_tokens."""
-    return _chat(served, {**parsed(data), "max_tokens": None, "stream": None})
+    return _chat(served_model, {**parsed(data), "max_tokens": None, "stream": None})
 
 
-def _chat(served: ServedModel, fields: dict[str, Any]) -> ChatBody:
+def _chat(served_model: ServedModel, fields: dict[str, Any]) -> ChatBody:
     ignored = [*TABLE.ignored("messages", fields)]
     turns = _turns(list_of(fields.get("messages"), "messages"))
     if not turns:
@@ -48,12 +48,13 @@ def _chat(served: ServedModel, fields: dict[str, Any]) -> ChatBody:
         messages=turns, continue_final_message=goes_on or None, stop=fields.get("stop_sequences"),
         response_format=_format(config.get("format") or fields.get("output_format")),
         user=object_of(fields.get("metadata"), "metadata").get("user_id"))
-    return body_of(ChatBody, chat | _tools(fields) | _thinking(served, fields, config.get("effort"), ignored), ignored)
+    chat |= _tools(fields) | _thinking(served_model, fields, config.get("effort"), ignored)
+    return body_of(ChatBody, chat, ignored)
 
 
-def _thinking(served: ServedModel, fields: dict[str, Any], effort: Any, ignored: list[str]) -> dict[str, Any]:
+def _thinking(served_model: ServedModel, fields: dict[str, Any], effort: Any, ignored: list[str]) -> dict[str, Any]:
     """What has no effect is added to ``ignored``."""
-    if effort is not None and not changes_effort(served):
+    if effort is not None and not changes_effort(served_model):
         ignored.append("output_config.effort")
         effort = None
     thinking = object_of(fields.get("thinking"), "thinking")
@@ -65,7 +66,7 @@ def _thinking(served: ServedModel, fields: dict[str, Any], effort: Any, ignored:
     if kind == "disabled":
         effort = "none"
     elif kind == "enabled":
-        effort = effort or effort_to_think(served)
+        effort = effort or effort_to_think(served_model)
     return without_none(reasoning_effort=effort,
                         include_reasoning=False if thinking.get("display") == "omitted" else None)
 
