@@ -364,7 +364,7 @@ def device_profile(device: DeviceEntry, path: Path) -> Profile | None:
 
 
 def resolve(device: DeviceEntry) -> str:
-    """The IPv4 address of ``device`` seen from here, a loopback one only if its name has no other;
+    """Return the IPv4 address of ``device`` as seen from here. It is a loopback address only if the name has no other.
     FlowspecError if the name does not resolve."""
     addresses = addresses_of(device)
     return next((address for address in addresses if not ipaddress.IPv4Address(address).is_loopback), addresses[0])

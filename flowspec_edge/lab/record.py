@@ -126,7 +126,8 @@ class Expander:
                     self._levels.setdefault(depth + 1, []).append(entry)
 
     def _score(self, parent: int, token: int) -> float:
-        """A token that the head did not name is taken to be as likely as the least of those that it named."""
+        """Return a child's score. A token that the head did not name counts as likely as the least likely one that it
+        named."""
         scores_by_token = dict(zip(self.tokens[parent], self.scores[parent], strict=True))
         return scores_by_token.get(token, min(self.scores[parent]))
 

@@ -217,7 +217,8 @@ class OpenModel:
 
     @property
     def weight_values(self) -> int:
-        """The number of values in the target's weights: of a checkpoint by the sizes of its files."""
+        """Return the number of values in the target's weights. For a checkpoint it follows from the sizes of its
+        files."""
         if (table := self.target / GGUF_TABLE).is_file():
             return sum(prod(place["shape"]) for place in read_json_object(table)["tensors"].values())
         dtype_name = str(self.config.get("dtype") or self.config.get("torch_dtype"))

@@ -234,7 +234,7 @@ class TextStream:
         self._ids = self._lead(after)  # the newest, which affect the text of the next
         self._text = self._decode(self._ids)  # of these
         self._written = self._text  # the beginning of it that has been written
-        self._ids_in_text = len(self._ids)  # how many of them it comes from
+        self._ids_in_text = len(self._ids)  # how many of the ids the text comes from
 
     def push(self, ids: Sequence[int]) -> None:
         if new := "".join(map(self._pushed, ids)):

@@ -272,7 +272,8 @@ def likeliest(logits: Tensor, k: int) -> Tensor:
 
 def fetched_children(children: list[Tensor], draft_vocabulary: DraftVocabulary | None
                      ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """The second step: waits for the device."""
+    """Fetch the children that :func:`likeliest` ranked: the second step of :func:`rank_children`, which waits for the
+    device."""
     ids, scores = np.split(fetched(children), 2, axis=1)
     tokens = ids.astype(np.int64)
     if draft_vocabulary:

@@ -299,8 +299,8 @@ class StageCore:
         self._charged = True
 
     def _break_off(self, now: float) -> None:
-        """Empty the results of a charged pass that the engine does not want any more.  A pass without others
-        ends with its current layer, as a stage polls between layers."""
+        """Empty the results of a charged pass that the engine does not want any more. A pass whose results are all
+        empty ends with its current layer, because a stage polls between layers."""
         running = self._pass
         if running is None or not self._charged:
             return

@@ -41,8 +41,8 @@ class HeadCost:
 
 
 def head_costs(name_or_path: str, profile: Profile) -> list[HeadCost]:
-    """For a model by name or directory, as for ``model_size.model_bytes``, on a D0 of ``profile``, scaled to a model
-    or not."""
+    """Return what each usual draft head of a model costs on a D0 of ``profile``. The model is given by name or
+    directory, as for ``model_size.model_bytes``; the profile may be scaled to a model or not."""
     hidden, vocabulary, heads = usual_heads_of(name_or_path)
     room = profile.memory.usable_mb - profile.memory.process_mb if profile.memory else float("inf")
     costs = []

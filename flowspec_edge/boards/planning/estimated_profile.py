@@ -36,8 +36,8 @@ _LAYER, _LM_HEAD, _SMALL, _ROW = 405.0, 262.0, 2200.0, 0.404
 
 
 def board_profile(inventory: Inventory, device: DeviceEntry, path: Path) -> tuple[Profile, str]:
-    """The profile that the board's entry in the file ``path`` names, or an estimate, and what that rests on:
-    "" for a complete profile.
+    """Return the profile that the board's entry in the file ``path`` names, or an estimate. The second value says what
+    the estimate rests on, and is "" for a complete profile.
 
     UsageError if the entry names a profile that does not exist.
     """

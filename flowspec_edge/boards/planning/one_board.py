@@ -61,7 +61,8 @@ class SmallestBoard:
 
 
 def smallest_board(problem: SplitProblem, candidates: Sequence[CandidateBoard] = ()) -> SmallestBoard | None:
-    """Among the profiles of single boards that come with the package, and those of the boards ``candidates``."""
+    """Return the board with the least memory that runs the model alone. The choice is among ``candidates`` and the
+    single boards whose profiles come with the package; None if none has room."""
     boards = [CandidateBoard(board.profile.name, board.profile) for board in candidates]
     boards += [CandidateBoard(profile.name, scaled(profile, problem.size)[0]) for name in profile_names()
                if (profile := load_profile(name)).kind == "device" and profile.memory

@@ -222,8 +222,8 @@ def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:
 
 
 def at_context(profile: Profile, size: ModelBytes, context: int) -> Profile:
-    """A scaled profile whose passes all read ``context`` cached tokens: stages, EAGLE head, and kinds with a time of
-    their own."""
+    """Return a scaled profile whose passes all read ``context`` cached tokens. That concerns the stages, the EAGLE
+    head, and the kinds of draft model with a time of their own."""
     curve, draft = profile.stage, profile.draft
 
     def with_cache(times: list[float]) -> list[float]:

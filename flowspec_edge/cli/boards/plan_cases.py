@@ -255,8 +255,8 @@ class Cases:
 def choose_dtype(model: str, dtype: str, members: Sequence[BoardSpec], context: int, at_once: int,
                  draft: WantedDraft = "auto", lm_head: HeadBits | None = None,
                  kv_cache: CacheBits | None = None) -> Cases:
-    """The case of the element type ``dtype``, "auto" for those between which predictions decide, and those
-    to compare."""
+    """Return the case of the element type ``dtype``, and the cases to compare it with. For "auto" predictions decide
+    between the cases."""
     unfit: dict[PlanDtype, FlowspecError] = {}
 
     def fitting_cases(kinds: Sequence[PlanDtype]) -> list[Case]:

@@ -73,7 +73,7 @@ def loss(
 
 
 def _texts(tokenizer: Tokenizer, path: Path | None, tokens: int, longest: int) -> list[list[int]]:
-    """About equal pieces of the file, or of the prompts."""
+    """Cut the file, or the prompts, into pieces of about equal length."""
     from flowspec_edge.cli.common.workload import demo_prompts
     from flowspec_edge.lab.bench.tasks import load_prompts
 

@@ -82,8 +82,8 @@ class PowerMeter:
 
 @contextmanager
 def board_meter(enabled: bool = True) -> Iterator[PowerMeter | None]:
-    """A running meter of this process' board; None without a known sensor or a unique board number, or if
-    not ``enabled``: under emulation it would measure the emulating machine."""
+    """Yield a running meter of this process's board. None without a known sensor or a unique board number, and if not
+    ``enabled``: under emulation it would measure the emulating machine."""
     root = system_root()
     rails = total_rails(root, power_rails()) if enabled else ()
     number = board_number(root)

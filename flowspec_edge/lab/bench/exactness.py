@@ -67,7 +67,7 @@ def types_of(settings: Mapping[str, Any]) -> str:
 
 
 def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> str:
-    """A sentence over all methods; methods with differences are named."""
+    """Say in a sentence how exact the texts of all methods are, and name the methods with differences."""
     whole = exactness(samples)
     summary = (f"{whole.different_answers} of {whole.answers} answers and {_count(whole.different_tokens)} of "
                f"{whole.tokens} tokens differ from plain decoding's ({types_of(settings)})")

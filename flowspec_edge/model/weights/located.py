@@ -124,8 +124,8 @@ def _warn(message: str) -> None:
 
 
 def stored_names(directory: Path) -> frozenset[str]:
-    """Names of the tensors in ``directory``, by an index or headers; empty if there are no weights, or they
-    cannot be read.  Of a PyTorch file it has further strings."""
+    """Return the names of the tensors in ``directory``, from an index or from headers. The set is empty if there are no
+    weights, or if they cannot be read. For a PyTorch file it has further strings."""
     try:
         location = locate(directory)
         if location is None:
