@@ -29,9 +29,9 @@ def cluster_energy(processes: Iterable[HeartbeatCounters]) -> tuple[float | None
 def once_per_board(devices: dict[Place, HeartbeatCounters]) -> dict[Place, HeartbeatCounters]:
     """Keep each board's power and energy only at its first device."""
     seen: set[float] = set()
-    kept_counters = {}
+    by_place = {}
     for place, counters in devices.items():
         again = counters.get("board", -1.0) in seen
         seen |= {counters["board"]} if "board" in counters else set()
-        kept_counters[place] = {k: v for k, v in counters.items() if k not in POWER} if again else counters
-    return kept_counters
+        by_place[place] = {k: v for k, v in counters.items() if k not in POWER} if again else counters
+    return by_place

@@ -211,10 +211,10 @@ def _ropes(fields: Mapping[str, Any], family: Family, types: Sequence[str], head
             parameters = dict(rope_parameters.get(kind) or {}) | dict((scaling or {}) if kind == _FULL else {})
             ropes[kind] = _complete(parameters, {**fields, "rope_theta": fields.get(field, base)}, family)
     else:
-        parameters_of_all = scaling or rope_parameters or dict(family.rope)
-        nested = {kind: value for kind, value in parameters_of_all.items()
+        shared_parameters = scaling or rope_parameters or dict(family.rope)
+        nested = {kind: value for kind, value in shared_parameters.items()
                   if isinstance(value, Mapping) and kind in {*types}}
-        ropes = {kind: _complete(value, fields, family) for kind, value in (nested or {"": parameters_of_all}).items()}
+        ropes = {kind: _complete(value, fields, family) for kind, value in (nested or {"": shared_parameters}).items()}
     for rope in ropes.values():
         _check_rope(rope, origin)
         rotary_width = int(head_dim * rope["partial_rotary_factor"])

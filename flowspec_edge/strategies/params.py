@@ -35,8 +35,8 @@ class Params(Parameters):
         if values_by_name:
             every = declared_by_strategies()
             if unknown := values_by_name.keys() - {name for declared in every for name in parameters(declared)}:
-                all_known = all_parameters()
-                raise UsageError(f"no parameter {min(unknown)!r}; {did_you_mean(min(unknown), all_known)}"
+                available = all_parameters()
+                raise UsageError(f"no parameter {min(unknown)!r}; {did_you_mean(min(unknown), available)}"
                                  "flowspec strategies NAME lists those of a strategy")
             for declared in every:
                 if values_by_name.keys() & parameters(declared).keys():

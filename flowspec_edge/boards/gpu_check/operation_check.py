@@ -86,9 +86,9 @@ def sdpa(device: torch.device, dtype: torch.dtype) -> float:
         mask = torch.zeros(folded, _CACHED).masked_fill(~visible, -torch.inf)
         scores = query.double() @ keys[:, :, :_CACHED].double().mT / _HEAD_DIM**0.5 + mask.double()
         expected = scores.softmax(-1) @ values[:, :, :_CACHED].double()
-        keys_there, values_there = keys.to(device), values.to(device)
-        computed = F.scaled_dot_product_attention(query.to(device), keys_there[:, :, :_CACHED],
-                                                  values_there[:, :, :_CACHED],
+        device_keys, device_values = keys.to(device), values.to(device)
+        computed = F.scaled_dot_product_attention(query.to(device), device_keys[:, :, :_CACHED],
+                                                  device_values[:, :, :_CACHED],
                                                   attn_mask=mask.to(device, dtype)[None, None])
         worst = max(worst, _difference(computed, expected))
     return worst

@@ -97,19 +97,19 @@ class _Reader:
             if key in fields:
                 raise ValueError(f"{key} is there twice")
             fields[key] = self._value(self._number("<u4"))
-        entries = [self._tensor() for _ in range(tensors)]
+        relative = [self._tensor() for _ in range(tensors)]
         alignment = fields.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         begin = -(-self._file.tell() // alignment) * alignment
-        tensors_at = tuple(GgufTensor(tensor.name, tensor.shape, tensor.type, begin + tensor.at) for tensor in entries)
-        if len({tensor.name for tensor in tensors_at}) < len(tensors_at):
+        located = tuple(GgufTensor(tensor.name, tensor.shape, tensor.type, begin + tensor.at) for tensor in relative)
+        if len({tensor.name for tensor in located}) < len(located):
             raise ValueError("a tensor is there twice")
-        for tensor in tensors_at:
+        for tensor in located:
             if tensor.at % alignment or tensor.at + tensor.nbytes > self._size:
                 raise ValueError(f"tensor {tensor.name} from byte {tensor.at} to {tensor.at + tensor.nbytes}, and the "
                                  f"file has {self._size}")
-        return GgufHeader(self._path, self._size, fields, tensors_at)
+        return GgufHeader(self._path, self._size, fields, located)
 
     def _tensor(self) -> GgufTensor:
         name = self._string(_KEY_BYTES)

@@ -192,8 +192,8 @@ class Feed(Observer):
                 self._open.pop(event.session, None)
             case StagesLost():
                 self.loss_reason = event.reason
-                if (draft_session_shown := self._displayed_session()) is not None:
-                    self._leave_tree(draft_session_shown.builder.session, event.at)
+                if (displayed := self._displayed_session()) is not None:
+                    self._leave_tree(displayed.builder.session, event.at)
                 self._open.clear()  # requests that continue are opened again
             case StagesBack():
                 self.loss_reason = None

@@ -45,9 +45,9 @@ def output(*command: str, seconds: float = _TIMEOUT_S) -> str:
     return "" if done is None else str(done.stdout)
 
 
-def assignments(text_shown: str) -> dict[str, str]:
+def assignments(properties_text: str) -> dict[str, str]:
     """The lines "NAME=value" of what systemctl and timedatectl show."""
-    return dict(line.split("=", 1) for line in text_shown.splitlines() if "=" in line)
+    return dict(line.split("=", 1) for line in properties_text.splitlines() if "=" in line)
 
 
 def ntp(timedatectl: str) -> str:
