@@ -116,11 +116,11 @@ class Cluster:
 
         UsageError for an unknown model or profile, or more stages than layers of the profile's model.
         """
-        described = profile if isinstance(profile, Profile) else profile_or_testbed(str(profile))
-        if stages is None and described.boards:
-            stages = described.boards - 1
-        found, stages, dtype = _choose(model, stages, dtype)
-        return cls(found, stages, dtype, device, Virtual(described), scheduling_policy=scheduling_policy)
+        device_profile = profile if isinstance(profile, Profile) else profile_or_testbed(str(profile))
+        if stages is None and device_profile.boards:
+            stages = device_profile.boards - 1
+        open_model, stages, dtype = _choose(model, stages, dtype)
+        return cls(open_model, stages, dtype, device, Virtual(device_profile), scheduling_policy=scheduling_policy)
 
     @classmethod
     def local(cls, model: str | Path = DEMO, *, stages: int | None = None, dtype: RunDtype | None = None,
@@ -132,8 +132,8 @@ class Cluster:
 
         Arguments and errors otherwise as for :meth:`virtual`. A request raises PeerLost if a stage ends.
         """
-        found, stages, dtype = _choose(model, stages, dtype)
-        return cls(found, stages, dtype, device, Here(), threads, scheduling_policy)
+        open_model, stages, dtype = _choose(model, stages, dtype)
+        return cls(open_model, stages, dtype, device, Here(), threads, scheduling_policy)
 
     @property
     def clock(self) -> str:
@@ -185,12 +185,12 @@ class Cluster:
         """Run one request; ``on_text`` gets the text as it is generated. The other arguments are those of
         :meth:`request` and ignored for a ``Request``. UsageError if the request does not fit the model;
         RequestFailed if the strategy raises something."""
-        made = prompt if isinstance(prompt, Request) else self.request(
+        request = prompt if isinstance(prompt, Request) else self.request(
             prompt, strategy=strategy, max_new_tokens=max_new_tokens, sampling=sampling, params=params)
         if on_text is None:
-            return self._completion(self._backend.generate(made))
-        stream = TextStream(self.tokenizer.decode, on_text, made.prompt)
-        result = self._backend.generate(made, stream.push)
+            return self._completion(self._backend.generate(request))
+        stream = TextStream(self.tokenizer.decode, on_text, request.prompt)
+        result = self._backend.generate(request, stream.push)
         stream.close()
         return self._completion(result)
 
@@ -231,10 +231,10 @@ class Cluster:
 
 def _choose(model: str | Path, stages: int | None, dtype: RunDtype | None
             ) -> tuple[OpenModel, int, RunDtype]:
-    found = resolve_model(model)
-    manifest = found.manifest
+    open_model = resolve_model(model)
+    manifest = open_model.manifest
     if manifest is None:
-        return found, _STAGES if stages is None else stages, dtype or "fp32"
+        return open_model, _STAGES if stages is None else stages, dtype or "fp32"
     if stages is not None:
         manifest.check_stages(stages)
-    return found, manifest.stages, dtype or manifest.compute_dtype
+    return open_model, manifest.stages, dtype or manifest.compute_dtype

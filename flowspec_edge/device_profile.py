@@ -90,13 +90,13 @@ class StageCurve(StrictModel):
         """
         if rows <= 0:
             return 0.0
-        seen = self._at(self.context_ms, rows) * context / 1e3 if self.context_ms else 0.0
-        own = self._at(self.ms, rows)
+        attention_ms = self._at(self.context_ms, rows) * context / 1e3 if self.context_ms else 0.0
+        base_ms = self._at(self.ms, rows)
         if self.shared_ms:
             usual = CORRELATION if self.correlation is None else self.correlation
             share = usual * alike if correlation is None else correlation
-            own += share * (self._at(self.shared_ms, rows) - own)
-        return own + seen
+            base_ms += share * (self._at(self.shared_ms, rows) - base_ms)
+        return base_ms + attention_ms
 
     @property
     def rises(self) -> bool:
@@ -153,10 +153,11 @@ class DraftCost(StrictModel):
     @model_validator(mode="before")
     @classmethod
     def _times_of_kinds(cls, values: Any) -> Any:
-        known = [*cls.model_fields, *(kind.charged_as for kind in timed_kinds())]
+        valid_keys = [*cls.model_fields, *(kind.charged_as for kind in timed_kinds())]
         for key in values if isinstance(values, dict) else ():
-            if key not in known and not (key.endswith(OWN_TIME) and key.removesuffix(OWN_TIME).isidentifier()):
-                raise Misplaced(f"unknown key; {did_you_mean(key, known)}known here are {', '.join(known)}", key)
+            if key not in valid_keys and not (key.endswith(OWN_TIME) and key.removesuffix(OWN_TIME).isidentifier()):
+                raise Misplaced(f"unknown key; {did_you_mean(key, valid_keys)}"
+                                f"known here are {', '.join(valid_keys)}", key)
         return values
 
 

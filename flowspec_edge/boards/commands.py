@@ -62,10 +62,10 @@ class Unreached(FlowspecError):
 class Runner(ABC):
     login_s: float | None = None  # until a command begins; None: it begins at once
 
-    def __init__(self, where: str, timeout_s: float) -> None:
-        """``where``: the device's name in error messages; ``timeout_s``: for a command, or for each thing
+    def __init__(self, device_name: str, timeout_s: float) -> None:
+        """``device_name``: the device's name in error messages; ``timeout_s``: for a command, or for each thing
         that it says it is doing (``onboard.tools.doing``) unless that says how long it may take."""
-        self.where, self._timeout_s = where, timeout_s
+        self.device_name, self._timeout_s = device_name, timeout_s
 
     @abstractmethod
     def command(self, argv: Sequence[str]) -> list[str]:
@@ -82,22 +82,22 @@ class Runner(ABC):
         in time."""
         if self.login_s is None:
             return
-        said, deadline = b"", time.monotonic() + self.login_s
+        received, deadline = b"", time.monotonic() + self.login_s
         ready = select.poll()
         ready.register(stdout, select.POLLIN)
-        while not said.endswith(f"{BEGUN}\n".encode()):
+        while not received.endswith(f"{BEGUN}\n".encode()):
             if not ready.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise self.hangs_at_login(said)
+                raise self.hangs_at_login(received)
             # One byte at a time, as what comes after the line is the command's.
             if not (more := os.read(stdout, 1)):
                 return
-            said = said[-_MOST_NOISE:] + more
+            received = received[-_MOST_NOISE:] + more
 
-    def hangs_at_login(self, said: bytes) -> Unreached:
-        """The error if no command begins; ``said``: what came instead."""
-        last = last_line(said.decode(errors="replace"))
+    def hangs_at_login(self, output: bytes) -> Unreached:
+        """The error if no command begins; ``output``: what came instead."""
+        last = last_line(output.decode(errors="replace"))
         return Unreached(
-            f"{self.where}: ssh reaches it, and no command began within {self.login_s:g} s"
+            f"{self.device_name}: ssh reaches it, and no command began within {self.login_s:g} s"
             + (f"; it printed {last[:100]!r} last" if last else "")
             + ": see what stops its login, such as a home directory that does not answer, a full disk, "
               "~/.bashrc, or a command that sshd forces; ssh there by hand shows it")
@@ -110,19 +110,19 @@ class Runner(ABC):
         """
         name, local = argv[0], self.announced(argv)
         try:
-            with TemporaryFile() as stderr, _waiting_for(self.where):
+            with TemporaryFile() as stderr, _waiting_for(self.device_name):
                 code, stdout = self._exchange(name, local, stdin, stderr)
                 stderr.seek(0)
-                said = stderr.read().decode(errors="replace")
+                errors = stderr.read().decode(errors="replace")
         except OSError as error:
-            raise FlowspecError(f"{self.where}: cannot run {local[0]}: {error.strerror}") from error
+            raise FlowspecError(f"{self.device_name}: cannot run {local[0]}: {error.strerror}") from error
         if code and _by_ssh(local, code):
-            raise Unreached(f"{self.where}: " + (
-                failure(name, local, code, said) if last_line(said) else
+            raise Unreached(f"{self.device_name}: " + (
+                failure(name, local, code, errors) if last_line(errors) else
                 f"ssh: the connection broke in {name}: see whether the board is up, its power and its "
                 "cable, then run this again"))
         if code:
-            raise FlowspecError(f"{self.where}: {failure(name, local, code, said)}")
+            raise FlowspecError(f"{self.device_name}: {failure(name, local, code, errors)}")
         return stdout.decode(errors="replace")
 
     def _exchange(self, name: str, local: Sequence[str], stdin: str | IO[bytes] | None, stderr: IO[bytes]
@@ -133,22 +133,22 @@ class Runner(ABC):
             try:
                 assert client.stdout is not None
                 self.await_begin(client.stdout.fileno())
-                given: Any = ((stdin or "").encode() if stdin is None or isinstance(stdin, str)
-                              else mmap.mmap(stdin.fileno(), 0, access=mmap.ACCESS_READ))
+                payload: Any = ((stdin or "").encode() if stdin is None or isinstance(stdin, str)
+                                else mmap.mmap(stdin.fileno(), 0, access=mmap.ACCESS_READ))
                 # Not communicate's input: after a time limit it would never write the rest.
-                threading.Thread(target=_feed, args=(client.stdin, given), daemon=True).start()
+                threading.Thread(target=_feed, args=(client.stdin, payload), daemon=True).start()
                 client.stdin = None
                 doing, limit, since = "", self._timeout_s, time.monotonic()
                 while True:
                     with suppress(subprocess.TimeoutExpired):
                         stdout, _ = client.communicate(timeout=_LOOK_S)
                         return client.returncode, stdout
-                    said = _DOING.findall(os.pread(stderr.fileno(), 1 << 20, 0).decode(errors="replace"))
-                    if said and said[-1][1] != doing:
-                        doing, limit, since = said[-1][1], float(said[-1][0]), time.monotonic()
+                    announced_steps = _DOING.findall(os.pread(stderr.fileno(), 1 << 20, 0).decode(errors="replace"))
+                    if announced_steps and announced_steps[-1][1] != doing:
+                        doing, limit, since = announced_steps[-1][1], float(announced_steps[-1][0]), time.monotonic()
                     if time.monotonic() - since > limit:
                         raise Unreached(
-                            f"{self.where}: {name} did not finish within {limit:g} s"
+                            f"{self.device_name}: {name} did not finish within {limit:g} s"
                             + (f"; the last that it did was: {doing}" if doing else "")
                             + ": see whether the board hangs (uptime, dmesg), then run this again")
             except BaseException:
@@ -156,20 +156,20 @@ class Runner(ABC):
                 raise
 
 
-def _feed(stdin: IO[bytes], given: Any) -> None:
-    """Write ``given`` to a command, which may end without reading all of it, and close its stdin."""
-    with suppress(OSError), stdin, memoryview(given) as left:
+def _feed(stdin: IO[bytes], payload: Any) -> None:
+    """Write ``payload`` to a command, which may end without reading all of it, and close its stdin."""
+    with suppress(OSError), stdin, memoryview(payload) as view:
         written = 0
-        while written < len(left):
-            written += os.write(stdin.fileno(), left[written : written + _PIECE])
+        while written < len(view):
+            written += os.write(stdin.fileno(), view[written : written + _PIECE])
 
 
 class LocalRunner(Runner):
     """``prefix`` goes before each command, such as nsenter with its options."""
 
-    def __init__(self, where: str = "this machine", prefix: Sequence[str] = (),
+    def __init__(self, device_name: str = "this machine", prefix: Sequence[str] = (),
                  timeout_s: float = TIMEOUT_S) -> None:
-        super().__init__(where, timeout_s)
+        super().__init__(device_name, timeout_s)
         self._prefix = list(prefix)
 
     def command(self, argv: Sequence[str]) -> list[str]:
@@ -177,10 +177,10 @@ class LocalRunner(Runner):
 
 
 @contextmanager
-def _waiting_for(where: str) -> Iterator[None]:
+def _waiting_for(board: str) -> Iterator[None]:
     call = threading.get_ident()
     with _waits_lock:
-        _waits[call] = where, time.monotonic()
+        _waits[call] = board, time.monotonic()
     try:
         yield
     finally:
@@ -192,7 +192,7 @@ def waited_for() -> list[tuple[str, float]]:
     """The boards that are being waited for, and for how many seconds, the longest first."""
     with _waits_lock:
         waits = sorted(_waits.values(), key=lambda wait: wait[1])
-    return [(where, time.monotonic() - since) for where, since in waits]
+    return [(board, time.monotonic() - since) for board, since in waits]
 
 
 def failure(name: str, argv: Sequence[str], code: int, stderr: str) -> str:
@@ -338,6 +338,6 @@ def is_here(inventory: Inventory, device: DeviceEntry) -> bool:
     False for another ssh port than 22, which may be forwarded from an address of this machine to another one.
     FlowspecError if the device's name does not resolve.
     """
-    own = {address for addresses in ipv4_addresses().values() for address in addresses}
-    return (any(address in own or IPv4Address(address).is_loopback for address in addresses_of(device))
+    local_addresses = {address for addresses in ipv4_addresses().values() for address in addresses}
+    return (any(address in local_addresses or IPv4Address(address).is_loopback for address in addresses_of(device))
             and ssh_port(inventory, device) == _SSH_PORT)

@@ -132,7 +132,7 @@ class ClusterSettings(StrictModel):
                  "peer_port": self.peer_port, "serve_port": self.serve_port}
         for key, port in ports.items():
             if list(ports.values()).count(port) > 1:
-                other = next(name for name, own in ports.items() if own == port and name != key)
+                other = next(name for name, other_port in ports.items() if other_port == port and name != key)
                 raise Misplaced(f"port {port} is given to {other}, too: every one needs its own", key)
         return self
 
@@ -185,10 +185,10 @@ class Inventory(StrictModel):
             seen: dict[str, str] = {}
             for number, device in enumerate(devices):
                 value = str(getattr(device, key))
-                if (known := value.casefold()) in seen:
-                    raise Misplaced(f"{value!r} is another entry's {key}, too ({seen[known]}): every board "
+                if (folded := value.casefold()) in seen:
+                    raise Misplaced(f"{value!r} is another entry's {key}, too ({seen[folded]}): every board "
                                     "needs its own", number, key)
-                seen[known] = device.name if key == "address" else device.address
+                seen[folded] = device.name if key == "address" else device.address
         _check_roles(devices)
         _check_layers(devices)
         return devices
@@ -241,11 +241,11 @@ def load_inventory(path: Path) -> Inventory:
     if not path.exists():
         raise UsageError(f"there is no cluster file {path}: give another with --cluster, or write one for "
                          f"your boards: flowspec deploy init HOST HOST… --out {shlex.quote(str(path))}")
-    found = load_toml(path, Inventory)
-    cluster = found.cluster.model_copy(update={"ssh_config": _anchored(found.cluster.ssh_config, path)})
+    inventory = load_toml(path, Inventory)
+    cluster = inventory.cluster.model_copy(update={"ssh_config": _anchored(inventory.cluster.ssh_config, path)})
     devices = [device.model_copy(update={"ssh_key": _anchored(device.ssh_key, path)})
-               for device in found.device]
-    return found.model_copy(update={"cluster": cluster, "device": devices})
+               for device in inventory.device]
+    return inventory.model_copy(update={"cluster": cluster, "device": devices})
 
 
 def with_settings(path: Path, settings: Mapping[str, str], boards: Sequence[str] = ()) -> str:
@@ -256,11 +256,11 @@ def with_settings(path: Path, settings: Mapping[str, str], boards: Sequence[str]
 
     UsageError for an unknown key or board, a wrong value, or a file that is written in another way.
     """
-    found, text = load_inventory(path), path.read_bytes().decode()
-    known = {device.name: number for number, device in enumerate(found.device)}
+    inventory, text = load_inventory(path), path.read_bytes().decode()
+    numbers = {device.name: number for number, device in enumerate(inventory.device)}
     for name in boards:
-        if name not in known:
-            raise UsageError(f"no board {name!r} in {path}; there are {', '.join(known)}")
+        if name not in numbers:
+            raise UsageError(f"no board {name!r} in {path}; there are {', '.join(numbers)}")
     for key, value in settings.items():
         whole = not boards and key in ClusterSettings.model_fields
         fields = (ClusterSettings if whole else DeviceEntry).model_fields
@@ -269,7 +269,7 @@ def with_settings(path: Path, settings: Mapping[str, str], boards: Sequence[str]
         as_text = _is_text(fields[key].annotation) or "\n" in value or not is_toml(f"{key} = {value}")
         written = None if not value else json.dumps(value, ensure_ascii=False) if as_text else value
         tables: list[KeyPath] = [("cluster",)] if whole else [
-            ("device", known[name]) for name in boards or known]
+            ("device", numbers[name]) for name in boards or numbers]
         for table in tables:
             try:
                 text = with_key(text, table, key, written)
@@ -277,8 +277,8 @@ def with_settings(path: Path, settings: Mapping[str, str], boards: Sequence[str]
                 raise UsageError(f"{path}: {error.args[0]} is not one that begins with a line [cluster] or "
                                  "[[device]]: edit the file by hand") from error
     try:
-        made = parse_toml(text.encode(), path, Inventory)
-        for device in made.device if "profile" in settings else ():
+        changed = parse_toml(text.encode(), path, Inventory)
+        for device in changed.device if "profile" in settings else ():
             device_profile(device, path)
     except UsageError as error:
         raise UsageError(f"{error}; {path} is not changed") from error
@@ -300,13 +300,13 @@ def _is_text(annotation: object) -> bool:
             or (get_origin(annotation) is not list and any(map(_is_text, get_args(annotation)))))
 
 
-def beside(path: Path, named: str) -> Path:
-    """Resolve ``named`` against the directory of the cluster file ``path``; expands ~."""
-    return path.absolute().parent / Path(named).expanduser()
+def beside(path: Path, path_text: str) -> Path:
+    """Resolve ``path_text`` against the directory of the cluster file ``path``; expands ~."""
+    return path.absolute().parent / Path(path_text).expanduser()
 
 
-def _anchored(named: str, path: Path) -> str:
-    return str(beside(path, named)) if named else ""
+def _anchored(path_text: str, path: Path) -> str:
+    return str(beside(path, path_text)) if path_text else ""
 
 
 def _check_roles(devices: list[DeviceEntry]) -> None:
@@ -359,15 +359,15 @@ def device_profile(device: DeviceEntry, path: Path) -> Profile | None:
     """The board's profile, None if it names none; UsageError if the profile does not exist."""
     if not device.profile:
         return None
-    own = beside(path, device.profile)
-    return load_profile(str(own) if own.is_file() else device.profile)
+    profile_file = beside(path, device.profile)
+    return load_profile(str(profile_file) if profile_file.is_file() else device.profile)
 
 
 def resolve(device: DeviceEntry) -> str:
-    """The IPv4 address of ``device`` seen from here, a loopback one only if its name has no other;
+    """Return the IPv4 address of ``device`` as seen from here. It is a loopback address only if the name has no other.
     FlowspecError if the name does not resolve."""
-    known = addresses_of(device)
-    return next((address for address in known if not ipaddress.IPv4Address(address).is_loopback), known[0])
+    addresses = addresses_of(device)
+    return next((address for address in addresses if not ipaddress.IPv4Address(address).is_loopback), addresses[0])
 
 
 def addresses_of(device: DeviceEntry) -> list[str]:

@@ -54,7 +54,7 @@ _BEGINNING = 1 << 16  # bytes of a stage's output that its login may have printe
 class _Stage:
     name: str
     client: subprocess.Popen[bytes]
-    said: IO[bytes]  # stdout and stderr
+    output: IO[bytes]  # stdout and stderr
     runner: SshRunner
     since: float  # time.monotonic() at its start
 
@@ -123,21 +123,21 @@ class SshBoards:
         for stage in self._stages:
             code = stage.client.poll()
             if code is not None:
-                stage.said.seek(0)
-                text = stage.said.read().decode(errors="replace")
+                stage.output.seek(0)
+                text = stage.output.read().decode(errors="replace")
                 return f"{stage.name}: " + failure("flowspec worker", ["ssh"], code, text)
             assert stage.runner.login_s is not None
             if time.monotonic() - stage.since > stage.runner.login_s:
-                beginning = os.pread(stage.said.fileno(), _BEGINNING, 0)  # the client writes on at the end
+                beginning = os.pread(stage.output.fileno(), _BEGINNING, 0)  # the client writes on at the end
                 if BEGUN.encode() not in beginning:
                     return str(stage.runner.hangs_at_login(beginning))
         return None
 
     def _start(self, name: str, runner: SshRunner, command: list[str], stdin: str) -> None:
-        said: IO[bytes] = self._undo.enter_context(TemporaryFile())  # noqa: SIM115
-        client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=said, stderr=said,
+        output: IO[bytes] = self._undo.enter_context(TemporaryFile())  # noqa: SIM115
+        client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=output, stderr=output,
                                   start_new_session=True)  # Ctrl-C is for D0
-        self._stages.append(_Stage(name, client, said, runner, time.monotonic()))
+        self._stages.append(_Stage(name, client, output, runner, time.monotonic()))
         assert client.stdin is not None
         with suppress(BrokenPipeError):  # the client's stderr has the reason
             client.stdin.write(stdin.encode())

@@ -88,8 +88,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"flowspec-edge {flowspec_edge.__version__}")
         raise typer.Exit
 

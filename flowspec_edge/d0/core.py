@@ -119,7 +119,7 @@ class _Work:
     ended; None until it is done, and if none is left."""
 
     job: Job
-    begun: bool = False  # the driver was told
+    handed_out: bool = False  # the driver was told
     done: Job | None = None
 
 
@@ -168,7 +168,7 @@ class DraftCore:
         self._scheduler = Scheduler(self._clock, lambda *failure: self._failures.append(failure),
                                     self._policy)
         self._work: _Work | None = None
-        self._asked = False  # for hints and a segment, since D0's last work or wait
+        self._messages_taken = False  # for hints and a segment, since D0's last work or wait
         self._control.clear()
         self.pool.clear()
 
@@ -247,8 +247,8 @@ class DraftCore:
         if (overdue := self._overdue()) is not None:
             return Finish(overdue.session)
         if self._work is None and not self._outage:
-            if not self._asked:
-                self._asked = True
+            if not self._messages_taken:
+                self._messages_taken = True
                 messages = self._scheduler.take_messages()
                 self._end_failed()
                 if messages or self._control:
@@ -261,9 +261,9 @@ class DraftCore:
                 return self._sent(ahead)
         if self._control:  # of requests that failed
             return self._sent([])
-        self._asked = False
-        if self._work is not None and not self._work.begun:
-            self._work.begun = True
+        self._messages_taken = False
+        if self._work is not None and not self._work.handed_out:
+            self._work.handed_out = True
             return Compute(self._work.job, self._do_work)
         self._abandoning = False
         return Wait()
@@ -304,7 +304,7 @@ class DraftCore:
                 self._open(request)
             if (handle := self.queue.take()) is not None:
                 self._place(handle)
-            elif not self._asked and (handle := self.queue.take_away()) is not None:
+            elif not self._messages_taken and (handle := self.queue.take_away()) is not None:
                 self._give_way(handle)
             else:
                 return
@@ -369,11 +369,11 @@ class DraftCore:
         work = self._work
         if work is None:  # stages were lost meanwhile
             return
-        left = work.job.without([n for n in work.job.sessions if self._open_request(n) is None])
-        if left is not None:
-            failures = left.complete()
+        open_job = work.job.without([n for n in work.job.sessions if self._open_request(n) is None])
+        if open_job is not None:
+            failures = open_job.complete()
             self._failures += failures
-            work.done = left.without([draft_session.builder.session for draft_session, _ in failures])
+            work.done = open_job.without([draft_session.builder.session for draft_session, _ in failures])
 
     def _worked(self, event: Worked) -> None:
         """Pass new tokens on, and end finished requests."""
@@ -454,9 +454,9 @@ class DraftCore:
             request.report_deadline = -math.inf
             if request.state is RequestState.SUSPENDED:
                 request.interrupted = True
-                made = len(request.draft_session.tokens)
-                request.losses = request.losses + 1 if made == request.tokens_before else 1
-                request.tokens_before = made
+                generated = len(request.draft_session.tokens)
+                request.losses = request.losses + 1 if generated == request.tokens_before else 1
+                request.tokens_before = generated
         # All requests are in each batch, so any may be the cause: the likeliest made no progress longest.
         worst = max(self._requests, key=lambda request: request.losses, default=None)
         if worst and worst.losses > _MAX_LOSSES:
@@ -474,7 +474,7 @@ class DraftCore:
         """Close all sessions; finished requests are answered with the reports that have come."""
         self._abandoning = True
         self.pool.clear()
-        self._work, self._asked = None, False
+        self._work, self._messages_taken = None, False
         for request in list(self._requests):
             if request.state is RequestState.CLOSING:
                 request.report_deadline = -math.inf

@@ -34,9 +34,9 @@ class LiveLines:
 
     def show(self, beat: Heartbeat) -> None:
         """Log the stage's line, unless it was idle."""
-        added = self.added(beat)
-        if log.isEnabledFor(logging.INFO) and (added["compute_s"] or added["rows"]):
-            log.info("%s", line(beat.stage, added))
+        counters = self.added(beat)
+        if log.isEnabledFor(logging.INFO) and (counters["compute_s"] or counters["rows"]):
+            log.info("%s", line(beat.stage, counters))
 
     def added(self, beat: Heartbeat) -> HeartbeatCounters:
         before = self._before.get(beat.stage, {})

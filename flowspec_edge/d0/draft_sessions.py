@@ -55,9 +55,9 @@ class DraftSessions(ABC):
         vocabulary = self._head.vocabulary
         if not all(0 <= token < vocabulary for token in request.prompt):
             raise UsageError(f"the prompt has a token id outside the vocabulary of {vocabulary}")
-        named = {"logit_bias": request.penalties.logit_bias if request.penalties else (),
-                 "restrictions": request.restrictions.tokens if request.restrictions else ()}
-        for name, tokens in named.items():
+        token_ids = {"logit_bias": request.penalties.logit_bias if request.penalties else (),
+                     "restrictions": request.restrictions.tokens if request.restrictions else ()}
+        for name, tokens in token_ids.items():
             if not all(0 <= token < vocabulary for token in tokens):
                 raise UsageError(f"{name}: a token id is outside the vocabulary of {vocabulary}")
 
@@ -67,9 +67,9 @@ class DraftSessions(ABC):
 
     def _drafter_key(self, request: Request) -> tuple[object, ...]:
         params = request.params
-        chosen = strategy_class(request.strategy)
-        kind = draft_kind(chosen, params, self._has_drafts)
-        looks_up = kind == NGRAM.name or (kind is not None and chosen.merges_look_up(params))
+        strategy = strategy_class(request.strategy)
+        kind = draft_kind(strategy, params, self._has_drafts)
+        looks_up = kind == NGRAM.name or (kind is not None and strategy.merges_look_up(params))
         return (kind, looks_up, *((params.ngram_max, params.ngram_min) if looks_up else ()))
 
     def draft_session(self, request: Request, stages: int, clock: Callable[[], float], session: int,
@@ -89,22 +89,22 @@ class DraftSessions(ABC):
         prompts      the stages' times of a prompt's segments, if they are known
         """
         self.check(request)
-        chosen = strategy_class(request.strategy)
-        kind = draft_kind(chosen, request.params, self._has_drafts)
+        strategy = strategy_class(request.strategy)
+        kind = draft_kind(strategy, request.params, self._has_drafts)
         drafter = prefix.prefix.drafter if prefix else None
         ranking = request.sampling, request.params.rank, request.params.tau
         if prefix and drafter and not drafter.rewind(prefix.rows + 1, *ranking):
             prefix = drafter = None
         if kind and drafter is None:
-            drafter = self._drafter(kind, request.params, chosen.merges_look_up(request.params))
+            drafter = self._drafter(kind, request.params, strategy.merges_look_up(request.params))
             drafter = around(drafter) if around else drafter
         cached_rows, parent = (prefix.rows, prefix.prefix.session) if prefix else (0, -1)
         pipeline = Pipeline(stages, self.depths(stages), passes(kind) if kind else 1.0, slot, sparse,
                             self._acceptance[kind], carries)
-        return DraftSession(request, lambda builder: chosen(request.params, builder, pipeline), drafter,
+        return DraftSession(request, lambda builder: strategy(request.params, builder, pipeline), drafter,
                             self._head, clock, session, predecessor=predecessor,
                             cached_rows=cached_rows, parent_session=parent,
-                            draft=draft_label(chosen, request.params, kind), prompts=prompts)
+                            draft=draft_label(strategy, request.params, kind), prompts=prompts)
 
     def _drafter(self, kind: str, params: Params, merged: bool = False) -> Drafter:
         looked_up = NgramDrafter(params.ngram_max, params.ngram_min)

@@ -21,17 +21,17 @@ def cluster_energy(processes: Iterable[HeartbeatCounters]) -> tuple[float | None
             return None, None
         boards.setdefault(energy["board"], energy)
     above = [energy.get("session_above_idle_j") for energy in boards.values()]
-    known = [joules for joules in above if joules is not None]
+    measured = [joules for joules in above if joules is not None]
     whole = sum(energy["session_j"] for energy in boards.values())
-    return whole, sum(known) if len(known) == len(above) else None
+    return whole, sum(measured) if len(measured) == len(above) else None
 
 
 def once_per_board(devices: dict[Place, HeartbeatCounters]) -> dict[Place, HeartbeatCounters]:
     """Keep each board's power and energy only at its first device."""
     seen: set[float] = set()
-    found = {}
+    by_place = {}
     for place, counters in devices.items():
         again = counters.get("board", -1.0) in seen
         seen |= {counters["board"]} if "board" in counters else set()
-        found[place] = {k: v for k, v in counters.items() if k not in POWER} if again else counters
-    return found
+        by_place[place] = {k: v for k, v in counters.items() if k not in POWER} if again else counters
+    return by_place

@@ -50,7 +50,7 @@ class FairQueue(Generic[T]):
         self._entries: dict[T, tuple[Caller, _Entry]] = {}  # of all items
         self._waiting: dict[Caller, list[tuple[_Entry, T]]] = {}  # sorted
         self._placed: OrderedDict[T, Caller] = OrderedDict()  # the newest place last
-        self._held = Counter[Caller]()  # by paths and their beginnings, like the next two
+        self._places_held = Counter[Caller]()  # by paths and their beginnings, like the next two
         self._items = Counter[Caller]()
         self._turns: dict[Caller, int] = {}  # when each last had a turn
 
@@ -61,7 +61,7 @@ class FairQueue(Generic[T]):
         """Iterate in the order of :meth:`take`, if nothing is added or ends meanwhile."""
         future = copy(self)
         future._waiting = {caller: list(items) for caller, items in self._waiting.items()}
-        future._placed, future._held = self._placed.copy(), self._held.copy()
+        future._placed, future._places_held = self._placed.copy(), self._places_held.copy()
         future._turns, future._numbers = self._turns.copy(), count(next(self._numbers))
         while future._waiting:
             yield future.take()
@@ -112,7 +112,7 @@ class FairQueue(Generic[T]):
         self._placed[item] = caller
         turn = next(self._numbers)
         for path in _paths(caller):
-            self._held[path] += 1
+            self._places_held[path] += 1
             self._turns[path] = turn
         return item
 
@@ -158,15 +158,15 @@ class FairQueue(Generic[T]):
         best: tuple[int, int] | None = None
         rival = None
         for age, (item, other) in enumerate(self._placed.items()):
-            paths = next(((mine, its) for mine, its in zip(_paths(caller), _paths(other), strict=True)
-                          if mine != its), None)
+            pairs = zip(_paths(caller), _paths(other), strict=True)
+            paths = next(((path, other_path) for path, other_path in pairs if path != other_path), None)
             if paths is None:
                 continue
-            held = self._held[paths[0]] - (stuck is not None)
-            more = self._held[paths[1]] - held
+            places = self._places_held[paths[0]] - (stuck is not None)
+            more = self._places_held[paths[1]] - places
             if more >= 2:
                 rank = more, age
-            elif more == 1 and held == 0 and turn_over(item):
+            elif more == 1 and places == 0 and turn_over(item):
                 rank = more, -age
             else:
                 continue
@@ -208,9 +208,9 @@ class FairQueue(Generic[T]):
     def _leave_place(self, item: T) -> Caller:
         caller = self._placed.pop(item)
         for path in _paths(caller):
-            self._held[path] -= 1
-            if not self._held[path]:
-                del self._held[path]
+            self._places_held[path] -= 1
+            if not self._places_held[path]:
+                del self._places_held[path]
         return caller
 
     def _next_caller(self) -> Caller:
@@ -219,7 +219,7 @@ class FairQueue(Generic[T]):
     def _rank(self, caller: Caller) -> list[tuple[int, int]]:
         """Orders callers: at each level, the caller with the fewest places comes first, and of equals the one
         whose last turn is longest ago."""
-        return [(self._held[path], self._turns[path]) for path in _paths(caller)]
+        return [(self._places_held[path], self._turns[path]) for path in _paths(caller)]
 
 
 def _paths(caller: Caller) -> list[Caller]:

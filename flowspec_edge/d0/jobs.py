@@ -50,29 +50,29 @@ class Job:
 
     def _verify(self) -> list[Failure]:
         failures: list[Failure] = []
-        begun: list[tuple[DraftSession, States, Callable[[Logits], None]]] = []
+        verifications: list[tuple[DraftSession, States, Callable[[Logits], None]]] = []
         for draft_session, task in self.parts:
             try:
                 assert isinstance(task, Verify)
-                begun.append((draft_session, *draft_session.begin(task)))
+                verifications.append((draft_session, *draft_session.begin(task)))
             except Exception as error:
                 failures.append((draft_session, error))
-        if begun:
-            head = begun[0][0].head
-            logits = head.logits(head.joined([states for _, states, _ in begun]))
-            ends = list(accumulate(len(states) for _, states, _ in begun))
+        if verifications:
+            head = verifications[0][0].head
+            logits = head.logits(head.joined([states for _, states, _ in verifications]))
+            ends = list(accumulate(len(states) for _, states, _ in verifications))
             failures += _each((draft_session, partial(verified, logits[end - len(states) : end]))
-                              for (draft_session, states, verified), end in zip(begun, ends, strict=True))
+                              for (draft_session, states, verified), end in zip(verifications, ends, strict=True))
         return failures
 
     def _draft(self) -> list[Failure]:
-        asked = [(draft_session, draft_session.drafter, task.request) for draft_session, task in self.parts
-                 if isinstance(task, DraftPass) and draft_session.drafter is not None]
-        assert len(asked) == len(self.parts)
-        first: Drafter = asked[0][1]
-        outputs = first.expand_together([(drafter, request) for _, drafter, request in asked])
+        passes = [(draft_session, draft_session.drafter, task.request) for draft_session, task in self.parts
+                  if isinstance(task, DraftPass) and draft_session.drafter is not None]
+        assert len(passes) == len(self.parts)
+        first: Drafter = passes[0][1]
+        outputs = first.expand_together([(drafter, request) for _, drafter, request in passes])
         return _each((draft_session, partial(draft_session.drafted, request, output))
-                     for (draft_session, _, request), output in zip(asked, outputs, strict=True))
+                     for (draft_session, _, request), output in zip(passes, outputs, strict=True))
 
 
 def can_share(first: DraftSession, other: DraftSession) -> bool:

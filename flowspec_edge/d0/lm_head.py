@@ -74,7 +74,7 @@ class LmHead:
 
     @torch.inference_mode()
     def likelihoods(self, states: Tensor, tokens: Sequence[int], most: int) -> list[Likelihood]:
-        own, top, values = log_probs(self.logits(states), np.asarray(tokens), most)
-        return [Likelihood(token, float(own[row]),
+        token_values, top, values = log_probs(self.logits(states), np.asarray(tokens), most)
+        return [Likelihood(token, float(token_values[row]),
                            tuple(zip(top[row].tolist(), values[row].tolist(), strict=True)))
                 for row, token in enumerate(tokens)]

@@ -99,7 +99,7 @@ class DraftModels(DraftSessions):
                 head = self._lm_head.head
                 embedding = (find_embedding(self._model, self._dtype, head.device)
                              if needs_embedding(kind, self._model) else None)
-                in_4_bits = (partial(quantise_linears, how=self._scheme, device=head.device)
+                in_4_bits = (partial(quantise_linears, scheme=self._scheme, device=head.device)
                              if self._scheme else lambda module: None)
                 memory = self._shared_memory()
                 self._drafters[kind] = load_drafters(kind, self._model, head, embedding, self._dtype,

@@ -69,7 +69,7 @@ class PrefixCache:
         """``limit``: rows at a time; None: no limit, and no rows are retained."""
         self._limit = limit
         self._most: int | None = None
-        self._reusable: Callable[[int, int, int], int] = lambda text, wanted, snapshot: wanted
+        self._reusable: Callable[[int, int, int], int] = lambda text, most, snapshot: most
         self._open: dict[int, int] = {}  # capacities by session
         self._retained: dict[int, CachedPrefix] = {}  # by session, the oldest first
 

@@ -142,10 +142,11 @@ class RequestHandle(Future[Result]):
         return None if self.placed_at is None else self.placed_at - self.arrived_at
 
     def fail(self, error: BaseException) -> None:
-        """For the cluster: end with a copy of ``error``, because several threads may raise what ended all."""
-        own = copy.copy(error)
-        own.__cause__ = error
-        self.set_exception(own)
+        """End the request with a copy of ``error``. The cluster calls this with one error for all requests, and several
+        threads may raise it."""
+        raised = copy.copy(error)
+        raised.__cause__ = error
+        self.set_exception(raised)
 
     def set_cancelled(self) -> None:
         """For the cluster: the request was cancelled before it began."""

@@ -24,13 +24,13 @@ _TURN_S = 2.0  # after so long of decoding, a caller's only place may go to a ca
 class RequestQueue:
     """Thread-safe. Callers take turns, by ``Request.caller``; ``Request.priority`` orders those of one caller.
 
-    held     while it is set, no request gets a place, and none loses its place
+    paused   while it is set, no request gets a place, and none loses its place
     patient  whether the requests that wait go on waiting when the stages are lost
     """
 
     def __init__(self, places: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
         """``places``: how many requests may have one; ``clock``: the core's, in seconds."""
-        self.held = False
+        self.paused = False
         self.patient = False
         self.clock = clock
         self._lock = threading.RLock()  # guards all that follows
@@ -107,9 +107,9 @@ class RequestQueue:
     def answer_cancelled(self) -> None:
         """Answer the requests that were cancelled before they began."""
         with self._lock:
-            gone = [handle for handle in self._unbegun() if handle.cancel_requested]
-            self._forget(gone)
-        for handle in gone:
+            cancelled = [handle for handle in self._unbegun() if handle.cancel_requested]
+            self._forget(cancelled)
+        for handle in cancelled:
             handle.take(RequestEvent.IS_ANSWERED)
             handle.set_cancelled()
 
@@ -117,17 +117,17 @@ class RequestQueue:
         """End the requests that have not begun with ``error``; those that wait only if the queue is not
         patient."""
         with self._lock:
-            gone = [*self._beside] if self.patient else self._unbegun()
-            self._forget(gone)
-        for handle in gone:
+            failing = [*self._beside] if self.patient else self._unbegun()
+            self._forget(failing)
+        for handle in failing:
             handle.take(RequestEvent.FAILS)
             handle.fail(error)
 
     def _unbegun(self) -> list[RequestHandle]:
         return [*self._beside, *(handle for handle in self._queue.items if handle.placed_at is None)]
 
-    def _forget(self, gone: list[RequestHandle]) -> None:
-        for handle in gone:
+    def _forget(self, handles: list[RequestHandle]) -> None:
+        for handle in handles:
             if not self._queue.discard(handle):
                 self._beside.remove(handle)
 
@@ -138,7 +138,7 @@ class RequestQueue:
         with self._lock:
             if self._beside:
                 handle = self._beside.popleft()
-            elif not self.held and self._queue.has_turn():
+            elif not self.paused and self._queue.has_turn():
                 handle = self._queue.take()
             else:
                 return None
@@ -150,7 +150,7 @@ class RequestQueue:
         """Take a place away from the request that has to give way to another one, if any; return the request.
         One that is about to end leaves its place anyway."""
         with self._lock:
-            loser = None if self.held else self._queue.loser()
+            loser = None if self.paused else self._queue.loser()
             if loser is None or loser.state is RequestState.CLOSING:
                 return None
             self._queue.withdraw(loser)

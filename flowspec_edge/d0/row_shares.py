@@ -15,17 +15,17 @@ _MOST_STEPS = 5  # further steps of priority make no difference: one row is guar
 
 
 def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
-           most: int, taken: int = 0, gained: float = 0.0, weights: Sequence[float] = (),
+           most: int, base_rows: int = 0, gained: float = 0.0, weights: Sequence[float] = (),
            slot: SlotWorth | None = None) -> list[int]:
     """How many rows of each request go into the batch: as many as maximise tokens per second.
 
-    offers   P(row becomes text) of each request's rows, in the order of sending
-    seconds  rows -> a stage's time. None: the time is unknown, and the batch has as many rows as the longest
-             offer, or one a request
-    most     rows at most
-    taken    rows that are in the batch already, which bring ``gained`` tokens
-    weights  of the requests' guaranteed shares; empty: equal
-    slot     decides on the number of rows where they choose experts
+    offers     P(row becomes text) of each request's rows, in the order of sending
+    seconds    rows -> a stage's time. None: the time is unknown, and the batch has as many rows as the longest
+               offer, or one a request
+    most       rows at most
+    base_rows  rows that are in the batch already, which bring ``gained`` tokens
+    weights    of the requests' guaranteed shares; empty: equal
+    slot       decides on the number of rows where they choose experts
 
     Every request first gets up to its guaranteed share of the rows that cost no time, and at least one row.
     Then the likeliest rows of all requests follow.  As in a segment of FlowSpec+, time beyond that of one row
@@ -42,11 +42,11 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
     if seconds is not None:
         if slot is not None:
             # One at least: segments that cannot be divided may take what a slot is worth in every slot.
-            rows = rows[:max(1, slot.rows([-gain for _, gain, _, _ in rows], seconds, taken))]
+            rows = rows[:max(1, slot.rows([-gain for _, gain, _, _ in rows], seconds, base_rows))]
         else:
             gains = gained + np.cumsum([-gain for _, gain, _, _ in rows])
             least = seconds(1)
-            rates = [gain / (least + stages * (seconds(taken + n) - least))
+            rates = [gain / (least + stages * (seconds(base_rows + n) - least))
                      for n, gain in enumerate(gains, 1)]
             # The last of equal maxima: on a flat piece of the curve further rows are free.
             rows = rows[:len(rows) - int(np.argmax(rates[::-1]))]
@@ -57,7 +57,7 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
 
 
 def divide_in_order(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
-                    most: int, taken: int = 0, gained: float = 0.0) -> list[int]:
+                    most: int, base_rows: int = 0, gained: float = 0.0) -> list[int]:
     """As :func:`divide`, but the first request gets the rows that it would get alone. Each later request, in
     turn, gets rows that cost no time beside the first request's, and at least one."""
     if seconds is None:
@@ -65,11 +65,11 @@ def divide_in_order(offers: Sequence[Sequence[float]], seconds: Callable[[int], 
     shares: list[int] = []
     for number, offer in enumerate(offers, 1):
         room = max(1, most - sum(shares) - (len(offers) - number))  # leaves one for each later request
-        [share] = divide([offer[:room]], seconds, stages, room, taken, gained)
-        taken, gained = taken + share, gained + sum(offer[:share])
+        [share] = divide([offer[:room]], seconds, stages, room, base_rows, gained)
+        base_rows, gained = base_rows + share, gained + sum(offer[:share])
         shares.append(share)
         if seconds is not None and number == 1:
-            most = min(most, share + _most_within(_FREE * seconds(taken), seconds, taken + most) - taken)
+            most = min(most, share + _most_within(_FREE * seconds(base_rows), seconds, base_rows + most) - base_rows)
     return shares
 
 

@@ -27,7 +27,7 @@ class SessionOpened(NamedTuple):
     """A request begins, or continues in a new session.
 
     text           tokens to prefill
-    made           those of them that the answer has already
+    answer_tokens  those of them that the answer has already
     draft_session  a weak reference, because events outlive sessions and their draft models
     """
 
@@ -35,7 +35,7 @@ class SessionOpened(NamedTuple):
     at: float
     request: Request
     text: int
-    made: int
+    answer_tokens: int
     draft_session: weakref.ref[DraftSession]
 
 
@@ -50,13 +50,13 @@ class SegmentSent(NamedTuple):
 
 
 class Pruned(NamedTuple):
-    """Of the numbers in [start, stop), the stages keep ``kept``."""
+    """Of the numbers in [start, stop), the stages keep those in ``keep``."""
 
     session: int
     at: float
     start: int
     stop: int
-    kept: tuple[int, ...]
+    keep: tuple[int, ...]
 
 
 class Cancelled(NamedTuple):
@@ -83,12 +83,12 @@ class OutputArrived(NamedTuple):
 class DraftDeviceWork(NamedTuple):
     """D0 expanded ``rows`` nodes, or verified ``rows`` rows of ``run``, from ``start`` to ``at``.
 
-    tokens    that became text
-    made      tokens of the answer so far
-    rounds    of this session so far
-    accepted  draft tokens accepted in the round that this verification ended; None if it ended none, or the
-              whole text: that round has no miss
-    finished  whether the answer is complete
+    tokens         that became text
+    answer_tokens  how many the answer has so far
+    rounds         of this session so far
+    accepted       draft tokens accepted in the round that this verification ended. None if it ended no round, or
+                   if it ended the text: the last round has no miss
+    finished       whether the answer is complete
     """
 
     session: int
@@ -98,7 +98,7 @@ class DraftDeviceWork(NamedTuple):
     rows: int
     run: int = -1
     tokens: tuple[int, ...] = ()
-    made: int = 0
+    answer_tokens: int = 0
     rounds: int = 0
     accepted: int | None = None
     finished: bool = False
@@ -177,24 +177,24 @@ class SessionProgress:
 
     def __init__(self, draft_session: DraftSession) -> None:
         self._draft_session = draft_session
-        self._told = len(draft_session.tokens)
+        self._reported = len(draft_session.tokens)
         self._rounds = -1  # that have ended; -1 before the first token
-        self._at_round = self._told  # tokens at the newest round's end
+        self._at_round = self._reported  # tokens at the newest round's end
 
     def opened(self, at: float) -> SessionOpened:
-        mine = self._draft_session
-        return SessionOpened(mine.builder.session, at, mine.request, len(mine.request.prompt) + self._told,
-                             self._told, weakref.ref(mine))
+        session = self._draft_session
+        return SessionOpened(session.builder.session, at, session.request, len(session.request.prompt) + self._reported,
+                             self._reported, weakref.ref(session))
 
     def verified(self, start: float, at: float, rows: int, run: int) -> DraftDeviceWork:
-        mine = self._draft_session
-        tokens, self._told = tuple(mine.tokens[self._told:]), len(mine.tokens)
-        return DraftDeviceWork(mine.builder.session, at, "verify", start, rows, run, tokens, self._told,
-                               mine.strategy.counters.rounds, self._accepted(), mine.finished)
+        session = self._draft_session
+        tokens, self._reported = tuple(session.tokens[self._reported:]), len(session.tokens)
+        return DraftDeviceWork(session.builder.session, at, "verify", start, rows, run, tokens, self._reported,
+                               session.strategy.counters.rounds, self._accepted(), session.finished)
 
     def _accepted(self) -> int | None:
-        mine, before, rounds = self._draft_session, self._at_round, self._rounds
-        if self._told == before or mine.strategy.counters.rounds <= rounds:
+        session, before, rounds = self._draft_session, self._at_round, self._rounds
+        if self._reported == before or session.strategy.counters.rounds <= rounds:
             return None
-        self._rounds, self._at_round = mine.strategy.counters.rounds, self._told
-        return None if rounds < 0 or mine.finished else self._told - before - 1  # the last was the miss
+        self._rounds, self._at_round = session.strategy.counters.rounds, self._reported
+        return None if rounds < 0 or session.finished else self._reported - before - 1  # the last was the miss

@@ -71,12 +71,12 @@ class SlotPredictor:
 
     def segment_done(self, now: float) -> None:
         """D0 learns that V1 has finished the oldest segment in its queue."""
-        rows, begun = self._queue.pop(0)
+        rows, began_at = self._queue.pop(0)
         expected = self.seconds(_size(rows))
-        self.add_duration(_size(rows), now - begun)
+        self.add_duration(_size(rows), now - began_at)
         if self._queue:
             # The next segment began when V1 became free; a busy D0 may learn that late.
-            free = now if expected is None else min(now, begun + expected)
+            free = now if expected is None else min(now, began_at + expected)
             following, sent = self._queue[0]
             self._queue[0] = following, max(sent, free)
 
@@ -85,9 +85,9 @@ class SlotPredictor:
         exactly one segment is at V1 and both durations are known."""
         if len(self._queue) != 1:
             return False
-        rows, begun = self._queue[0]
+        rows, began_at = self._queue[0]
         there, here = self.seconds(_size(rows)), self.seconds(kind)
-        return there is not None and here is not None and begun + there < now + here
+        return there is not None and here is not None and began_at + there < now + here
 
 
 def _size(rows: int) -> tuple[str, int]:

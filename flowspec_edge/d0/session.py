@@ -79,8 +79,8 @@ class DraftSession:
             assert not predecessor.finished
             self._generation = predecessor._generation
             self._generation.suspend(predecessor.strategy.counters)
-        own = self._generation
-        rules = own.grammar, own.penalties, own.restrictions
+        generation = self._generation
+        rules = generation.grammar, generation.penalties, generation.restrictions
         self._rules = TokenRules(*rules) if any(rule is not None for rule in rules) else None
         self._text = [*request.prompt, *self.tokens]  # to prefill
         assert 0 <= cached_rows < len(self._text)
@@ -196,11 +196,11 @@ class DraftSession:
                 raise ProtocolError(f"{name}: the segment is not in flight, or has an output already")
             if self._prompt_left and len(numbers) != len(sent):
                 raise ProtocolError(f"{name}: it has {len(numbers)} rows of a prompt's {len(sent)}")
-        wrong = bool((numbers[1:] <= numbers[:-1]).any())
-        if sent is not None and not wrong:
+        is_out_of_order = bool((numbers[1:] <= numbers[:-1]).any())
+        if sent is not None and not is_out_of_order:
             at = np.searchsorted(sent, numbers)
-            wrong = bool((at >= len(sent)).any() or (sent[at] != numbers).any())
-        if wrong:
+            is_out_of_order = bool((at >= len(sent)).any() or (sent[at] != numbers).any())
+        if is_out_of_order:
             raise ProtocolError(f"{name}: it has rows that were not sent in it")
 
     # ---- tasks -----------------------------------------------------------------------------

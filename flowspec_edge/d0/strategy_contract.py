@@ -64,10 +64,10 @@ class StrategyContract:
     def _check_properties(self) -> None:
         most: Any = self._strategy.max_in_flight
         if not _is_int(most) or most < 1:
-            raise self._broken(f"has a max_in_flight of {_shown(most)}, not a number of segments")
+            raise self._broken(f"has a max_in_flight of {_short_repr(most)}, not a number of segments")
         taps: Any = self._strategy.prompt_taps
         if not isinstance(taps, tuple) or not all(_is_int(tap) and tap >= 0 for tap in taps):
-            raise self._broken(f"has prompt_taps of {_shown(taps)}, not a tuple of layers")
+            raise self._broken(f"has prompt_taps of {_short_repr(taps)}, not a tuple of layers")
 
     def segment(self, segment: Any, rows: int | None) -> None:
         """Check what ``next_segment`` returned; ``rows``: the most that it was allowed, if given."""
@@ -75,7 +75,7 @@ class StrategyContract:
             self._nothing_to_send = True
             return
         if not isinstance(segment, Segment):
-            raise self._broken(f"returned {_shown(segment)} from next_segment, not a Segment or None")
+            raise self._broken(f"returned {_short_repr(segment)} from next_segment, not a Segment or None")
         count = len(segment.numbers)
         if self._builder.sent_numbers(segment.run) is not segment.numbers or segment.run <= self._sent:
             raise self._broken(f"returned segment {segment.run} from next_segment, which it has sent before "
@@ -87,10 +87,10 @@ class StrategyContract:
             raise self._broken(f"returned {count} rows from next_segment, which may have {rows}")
         assert segment.tokens is not None
         tokens, positions = segment.tokens.tolist(), segment.positions.tolist()
-        if wrong := [token for token in tokens if not 0 <= token < self._vocabulary]:
-            raise self._broken(f"sent the token {wrong[0]}, outside the vocabulary of {self._vocabulary}")
-        if wrong := [position for position in positions if position < 0]:
-            raise self._broken(f"sent a row at position {wrong[0]}")
+        if invalid := [token for token in tokens if not 0 <= token < self._vocabulary]:
+            raise self._broken(f"sent the token {invalid[0]}, outside the vocabulary of {self._vocabulary}")
+        if invalid := [position for position in positions if position < 0]:
+            raise self._broken(f"sent a row at position {invalid[0]}")
         undecided = self._builder.next_number - self._builder.base
         if undecided > self._most_rows:
             raise self._broken(f"has sent {undecided} rows of which none became text, more than the "
@@ -105,11 +105,11 @@ class StrategyContract:
         if offer is None:
             return
         try:
-            count, wrong = len(offer), [p for p in offer if not -1e-9 <= p <= 1 + 1e-6]
+            count, invalid = len(offer), [p for p in offer if not -1e-9 <= p <= 1 + 1e-6]
         except TypeError:
-            raise self._broken(f"returned {_shown(offer)} from row_probabilities, not numbers") from None
-        if wrong:
-            raise self._broken(f"returned the probability {_shown(wrong[0])} from row_probabilities")
+            raise self._broken(f"returned {_short_repr(offer)} from row_probabilities, not numbers") from None
+        if invalid:
+            raise self._broken(f"returned the probability {_short_repr(invalid[0])} from row_probabilities")
         if count > limit:
             raise self._broken(f"returned {count} rows from row_probabilities, which may have {limit}")
         if not count:
@@ -123,7 +123,7 @@ class StrategyContract:
             self._check_idle()
             return
         if not isinstance(request, DraftRequest):
-            raise self._broken(f"returned {_shown(request)} from next_draft, not a DraftRequest or None")
+            raise self._broken(f"returned {_short_repr(request)} from next_draft, not a DraftRequest or None")
         self._check_nodes(request, text)
         if not self._in_flight:
             self._step()
@@ -141,13 +141,13 @@ class StrategyContract:
     def _check_nodes(self, request: DraftRequest, text: int) -> None:
         nodes: Any = request.nodes
         if not isinstance(nodes, tuple | list) or not all(isinstance(node, DraftNode) for node in nodes):
-            raise self._broken(f"asked for a draft pass over {_shown(nodes)}, not a tuple of DraftNode")
+            raise self._broken(f"asked for a draft pass over {_short_repr(nodes)}, not a tuple of DraftNode")
         if not nodes:
             raise self._broken("asked for a draft pass over no nodes")
         numbers = [request.root, request.children,
                    *(getattr(node, field.name) for node in nodes for field in fields(DraftNode))]
-        if wrong := [number for number in numbers if not _is_int(number)]:
-            raise self._broken(f"asked for a draft pass with {_shown(wrong[0])} where a whole number belongs")
+        if invalid := [number for number in numbers if not _is_int(number)]:
+            raise self._broken(f"asked for a draft pass with {_short_repr(invalid[0])} where a whole number belongs")
         if not 1 <= request.children <= MOST:
             raise self._broken(f"asked for {request.children} children a node in a draft pass")
         if len({node.id for node in nodes}) < len(nodes):
@@ -176,7 +176,7 @@ class StrategyContract:
                 case Cancel():
                     right = all(0 <= run <= self._sent for run in message.runs)
                 case _:
-                    raise self._broken(f"returned {_shown(message)} from controls, not a list of Prune and "
+                    raise self._broken(f"returned {_short_repr(message)} from controls, not a list of Prune and "
                                        "Cancel")
             if not right or (message.session, message.epoch) != (builder.session, builder.epoch):
                 raise self._broken(f"returned a {type(message).__name__} from controls that names rows or "
@@ -186,11 +186,11 @@ class StrategyContract:
         """Check what ``on_verified`` returned; ``text``: all tokens before. Each commit has to be the
         target's own token after the text, so that no strategy can change an answer."""
         if not isinstance(commits, list | tuple) or not all(isinstance(one, Commit) for one in commits):
-            raise self._broken(f"returned {_shown(commits)} from on_verified, not a list of Commit")
+            raise self._broken(f"returned {_short_repr(commits)} from on_verified, not a list of Commit")
         newest, end = text[-1], len(text)
         for commit in commits:
             if not (_is_int(commit.token) and _is_int(commit.source)):
-                raise self._broken(f"returned {_shown(commit)} from on_verified, whose token and source have "
+                raise self._broken(f"returned {_short_repr(commit)} from on_verified, whose token and source have "
                                    "to be whole numbers")
             row = self._rows.get(commit.source)
             if commit.source not in self._successors or (row is not None and row != (newest, end - 1)):
@@ -267,8 +267,8 @@ class StrategyContract:
             raise self._broken(f"makes no progress: no new token in {self._most_steps} segments and draft "
                                "passes")
 
-    def _broken(self, what: str) -> RequestFailed:
-        return RequestFailed(f"the strategy {self._strategy.name} {what}; the last thing before: it "
+    def _broken(self, complaint: str) -> RequestFailed:
+        return RequestFailed(f"the strategy {self._strategy.name} {complaint}; the last thing before: it "
                              f"{self.last} (the rules: docs/guides/write-a-strategy.md)")
 
 
@@ -276,7 +276,7 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     text = repr(value)

@@ -104,5 +104,5 @@ class TokenRules:
         allowed = self._grammar.allowed(path) if self._grammar else None
         if self._restrictions is None or (self._grammar and allowed is None):
             return allowed
-        left = self._restrictions.allowed(path, vocabulary)
-        return left if allowed is None else left & allowed
+        unrestricted = self._restrictions.allowed(path, vocabulary)
+        return unrestricted if allowed is None else unrestricted & allowed

@@ -43,13 +43,13 @@ class Ring:
     def config(self, stage: int, **settings: Any) -> WorkerConfig:
         """Return the configuration of V``stage``; ``settings``: its other fields, by name."""
         following = (stage + 1) % len(self.data)  # VN's results go to D0
-        own: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "instance": self.instances[stage - 1], "stage": stage, "stages": len(self.instances),
             "control": self.control, "listen": self.data[stage], "next": self.data[following]}
         if self.keys:
-            own |= {"control_key": self.keys[0], "previous_key": self.keys[stage - 1],
-                    "next_key": self.keys[following]}
-        return WorkerConfig(**{**own, **settings})
+            fields |= {"control_key": self.keys[0], "previous_key": self.keys[stage - 1],
+                       "next_key": self.keys[following]}
+        return WorkerConfig(**{**fields, **settings})
 
     def addresses(self, key_file: Path | None = None) -> Addresses:
         """Return what D0 needs; ``key_file``: its own key, if the ring has keys."""

@@ -55,10 +55,10 @@ def in_virtual_time(devices: Devices, tokens: int, params: Params | None = None)
 def measured(generate: Callable[[Request], Result], lengths: Sequence[int], params: Params | None = None
              ) -> list[FirstToken]:
     """Run a prompt of each length on a cluster; those that its model was not made for have a reason instead."""
-    found = []
+    results = []
     for first, tokens in enumerate(lengths):  # no prompt goes on with the cache of another
         try:
-            found.append(FirstToken(tokens, generate(request_of(tokens, params, first)).stats.ttft_s))
+            results.append(FirstToken(tokens, generate(request_of(tokens, params, first)).stats.ttft_s))
         except UsageError as error:
-            found.append(FirstToken(tokens, None, str(error).partition(";")[0]))
-    return found
+            results.append(FirstToken(tokens, None, str(error).partition(";")[0]))
+    return results

@@ -43,9 +43,9 @@ from flowspec_edge.util.torchdevice import use_exact_kernels
 class PlainDecoder:
     def __init__(self, model_dir: Path, dtype: str = "fp32", device: torch.device | str = "cpu") -> None:
         use_exact_kernels()
-        found = OpenModel(model_dir)
-        self._size = found.size
-        self.model = transformers_model(found, dtype, device)
+        open_model = OpenModel(model_dir)
+        self._size = open_model.size
+        self.model = transformers_model(open_model, dtype, device)
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_new_tokens: int, sampling: Sampling,
@@ -101,8 +101,8 @@ def transformers_model(model: OpenModel, dtype: str, device: torch.device | str 
 def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> Any:
     """transformers' causal language model, quantised matrices included; errors as for ``load_shard``."""
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
-    found = opened(directory)
-    config, manifest = found.parsed_config, found.manifest
+    open_model = opened(directory)
+    config, manifest = open_model.parsed_config, open_model.manifest
     in_8_bits = bool(manifest and manifest.kv_cache == "int8")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, **_attention(torch_dtype, in_8_bits))
@@ -118,22 +118,22 @@ def load_reference_model(directory: OpenModel | Path | str, dtype: str, device: 
             parts["model.embed_tokens"] = core.embed_tokens
         if index == len(runs) - 1:
             parts["model.norm"] = core.norm
-        with found.part(stage_part(index)) as part:
+        with open_model.part(stage_part(index)) as part:
             checkpoint = part.checkpoint
-            read = load_modules(parts, checkpoint, torch_dtype, torch_device, schemes_of(found))
+            read = load_modules(parts, checkpoint, torch_dtype, torch_device, schemes_of(open_model))
         tensor_names.check_no_unexpected(checkpoint.directory, checkpoint.names, read if manifest else whole)
     core.rotary_emb = type(core.rotary_emb)(config=config).to(torch_device)
     if hasattr(core.embed_tokens, "embed_scale"):  # computed, too
         core.embed_tokens.embed_scale = torch.tensor(core.embed_tokens.scalar_embed_scale, device=torch_device)
-    if head_scheme_of(found) is not None:
-        model.lm_head = load_output_head(found, dtype, torch_device)
-    elif config.tie_word_embeddings and tensor_names.LM_HEAD not in found.checkpoint():
+    if head_scheme_of(open_model) is not None:
+        model.lm_head = load_output_head(open_model, dtype, torch_device)
+    elif config.tie_word_embeddings and tensor_names.LM_HEAD not in open_model.checkpoint():
         model.lm_head.weight = core.embed_tokens.weight
     else:
-        head = load_lm_head(found, dtype, torch_device)
+        head = load_lm_head(open_model, dtype, torch_device)
         model.lm_head.weight = nn.Parameter(fast_layout(head), requires_grad=False)
-    if found.generation_config:
-        model.generation_config = GenerationConfig.from_pretrained(found.target)
+    if open_model.generation_config:
+        model.generation_config = GenerationConfig.from_pretrained(open_model.target)
     return _padded(model.requires_grad_(False).eval())
 
 

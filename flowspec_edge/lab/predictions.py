@@ -56,7 +56,7 @@ class Workers:
     def stats(self, devices: Devices, recording: Recording, right_children: float, requests: Sequence[Request]
               ) -> Iterator[Stats]:
         """Simulate every request by itself.  FlowspecError if a process was killed."""
-        index = next(i for i, known in enumerate(self._recordings) if known is recording)
+        index = next(i for i, loaded in enumerate(self._recordings) if loaded is recording)
         pending = [self._pool.submit(_simulate, devices, index, right_children, request) for request in requests]
         try:
             for future in pending:
@@ -149,7 +149,7 @@ def _run(devices: Devices, strategies: Sequence[str], source: Path | Recording, 
     else:
         cluster = VirtualCluster(source, len(devices.stages), devices, right_children=right_children)
         simulated = (cluster.generate(request).stats for request in every)
-    found = []
+    predictions = []
     for name in strategies:
         stats = []
         for _ in requests:
@@ -160,31 +160,31 @@ def _run(devices: Devices, strategies: Sequence[str], source: Path | Recording, 
         if not (speeds and turns):
             raise FlowspecError(f"{name}: no answer to the plan's prompts has a second token, so none has a "
                                 "speed; predict with another model's text")
-        found.append(Prediction(name, fmean(speeds), fmean(turns), by_kind=_by_kind(stats, kinds),
-                                first_token_s=fmean(s.ttft_s for s in stats),
-                                prompt_tokens=fmean(len(request.prompt) for request in requests)))
-    return with_speedup(found)
+        predictions.append(Prediction(name, fmean(speeds), fmean(turns), by_kind=_by_kind(stats, kinds),
+                                      first_token_s=fmean(s.ttft_s for s in stats),
+                                      prompt_tokens=fmean(len(request.prompt) for request in requests)))
+    return with_speedup(predictions)
 
 
 def _by_kind(stats: Sequence[Stats], kinds: Sequence[str]) -> dict[str, float] | None:
     """Mean tokens/s by kind of text, of answers that have a speed; None without kinds."""
-    found: dict[str, list[float]] = {}
+    by_kind: dict[str, list[float]] = {}
     for one, kind in zip(stats, kinds, strict=bool(kinds)):
         if one.tokens_per_second is not None:
-            found.setdefault(kind, []).append(one.tokens_per_second)
-    return {kind: fmean(speeds) for kind, speeds in found.items()} or None
+            by_kind.setdefault(kind, []).append(one.tokens_per_second)
+    return {kind: fmean(speeds) for kind, speeds in by_kind.items()} or None
 
 
-def with_speedup(found: Sequence[Prediction]) -> list[Prediction]:
-    base = next((p.tokens_per_second for p in found if p.strategy == "chunk_pp"), None)
-    return [replace(p, speedup=p.tokens_per_second / base if base else None) for p in found]
+def with_speedup(predictions: Sequence[Prediction]) -> list[Prediction]:
+    base = next((p.tokens_per_second for p in predictions if p.strategy == "chunk_pp"), None)
+    return [replace(p, speedup=p.tokens_per_second / base if base else None) for p in predictions]
 
 
-def compare(board: CandidateBoard, problem: SplitProblem, own: Sequence[Prediction], boards: int,
+def compare(board: CandidateBoard, problem: SplitProblem, alone: Sequence[Prediction], boards: int,
             pipeline: Sequence[Prediction]) -> SingleBoardEstimate:
-    """The best of one board's predictions against the best of a pipeline of ``boards`` boards (empty if none
-    fits)."""
-    best = max(own, key=lambda p: p.tokens_per_second)
+    """Compare the best prediction for one board with the best for a pipeline of ``boards`` boards, which is empty if no
+    pipeline fits."""
+    best = max(alone, key=lambda p: p.tokens_per_second)
     others = max(pipeline, key=lambda p: p.tokens_per_second, default=None)
     enough = others is None or best.tokens_per_second >= others.tokens_per_second
     text = f"{board.name} alone makes {rate_text(best.tokens_per_second, 2)} tokens/s with {best.strategy}"

@@ -76,7 +76,7 @@ class Expander:
         self._open: list[tuple[float, int, int]] = []
         self._levels: dict[int, list[tuple[float, int, int]]] = {}  # by depth, of the levels to come
         self._level = 0
-        self._done: set[tuple[int, int]] = set()
+        self._expanded: set[tuple[int, int]] = set()
 
     def next(self) -> list[tuple[int, int]]:
         """Return the places of the nodes' parents and their tokens; none at the end."""
@@ -89,20 +89,20 @@ class Expander:
             level = heapq.nsmallest(min(_LEVEL_WIDTH, room), self._levels.get(self._level, []))
             if level:
                 return sorted({*right, *((parent, token) for _, parent, token in level)})
-        found: set[tuple[int, int]] = {*right}
-        while self._open and len(found) < min(_PASS, room):
+        batch: set[tuple[int, int]] = {*right}
+        while self._open and len(batch) < min(_PASS, room):
             _, parent, token = heapq.heappop(self._open)
-            if (parent, token) not in self._done:
-                found.add((parent, token))
-        return sorted(found)
+            if (parent, token) not in self._expanded:
+                batch.add((parent, token))
+        return sorted(batch)
 
     def _next_right(self) -> list[tuple[int, int]]:
         """Return the first node on the text that is not expanded; none if all are."""
         while len(self._right) <= len(self._text):
-            own = (self._right[-1], self._text[len(self._right) - 1])
-            if own not in self._done:
-                return [own]
-            self._right.append(self.nodes.index(own))
+            node = (self._right[-1], self._text[len(self._right) - 1])
+            if node not in self._expanded:
+                return [node]
+            self._right.append(self.nodes.index(node))
         return []
 
     def add(self, nodes: Sequence[tuple[int, int]], output: DraftOutput) -> None:
@@ -110,7 +110,7 @@ class Expander:
         for (parent, token), tokens, scores in zip(nodes, output.tokens.tolist(), output.scores.tolist(), strict=True):
             place = len(self.nodes)
             self.nodes.append((parent, token))
-            self._done.add((parent, token))
+            self._expanded.add((parent, token))
             if parent < 0:
                 self._right.append(place)
             self.tokens.append(tokens)
@@ -126,16 +126,17 @@ class Expander:
                     self._levels.setdefault(depth + 1, []).append(entry)
 
     def _score(self, parent: int, token: int) -> float:
-        """A token that the head did not name is taken to be as likely as the least of those that it named."""
-        named = dict(zip(self.tokens[parent], self.scores[parent], strict=True))
-        return named.get(token, min(self.scores[parent]))
+        """Return a child's score. A token that the head did not name counts as likely as the least likely one that it
+        named."""
+        scores_by_token = dict(zip(self.tokens[parent], self.scores[parent], strict=True))
+        return scores_by_token.get(token, min(self.scores[parent]))
 
     def depth(self, place: int) -> int:
         return self._depths[place]
 
     def expansion(self) -> Expansion:
-        parents, own = zip(*self.nodes, strict=True)
-        return Expansion(np.array(parents, np.int32), np.array(own, np.int32), np.array(self.tokens, np.int32),
+        parents, node_tokens = zip(*self.nodes, strict=True)
+        return Expansion(np.array(parents, np.int32), np.array(node_tokens, np.int32), np.array(self.tokens, np.int32),
                          rounded(np.array(self.scores, np.float64)))
 
 
@@ -151,21 +152,21 @@ class RecordingStrategy(Autoregressive):
         super().__init__(params, builder, pipeline)
         self._next_id = 0
         self._expander: Expander | None = None
-        self._asked: list[tuple[int, int]] = []
+        self._expanding: list[tuple[int, int]] = []
         self._ids: list[int] = []  # of the expander's nodes
 
     def start(self, token: int, position: int) -> None:
         super().start(token, position)
-        self._made = 1  # tokens of the answer
+        self._answer_tokens = 1  # tokens of the answer
         self._expander = self._new_expander()
 
     def _new_expander(self) -> Expander:
-        return Expander(self.job.budget, self.job.answer[self._made :])
+        return Expander(self.job.budget, self.job.answer[self._answer_tokens :])
 
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Any]:
         commits = super().on_verified(run, numbers, successors)
         if commits:
-            self._made += len(commits)
+            self._answer_tokens += len(commits)
             self._expander, self._ids = self._new_expander(), []
         return commits
 
@@ -180,18 +181,18 @@ class RecordingStrategy(Autoregressive):
         expander = self._expander
         if expander is None or self._unsent is None:
             return None
-        self._asked = expander.next()
-        if not self._asked:
+        self._expanding = expander.next()
+        if not self._expanding:
             self.job.roots.append(expander.expansion())
             self._expander = None
             return None
         nodes: list[DraftNode] = []
-        for parent, token in self._asked:
-            own = self._next_id + len(nodes)
+        for parent, token in self._expanding:
+            node_id = self._next_id + len(nodes)
             if parent < 0:
-                nodes.append(DraftNode(own, -1, self._unsent, self._position))
+                nodes.append(DraftNode(node_id, -1, self._unsent, self._position))
             else:
-                nodes.append(DraftNode(own, self._ids[parent], token,
+                nodes.append(DraftNode(node_id, self._ids[parent], token,
                                        self._position + expander.depth(parent) + 1))
         self._next_id += len(nodes)
         self._ids += [node.id for node in nodes]
@@ -199,7 +200,7 @@ class RecordingStrategy(Autoregressive):
 
     def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
         if self._expander is not None and request.root == self._ids[0]:
-            self._expander.add(self._asked, output)
+            self._expander.add(self._expanding, output)
 
 
 STRATEGY = f"{__name__}:{RecordingStrategy.__name__}"
@@ -225,9 +226,9 @@ def record(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
     work.mkdir(parents=True, exist_ok=True)
     with strategy_meanwhile(STRATEGY) as name:
         texts = _texts(cluster, prompts, about, budget, work, advance, name)
-    answered = Counter((text.task, text.name) for text in texts)
-    asked = Counter((prompt.task, prompt.name) for prompt in prompts)
-    texts = [text for text in texts if answered[text.task, text.name] == asked[text.task, text.name]]
+    recorded = Counter((text.task, text.name) for text in texts)
+    requested = Counter((prompt.task, prompt.name) for prompt in prompts)
+    texts = [text for text in texts if recorded[text.task, text.name] == requested[text.task, text.name]]
     if not texts:
         raise UsageError("none of the prompts has an answer: there is nothing to record")
     return replace(about, texts=tuple(texts))
@@ -259,8 +260,8 @@ def _texts(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
 def _key(prompt: TextToRecord, about: Recording, budget: Budget) -> str:
     """What a text depends on, as a file's name."""
     request = prompt.request
-    weights = [about.made.get(name) for name in ("digest", "head", "dtype")]
-    said = json.dumps([about.model, about.draft, about.rank, about.tau, weights, list(request.prompt),
-                       request.max_new_tokens, repr(request.sampling), sorted(request.stop_ids), repr(budget),
-                       prompt.task, prompt.name])
-    return hashlib.sha256(said.encode()).hexdigest()[:24]
+    weights = [about.provenance.get(name) for name in ("digest", "head", "dtype")]
+    content = json.dumps([about.model, about.draft, about.rank, about.tau, weights, list(request.prompt),
+                          request.max_new_tokens, repr(request.sampling), sorted(request.stop_ids), repr(budget),
+                          prompt.task, prompt.name])
+    return hashlib.sha256(content.encode()).hexdigest()[:24]

@@ -39,7 +39,8 @@ def _attend(in_8_bits: bool, module: nn.Module, query: Tensor, key: Tensor, valu
         return out, None
     n, m = query.shape[2], key.shape[2]
     visible = np.tri(n, m, m - n, dtype=bool) if mask is None else mask[0, 0].numpy(force=True)
-    seen: Mask = (PathMask(visible, 0, None, query.dtype, query.device, ROW_STEP if query.is_cuda else 1)
-                  if along_paths else SharedMask(visible, query.shape[1] // key.shape[1], query.dtype, query.device))
-    held = torch.cat((key, value)).transpose(1, 2)
-    return attend(query[0].transpose(0, 1), held, seen, options["scaling"], sinks)[None], None
+    attention_mask: Mask = (
+        PathMask(visible, 0, None, query.dtype, query.device, ROW_STEP if query.is_cuda else 1) if along_paths
+        else SharedMask(visible, query.shape[1] // key.shape[1], query.dtype, query.device))
+    keys_values = torch.cat((key, value)).transpose(1, 2)
+    return attend(query[0].transpose(0, 1), keys_values, attention_mask, options["scaling"], sinks)[None], None

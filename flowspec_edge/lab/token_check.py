@@ -53,13 +53,13 @@ def token_checks(model: OpenModel, new_tokens: int = NEW_TOKENS, dtypes: Sequenc
     model  unsharded and with a draft head, such as the demonstration model
     """
     prompts = [Tokenizer(model).encode(text) for text in PROMPTS]
-    return tuple(of_result("tokens", kind, lambda it, result: computed(result), partial(
+    return tuple(of_result("tokens", kind, lambda compute_device, result: computed(result), partial(
         _computations, kind, {"model": str(model.path), "prompts": prompts, "new_tokens": new_tokens}))
         for kind in token_kinds(dtypes))
 
 
-def _computations(kind: str, arguments: Mapping[str, Any], it: ComputeDevice) -> list[Computation]:
-    return [Computation(kind, f"{__name__}:compare", {"kind": kind, "device": it.name, **arguments})]
+def _computations(kind: str, arguments: Mapping[str, Any], compute_device: ComputeDevice) -> list[Computation]:
+    return [Computation(kind, f"{__name__}:compare", {"kind": kind, "device": compute_device.name, **arguments})]
 
 
 def compare(kind: str, model: str, device: str, prompts: Sequence[Sequence[int]], new_tokens: int) -> str:
@@ -72,10 +72,10 @@ def compare(kind: str, model: str, device: str, prompts: Sequence[Sequence[int]]
         if len(tokens) != new_tokens:
             raise FlowspecError(f"{len(tokens)} tokens, and {new_tokens} were asked for")
         logits = _logits(directory, dtype, [*prompt, *tokens])[len(prompt) - 1 : -1]
-        firsts, wrong = judge(logits, len(prompt) - 1, tokens, SAMPLINGS[name], NEAR_TIE[dtype])
-        if wrong is not None:
-            raise FlowspecError(f"token {wrong + 1} after a prompt of {len(prompt)} is {tokens[wrong]}, and on the CPU "
-                                f"{firsts[wrong]}, which is no near tie")
+        firsts, wrong_at = judge(logits, len(prompt) - 1, tokens, SAMPLINGS[name], NEAR_TIE[dtype])
+        if wrong_at is not None:
+            raise FlowspecError(f"token {wrong_at + 1} after a prompt of {len(prompt)} is {tokens[wrong_at]}, and "
+                                f"on the CPU {firsts[wrong_at]}, which is no near tie")
         total += len(tokens)
         ties += sum(first != token for first, token in zip(firsts, tokens, strict=True))
     near = f", {ties} of them near tie{'s' if ties > 1 else ''}" if ties else ", the same"
@@ -96,9 +96,9 @@ def judge(logits: NDArray[np.float32], position: int, tokens: Sequence[int], sam
     raised = logits.copy()
     raised[np.arange(len(tokens)), tokens] += near * logits.std()
     nearly = choose(raised, positions, sampling).tolist()
-    wrong = [i for i, (token, first, near) in enumerate(zip(tokens, firsts, nearly, strict=True))
-             if token not in (first, near)]
-    return firsts, wrong[0] if wrong else None
+    wrong_indexes = [i for i, (token, first, near) in enumerate(zip(tokens, firsts, nearly, strict=True))
+                     if token not in (first, near)]
+    return firsts, wrong_indexes[0] if wrong_indexes else None
 
 
 @cache

@@ -37,7 +37,7 @@ class PublishedHead(StrictModel):
 
     @field_validator("format")
     @classmethod
-    def _known(cls, name: str) -> str:
+    def _is_known(cls, name: str) -> str:
         if name not in FORMATS:
             raise ValueError(f"must be one of {', '.join(FORMATS)}")
         return name
@@ -111,16 +111,16 @@ def known_models() -> dict[str, KnownModel]:
 
 def find_known(name: str) -> tuple[str, KnownModel] | None:
     """A model's entry by its name here or on the hub, in any case; (name here, entry) or None."""
-    wanted = name.lower()
-    return next(((own, model) for own, model in known_models().items()
-                 if wanted in (own, model.target.lower())), None)
+    lowered = name.lower()
+    return next(((entry_name, model) for entry_name, model in known_models().items()
+                 if lowered in (entry_name, model.target.lower())), None)
 
 
 def fetched_dir(name: str) -> Path:
     """Where ``flowspec models fetch`` puts a model: $FLOWSPEC_MODELS, else the user's data directory."""
-    given = os.environ.get("FLOWSPEC_MODELS")
+    directory = os.environ.get("FLOWSPEC_MODELS")
     data = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share")
-    return (Path(given) if given else data / "flowspec" / "models") / name
+    return (Path(directory) if directory else data / "flowspec" / "models") / name
 
 
 def is_fetched(name: str) -> bool:

@@ -93,7 +93,7 @@ def recognise_tool_format(template: str) -> ToolFormat | None:
     """The format that a Jinja chat template teaches; None: it has no tools, or an unknown format."""
     if "tools" not in template:
         return None
-    return next((known for known in _FORMATS if known.marker in template), None)
+    return next((tool_format for tool_format in _FORMATS if tool_format.marker in template), None)
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def recognise_reasoning_format(template: str) -> ReasoningFormat | None:
     """The format of the reasoning in answers by a Jinja chat template; None: it has none, or an unknown one."""
     if _CHANNEL in template:
         return ReasoningFormat(channels=True)
-    return next((known for known in _THOUGHTS if known.open in template), None)
+    return next((reasoning_format for reasoning_format in _THOUGHTS if reasoning_format.open in template), None)
 
 
 _MAX_TEMPLATE = 1024 * 1024  # bytes
@@ -224,8 +224,8 @@ _FIXED = ("messages", "tools", "add_generation_prompt", "continue_final_message"
 
 def check_values(values: Mapping[str, Any], fixed: Sequence[str] = _FIXED) -> None:
     """UsageError for a variable of the template that is not the user's."""
-    if wrong := next((name for name in values if name in fixed), None):
-        raise UsageError(f"{wrong} cannot be set so: it is made from the request")
+    if reserved := next((name for name in values if name in fixed), None):
+        raise UsageError(f"{reserved} cannot be set so: it is made from the request")
 
 
 @dataclass(frozen=True)
@@ -243,9 +243,9 @@ def llama_2(messages: Sequence[Message]) -> list[PromptPiece]:
     prefix = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system is not None else ""
     pieces = []
     for i, (user, assistant) in enumerate(turns):
-        asked = f"[INST] {((prefix if i == 0 else '') + user).strip()} [/INST]"
-        answered = "" if assistant is None else f" {assistant.strip()} "
-        pieces.append(PromptPiece(asked + answered, add_bos=True, add_eos=assistant is not None))
+        question = f"[INST] {((prefix if i == 0 else '') + user).strip()} [/INST]"
+        answer = "" if assistant is None else f" {assistant.strip()} "
+        pieces.append(PromptPiece(question + answer, add_bos=True, add_eos=assistant is not None))
     return pieces
 
 
@@ -255,8 +255,8 @@ def vicuna(messages: Sequence[Message]) -> list[PromptPiece]:
     pieces = []
     for i, (user, assistant) in enumerate(turns):
         opening = f"{VICUNA_SYSTEM if system is None else system} " if i == 0 else ""
-        answered = "" if assistant is None else f" {assistant}"
-        text = f"{opening}USER: {user} ASSISTANT:{answered}"
+        answer = "" if assistant is None else f" {assistant}"
+        text = f"{opening}USER: {user} ASSISTANT:{answer}"
         pieces.append(PromptPiece(text, add_bos=i == 0, add_eos=assistant is not None))
     return pieces
 
@@ -283,25 +283,25 @@ def recognise(model: OpenModel) -> str | None:
     from flowspec_edge.model.catalogue import find_known  # pydantic takes a while
 
     for name in _names(model):
-        if (known := find_known(name)) and known[1].chat_template:
-            return known[1].chat_template
+        if (entry := find_known(name)) and entry[1].chat_template:
+            return entry[1].chat_template
         for kind, pattern in _NAME_PATTERNS.items():
             if pattern.search(name.lower()):
                 return kind
     return None
 
 
-def require_template(model: OpenModel, chosen: str | None) -> None:
-    """UsageError for a ``chosen`` template that is missing, or a model without one; needs no transformers."""
-    if chosen is not None:
-        if chosen not in BUILT_IN:
-            read_template(Path(chosen))
+def require_template(model: OpenModel, template: str | None) -> None:
+    """UsageError for a ``template`` template that is missing, or a model without one; needs no transformers."""
+    if template is not None:
+        if template not in BUILT_IN:
+            read_template(Path(template))
     elif not _has_own_template(model) and recognise(model) is None:
         raise no_template(model)
 
 
 def no_template(model: OpenModel) -> UsageError:
-    return UsageError(f"{model.shown} has no chat template, and its name matches no built-in one; give "
+    return UsageError(f"{model.display_path} has no chat template, and its name matches no built-in one; give "
                       f"--chat-template {', '.join(BUILT_IN)} or a file with a Jinja template")
 
 
@@ -344,10 +344,10 @@ def _names(model: OpenModel) -> list[str]:
                (model.path / MANIFEST, ("source", "name")))
     for path, keys in origins:
         try:
-            found = read_json(path)
+            value = read_json(path)
             for key in keys:
-                found = found[key]
+                value = value[key]
         except (UsageError, KeyError, TypeError):
             continue  # only a hint here: a reader that needs the file reports the error
-        names.append(str(found))
+        names.append(str(value))
     return names

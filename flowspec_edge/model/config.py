@@ -78,19 +78,19 @@ def check_config(config: Mapping[str, Any], path: Path, required: Collection[str
         if value is None and name in _MAY_BE_NULL:
             continue
         if type(value) is not int or not 1 <= value <= most:
-            raise UsageError(f"{path}: {name} must be a whole number from 1 to {most}, not {_shown(value)}")
+            raise UsageError(f"{path}: {name} must be a whole number from 1 to {most}, not {_short_repr(value)}")
     for name in _POSITIVE:
         value = config.get(name)
         if value is None:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            raise UsageError(f"{path}: {name} must be a number above 0, not {_shown(value)}")
+            raise UsageError(f"{path}: {name} must be a number above 0, not {_short_repr(value)}")
     layers = config.get("max_window_layers", 0)
     if type(layers) is not int or layers < 0:
-        raise UsageError(f"{path}: max_window_layers must be a whole number, not {_shown(layers)}")
+        raise UsageError(f"{path}: max_window_layers must be a whole number, not {_short_repr(layers)}")
     kinds = config.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-        raise UsageError(f"{path}: layer_types must be a list of names, not {_shown(kinds)}")
+        raise UsageError(f"{path}: layer_types must be a list of names, not {_short_repr(kinds)}")
     check_stop_ids(config, path)
 
 
@@ -99,10 +99,10 @@ def check_stop_ids(config: Mapping[str, Any], path: Path) -> None:
     for one in ids if isinstance(ids, list) else [] if ids is None else [ids]:
         if type(one) is not int:
             raise UsageError(f"{path}: eos_token_id must be a whole number or a list of them, "
-                             f"not {_shown(one)}")
+                             f"not {_short_repr(one)}")
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "…"
 
@@ -117,9 +117,9 @@ def read_decoder_config(directory: Path, quantised: bool = False) -> DecoderConf
     fields = text_config(read_json_object(path))
     check_config(fields, path)
     require_family(fields, path)
-    found = decoder_config(fields, path)
+    config = decoder_config(fields, path)
     refuse_quantised(fields, path, quantised)
-    return found
+    return config
 
 
 def load_config(directory: Path, quantised: bool = False) -> Any:

@@ -146,17 +146,17 @@ def layer_types(fields: Mapping[str, Any], origin: Path | str) -> tuple[str, ...
     family, layers = family_of(fields), int(fields["num_hidden_layers"])
     if family.always_windowed:
         return (_SLIDING,) * layers
-    named = fields.get("layer_types")
-    if named is None:
-        named = [_usual_type(fields, family, layer) for layer in range(layers)]
-    known = {_FULL, _LINEAR if family.recurrent else _SLIDING}
-    if others := {*named} - known:
+    layer_kinds = fields.get("layer_types")
+    if layer_kinds is None:
+        layer_kinds = [_usual_type(fields, family, layer) for layer in range(layers)]
+    supported = {_FULL, _LINEAR if family.recurrent else _SLIDING}
+    if others := {*layer_kinds} - supported:
         raise UsageError(f"{origin}: layers of type {', '.join(sorted(others))} cannot be run, only "
-                         f"{' and '.join(sorted(known))}")
-    if len(named) != layers:
-        raise UsageError(f"{origin} is not a model configuration: layer_types has {len(named)} entries for {layers} "
-                         "layers")
-    return tuple(named)
+                         f"{' and '.join(sorted(supported))}")
+    if len(layer_kinds) != layers:
+        raise UsageError(f"{origin} is not a model configuration: layer_types has {len(layer_kinds)} entries for "
+                         f"{layers} layers")
+    return tuple(layer_kinds)
 
 
 def _usual_type(fields: Mapping[str, Any], family: Family, layer: int) -> str:
@@ -174,12 +174,12 @@ def _experts(fields: Mapping[str, Any], family: Family, layers: int, origin: Pat
         return {"sparse": (False,) * layers, "num_experts": 0, "num_experts_per_tok": 0, "expert_width": 0,
                 "normed_weights": False, "shared": 0}
     count = int(fields.get("num_local_experts") or fields.get("num_experts") or 0)
-    chosen = int(fields["num_experts_per_tok"])
-    if count and chosen > count:
-        raise UsageError(f"{origin}: a row cannot choose {chosen} experts of {count}")
+    per_token = int(fields["num_experts_per_tok"])
+    if count and per_token > count:
+        raise UsageError(f"{origin}: a row cannot choose {per_token} experts of {count}")
     every, dense = int(fields.get("decoder_sparse_step") or 1), fields.get("mlp_only_layers") or ()
     return {"sparse": tuple(count > 0 and layer not in dense and (layer + 1) % every == 0 for layer in range(layers)),
-            "num_experts": count, "num_experts_per_tok": chosen,
+            "num_experts": count, "num_experts_per_tok": per_token,
             "expert_width": int(fields.get("moe_intermediate_size") or fields.get("intermediate_size") or 0),
             "normed_weights": bool(fields.get("norm_topk_prob", True)),
             "shared": int(fields.get("shared_expert_intermediate_size") or 0)}
@@ -191,8 +191,8 @@ def _check_recurrence(fields: Mapping[str, Any], family: Family, origin: Path | 
     heads, key_heads = fields["linear_num_value_heads"], fields["linear_num_key_heads"]
     if heads % key_heads:
         raise UsageError(f"{origin}: {heads} heads of recurrent layers cannot share {key_heads} key heads evenly")
-    if (found := fields.get("hidden_act", "silu")) != "silu":
-        raise UsageError(f"{origin}: the convolution's activation is silu, not {found!r}")
+    if (activation := fields.get("hidden_act", "silu")) != "silu":
+        raise UsageError(f"{origin}: the convolution's activation is silu, not {activation!r}")
 
 
 # ---- rotary embeddings -----------------------------------------------------------------------------
@@ -200,25 +200,26 @@ def _check_recurrence(fields: Mapping[str, Any], family: Family, origin: Path | 
 
 def _ropes(fields: Mapping[str, Any], family: Family, types: Sequence[str], head_dim: int,
            origin: Path | str) -> dict[str, dict[str, Any]]:
-    scaling, given = fields.get("rope_scaling"), fields.get("rope_parameters")
-    for name, value in (("rope_scaling", scaling), ("rope_parameters", given)):
+    scaling, rope_parameters = fields.get("rope_scaling"), fields.get("rope_parameters")
+    for name, value in (("rope_scaling", scaling), ("rope_parameters", rope_parameters)):
         if value is not None and not isinstance(value, Mapping):
             raise UsageError(f"{origin} is not a model configuration: {name} must be an object, not {value!r}")
     if family.rope_bases:
-        given = given or {}
+        rope_parameters = rope_parameters or {}
         ropes = {}
         for kind, (field, base) in family.rope_bases.items():
-            own = dict(given.get(kind) or {}) | dict((scaling or {}) if kind == _FULL else {})
-            ropes[kind] = _complete(own, {**fields, "rope_theta": fields.get(field, base)}, family)
+            parameters = dict(rope_parameters.get(kind) or {}) | dict((scaling or {}) if kind == _FULL else {})
+            ropes[kind] = _complete(parameters, {**fields, "rope_theta": fields.get(field, base)}, family)
     else:
-        chosen = scaling or given or dict(family.rope)
-        nested = {kind: value for kind, value in chosen.items() if isinstance(value, Mapping) and kind in {*types}}
-        ropes = {kind: _complete(value, fields, family) for kind, value in (nested or {"": chosen}).items()}
+        shared_parameters = scaling or rope_parameters or dict(family.rope)
+        nested = {kind: value for kind, value in shared_parameters.items()
+                  if isinstance(value, Mapping) and kind in {*types}}
+        ropes = {kind: _complete(value, fields, family) for kind, value in (nested or {"": shared_parameters}).items()}
     for rope in ropes.values():
         _check_rope(rope, origin)
-        turned = int(head_dim * rope["partial_rotary_factor"])
-        if turned < 2 or turned % 2:
-            raise UsageError(f"{origin}: {turned} of a head's {head_dim} values turn, which are no pairs")
+        rotary_width = int(head_dim * rope["partial_rotary_factor"])
+        if rotary_width < 2 or rotary_width % 2:
+            raise UsageError(f"{origin}: {rotary_width} of a head's {head_dim} values turn, which are no pairs")
     return ropes
 
 
@@ -226,10 +227,10 @@ def _complete(rope: Mapping[str, Any], fields: Mapping[str, Any], family: Family
     """Older files have the base, and the share of a head that turns, beside the parameters."""
     beside = {name: fields.get(name, usual) for name, usual in (("rope_theta", family.rope_theta),
                                                                 ("partial_rotary_factor", family.rotated))}
-    own: dict[str, Any] = {"rope_type": rope.get("type", "default"), **beside, **rope}
-    if own["rope_type"] in ("llama3", "yarn", "longrope"):
-        own[_ORIGINAL] = fields.get(_ORIGINAL) or own.get(_ORIGINAL) or fields["max_position_embeddings"]
-    return own
+    complete: dict[str, Any] = {"rope_type": rope.get("type", "default"), **beside, **rope}
+    if complete["rope_type"] in ("llama3", "yarn", "longrope"):
+        complete[_ORIGINAL] = fields.get(_ORIGINAL) or complete.get(_ORIGINAL) or fields["max_position_embeddings"]
+    return complete
 
 
 def _check_rope(rope: Mapping[str, Any], origin: Path | str) -> None:

@@ -81,22 +81,23 @@ _OWN = {kind.name: kind for kind in (
 def _from_outside(name: str) -> DraftKind:
     """Import the record of another package; UsageError if it cannot be used beside those here."""
     place = offered(ENTRY_POINTS)[name].value
-    found = load_object(place, "kind of draft model", "package.module:NAME")
-    if not isinstance(found, DraftKind):
+    offered_kind = load_object(place, "kind of draft model", "package.module:NAME")
+    if not isinstance(offered_kind, DraftKind):
         raise UsageError(f"{place} is not a kind of draft model: a flowspec_edge.model.draft_kind.DraftKind")
-    if found.name != name:
-        raise UsageError(f"{place} is named {found.name!r}, and its entry point {name!r}: give both one name")
-    taken = {kind.directory for kind in _OWN.values()}
-    if found.in_target or not found.directory.replace("-", "_").isidentifier() or found.directory in taken:
+    if offered_kind.name != name:
+        raise UsageError(f"{place} is named {offered_kind.name!r}, and its entry point {name!r}: give both one name")
+    used_directories = {kind.directory for kind in _OWN.values()}
+    directory = offered_kind.directory
+    if offered_kind.in_target or not directory.replace("-", "_").isidentifier() or directory in used_directories:
         raise UsageError(f"the kind of draft model {place} needs a directory of its own in a model: a name of letters, "
-                         f"digits, - and _, other than {', '.join(sorted(taken - {''}))}")
-    if not found.layers and found.charged_as not in ("pass_ms", "lm_pass_ms", ""):
-        raise UsageError(f"the kind of draft model {place} is charged as {found.charged_as}, and does not say how many "
-                         "layers a pass reads")
-    if found.layers and found.charged_as != f"{name}{OWN_TIME}":
-        raise UsageError(f"the kind of draft model {place} reads {found.layers} layers in a pass, and is charged as "
-                         f"{found.charged_as!r}: its own time is {name}{OWN_TIME}")
-    return found
+                         f"digits, - and _, other than {', '.join(sorted(used_directories - {''}))}")
+    if not offered_kind.layers and offered_kind.charged_as not in ("pass_ms", "lm_pass_ms", ""):
+        raise UsageError(f"the kind of draft model {place} is charged as {offered_kind.charged_as}, and does not "
+                         "say how many layers a pass reads")
+    if offered_kind.layers and offered_kind.charged_as != f"{name}{OWN_TIME}":
+        raise UsageError(f"the kind of draft model {place} reads {offered_kind.layers} layers in a pass, and is "
+                         f"charged as {offered_kind.charged_as!r}: its own time is {name}{OWN_TIME}")
+    return offered_kind
 
 
 DRAFT_KINDS: Mapping[str, DraftKind] = OwnAndOffered(
@@ -158,18 +159,18 @@ def trained_kinds() -> list[DraftKind]:
 
 def draft_kind_named(name: str) -> DraftKind:
     """UsageError for a name that no kind with files has."""
-    found = DRAFT_KINDS.get(name)
-    if found is None or not found.directory:
+    draft_kind = DRAFT_KINDS.get(name)
+    if draft_kind is None or not draft_kind.directory:
         raise UsageError(f"unknown kind of draft model {name!r}; there is: "
                          f"{', '.join(kind.name for kind in stored_kinds())}")
-    return found
+    return draft_kind
 
 
 def recognise_kind(config: Mapping[str, Any], shapes: Shapes) -> DraftKind | None:
     """The kind of the draft model that has this config.json and these tensors."""
-    named = kind_of_format(recognise_format(config) or "")
-    if named and named.is_block:  # whose fc looks like an EAGLE-3 head's
-        return named
+    format_kind = kind_of_format(recognise_format(config) or "")
+    if format_kind and format_kind.is_block:  # whose fc looks like an EAGLE-3 head's
+        return format_kind
     # Kinds of other packages first: they know theirs, which the rules here would take for a head or a model.
     kinds = sorted(stored_kinds(), key=lambda kind: kind.name in _OWN)
     return next((kind for kind in kinds if kind.recognise and kind.recognise(config, shapes)), None)
@@ -196,16 +197,16 @@ _ARCHITECTURES = {"dflash2": "DFlash2", "dflash": "DFlash", "dspark": "DSpark", 
 
 def recognise_format(config: Mapping[str, Any]) -> str | None:
     """The format that a config.json names; None if it names none, as EAGLE heads and language models."""
-    return next(_named(config), None)
+    return next(_formats_named(config), None)
 
 
-def _named(config: Mapping[str, Any]) -> Iterator[str]:
+def _formats_named(config: Mapping[str, Any]) -> Iterator[str]:
     block = config.get("dflash_config")
     block = block if isinstance(block, dict) else {}
-    if (given := config.get("speculators_model_type")) is not None:
-        yield _TYPES.get(str(given), f"speculators' {given}")
-    if (given := block.get("projector_type")) is not None:
-        yield _TYPES.get(str(given), f"DFlash with {given}")
+    if (type_name := config.get("speculators_model_type")) is not None:
+        yield _TYPES.get(str(type_name), f"speculators' {type_name}")
+    if (type_name := block.get("projector_type")) is not None:
+        yield _TYPES.get(str(type_name), f"DFlash with {type_name}")
     if block.get("selector_rank"):
         yield "DFlash2"
     if block.get("causal_head"):
@@ -215,12 +216,12 @@ def _named(config: Mapping[str, Any]) -> Iterator[str]:
     names = config.get("architectures")
     for name in names if isinstance(names, list) else ():
         plain = str(name).lower()
-        yield from (known for part, known in _ARCHITECTURES.items() if part in plain)
+        yield from (drafter for part, drafter in _ARCHITECTURES.items() if part in plain)
     if block:
         yield "DFlash"
-    for field, known in (("markov_rank", "DSpark"), ("medusa_num_heads", "Medusa"),
-                         ("hydra_num_heads", "Hydra")):
+    for field, drafter in (("markov_rank", "DSpark"), ("medusa_num_heads", "Medusa"),
+                           ("hydra_num_heads", "Hydra")):
         if field in config:
-            yield known
+            yield drafter
     if str(config.get("model_type", "")).startswith("gemma4_assistant"):
         yield "Gemma 4 assistant"

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 def independent(experts: int, chosen: int, rows: float) -> float:
     """Distinct experts that ``rows`` touch on average if each chooses ``chosen`` of ``experts`` by itself."""
-    found: float = experts * (1 - (1 - chosen / experts) ** rows)
-    return found
+    distinct: float = experts * (1 - (1 - chosen / experts) ** rows)
+    return distinct
 
 
 def correlated(experts: int, chosen: int, rows: float, correlation: float) -> float:

@@ -33,14 +33,14 @@ class Expert(nn.Module):
     def gate_up(self, x: Tensor) -> Tensor:
         """[n, H] to [n, 2I], gates first."""
         parts: dict[str, Any] = self._modules
-        made: Tensor = (parts["joined"](x) if "joined" in parts else
-                        torch.cat([parts[name](x) for name in self._gates], -1))
-        return made
+        out: Tensor = (parts["joined"](x) if "joined" in parts else
+                       torch.cat([parts[name](x) for name in self._gates], -1))
+        return out
 
     def down(self, x: Tensor) -> Tensor:
         """[n, I] to [n, H]."""
-        made: Tensor = getattr(self, self._down)(x)
-        return made
+        out: Tensor = getattr(self, self._down)(x)
+        return out
 
 
 class Gated(nn.Module):
@@ -115,22 +115,22 @@ class Experts(nn.ModuleList):
 def _like(module: nn.Module) -> Any:
     """A module of the same kind on the meta device, which shares the hooks: to make many thousands of linears
     anew takes seconds."""
-    made = module.__new__(type(module))
-    vars(made).update(vars(module), _parameters={
+    copied = module.__new__(type(module))
+    vars(copied).update(vars(module), _parameters={
         name: value if value is None else nn.Parameter(value.data, requires_grad=False)
         for name, value in module._parameters.items()}, _modules={
         name: part and _like(part) for name, part in module._modules.items()})
-    return made
+    return copied
 
 
 def touched(layers: Iterable[nn.Module], start: int, stop: int) -> tuple[int, float]:
-    """Of rows [start, stop) of the last pass: (distinct experts, and how many independent rows would touch on
-    average, E (1 - (1 - k/E)^n)), both summed over ``layers``."""
-    found, expected = 0, 0.0
+    """Count the distinct experts of rows [start, stop) in the last pass, and how many independent rows would touch on
+    average: E (1 - (1 - k/E)^n). Both are sums over ``layers``."""
+    distinct, expected = 0, 0.0
     for experts, chosen in computed(layers):
-        found += len(chosen[start:stop].unique())
+        distinct += len(chosen[start:stop].unique())
         expected += independent(experts, chosen.shape[1], stop - start)
-    return found, expected
+    return distinct, expected
 
 
 def computed(layers: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
@@ -142,12 +142,12 @@ def computed(layers: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
 
 
 def correlation_of(layers: Sequence[nn.Module], rows: int) -> float | None:
-    """That of the last pass, c = (U(n) - touched) / (U(n) - k) with sums over ``layers``; below 0 where rows
-    shared less than independent ones do on average.  None without experts, or if the pass had one row, or
-    another number than ``rows``."""
+    """Return the correlation of the last pass's choices: c = (U(n) - touched) / (U(n) - k), with sums over ``layers``.
+    It is below 0 where rows shared fewer experts than independent rows do on average. None without experts, and if the
+    pass had one row or another number than ``rows``."""
     choices = [chosen for _, chosen in computed(layers)]
     if rows < 2 or not choices or len(choices[0]) != rows:
         return None
-    found, expected = touched(layers, 0, rows)
+    distinct, expected = touched(layers, 0, rows)
     spread = expected - sum(chosen.shape[1] for chosen in choices)
-    return (expected - found) / spread if spread > 0 else None
+    return (expected - distinct) / spread if spread > 0 else None

@@ -105,8 +105,8 @@ class GrammarState:
         if bits is None:
             return None
         allowed = np.zeros(-(-self._vocabulary // 8), np.uint8)  # the model's vocabulary may be padded
-        known = np.frombuffer(bits, np.uint8)[:len(allowed)]
-        allowed[:len(known)] = known
+        grammar_bytes = np.frombuffer(bits, np.uint8)[:len(allowed)]
+        allowed[:len(grammar_bytes)] = grammar_bytes
         return allowed
 
     def _check(self) -> None:
@@ -173,7 +173,7 @@ class GrammarCompiler:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._lock = threading.Lock()  # guards what follows
         self._wrapped: OrderedDict[frozenset[int], Any] = OrderedDict()  # by the ids that end a sequence
-        self._known: OrderedDict[bytes, _Verdict] = OrderedDict()  # by the digests of grammars
+        self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()  # by the digests of grammars
 
     def json_schema(self, schema: dict[str, Any], stop_ids: frozenset[int], strict: bool = True) -> Grammar:
         """The answer is JSON for ``schema``; UsageError if that is no schema. ``strict``: UsageError also for
@@ -197,8 +197,8 @@ class GrammarCompiler:
 
     def is_quick(self, text: GrammarText) -> bool:
         """Whether compiling is known to take no time to speak of."""
-        known = self._known.get(text.digest)
-        return known is not None and known.seconds < _QUICK_S
+        verdict = self._verdicts.get(text.digest)
+        return verdict is not None and verdict.seconds < _QUICK_S
 
     def compile(self, text: GrammarText, stop_ids: frozenset[int]) -> Grammar:
         """UsageError if the grammar is wrong, or needs too much time or memory: each is first compiled in a
@@ -219,27 +219,27 @@ class GrammarCompiler:
         [number] = self._tokenizer.convert_tokens_to_ids([token])
         if number is None or number >= self._vocabulary:
             return None
-        known = self._tokenizer.convert_ids_to_tokens([number]) == [token]
-        return f"<[{number}]>" if known and self._wrap(frozenset()).is_special_token(number) else None
+        one_token = self._tokenizer.convert_ids_to_tokens([number]) == [token]
+        return f"<[{number}]>" if one_token and self._wrap(frozenset()).is_special_token(number) else None
 
     def _require_tractable(self, text: GrammarText) -> GrammarText:
         """Return the grammar in llguidance's syntax, without what it ignores; UsageError if it is refused."""
-        known = self._known.get(text.digest)
-        if known is None:
+        outcome = self._verdicts.get(text.digest)
+        if outcome is None:
             began = time.monotonic()
             refusal, converted = self._tried(text)
             instead = GrammarText(converted, converted) if converted else None
             if refusal and not text.written and not refusal.startswith(_TOO_COMPLEX):
                 refusal, instead = self._without_problems(text, refusal)
-            known = _Verdict(refusal, time.monotonic() - began, instead)
+            outcome = _Verdict(refusal, time.monotonic() - began, instead)
             with self._lock:
-                self._known[text.digest] = known
-                while len(self._known) > _KNOWN or sum(
-                        verdict.characters for verdict in self._known.values()) > _MAX_KNOWN:
-                    self._known.popitem(last=False)
-        if known.refusal:
-            raise UsageError(known.refusal)
-        return known.instead or text
+                self._verdicts[text.digest] = outcome
+                while len(self._verdicts) > _KNOWN or sum(
+                        verdict.characters for verdict in self._verdicts.values()) > _MAX_KNOWN:
+                    self._verdicts.popitem(last=False)
+        if outcome.refusal:
+            raise UsageError(outcome.refusal)
+        return outcome.instead or text
 
     def _tried(self, text: GrammarText) -> tuple[str, str]:
         """Why the grammar is refused (empty: it is not), and the converted grammar."""
@@ -259,15 +259,15 @@ class GrammarCompiler:
         return self._tried(GrammarText(lark, lark))[0]
 
     def _without_problems(self, text: GrammarText, refusal: str) -> tuple[str, GrammarText | None]:
-        """Of a grammar with a schema that cannot be enforced: why it is refused if that schema is strict,
-        else the grammar without what is ignored."""
+        """Handle a grammar with a schema that cannot be enforced. If that schema is strict, return why the grammar is
+        refused; else return the grammar without the keywords that are ignored."""
         lark, checked = text.lark, text.checked
         for value in dict.fromkeys(_json_values(text.lark)):
             schema = json.loads(value)
-            found = self._enforceable(schema)
-            if found is None:
+            verdict = self._enforceable(schema)
+            if verdict is None:
                 continue
-            rest, problems = found
+            rest, problems = verdict
             if not schema["x-guidance"]["lenient"]:
                 at, reason = problems[0] if problems else ("", refusal)
                 place = ".".join(filter(None, (schema.get("$comment", "schema"), at)))
@@ -278,12 +278,12 @@ class GrammarCompiler:
         return self._refusal(checked), GrammarText(lark, checked)
 
     def _enforceable(self, schema: dict[str, Any]) -> tuple[dict[str, Any], list[Problem]] | None:
-        """What of a schema can be enforced, and what cannot; None if all can."""
+        """Divide a schema into what can be enforced and what cannot. None: all of it can be enforced."""
         try:
-            found = json.loads(self._processes.run({"schema": schema, "limits": _PARSER_LIMITS}))
-            if found is None:
+            verdict = json.loads(self._processes.run({"schema": schema, "limits": _PARSER_LIMITS}))
+            if verdict is None:
                 return None
-            rest, problems = found
+            rest, problems = verdict
         except LimitExceeded:  # its keywords are too many to be tried one by one
             rest, problems = schema, []
         if self._refusal(f"start: %json {json.dumps(rest)}"):
@@ -329,9 +329,9 @@ def _without_tokens_beyond(vocabulary: int, tokenizer: Any) -> str:
     """
     from tokenizers import Tokenizer
 
-    described = json.loads(tokenizer.to_str())
-    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < vocabulary]
-    model = described["model"]
+    tokenizer_fields = json.loads(tokenizer.to_str())
+    tokenizer_fields["added_tokens"] = [token for token in tokenizer_fields["added_tokens"] if token["id"] < vocabulary]
+    model = tokenizer_fields["model"]
     if isinstance(model["vocab"], dict):
         model["vocab"] = {token: number for token, number in model["vocab"].items() if number < vocabulary}
     else:  # of the type Unigram: tokens and scores
@@ -344,10 +344,10 @@ def _without_tokens_beyond(vocabulary: int, tokenizer: Any) -> str:
             model["unk_token"] = None
     if model["type"] == "Unigram" and (model["unk_id"] or 0) >= vocabulary:
         model["unk_id"] = None
-    described["post_processor"] = None  # may name tokens that are gone; texts of a grammar get none
-    text = json.dumps(described)
-    kept = {token: number for token, number in tokenizer.get_vocab().items() if number < vocabulary}
-    if Tokenizer.from_str(text).get_vocab() != kept:
+    tokenizer_fields["post_processor"] = None  # may name tokens that are gone; texts of a grammar get none
+    text = json.dumps(tokenizer_fields)
+    expected = {token: number for token, number in tokenizer.get_vocab().items() if number < vocabulary}
+    if Tokenizer.from_str(text).get_vocab() != expected:
         raise ValueError(f"without its tokens from {vocabulary} on, the others would have other ids")
     return text
 
@@ -369,14 +369,14 @@ def json_value(schema: dict[str, Any], strict: bool = True, name: str = "schema"
 def _json_values(lark: str) -> Iterator[str]:
     """The schemas of a grammar that :func:`json_value` has written. In a client's text there would be
     backslashes before the quotation marks."""
-    for found in re.finditer(r"%json (?=\{)", lark):
+    for match in re.finditer(r"%json (?=\{)", lark):
         try:
-            schema, end = _decoder.raw_decode(lark, found.end())
+            schema, end = _decoder.raw_decode(lark, match.end())
         except ValueError:
             continue
         options = schema.get("x-guidance")
         if isinstance(options, dict) and "lenient" in options:
-            yield lark[found.end():end]
+            yield lark[match.end():end]
 
 
 def _is_dead_end(matcher: Any) -> bool:
@@ -385,9 +385,9 @@ def _is_dead_end(matcher: Any) -> bool:
 
 
 def matching(regex: str) -> str:
-    """A text that matches all of ``regex``, in llguidance's Lark syntax: slashes end it, and it has one
-    line."""
-    body = re.sub(r"\\?[/\n]|\\.", lambda found: _WITHIN_SLASHES.get(found[0][-1], found[0]), regex)
+    """Return an expression in llguidance's Lark syntax that matches all of ``regex``. There a slash ends an expression,
+    and an expression has one line."""
+    body = re.sub(r"\\?[/\n]|\\.", lambda match: _WITHIN_SLASHES.get(match[0][-1], match[0]), regex)
     return f"/{body}/"
 
 

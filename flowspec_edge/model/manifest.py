@@ -164,16 +164,16 @@ class Manifest(StrictModel):
     def parse(cls, raw: bytes, path: Path) -> Manifest:
         """FlowspecError, which names ``path``, if it is invalid or of another format."""
         fields = parse_json(raw, str(path))
-        found = fields.get("format") if isinstance(fields, dict) else None
-        if found != FORMAT:
-            raise FlowspecError(f"{path} has format {found!r}, and this flowspec reads {FORMAT}: shard the "
+        version = fields.get("format") if isinstance(fields, dict) else None
+        if version != FORMAT:
+            raise FlowspecError(f"{path} has format {version!r}, and this flowspec reads {FORMAT}: shard the "
                                 "model again, or use the flowspec that wrote it")
         try:
             return cls.model_validate_json(raw)
         except ValidationError as error:
             first = error.errors()[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
-            raise FlowspecError(f"{path}: {where}: {first['msg']}") from error
+            field_path = ".".join(map(str, first["loc"])) or "the file"
+            raise FlowspecError(f"{path}: {field_path}: {first['msg']}") from error
 
     @property
     def directory(self) -> Path:

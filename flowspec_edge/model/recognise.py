@@ -40,9 +40,9 @@ def refuse_unless_runnable(directory: Path, quantised: bool = False) -> None:
     if not path.is_file():
         raise UsageError(describe(directory) or f"{directory} is incomplete: config.json is missing")
     config = read_json_object(path)
-    what = next(_other_kinds(directory, config), None)
-    if what is not None:
-        raise UsageError(what)
+    problem = next(_other_kinds(directory, config), None)
+    if problem is not None:
+        raise UsageError(problem)
     require_family(config, path)
     refuse_quantised(config, path, quantised)
 
@@ -76,15 +76,15 @@ def refuse_quantised(config: Mapping[str, Any], path: Path | str, converted: boo
     """UsageError for weights that are quantised in a way that cannot be read, or that must be ``converted``
     first."""
     home = Path(path).parent
-    how = config.get("quantization_config")
-    if not how:
+    quantisation = config.get("quantization_config")
+    if not quantisation:
         if isinstance(config.get("quantization"), dict):
             raise UsageError(f"{path}: weights quantised for MLX cannot be read; {_IN_16_BITS}")
         for name, method in _QUANTISED_BESIDE.items():
             if (home / name).is_file() and _may_be_quantised(home):
                 raise UsageError(_told_beside(home / name, method, Path(path)))
         return
-    facts = how if isinstance(how, dict) else how.to_dict()
+    facts = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
     method = str(facts.get("quant_method") or "an unknown method").lower()
     if method == family_of(config).packed_as:
         return
@@ -170,19 +170,19 @@ def _files_alone(directory: Path) -> Iterator[str]:
     """What is there instead of weights that can be read."""
     entries = _entries(directory)
     below = [f"onnx/{entry}" for entry in _entries(directory / "onnx")]
-    for ends, what in _OTHER_FILES:
-        yield from (f"{directory / entry}: {what}" for entry in [*entries, *below] if entry.endswith(ends))
-    for begin, what in _OTHER_ENTRIES:
-        yield from (f"{directory} is {what}" for entry in entries if entry.startswith(begin))
+    for ends, description in _OTHER_FILES:
+        yield from (f"{directory / entry}: {description}" for entry in [*entries, *below] if entry.endswith(ends))
+    for begin, description in _OTHER_ENTRIES:
+        yield from (f"{directory} is {description}" for entry in entries if entry.startswith(begin))
 
 
 def _elsewhere(directory: Path, entries: list[str]) -> Iterator[str]:
     """A checkpoint below, as in a cache of the hub's client."""
     places = [directory / "snapshots" / entry for entry in _entries(directory / "snapshots")]
     places += [directory / entry for entry in entries]
-    found = [str(place) for place in places if (place / "config.json").is_file()]
-    if found:
-        yield f"{directory} has no config.json; give one of the directories in it: {', '.join(found[:3])}"
+    checkpoints = [str(place) for place in places if (place / "config.json").is_file()]
+    if checkpoints:
+        yield f"{directory} has no config.json; give one of the directories in it: {', '.join(checkpoints[:3])}"
 
 
 def _adapter(directory: Path) -> str:
@@ -205,8 +205,8 @@ def refuse_part(directory: Path) -> None:
 
 def _entries(directory: Path) -> list[str]:
     try:
-        with os.scandir(directory) as found:
-            return sorted(entry.name for entry, _ in zip(found, range(_MOST_ENTRIES), strict=False)
+        with os.scandir(directory) as entries:
+            return sorted(entry.name for entry, _ in zip(entries, range(_MOST_ENTRIES), strict=False)
                           if not entry.name.startswith("."))
     except OSError:
         return []

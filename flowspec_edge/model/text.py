@@ -29,7 +29,7 @@ from flowspec_edge.model.chat import (
 from flowspec_edge.model.grammar import GrammarCompiler
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.untrusted.processes import TemplateRenderer
-from flowspec_edge.model.weights.located import shown
+from flowspec_edge.model.weights.located import display_path
 
 _UNFINISHED = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 _HERE = "END_OF_THE_LAST_MESSAGE "  # replaced by nothing
@@ -51,7 +51,7 @@ class Tokenizer:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(model.target, local_files_only=True,
                                                                  trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare Exceptions for a file it cannot read
-            raise UsageError(f"the tokenizer in {shown(model.target)} cannot be loaded: {first_line(error)}"
+            raise UsageError(f"the tokenizer in {display_path(model.target)} cannot be loaded: {first_line(error)}"
                              ) from error
         self._model = model
         self._templates = TemplateRenderer()
@@ -74,24 +74,24 @@ class Tokenizer:
 
     def words(self, text: str) -> list[tuple[int, ...]]:
         """The tokens of ``text`` within an answer: at its beginning, and after a space."""
-        found = (tuple(self._ids(start + text.lstrip(), False)) for start in ("", " "))
-        return [*dict.fromkeys(ids for ids in found if ids)]
+        encodings = (tuple(self._ids(start + text.lstrip(), False)) for start in ("", " "))
+        return [*dict.fromkeys(ids for ids in encodings if ids)]
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), how: Rendering | None = None
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), rendering: Rendering | None = None
              ) -> list[int]:
         """Return the token ids of a chat.
 
         UsageError without a template, if the template rejects the chat, or if it has a token that the model
         lacks. ``tools`` need a :attr:`tool_format`.
         """
-        how = how or Rendering()
-        check_values(how.values)
+        rendering = rendering or Rendering()
+        check_values(rendering.values)
         if self._jinja is not None:
-            return self._of_the_model(self._rendered(messages, self._jinja, tools, how))
+            return self._of_the_model(self._rendered(messages, self._jinja, tools, rendering))
         if self._built_in is None:
             raise no_template(self._model)
         ids: list[int] = []
-        for piece in self._built_in_pieces(self._built_in, messages, how):
+        for piece in self._built_in_pieces(self._built_in, messages, rendering):
             begin, end = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
             ids += [begin] if piece.add_bos and begin is not None else []
             ids += self._ids(piece.text, False)
@@ -101,13 +101,13 @@ class Tokenizer:
     def _ids(self, text: str, special: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def _built_in_pieces(self, name: str, messages: Sequence[Message], how: Rendering) -> list[PromptPiece]:
-        if how.continues:
+    def _built_in_pieces(self, name: str, messages: Sequence[Message], rendering: Rendering) -> list[PromptPiece]:
+        if rendering.continues:
             if not messages or messages[-1].role != "assistant":
                 raise UsageError("only an assistant's message can be continued")
             pieces = BUILT_IN[name](messages[:-1])
             return continued(pieces, messages[-1].content, "\n" if name == "bare" else " ")
-        if not how.opens:
+        if not rendering.opens:
             raise UsageError(f"a prompt in the format {name} always ends where the answer begins")
         return BUILT_IN[name](messages)
 
@@ -179,33 +179,33 @@ class Tokenizer:
         return ids
 
     def _own_template(self) -> str | None:
-        own = self._tokenizer.chat_template
-        if isinstance(own, dict):
-            own = own.get("default")
-        return None if own is None else str(own)
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("default")
+        return None if template is None else str(template)
 
     def start(self) -> None:
         """Begin what the first chat needs, without waiting for it."""
         if self._jinja is not None:
             self._templates.start()
 
-    def _rendered(self, messages: Sequence[Message], template: str, tools: Sequence[Tool], how: Rendering
+    def _rendered(self, messages: Sequence[Message], template: str, tools: Sequence[Tool], rendering: Rendering
                   ) -> list[int]:
         chat = [message.for_template() for message in messages]
-        if how.continues:
+        if rendering.continues:
             chat[-1]["content"] += _HERE
         try:
             text = self._templates.render(template, self._tokenizer.special_tokens_map, chat,
                                           [tool.definition for tool in tools],
-                                          how.opens and not how.continues,
-                                          how.values)
-            text = _up_to_here(text, messages[-1].content) if how.continues else text
-            ids = self._ids(text, how.special)
+                                          rendering.opens and not rendering.continues,
+                                          rendering.values)
+            text = _up_to_here(text, messages[-1].content) if rendering.continues else text
+            ids = self._ids(text, rendering.special)
         except (UsageError, TypeError, ValueError) as error:  # surrogates are no text
-            raise UsageError(f"the chat template of {self._model.shown} cannot be used for this chat: "
+            raise UsageError(f"the chat template of {self._model.display_path} cannot be used for this chat: "
                              f"{first_line(error)}") from error
         if not ids:
-            raise UsageError(f"the chat template of {self._model.shown} gives no tokens for this chat")
+            raise UsageError(f"the chat template of {self._model.display_path} gives no tokens for this chat")
         return ids
 
 
@@ -234,7 +234,7 @@ class TextStream:
         self._ids = self._lead(after)  # the newest, which affect the text of the next
         self._text = self._decode(self._ids)  # of these
         self._written = self._text  # the beginning of it that has been written
-        self._done = len(self._ids)  # how many of them it comes from
+        self._ids_in_text = len(self._ids)  # how many of the ids the text comes from
 
     def push(self, ids: Sequence[int]) -> None:
         if new := "".join(map(self._pushed, ids)):
@@ -242,10 +242,10 @@ class TextStream:
 
     def close(self) -> None:
         """Write the rest, even if its last character is incomplete."""
-        left = self._text[len(self._written):]
-        self._written, self._done = self._text, len(self._ids)
-        if left:
-            self._write(left)
+        remaining = self._text[len(self._written):]
+        self._written, self._ids_in_text = self._text, len(self._ids)
+        if remaining:
+            self._write(remaining)
 
     def _lead(self, ids: Sequence[int]) -> list[int]:
         """The last few of ``ids``, starting at a character: a partial one would change the text after it."""
@@ -263,15 +263,15 @@ class TextStream:
         if not text.startswith(self._written):
             # The new tokens begin with incomplete bytes, and a decoder with byte fallback rejects the whole
             # run of bytes, valid characters included.
-            del self._ids[:self._done]
+            del self._ids[:self._ids_in_text]
             text, self._written = self._decode(self._ids), ""
-        held = self._unfinished(text)
-        certain = text[:len(text) - held]
+        pending = self._unfinished(text)
+        certain = text[:len(text) - pending]
         new = certain[len(self._written):]
-        self._text, self._done = text, len(self._ids) - held
+        self._text, self._ids_in_text = text, len(self._ids) - pending
         self._written += new
         if len(self._ids) >= 2 * _CONTEXT:
-            self._forget(held)
+            self._forget(pending)
         return new
 
     def _unfinished(self, text: str) -> int:
@@ -288,12 +288,12 @@ class TextStream:
             count += 1
         return count
 
-    def _forget(self, held: int) -> None:
+    def _forget(self, pending: int) -> None:
         """Drop the oldest ids, as many as the text of the others allows."""
         for start in range(len(self._ids) - _CONTEXT, 0, -1):
             tail = self._decode(self._ids[start:])
-            if self._text.endswith(tail) and len(tail) >= held and bool(tail) == bool(self._text):
+            if self._text.endswith(tail) and len(tail) >= pending and bool(tail) == bool(self._text):
                 del self._ids[:start]
-                self._text, self._done = tail, len(self._ids) - held
-                self._written = tail[:len(tail) - held]
+                self._text, self._ids_in_text = tail, len(self._ids) - pending
+                self._written = tail[:len(tail) - pending]
                 return

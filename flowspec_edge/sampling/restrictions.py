@@ -48,9 +48,9 @@ class AnswerRestrictions:
         return np.packbits(may, bitorder="little")
 
     def _allowed_always(self, vocabulary: int) -> NDArray[np.bool_]:
-        wanted = self._restrictions.allowed
-        may = np.full(vocabulary, wanted is None)
-        may[[*(wanted or ())]] = True
+        allowed = self._restrictions.allowed
+        may = np.full(vocabulary, allowed is None)
+        may[[*(allowed or ())]] = True
         may[[word[0] for word in self._restrictions.bad_words if len(word) == 1]] = False
         return may
 

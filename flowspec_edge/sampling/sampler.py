@@ -39,8 +39,8 @@ _BLOCK = 8  # positions, computed together on an accelerator: saves launches, de
 
 def noise_rows(seed: int, positions: NDArray[np.integer], vocabulary: int, like: Tensor) -> list[Tensor]:
     """[vocabulary] for each position, of the dtype (float32 or float64) and on the device of ``like``."""
-    held, count = (_rows, 1) if like.device.type == "cpu" else (_blocks, _BLOCK)
-    return [held(position // count, count, seed, vocabulary, like.device, like.dtype)[position % count]
+    cached_blocks, count = (_rows, 1) if like.device.type == "cpu" else (_blocks, _BLOCK)
+    return [cached_blocks(position // count, count, seed, vocabulary, like.device, like.dtype)[position % count]
             for position in positions.tolist()]
 
 
@@ -64,10 +64,10 @@ def gumbel_from(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 def device_words(seed: int, positions: NDArray[np.integer], vocabulary: int, device: torch.device) -> Tensor:
     """The words of the first ``vocabulary`` tokens at ``positions`` [p]: int64 [p, vocabulary]."""
-    counted = torch.arange(1, vocabulary + 1, device=device).mul_(GAMMA)
+    token_steps = torch.arange(1, vocabulary + 1, device=device).mul_(GAMMA)
     words = torch.empty(len(positions), vocabulary, dtype=torch.int64, device=device)
     for row, key in zip(words, keys(seed, positions).tolist(), strict=True):
-        torch.add(counted, key, out=row)  # an upload of all keys would wait for the device
+        torch.add(token_steps, key, out=row)  # an upload of all keys would wait for the device
     mixed(words)
     return words
 
@@ -107,9 +107,9 @@ def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     if whole < 4 * k * _SPAN:
         top = x.topk(k)
         return top.values, top.indices
-    chosen = x[:, :whole].view(n, -1, _SPAN).amax(-1).topk(k, sorted=False).indices
+    spans = x[:, :whole].view(n, -1, _SPAN).amax(-1).topk(k, sorted=False).indices
     within, beyond = _offsets(whole, width, x.device)
-    ids = torch.add(within, chosen[..., None], alpha=_SPAN).flatten(1)  # of the chosen blocks
+    ids = torch.add(within, spans[..., None], alpha=_SPAN).flatten(1)  # of the chosen blocks
     if whole < width:  # and of the rest of the row
         ids = torch.cat((ids, beyond.expand(n, -1)), 1)
     top = x.gather(1, ids).topk(k)
@@ -144,22 +144,22 @@ class AnswerPenalties:
         self._state: _PenaltyState | None = None  # after the answer
         self._outdated = {*penalties.logit_bias}  # tokens
         if penalties.repetition != 1.0:
-            self._seen = {*prompt}  # of the prompt and the answer
-            self._outdated |= self._seen
+            self._text_tokens = {*prompt}  # of the prompt and the answer
+            self._outdated |= self._text_tokens
         else:
-            self._seen = set()
+            self._text_tokens = set()
 
     def extend(self, tokens: Iterable[int]) -> None:
         """The answer continues with ``tokens``."""
         for token in tokens:
             self._counts[token] += 1
-            self._seen.add(token)
+            self._text_tokens.add(token)
             self._outdated.add(token)
 
     @torch.inference_mode()
     def applied(self, logits: Tensor, paths: Sequence[Sequence[int]]) -> Tensor:
-        """``logits`` [n, V] with the changes, at least float32. ``paths``: of each row, the tokens between
-        the answer and the row's successor."""
+        """Return ``logits`` [n, V] with the changes, at least in float32. ``paths`` has, for each row, the tokens
+        between the answer and the row's successor."""
         logits = wide(logits)
         if self._state is None:
             width = logits.shape[-1]
@@ -167,21 +167,21 @@ class AnswerPenalties:
                                         logits.new_zeros(width))
         if self._outdated:
             tokens = sorted(self._outdated)
-            new = self._state_of(logits, [(token, self._counts[token], token in self._seen)
+            new = self._state_of(logits, [(token, self._counts[token], token in self._text_tokens)
                                           for token in tokens])
             at = torch.tensor(tokens, device=logits.device)
-            for held, value in zip(self._state, new, strict=True):
-                held[at] = value
+            for column, value in zip(self._state, new, strict=True):
+                column[at] = value
             self._outdated.clear()
         changed = self._changed(logits, self._state)
         places = [(row, token, self._counts[token] + more)
                   for row, path in enumerate(paths) for token, more in Counter(path).items()]
         if places:
             rows, columns, counts = zip(*places, strict=True)
-            where = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
-            own = self._state_of(logits, [(token, count, True)
-                                          for token, count in zip(columns, counts, strict=True)])
-            changed[where] = self._changed(logits[where], own)
+            cells = torch.tensor(rows, device=logits.device), torch.tensor(columns, device=logits.device)
+            state = self._state_of(logits, [(token, count, True)
+                                            for token, count in zip(columns, counts, strict=True)])
+            changed[cells] = self._changed(logits[cells], state)
         return changed
 
     def _state_of(self, like: Tensor, places: Sequence[tuple[int, int, bool]]) -> _PenaltyState:
@@ -191,14 +191,14 @@ class AnswerPenalties:
         costs = [self._penalties.cost(count) for _, count, _ in places]
         if self._penalties.repetition == 1.0:
             bias, costs = [0.0] * len(bias), [cost - add for add, cost in zip(bias, costs, strict=True)]
-        return _PenaltyState(like.new_tensor(bias), like.new_tensor([seen for _, _, seen in places]).bool(),
+        return _PenaltyState(like.new_tensor(bias), like.new_tensor([in_text for _, _, in_text in places]).bool(),
                              like.new_tensor(costs))
 
     def _changed(self, logits: Tensor, state: _PenaltyState) -> Tensor:
         factor = self._penalties.repetition
         if factor != 1.0:
             logits = logits + state.bias
-            logits = torch.where(state.seen, torch.where(logits < 0, logits * factor, logits / factor),
+            logits = torch.where(state.in_text, torch.where(logits < 0, logits * factor, logits / factor),
                                  logits)
         return logits - state.cost
 
@@ -207,7 +207,7 @@ class _PenaltyState(NamedTuple):
     """Of tokens: what is added first, whether the text has them, and what is subtracted last."""
 
     bias: Tensor
-    seen: Tensor
+    in_text: Tensor
     cost: Tensor
 
 
@@ -232,16 +232,16 @@ def choose(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
         return first_largest(logits).to("cpu", torch.int32).numpy()
     logits = wide(logits)
     if 0 < sampling.top_k < logits.shape[-1]:
-        chosen = _draw_top_k(logits, positions, sampling)
+        tokens = _draw_top_k(logits, positions, sampling)
     elif sampling.top_p < 1.0:
-        chosen = np.concatenate([_draw_top_p(logits[rows], positions[rows], sampling)
+        tokens = np.concatenate([_draw_top_p(logits[rows], positions[rows], sampling)
                                  for rows in chunks(logits)])
     else:
-        chosen = _draw_unfiltered(logits, positions, sampling)
-    for row in np.flatnonzero(chosen < 0):
-        chosen[row] = definition.choose(logits[row : row + 1].cpu().numpy(), positions[row : row + 1],
+        tokens = _draw_unfiltered(logits, positions, sampling)
+    for row in np.flatnonzero(tokens < 0):
+        tokens[row] = definition.choose(logits[row : row + 1].cpu().numpy(), positions[row : row + 1],
                                         sampling)[0]
-    return chosen.astype(np.int32)
+    return tokens.astype(np.int32)
 
 
 def rank_children(logits: Tensor, positions: NDArray[np.integer], k: int, sampling: Sampling, rank: Rank,
@@ -255,13 +255,13 @@ def rank_children(logits: Tensor, positions: NDArray[np.integer], k: int, sampli
     """
     logits = wide(logits)
     noisy = rank == "noise" and not sampling.greedy
-    found = []
+    children = []
     for rows in chunks(logits):
         x = logits[rows]
         if noisy:
             x = _noisy(x, positions[rows], sampling, draft_vocabulary).div_(tau)
-        found.append(likeliest(x, k))
-    return fetched_children(found, draft_vocabulary)
+        children.append(likeliest(x, k))
+    return fetched_children(children, draft_vocabulary)
 
 
 def likeliest(logits: Tensor, k: int) -> Tensor:
@@ -270,10 +270,11 @@ def likeliest(logits: Tensor, k: int) -> Tensor:
     return packed(best, values)
 
 
-def fetched_children(found: list[Tensor], draft_vocabulary: DraftVocabulary | None
+def fetched_children(children: list[Tensor], draft_vocabulary: DraftVocabulary | None
                      ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """The second step: waits for the device."""
-    ids, scores = np.split(fetched(found), 2, axis=1)
+    """Fetch the children that :func:`likeliest` ranked: the second step of :func:`rank_children`, which waits for the
+    device."""
+    ids, scores = np.split(fetched(children), 2, axis=1)
     tokens = ids.astype(np.int64)
     if draft_vocabulary:
         tokens = draft_vocabulary.ids[tokens]
@@ -282,13 +283,13 @@ def fetched_children(found: list[Tensor], draft_vocabulary: DraftVocabulary | No
 
 def log_probs(logits: Tensor, tokens: NDArray[np.integer], most: int
               ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
-    """Log softmax at ``tokens`` [n]: float64 [n]; and ids and values of the ``most`` likeliest, falling: [n,
-    most]."""
+    """Return the log softmax at ``tokens`` [n], float64 [n], and the ids and values of the ``most`` likeliest tokens in
+    falling order, [n, most]."""
     x = logits.double()
     x = x - torch.logsumexp(x, -1, keepdim=True)
-    own = x.gather(1, indices(tokens, x.device)[:, None])
+    token_values = x.gather(1, indices(tokens, x.device)[:, None])
     values, top = largest(x, min(most, x.shape[-1]))
-    return own[:, 0].cpu().numpy(), top.cpu().numpy(), values.cpu().numpy()
+    return token_values[:, 0].cpu().numpy(), top.cpu().numpy(), values.cpu().numpy()
 
 
 @lru_cache(maxsize=SESSIONS)
@@ -316,9 +317,9 @@ def _places(device: torch.device) -> Tensor:
 
 def _draw_unfiltered(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling) -> NDArray[np.int64]:
     """argmax(x / T + g), among the tokens that min-p keeps."""
-    found = [largest(_likely(_noisy(logits[rows], positions[rows], sampling), logits[rows], sampling),
-                     min(2, logits.shape[-1])) for rows in chunks(logits)]
-    block = fetched([packed(ids[:, :1], values[:, :1], values[:, -1:]) for values, ids in found])
+    best_two = [largest(_likely(_noisy(logits[rows], positions[rows], sampling), logits[rows], sampling),
+                        min(2, logits.shape[-1])) for rows in chunks(logits)]
+    block = fetched([packed(ids[:, :1], values[:, :1], values[:, -1:]) for values, ids in best_two])
     clear = _clearly_ahead(block[:, 1], block[:, 2]) | (logits.shape[-1] == 1)
     return np.where(clear, block[:, 0], -1).astype(np.int64)
 
@@ -327,8 +328,8 @@ def _draw_top_k(logits: Tensor, positions: NDArray[np.integer], sampling: Sampli
     k = sampling.top_k
     if k > _MOST_TOP_K:
         return np.full(len(logits), -1)
-    found = [largest(logits[rows], k + 1) for rows in chunks(logits)]
-    block = fetched([packed(ids, values) for values, ids in found])
+    best = [largest(logits[rows], k + 1) for rows in chunks(logits)]
+    block = fetched([packed(ids, values) for values, ids in best])
     ids, x = block[:, :k].astype(np.int64), block[:, k + 1 :]
     drawn = _draw_from(x[:, :k], ids, positions, sampling)
     return np.where(x[:, k] < x[:, k - 1], drawn, -1)  # else a further token is as likely as the last
@@ -338,25 +339,25 @@ def _draw_top_p(logits: Tensor, positions: NDArray[np.integer], sampling: Sampli
     noisy = _likely(_noisy(logits, positions, sampling), logits, sampling)
     p = _weights(logits, 1 / sampling.temperature)
     total = p.sum(-1, keepdim=True)
-    drawn, left = np.full(len(p), -1, np.int64), np.ones(len(p), bool)
+    drawn, undecided = np.full(len(p), -1, np.int64), np.ones(len(p), bool)
     for _ in range(_NUCLEUS_ROUNDS):
         values, ids = largest(noisy, min(2, p.shape[-1]))
-        own = p.gather(1, ids[:, :1])
+        drawn_p = p.gather(1, ids[:, :1])
         # In float32 tokens may be equal that are not, so the mass ahead of one lies between two sums.
-        p = _above(p, own.nextafter(torch.zeros_like(own)))
-        most = (p.sum(-1, keepdim=True) - own) / total
+        p = _above(p, drawn_p.nextafter(torch.zeros_like(drawn_p)))
+        most = (p.sum(-1, keepdim=True) - drawn_p) / total
         block = fetched([packed(ids[:, :1], values[:, :1], values[:, -1:], most)])
-        left &= _clearly_ahead(block[:, 1], block[:, 2]) | (p.shape[-1] == 1)
-        kept = left & (block[:, 3] < sampling.top_p - _CLOSE_MASS)
-        drawn[kept] = block[kept, 0].astype(np.int64)
-        left &= ~kept
-        if left.any():
-            p = _above(p, own)
-            left &= fetched([p.sum(-1, keepdim=True) / total])[:, 0] > sampling.top_p + _CLOSE_MASS
-        if not left.any():
+        undecided &= _clearly_ahead(block[:, 1], block[:, 2]) | (p.shape[-1] == 1)
+        accepted = undecided & (block[:, 3] < sampling.top_p - _CLOSE_MASS)
+        drawn[accepted] = block[accepted, 0].astype(np.int64)
+        undecided &= ~accepted
+        if undecided.any():
+            p = _above(p, drawn_p)
+            undecided &= fetched([p.sum(-1, keepdim=True) / total])[:, 0] > sampling.top_p + _CLOSE_MASS
+        if not undecided.any():
             break
         # Exclude the token and all that are not ahead of it.  (Comparing tensors is slow on a CPU.)
-        behind = own.nextafter(torch.full_like(own, 2.0)) - p
+        behind = drawn_p.nextafter(torch.full_like(drawn_p, 2.0)) - p
         noisy = noisy.add_(behind.relu_(), alpha=_EXCLUDED)
     return drawn
 

@@ -52,12 +52,12 @@ class AccessMiddleware:
                                  "the request names another host")
         if path == "/health" or is_page(path):
             return None
-        given = _given(scope)
-        known = [max([hmac.compare_digest(one, key) for one in given], default=False) for key in self._expected]
-        if any(known):
-            scope[_KEY] = str(known.index(True))
+        client_keys = _client_keys(scope)
+        matches = [max([hmac.compare_digest(one, key) for one in client_keys], default=False) for key in self._expected]
+        if any(matches):
+            scope[_KEY] = str(matches.index(True))
             return None
-        message = ("incorrect API key" if given else
+        message = ("incorrect API key" if client_keys else
                    "no API key: send it as the header Authorization: Bearer KEY, or x-api-key: KEY")
         return ApiError(401, message, code="invalid_api_key")
 
@@ -68,7 +68,7 @@ def is_loopback(hosts: list[bytes]) -> bool:
     return match is not None and int(match[1] or 0) <= _MAX_PORT
 
 
-def _given(scope: Scope) -> list[bytes]:
+def _client_keys(scope: Scope) -> list[bytes]:
     """The keys that a request has, as OpenAI's clients send them and as Anthropic's do."""
     keys = []
     for header in _values(scope, b"authorization")[:1]:

@@ -58,11 +58,11 @@ class AccessRecord:
 
     def __str__(self) -> str:
         queued = "" if self.queued_s is None else f", queued {self.queued_s:.2f} s"
-        ended = printable(" ".join((self.error or self.finish or "client gone").split()))
+        outcome = printable(" ".join((self.error or self.finish or "client gone").split()))
         tokens = f"{self.prompt_tokens} + {self.completion_tokens} tokens"
         energy = "" if self.energy_j is None else f", {self.energy_j:.1f} J"
-        took = f"{tokens} in {self.seconds:.2f} s{queued}{energy}"
-        return f"{self.path} {self.status} {self.id or '-'}: {took}, {ended}"
+        amounts = f"{tokens} in {self.seconds:.2f} s{queued}{energy}"
+        return f"{self.path} {self.status} {self.id or '-'}: {amounts}, {outcome}"
 
 
 class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not generic in Python 3.10

@@ -167,7 +167,7 @@ class Admission:
         with self._lock:
             self._closed = True
             self._give_up(self._queue.requests, ClusterUnavailable(_ENDING))
-            self._queue.held = self._queue.patient = False
+            self._queue.paused = self._queue.patient = False
 
     def end(self) -> None:
         """Make :meth:`run` return within a moment. Takes no lock: for signal handlers."""
@@ -207,7 +207,7 @@ class Admission:
         try:
             with self._lock:
                 self._cluster, self._queue = cluster, cluster.queue
-                self._queue.places, self._queue.patient, self._queue.held = self._at_once, True, True
+                self._queue.places, self._queue.patient, self._queue.paused = self._at_once, True, True
             self._check(cluster)
             if not self._over:
                 ready()
@@ -273,7 +273,7 @@ class Admission:
             raise FlowspecError("the cluster ended a request of one token without a token")
         with self._lock:
             self._token_at, self._fault = self._clock(), None
-            self._queue.held = self._closed
+            self._queue.paused = self._closed
 
     def _probe_cluster(self, cluster: SharedCluster) -> str | None:
         """Run the probe; return why no token came, or None."""
@@ -291,9 +291,9 @@ class Admission:
             error = FlowspecError(f"internal error ({type(error).__name__})")
         reason = f"the cluster was lost: {str(error).removesuffix(ADVICE)}"
         with self._lock:
-            known, self._fault = self._fault == reason, reason
-            self._queue.held = not self._closed  # nothing begins before a probe has passed
-        if not known:  # every open request brings the same error
+            is_repeated, self._fault = self._fault == reason, reason
+            self._queue.paused = not self._closed  # nothing begins before a probe has passed
+        if not is_repeated:  # every open request brings the same error
             log.warning("%s", reason)
         return reason
 

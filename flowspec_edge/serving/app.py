@@ -52,21 +52,22 @@ _NOT_SERVED = {
     "/v1/messages/batches": "batches are not served: send the requests, which wait in the queue"}
 
 
-def make_app(admission: Admission, served: ServedModel, api_key: str | None = None,
+def make_app(admission: Admission, served_model: ServedModel, api_key: str | None = None,
              keep_alive_s: float = KEEP_ALIVE_S, metrics: Metrics | None = None,
              live: Live | None = None, cors_origins: Sequence[str] = ()) -> Starlette:
     """Without ``api_key`` no key is needed; without ``live`` there is no page. ``keep_alive_s``: seconds
     without a token after which a stream sends a status line; ``cors_origins``: of web pages that may ask, or
     "*" for all."""
-    listed = model_object(served.name, int(time.time()), served.context_tokens, served.model.max_positions,
-                          int(served.model.config["vocab_size"]), served.model.hidden_width)
+    target = served_model.model
+    model_entry = model_object(served_model.name, int(time.time()), served_model.context_tokens, target.max_positions,
+                               int(target.config["vocab_size"]), target.hidden_width)
 
     async def models(http: Request) -> Response:
-        return JSONResponse(list_object([listed]))
+        return JSONResponse(list_object([model_entry]))
 
     async def model(http: Request) -> Response:
-        served.check_name(http.path_params["name"])
-        return JSONResponse(listed)
+        served_model.check_name(http.path_params["name"])
+        return JSONResponse(model_entry)
 
     async def health(http: Request) -> Response:
         return JSONResponse({"status": "alive"})
@@ -87,32 +88,32 @@ def make_app(admission: Admission, served: ServedModel, api_key: str | None = No
 
     async def show(http: Request) -> Response:
         async with intake.body(http) as data:
-            asked = parsed(data)
-        ollama.named(served, asked.get("model") or asked.get("name"))
+            fields = parsed(data)
+        ollama.model_name(served_model, fields.get("model") or fields.get("name"))
         return JSONResponse(card.show())
 
-    shared = admission, intake, served, keep_alive_s, metrics
-    card = ModelCard(served)
+    shared = admission, intake, served_model, keep_alive_s, metrics
+    card = ModelCard(served_model)
     endpoints = {
         "/v1/chat/completions": Door(partial(read_body, ChatBody)),
         "/v1/completions": Door(partial(read_body, CompletionBody)),
         "/v1/responses": Door(partial(read_body, ResponsesBody), ResponseAnswer),
-        "/api/chat": Door(partial(ollama.read_chat, served), ChatAnswer, ollama.NAMES),
-        "/api/generate": Door(partial(ollama.read_generate, served), GenerateAnswer, ollama.GENERATE_NAMES),
-        "/v1/messages": Door(partial(anthropic.read_messages, served), MessageAnswer, anthropic.NAMES)}
-    counted = Door(partial(anthropic.read_counted, served), names=anthropic.NAMES)
+        "/api/chat": Door(partial(ollama.read_chat, served_model), ChatAnswer, ollama.NAMES),
+        "/api/generate": Door(partial(ollama.read_generate, served_model), GenerateAnswer, ollama.GENERATE_NAMES),
+        "/v1/messages": Door(partial(anthropic.read_messages, served_model), MessageAnswer, anthropic.NAMES)}
+    count_door = Door(partial(anthropic.read_counted, served_model), names=anthropic.NAMES)
     app = Starlette(
         routes=[
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             *(Route(path, CompletionEndpoint(*shared, door), methods=["POST"]) for path, door in endpoints.items()),
-            Route("/v1/messages/count_tokens", CountEndpoint(*shared, counted), methods=["POST"]),
-            Route("/api/version", partial(_told, card.version)),
-            Route("/api/tags", partial(_told, card.tags)),
-            Route("/api/ps", partial(_told, card.running)),
+            Route("/v1/messages/count_tokens", CountEndpoint(*shared, count_door), methods=["POST"]),
+            Route("/api/version", partial(_json_response, card.version)),
+            Route("/api/tags", partial(_json_response, card.tags)),
+            Route("/api/ps", partial(_json_response, card.running)),
             Route("/api/show", show, methods=["POST"]),
-            *(Route(path, partial(_not_served, says), methods=["GET", "POST", "DELETE"])
-              for path, says in _NOT_SERVED.items()),
+            *(Route(path, partial(_not_served, explanation), methods=["GET", "POST", "DELETE"])
+              for path, explanation in _NOT_SERVED.items()),
             Route("/health", health),
             Route("/ready", ready),
             *([Route("/metrics", prometheus)] if metrics else []),
@@ -137,10 +138,10 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
 class CompletionEndpoint:
     """An endpoint whose answers the model writes, as an ASGI application."""
 
-    def __init__(self, admission: Admission, intake: Intake, served: ServedModel, keep_alive_s: float,
+    def __init__(self, admission: Admission, intake: Intake, served_model: ServedModel, keep_alive_s: float,
                  metrics: Metrics | None, door: Door) -> None:
         """``metrics`` gets the tokens as they come, and every finished request's record."""
-        self._admission, self._intake, self._served = admission, intake, served
+        self._admission, self._intake, self._served = admission, intake, served_model
         self._door = door
         self._keep_alive_s = keep_alive_s
         self._metrics = metrics
@@ -157,7 +158,7 @@ class CompletionEndpoint:
             failure = api_error(error)
             if failure.status == 500 and failure is not error:
                 log.error("a fault of this program", exc_info=error)
-            failure = self._door.named(failure)
+            failure = self._door.with_own_names(failure)
             record.status, record.error = failure.status, str(failure)
             await failure.response(record.path)(scope, receive, send)
         finally:
@@ -219,12 +220,12 @@ class CountEndpoint(CompletionEndpoint):
         return False
 
 
-async def _told(what: Callable[[], dict[str, Any]], http: Request) -> Response:
-    return JSONResponse(what())
+async def _json_response(content: Callable[[], dict[str, Any]], http: Request) -> Response:
+    return JSONResponse(content())
 
 
-async def _not_served(says: str, http: Request) -> Response:
-    raise ApiError(404, f"{http.scope['path']}: {says}", code="unsupported_endpoint")
+async def _not_served(explanation: str, http: Request) -> Response:
+    raise ApiError(404, f"{http.scope['path']}: {explanation}", code="unsupported_endpoint")
 
 
 async def _http_error(http: Request, error: Exception) -> Response:

@@ -39,7 +39,7 @@ class Conversation:
         self._turns: list[Message] = []  # user and assistant, in turn
         self._dropped = 0  # how many of the oldest turns prompts leave out
         self.stop_ids = model.stop_ids | tokenizer.chat_stop_ids
-        tokenizer.chat([*self._system, Message("user", "?")], how=rendering)
+        tokenizer.chat([*self._system, Message("user", "?")], rendering=rendering)
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -51,7 +51,7 @@ class Conversation:
         message = Message("user", text)
         dropped = self._dropped
         while True:
-            ids = self._tokenizer.chat([*self._system, *self._turns[dropped:], message], how=self._rendering)
+            ids = self._tokenizer.chat([*self._system, *self._turns[dropped:], message], rendering=self._rendering)
             room = self._room - len(ids)
             if room >= min(_MIN_ANSWER, self._answer_tokens):
                 break

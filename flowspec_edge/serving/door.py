@@ -35,11 +35,11 @@ class Door:
     answer: Callable[[Any, PreparedRequest], Answer] = Answer
     names: Sequence[tuple[str, str]] = ()
 
-    def named(self, error: ApiError) -> ApiError:
+    def with_own_names(self, error: ApiError) -> ApiError:
         """The error with the door's names for the field."""
-        for pattern, own in self.names if error.param else ():
-            name, found = re.subn(f"^{pattern}(?![a-z_])", own, error.param or "", count=1)
-            if found:
+        for pattern, door_name in self.names if error.param else ():
+            name, replacements = re.subn(f"^{pattern}(?![a-z_])", door_name, error.param or "", count=1)
+            if replacements:
                 message = str(error)
                 if message.startswith(error.param or ""):
                     message = name + message[len(error.param or ""):]
@@ -47,15 +47,15 @@ class Door:
         return error
 
 
-def changes_effort(served: ServedModel) -> bool:
+def changes_effort(served_model: ServedModel) -> bool:
     """Whether a variable of the chat template says how much the model thinks."""
-    return any(map(served.tokenizer.reads, (*THINKING, "reasoning_effort")))
+    return any(map(served_model.tokenizer.reads, (*THINKING, "reasoning_effort")))
 
 
-def effort_to_think(served: ServedModel) -> str | None:
+def effort_to_think(served_model: ServedModel) -> str | None:
     """The reasoning effort that lets the model think; None if it always does. A model that never does refuses
     it later."""
-    if not changes_effort(served) and served.tokenizer.reasoning_format is not None:
+    if not changes_effort(served_model) and served_model.tokenizer.reasoning_format is not None:
         return None
     return THINK_EFFORT
 
@@ -78,6 +78,6 @@ def list_of(value: Any, name: str) -> list[Any]:
     return value
 
 
-def given(**fields: Any) -> dict[str, Any]:
+def without_none(**fields: Any) -> dict[str, Any]:
     """Return the fields that have a value."""
     return {name: value for name, value in fields.items() if value is not None}

@@ -73,11 +73,11 @@ class Intake:
 
         work  "body": parsing; "text": tokenising; "template": with a chat template; "grammar": compiling
         """
-        gone = asyncio.ensure_future(sse.disconnected(receive))
+        disconnection = asyncio.ensure_future(sse.disconnected(receive))
         try:
-            return cast("T", await sse.unless_gone(self._lanes[work].run(caller, do), gone))
+            return cast("T", await sse.unless_gone(self._lanes[work].run(caller, do), disconnection))
         finally:
-            gone.cancel()
+            disconnection.cancel()
 
 
 @dataclass(eq=False)

@@ -222,17 +222,17 @@ class StageMetrics(Observer, Collector):
 
     def _add_heartbeat(self, stage: int, counters: HeartbeatCounters, at: float) -> None:
         """Add a heartbeat's counters, which cover all sessions."""
-        grown, before = self._grown[stage], self._newest.get(stage, {})
-        for key, added in increase(before, counters, grown).items():
-            grown[key] += added
+        totals, before = self._grown[stage], self._newest.get(stage, {})
+        for key, amount in increase(before, counters, totals).items():
+            totals[key] += amount
         frames = counters.get("dropped_frames", 0.0)  # of the process, over all sessions
-        known = before.get("dropped_frames", 0.0)
-        self._dropped_frames[stage] += frames - known if frames >= known else frames
+        previous_frames = before.get("dropped_frames", 0.0)
+        self._dropped_frames[stage] += frames - previous_frames if frames >= previous_frames else frames
         self._newest[stage], self._heard_at[stage] = counters, at
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            grown = {stage: dict(counters) for stage, counters in self._grown.items()}
+            totals = {stage: dict(counters) for stage, counters in self._grown.items()}
             up = {stage for stage, at in self._heard_at.items() if self._clock() - at < _SILENT_S}
             newest = {f"V{stage}": dict(self._newest[stage]) for stage in sorted(up)}
             dropped: dict[str, dict[DropReason, float]] = {"D0": {**self._dropped_here}}
@@ -242,18 +242,18 @@ class StageMetrics(Observer, Collector):
                                         "frame": self._dropped_frames[stage]}
         for key, about in _GROWING.items():
             yield _family(CounterMetricFamily, about, "stage",
-                          {f"V{stage}": counters[key] for stage, counters in grown.items()})
-        yield _links(grown)
+                          {f"V{stage}": counters[key] for stage, counters in totals.items()})
+        yield _links(totals)
         drops = CounterMetricFamily(*_DROPPED, labels=["device", "reason"])
         for device, reasons in dropped.items():
             for reason, count in reasons.items():
                 drops.add_metric([device, reason], count)
         yield drops
-        yield _family(GaugeMetricFamily, _UP, "stage", {f"V{stage}": float(stage in up) for stage in grown})
-        own = self._system_stats()
+        yield _family(GaugeMetricFamily, _UP, "stage", {f"V{stage}": float(stage in up) for stage in totals})
+        d0_stats = self._system_stats()
         if self._draft_graph_sizes is not None:
-            own = {**own, "graph_sizes": float(self._draft_graph_sizes)}
-        devices = once_per_board({"D0": own, **newest})
+            d0_stats = {**d0_stats, "graph_sizes": float(self._draft_graph_sizes)}
+        devices = once_per_board({"D0": d0_stats, **newest})
         for key, about in _SYSTEM_STATS.items():
             kind = CounterMetricFamily if key == _GROWS else GaugeMetricFamily
             yield _family(kind, about, "device", {
@@ -269,13 +269,13 @@ def _family(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], about: tu
     return family
 
 
-def _links(grown: dict[int, HeartbeatCounters]) -> Metric:
+def _links(totals: dict[int, HeartbeatCounters]) -> Metric:
     """Count each link by its sender, and D0's by V1."""
     family = CounterMetricFamily(
         "flowspec_link_bytes", "Bytes over the data links, without control messages and collectives.",
         labels=["sender", "receiver"])
-    family.add_metric(["D0", "V1"], grown[1]["bytes_in"])
-    for stage, counters in grown.items():
-        receiver = f"V{stage + 1}" if stage + 1 in grown else "D0"
+    family.add_metric(["D0", "V1"], totals[1]["bytes_in"])
+    for stage, counters in totals.items():
+        receiver = f"V{stage + 1}" if stage + 1 in totals else "D0"
         family.add_metric([f"V{stage}", receiver], counters["bytes_out"])
     return family

@@ -73,8 +73,8 @@ def usual_limits() -> ConnectionLimits:
 class LimitedProtocol(H11Protocol):
     """One connection."""
 
-    def __init__(self, *arguments: Any, limits: ConnectionLimits, **named: Any) -> None:
-        super().__init__(*arguments, **named)
+    def __init__(self, *arguments: Any, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self._limits = limits
         self._waits_for: str | None = None  # what the client has to do: send a head, a body, or read
         self._since = 0.0

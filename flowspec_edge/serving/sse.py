@@ -33,15 +33,15 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(coming: Awaitable[T], gone: asyncio.Future[None], patience: float | None = None
+async def unless_gone(coming: Awaitable[T], disconnection: asyncio.Future[None], patience: float | None = None
                       ) -> T | None:
     """Return what ``coming`` returns, or None after ``patience`` seconds; raises ClientDisconnect when
-    ``gone`` (:func:`disconnected`) is done. ``coming`` is cancelled if it has not ended."""
-    waited = asyncio.ensure_future(coming)
+    ``disconnection`` (:func:`disconnected`) is done. ``coming`` is cancelled if it has not ended."""
+    task = asyncio.ensure_future(coming)
     try:
-        await asyncio.wait((waited, gone), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-        if gone.done():
+        await asyncio.wait((task, disconnection), timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+        if disconnection.done():
             raise ClientDisconnect
-        return waited.result() if waited.done() else None
+        return task.result() if task.done() else None
     finally:
-        waited.cancel()
+        task.cancel()

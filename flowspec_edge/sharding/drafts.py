@@ -73,18 +73,18 @@ class DraftFiles:
         return (self.parameters - looked_up + copied) * width + fixed - saved
 
 
-def drafts_of(model: OpenModel, given: Sequence[Path]) -> list[DraftFiles]:
-    """``model``'s own draft models; those ``given`` replace any of the same kind.
+def drafts_of(model: OpenModel, paths: Sequence[Path]) -> list[DraftFiles]:
+    """``model``'s own draft models; those ``paths`` replace any of the same kind.
 
     UsageError for a directory without a draft model, and for two of one kind.
     """
-    found: dict[DraftKind, DraftFiles] = {}
+    drafts: dict[DraftKind, DraftFiles] = {}
     for kind in stored_kinds():
         if not kind.in_target and (path := model.draft(kind.name)) is not None:
             draft = open_draft(path)
-            found[kind] = replace(draft, kind=kind) if kind.files_of == draft.kind.name else draft
+            drafts[kind] = replace(draft, kind=kind) if kind.files_of == draft.kind.name else draft
     new: dict[DraftKind, DraftFiles] = {}
-    for path in given:
+    for path in paths:
         draft = open_draft(path)
         if draft.kind in new:
             raise UsageError(f"{new[draft.kind].directory} and {path} are both draft models of the kind "
@@ -92,7 +92,7 @@ def drafts_of(model: OpenModel, given: Sequence[Path]) -> list[DraftFiles]:
         new[draft.kind] = draft
     layers = [_own_layer(kind, home) for kind in stored_kinds()
               if kind.in_target and (home := model.draft(kind.name)) is not None]
-    return [*{**found, **new}.values(), *(layer for layer in layers if layer)]
+    return [*{**drafts, **new}.values(), *(layer for layer in layers if layer)]
 
 
 def _own_layer(kind: DraftKind, directory: Path) -> DraftFiles | None:
@@ -120,8 +120,8 @@ def open_draft(directory: Path) -> DraftFiles:
     stored = checkpoint.stored(checkpoint.names)
     kind = _kind(directory, raw, {plain_name(name): info for name, info in stored.items()})
     read = format_of(kind)
-    unread = read.unread()
-    tensors = {name: info for name, info in stored.items() if plain_name(name) not in unread}
+    ignored_names = read.unread()
+    tensors = {name: info for name, info in stored.items() if plain_name(name) not in ignored_names}
     bare = {plain_name(name) for name in tensors}
     config = read.config(directory)
     layer = read.fields(config)
@@ -150,6 +150,6 @@ def _kind(directory: Path, config: dict[str, Any], tensors: dict[str, TensorInfo
 
 def _files(directory: Path) -> tuple[Path, ...]:
     files = sorted(path for path in directory.iterdir() if path.is_file() and not path.name.startswith("."))
-    found = located.locate(directory)
-    read = {found.source, *found.files} if found else set()
+    location = located.locate(directory)
+    read = {location.source, *location.files} if location else set()
     return tuple(path for path in files if path in read or not located.is_weight_file(path))

@@ -28,7 +28,7 @@ from flowspec_edge.model.manifest import (
     ShardPart,
 )
 from flowspec_edge.model.opened import OpenModel
-from flowspec_edge.model.weights.located import MANIFEST, shown
+from flowspec_edge.model.weights.located import MANIFEST, display_path
 from flowspec_edge.sharding.plan import PlannedFile, ShardingPlan, TensorsFile, TextFile, is_imported
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import TensorFile, copy_file, partial_of, writing
@@ -115,15 +115,15 @@ def _write_tensors(plan: ShardingPlan, file: TensorsFile, path: Path, progress: 
             _quantise(source, file.head, plan.recipe.lm_head, HEAD_PREFIX, target)
 
 
-def _quantise(source: SourceModel, name: str, how: Scheme | None, prefix: str, target: TensorFile) -> None:
+def _quantise(source: SourceModel, name: str, scheme: Scheme | None, prefix: str, target: TensorFile) -> None:
     """The source's tensor ``name``, written as ``prefix``."""
-    assert how is not None
+    assert scheme is not None
     rows = next(hi for _, hi in slices(*source.tensors[name].shape))
     for _, piece in source.weights.pieces(name, rows):
         try:
-            stored = how.quantise(_computable(piece))
+            stored = scheme.quantise(_computable(piece))
         except FlowspecError as error:
-            raise FlowspecError(f"{shown(source.weights.directory)}: tensor {name}: {error}") from error
+            raise FlowspecError(f"{display_path(source.weights.directory)}: tensor {name}: {error}") from error
         for suffix, tensor in stored.items():
             target.write(f"{prefix}.{suffix}", tensor)
 
@@ -137,7 +137,7 @@ def _convert(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
             for suffix, tensor in stored.items():
                 target.write(f"{linear.prefix}.{suffix}", tensor)
     except FlowspecError as error:
-        raise type(error)(f"{shown(source.weights.directory)}: {linear.prefix}: {error}") from error
+        raise type(error)(f"{display_path(source.weights.directory)}: {linear.prefix}: {error}") from error
 
 
 def _computable(piece: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def _manifest(plan: ShardingPlan, done: dict[str, PartFile]) -> Manifest:
     source, recipe = plan.source, plan.recipe
     quantisation, head = None, None
     if recipe.kind is not None:
-        quantisation = Quantisation(kind=recipe.kind, group=recipe.group, kept=plan.kept,
+        quantisation = Quantisation(kind=recipe.kind, group=recipe.group, kept=plan.unquantised,
                                     int8=plan.int8)
     if recipe.lm_head is not None:
         head = HeadQuantisation(kind=cast(Any, recipe.lm_head.kind), group=DEFAULT_GROUP)

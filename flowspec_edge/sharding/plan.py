@@ -25,7 +25,7 @@ from flowspec_edge.model.manifest import (
     ShardDtype,
     stage_part,
 )
-from flowspec_edge.model.weights.located import INDEX, SAFE, shown
+from flowspec_edge.model.weights.located import INDEX, SAFE, display_path
 from flowspec_edge.sharding.source import Linear, SourceModel
 from flowspec_edge.sharding.writer import Layout, file_size
 from flowspec_edge.stage.layers.kinds import layer_kinds
@@ -110,15 +110,15 @@ class PlannedPart:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """kept  matrices in 16 bits beside those in 4
-    int8  those in 8 bits, without ``.weight``
+    """unquantised  matrices that stay in 16 bits beside those in 4
+    int8         matrices in 8 bits; their names lack ``.weight``
     """
 
     source: SourceModel
     recipe: Recipe
     ranges: tuple[tuple[int, int], ...]
     parts: tuple[PlannedPart, ...]
-    kept: tuple[str, ...]
+    unquantised: tuple[str, ...]
     int8: tuple[str, ...]
 
     def layout(self, file: TensorsFile) -> Layout:
@@ -160,36 +160,37 @@ def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int 
     """
     recipe = _layers_recipe(source, dtype, group, compute)
     bits = lm_head or default_head_bits(recipe.dtype)
-    how = head_scheme(bits)
+    lm_head_scheme = head_scheme(bits)
     rows, columns = source.tensors[tensor_names.EMBEDDING].shape
-    if how is not None and how.fits(rows, columns) is None:
+    if lm_head_scheme is not None and lm_head_scheme.fits(rows, columns) is None:
         if lm_head is not None:
             raise UsageError(f"--lm-head {bits} cannot hold an lm_head of {rows} x {columns}: the vocabulary "
                              "must be a multiple of 16, the width of 32; use 16bit")
-        how = None
-    return replace(recipe, lm_head=how, kv_cache=kv_cache, candidates=_candidates(source, candidates, rows, columns))
+        lm_head_scheme = None
+    return replace(recipe, lm_head=lm_head_scheme, kv_cache=kv_cache,
+                   candidates=_candidates(source, candidates, rows, columns))
 
 
-def _candidates(source: SourceModel, wanted: int | None, rows: int, columns: int) -> int:
+def _candidates(source: SourceModel, requested: int | None, rows: int, columns: int) -> int:
     """0 if no draft model here ranks by the whole lm_head."""
-    if wanted and candidates_for(wanted, rows, columns) is None:
-        raise UsageError(f"--candidates {wanted} does not go with an lm_head of {rows} x {columns}: {LEAST_COUNT} at "
-                         "least, a quarter of its tokens at most, or 0 for no candidate head")
-    count = default_count(rows) if wanted is None else wanted
+    if requested and candidates_for(requested, rows, columns) is None:
+        raise UsageError(f"--candidates {requested} does not go with an lm_head of {rows} x {columns}: "
+                         f"{LEAST_COUNT} at least, a quarter of its tokens at most, or 0 for no candidate head")
+    count = default_count(rows) if requested is None else requested
     return count if any(draft.ranks_by_target for draft in source.drafts) else 0
 
 
 def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | None,
                    compute: ComputeDtype | None) -> Recipe:
-    own = source.dtype if source.dtype in (torch.float16, torch.bfloat16) else torch.float16
+    float_dtype = source.dtype if source.dtype in (torch.float16, torch.bfloat16) else torch.float16
     read = source.imported
     if read is not None and (read.only_int4 or dtype in (None, "int4")):
         if dtype not in (None, "int4") or group not in (None, read.group):
-            raise UsageError(f"{shown(source.weights.directory)} is quantised already, in groups of {read.group}: "
-                             "it can only become int4 with these; for another kind take it in 16 bits")
+            raise UsageError(f"{display_path(source.weights.directory)} is quantised already, in groups of "
+                             f"{read.group}: it can only become int4 with these; for another kind take it in 16 bits")
         dtype, group = "int4", read.group
     if dtype is None:
-        dtype = DTYPE_NAMES[own]
+        dtype = DTYPE_NAMES[float_dtype]
     if dtype not in get_args(QuantKind):
         if group is not None:
             raise UsageError(f"--group goes with --dtype int4, not with {dtype}")
@@ -199,9 +200,9 @@ def _layers_recipe(source: SourceModel, dtype: ShardDtype | None, group: int | N
         raise UsageError(f"--group goes with --dtype int4; {dtype} has blocks of 64")
     compute = compute or "bf16"
     if source.dtype not in DTYPE_NAMES or source.dtype == torch.float32:
-        own = DTYPES[compute] if compute != "fp32" else torch.float16
-    how = scheme(cast(QuantKind, dtype), group or DEFAULT_GROUP)
-    return Recipe(dtype, compute, own, how, (group or DEFAULT_GROUP) if dtype == "int4" else 64)
+        float_dtype = DTYPES[compute] if compute != "fp32" else torch.float16
+    layer_scheme = scheme(cast(QuantKind, dtype), group or DEFAULT_GROUP)
+    return Recipe(dtype, compute, float_dtype, layer_scheme, (group or DEFAULT_GROUP) if dtype == "int4" else 64)
 
 
 def ranges_for(layers: int, stages: int | None, split: Sequence[int] | None) -> tuple[tuple[int, int], ...]:
@@ -225,11 +226,11 @@ def ranges_for(layers: int, stages: int | None, split: Sequence[int] | None) -> 
 
 def make_plan(source: SourceModel, recipe: Recipe, ranges: Sequence[tuple[int, int]]) -> ShardingPlan:
     stages = [_stage(source, recipe, i, ranges) for i in range(len(ranges))]
-    kept = tuple(f"{linear.prefix}.weight" for layer in source.linears for linear in layer
-                 if recipe.scheme is not None and not _is_packed(source, recipe, linear))
+    unquantised = tuple(f"{linear.prefix}.weight" for layer in source.linears for linear in layer
+                        if recipe.scheme is not None and not _is_packed(source, recipe, linear))
     int8 = tuple(linear.prefix for layer in source.linears for linear in layer
-                 if (how := _scheme_of(source, recipe, linear)) is not None and how.kind == "int8")
-    return ShardingPlan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), kept, int8)
+                 if (linear_scheme := _scheme_of(source, recipe, linear)) is not None and linear_scheme.kind == "int8")
+    return ShardingPlan(source, recipe, tuple(ranges), (*stages, _draft(source, recipe)), unquantised, int8)
 
 
 def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tuple[int, int]]) -> PlannedPart:
@@ -273,12 +274,12 @@ def _stage(source: SourceModel, recipe: Recipe, index: int, ranges: Sequence[tup
 def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
     """Tied weights are stored once, as the embeddings, where loaders look for both."""
     target = DRAFT_TARGET
-    wanted = any(draft.embeddings for draft in source.drafts)
+    needs_embeddings = any(draft.embeddings for draft in source.drafts)
     head = tensor_names.EMBEDDING if source.tied else tensor_names.LM_HEAD
-    names: tuple[str, ...] = (head,) if source.tied or not wanted else (head, tensor_names.EMBEDDING)
+    names: tuple[str, ...] = (head,) if source.tied or not needs_embeddings else (head, tensor_names.EMBEDDING)
     packed = head if recipe.lm_head else None
     if packed:
-        names = (tensor_names.EMBEDDING,) if wanted else ()
+        names = (tensor_names.EMBEDDING,) if needs_embeddings else ()
     files: list[PlannedFile] = [TensorsFile(target / SAFE, names, head=packed),
                                 TextFile(target / "config.json", source.plain_config)]
     files += [CopiedFile(target / path.name, path) for path in source.extra_files]
@@ -310,10 +311,10 @@ def _draft(source: SourceModel, recipe: Recipe) -> PlannedPart:
 def _layout(source: SourceModel, recipe: Recipe, file: TensorsFile) -> Layout:
     layout = {name: (tuple(source.tensors[name].shape), recipe.plain) for name in file.plain}
     for linear in file.packed:
-        how = _scheme_of(source, recipe, linear)
-        assert how is not None
+        linear_scheme = _scheme_of(source, recipe, linear)
+        assert linear_scheme is not None
         layout.update({f"{linear.prefix}.{suffix}": stored
-                       for suffix, stored in how.stored(linear.rows, linear.columns).items()})
+                       for suffix, stored in linear_scheme.stored(linear.rows, linear.columns).items()})
     if file.head:
         assert recipe.lm_head is not None
         stored_head = recipe.lm_head.stored(*source.tensors[file.head].shape)
@@ -327,15 +328,15 @@ def _is_packed(source: SourceModel, recipe: Recipe, linear: Linear) -> bool:
 
 def _scheme_of(source: SourceModel, recipe: Recipe, linear: Linear) -> Scheme | None:
     """How a matrix is stored; None if it stays in 16 or 32 bits."""
-    how = recipe.scheme
-    if how is None:
+    layer_scheme = recipe.scheme
+    if layer_scheme is None:
         return None
     if is_imported(source, recipe):
         assert source.imported is not None
         return source.imported.scheme_of(linear.prefix) if linear.prefix in source.packed else None
     if linear.prefix.endswith(IN_16_BITS):
         return None
-    return how if how.fits(linear.rows, linear.columns) is not None else None
+    return layer_scheme if layer_scheme.fits(linear.rows, linear.columns) is not None else None
 
 
 def is_imported(source: SourceModel, recipe: Recipe) -> bool:
@@ -344,6 +345,6 @@ def is_imported(source: SourceModel, recipe: Recipe) -> bool:
 
 
 def _packed_bytes(source: SourceModel, recipe: Recipe, linear: Linear) -> int:
-    how = _scheme_of(source, recipe, linear)
-    assert how is not None
-    return how.nbytes(linear.rows, linear.columns)
+    linear_scheme = _scheme_of(source, recipe, linear)
+    assert linear_scheme is not None
+    return linear_scheme.nbytes(linear.rows, linear.columns)

@@ -21,7 +21,7 @@ from flowspec_edge.model.families import text_config
 from flowspec_edge.model.opened import OpenModel, is_here, resolve_model
 from flowspec_edge.model.weights.checkpoint import check_shape, missing_tensor
 from flowspec_edge.model.weights.gguf_file import GgufFile
-from flowspec_edge.model.weights.located import shown
+from flowspec_edge.model.weights.located import display_path
 from flowspec_edge.sharding.drafts import DraftFiles, check_fit, drafts_of
 from flowspec_edge.stage.families.decoder import skeleton
 from flowspec_edge.stage.quant.awq_gptq import Importer, importer
@@ -131,13 +131,13 @@ def open_source(model: str, drafts: Sequence[Path] = ()) -> SourceModel:
     """
     revision = None
     if is_here(model) or not is_repository_name(model):
-        found = resolve_model(model, quantised=True)
+        open_model = resolve_model(model, quantised=True)
     else:
         directory, revision = download(model)
-        found = resolve_model(directory, quantised=True)
-    if found.sharded:
-        raise UsageError(f"{found.path} is sharded already: give the checkpoint that it was made from")
-    return describe(found, found.checkpoint(), drafts, model if revision else found.name, revision)
+        open_model = resolve_model(directory, quantised=True)
+    if open_model.sharded:
+        raise UsageError(f"{open_model.path} is sharded already: give the checkpoint that it was made from")
+    return describe(open_model, open_model.checkpoint(), drafts, model if revision else open_model.name, revision)
 
 
 def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], name: str,
@@ -149,35 +149,35 @@ def describe(model: OpenModel, weights: WeightSource, drafts: Sequence[Path], na
     linears = [[Linear(f"model.layers.{i}.{path}", *module.weight.shape)
                 for path, module in layer.named_modules() if isinstance(module, nn.Linear)]
                for i, layer in enumerate(core.layers)]
-    wanted, packed, prefixes = tensor_names.whole_model(core), set[str](), set[str]()
+    expected, packed, prefixes = tensor_names.whole_model(core), set[str](), set[str]()
     if reads is not None:
         for linear in (linear for layer in linears for linear in layer):
             if names := reads.names(linear.prefix, weights):
                 packed |= set(names)
                 prefixes.add(linear.prefix)
-        wanted -= {f"{prefix}.weight" for prefix in prefixes} if reads.only_int4 else set()
+        expected -= {f"{prefix}.weight" for prefix in prefixes} if reads.only_int4 else set()
     tied = config.tie_word_embeddings
-    gone = tensor_names.missing(wanted, weights.names, tied)
-    if gone:
-        prefix = gone[0].removesuffix(".weight")
+    missing = tensor_names.missing(expected, weights.names, tied)
+    if missing:
+        prefix = missing[0].removesuffix(".weight")
         if f"{prefix}.qweight" in weights:
-            raise FlowspecError(f"{shown(weights.directory)}: {prefix} is in 4 bits: take a checkpoint that has all "
-                                "but the linears of decoder layers in 16 bits, routers included")
-        raise missing_tensor(weights.directory, gone[0])
-    spare = set(weights.names) - wanted - packed
+            raise FlowspecError(f"{display_path(weights.directory)}: {prefix} is in 4 bits: take a checkpoint that has "
+                                "all but the linears of decoder layers in 16 bits, routers included")
+        raise missing_tensor(weights.directory, missing[0])
+    spare = set(weights.names) - expected - packed
     tensor_names.check_no_unexpected(weights.directory, spare - _zero_biases(weights, spare, packed), ())
     if tied and _one_matrix(weights):
-        wanted -= {tensor_names.LM_HEAD}
-    tensors = weights.stored(sorted(wanted))
+        expected -= {tensor_names.LM_HEAD}
+    tensors = weights.stored(sorted(expected))
     _check(weights.directory, tensors, core)
     extra = tuple(path for file in _EXTRA_FILES if (path := model.target / file).is_file())
     vocabulary, width = tensors[tensor_names.EMBEDDING].shape
-    found = tuple(drafts_of(model, drafts))
-    for draft in found:
+    draft_files = tuple(drafts_of(model, drafts))
+    for draft in draft_files:
         check_fit(draft, TargetFacts(model.target, width, vocabulary, len(core.layers)))
         tensors |= draft.tensors if draft.kind.in_target else {}
     return SourceModel(name, revision, config, read_bytes(model.target / "config.json"), weights, tensors,
-                       linears, reads if prefixes else None, frozenset(prefixes), extra, found)
+                       linears, reads if prefixes else None, frozenset(prefixes), extra, draft_files)
 
 
 def _one_matrix(weights: WeightSource) -> bool:
@@ -202,8 +202,8 @@ def _check(directory: Path, tensors: dict[str, TensorInfo], core: Any) -> None:
     for name, stored in tensors.items():
         check_shape(directory, name, stored.shape, shapes[name])
         if stored.dtype not in _FLOATS:
-            raise FlowspecError(f"{shown(directory)}: tensor {name} is stored as {stored.dtype}, which cannot be "
-                                "converted: take the checkpoint in 16 bits")
+            raise FlowspecError(f"{display_path(directory)}: tensor {name} is stored as {stored.dtype}, which cannot "
+                                "be converted: take the checkpoint in 16 bits")
 
 
 def _zero_biases(weights: WeightSource, spare: set[str], packed: set[str]) -> set[str]:

@@ -163,7 +163,7 @@ class StageCore:
         self._open_within_s = open_within_s
         self._arrived: deque[_Arrival] = deque()
         self._pass: Pass | None = None  # admitted, until it is over
-        self._told = False  # a driver has it
+        self._handed_out = False  # a driver has it
         self._charged = False
         self._outgoing: list[Outgoing] = []
         self._broken = ""  # how the previous device broke the protocol, to be said
@@ -214,8 +214,8 @@ class StageCore:
         if self._broken:
             reason, self._broken = self._broken, ""
             return Reject(reason)
-        if self._pass is not None and not self._told:
-            self._told = True
+        if self._pass is not None and not self._handed_out:
+            self._handed_out = True
             return self._pass
         return Idle()
 
@@ -259,7 +259,7 @@ class StageCore:
                 self._credit(segments[0])
                 raise
             if admitted:
-                self._told = False
+                self._handed_out = False
                 return Pass(segments, admitted, sum(self.engine.cached(one.session) for one in admitted),
                             self._compute)
             self._credit(segments[0])  # it occupied a slot at V1 nevertheless
@@ -267,12 +267,12 @@ class StageCore:
 
     def _take(self) -> Sequence[Segment]:
         """The segments of the oldest message that may be computed; empty without one."""
-        held: set[int] = set()  # sessions that wait for an Open, and those of messages behind them
+        blocked: set[int] = set()  # sessions that wait for an Open, and those of messages behind them
         for arrival in self._arrived:
             sessions = {segment.session for segment in arrival.segments}
             waits = bool(self._unopened(arrival))
-            if waits or not held.isdisjoint(sessions):
-                held |= sessions
+            if waits or not blocked.isdisjoint(sessions):
+                blocked |= sessions
                 continue
             self._arrived.remove(arrival)
             self.counters.add_bytes("bytes_in", arrival.size, arrival.segments)
@@ -282,53 +282,53 @@ class StageCore:
     # ---- passes --------------------------------------------------------------------------------
 
     def _compute(self, poll: Poll) -> None:
-        begun = self._pass
-        assert begun is not None
+        running = self._pass
+        assert running is not None
         try:
-            begun.results = self.engine.compute(begun.segments, poll)
+            running.results = self.engine.compute(running.segments, poll)
         except BaseException:
             self._pass = None
-            self._credit(begun.received[0])
+            self._credit(running.received[0])
             raise
 
     def _charge(self, event: Charged) -> None:
-        begun = self._pass
-        assert begun is not None
-        begun.start = event.start
-        begun.end = event.start if all(begun.cancelled) else event.start + event.seconds
+        running = self._pass
+        assert running is not None
+        running.start = event.start
+        running.end = event.start if all(running.cancelled) else event.start + event.seconds
         self._charged = True
 
     def _break_off(self, now: float) -> None:
-        """Empty the results of a charged pass that the engine does not want any more.  A pass without others
-        ends with its current layer, as a stage polls between layers."""
-        begun = self._pass
-        if begun is None or not self._charged:
+        """Empty the results of a charged pass that the engine does not want any more. A pass whose results are all
+        empty ends with its current layer, because a stage polls between layers."""
+        running = self._pass
+        if running is None or not self._charged:
             return
-        layer = (begun.end - begun.start) / self._layers
-        for i, (segment, result) in enumerate(zip(begun.segments, begun.results, strict=True)):
+        layer = (running.end - running.start) / self._layers
+        for i, (segment, result) in enumerate(zip(running.segments, running.results, strict=True)):
             if result.cancelled or layer <= 0 or self.engine.wants(segment):
                 continue
-            begun.results[i] = SegmentResult([], without_rows(result.message), cancelled=True)
+            running.results[i] = SegmentResult([], without_rows(result.message), cancelled=True)
             if all(cancelled or not len(other.numbers)
-                   for cancelled, other in zip(begun.cancelled, begun.segments, strict=True)):
-                done = math.ceil((now - begun.start) / layer - 1e-9)
-                begun.end = min(begun.end, begun.start + done * layer)
+                   for cancelled, other in zip(running.cancelled, running.segments, strict=True)):
+                done = math.ceil((now - running.start) / layer - 1e-9)
+                running.end = min(running.end, running.start + done * layer)
 
     def _finish(self, event: Passed, now: float) -> None:
         """Count the pass, and send its results."""
-        begun, self._pass, self._charged = self._pass, None, False
-        assert begun is not None
-        self.counters.add_pass(event.end - event.start, begun.segments, {
+        finished, self._pass, self._charged = self._pass, None, False
+        assert finished is not None
+        self.counters.add_pass(event.end - event.start, finished.segments, {
             segment.session: result.rows
-            for segment, result in zip(begun.segments, begun.results, strict=True)})
-        self._credit(begun.received[0])  # first: the stage may have nothing else to do
-        self._outgoing += [tap for result in begun.results for tap in result.taps]
-        self._outgoing.append(batch_of([result.message for result in begun.results]))
+            for segment, result in zip(finished.segments, finished.results, strict=True)})
+        self._credit(finished.received[0])  # first: the stage may have nothing else to do
+        self._outgoing += [tap for result in finished.results for tap in result.taps]
+        self._outgoing.append(batch_of([result.message for result in finished.results]))
         times = [round(moment * 1e6) for moment in (event.start, event.end, now)]
-        for segment, result in zip(begun.segments, begun.results, strict=True):
+        for segment, result in zip(finished.segments, finished.results, strict=True):
             if self.counters.timed(segment.session):
                 self._outgoing.append(Computed(segment.session, segment.epoch, segment.run, self._stage,
-                                               result.rows, begun.computed_rows, *times))
+                                               result.rows, finished.computed_rows, *times))
 
     def _credit(self, segment: Segment) -> None:
         """V1 tells D0 that it has room for another segment."""

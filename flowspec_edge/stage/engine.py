@@ -116,7 +116,7 @@ class StageEngine:
                 for kind, layers in self.model.layers_of_kinds.items()})
         self._sessions: dict[int, Session] = {}  # by number, in the order of their Opens
         self._closed_counters: dict[str, float] = dict.fromkeys(COUNTERS, 0)  # ended sessions, stale messages
-        self._kept: dict[int, StageCache] = {}  # rows 0, 1, … that closed sessions left
+        self._retained: dict[int, StageCache] = {}  # rows 0, 1, … that closed sessions left
         self.graphs: dict[int, Any] = {}  # the layers recorded, by number of rows
 
     @property
@@ -159,14 +159,14 @@ class StageEngine:
         return len(self.graphs)
 
     @property
-    def kept(self) -> dict[int, int]:
+    def retained(self) -> dict[int, int]:
         """Kept rows by the closed session that left them."""
-        return {session: len(cache) for session, cache in self._kept.items()}
+        return {session: len(cache) for session, cache in self._retained.items()}
 
     def reset(self) -> None:
         """End all sessions, drop what they left, and set the counters to 0."""
-        caches = [*map(self._end, list(self._sessions)), *self._kept.values()]
-        self._kept.clear()
+        caches = [*map(self._end, list(self._sessions)), *self._retained.values()]
+        self._retained.clear()
         for cache in caches:
             self._memory.give_back(cache)
         self._closed_counters = dict.fromkeys(COUNTERS, 0)
@@ -184,10 +184,10 @@ class StageEngine:
         if message.session in self._sessions and message.epoch <= self._sessions[message.session].epoch:
             self._closed_counters["dropped_stale"] += 1
             return
-        ended = [n for n in self._sessions if n == message.session or n not in message.concurrent]
-        for number in ended:
+        ended_sessions = [n for n in self._sessions if n == message.session or n not in message.concurrent]
+        for number in ended_sessions:
             self._memory.give_back(self._end(number))
-        inherited = self._take_kept(message)
+        inherited = self._take_retained(message)
         cache = self._cache(message, inherited)
         if message.snapshot:
             try:
@@ -209,15 +209,15 @@ class StageEngine:
         if state is None:
             self._count_unknown()
             return
-        kept = np.array(message.retain, dtype=np.int32)
-        slots = state.cache.slots(kept)
+        numbers = np.array(message.retain, dtype=np.int32)
+        slots = state.cache.slots(numbers)
         if slots is None:
-            raise ProtocolError(f"session {message.session} is to keep {len(kept)} rows, "
+            raise ProtocolError(f"session {message.session} is to keep {len(numbers)} rows, "
                                 f"but not all of them are among the {len(state.cache)} that it has here")
         cache = self._end(message.session)
         if len(slots):
             cache.retain(slots)
-            self._kept[message.session] = cache
+            self._retained[message.session] = cache
         else:
             self._memory.give_back(cache)
 
@@ -272,8 +272,8 @@ class StageEngine:
             self._sessions[part.segment.session].computing = True
         computed = None
         try:
-            n, held = sum(map(len, running)), sum(len(part.cache) for part in running)
-            with self.model.allocating(f"computing {n} rows with {held} in the cache", 0):
+            n, cached = sum(map(len, running)), sum(len(part.cache) for part in running)
+            with self.model.allocating(f"computing {n} rows with {cached} in the cache", 0):
                 computed = self._run(running, poll)
             for part in running if computed else ():
                 if not part.ended:
@@ -389,16 +389,16 @@ class StageEngine:
             self._closed_counters[name] += value
         return state.cache
 
-    def _take_kept(self, message: Open) -> StageCache | None:
-        inherited = self._kept.get(message.parent_session)
+    def _take_retained(self, message: Open) -> StageCache | None:
+        inherited = self._retained.get(message.parent_session)
         if message.parent_session >= 0 and not 0 < message.rows <= (len(inherited) if inherited else 0):
             raise ProtocolError(f"session {message.session} is to begin with {message.rows} rows of session "
                                 f"{message.parent_session}, of which {len(inherited) if inherited else 0} "
                                 "are kept here")
         stay = set(message.retained) - {message.parent_session}
-        for session in self._kept.keys() - stay - {message.parent_session}:
-            self._memory.give_back(self._kept[session])
-        self._kept = {session: cache for session, cache in self._kept.items() if session in stay}
+        for session in self._retained.keys() - stay - {message.parent_session}:
+            self._memory.give_back(self._retained[session])
+        self._retained = {session: cache for session, cache in self._retained.items() if session in stay}
         return inherited
 
     def _cache(self, message: Open, inherited: StageCache | None) -> StageCache:

@@ -71,12 +71,12 @@ def run(shard: Modules, parts: Sequence[Part], keep_going: Callable[[], bool],
     Writes keys and values behind each cache's last slot; the caller appends them.
     """
     first, last = shard.layers
-    wanted = {layer for part in parts for layer in part.segment.taps}
+    tap_layers = {layer for part in parts for layer in part.segment.taps}
     taps: Taps = []
 
     def tap(layer: int, inputs: Tensor) -> None:
         # The previous stage taps the states that it sends; of the inputs, only embeddings are computed here.
-        if layer in wanted and (layer > first or shard.embed is not None):
+        if layer in tap_layers and (layer > first or shard.embed is not None):
             taps.append((layer, inputs.clone()))  # layers write to their inputs
 
     pacer = LaunchPacer.of(shard.device)
@@ -85,7 +85,7 @@ def run(shard: Modules, parts: Sequence[Part], keep_going: Callable[[], bool],
     if hidden is None:
         return None
     # A stage without layers computes nothing, except the embeddings on the first stage.
-    if last in wanted and (last > first or shard.embed is not None):
+    if last in tap_layers and (last > first or shard.embed is not None):
         taps.append((last, hidden))
     normed = hidden if shard.norm is None else shard.norm(hidden)
     hidden, *tapped = to_host([normed, *(states for _, states in taps)])

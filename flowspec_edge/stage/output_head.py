@@ -35,9 +35,9 @@ def load_output_head(model: OpenModel | Path | str, dtype: str, device: torch.de
 
     FlowspecError that names a missing, misshapen or damaged tensor, or a missing or altered file.
     """
-    found = opened(model)
-    with found.part(DRAFT) as part:
-        return read_output_head(part, dtype, device, head_scheme_of(found))
+    open_model = opened(model)
+    with open_model.part(DRAFT) as part:
+        return read_output_head(part, dtype, device, head_scheme_of(open_model))
 
 
 def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, scheme: Scheme | None) -> OutputHead:
@@ -45,32 +45,32 @@ def read_output_head(part: OpenPart, dtype: str, device: torch.device | str, sch
     config, checkpoint = part.decoder, part.checkpoint
     torch_dtype, at = parse_dtype(dtype), torch.device(device)
     halves = scheme is None and is_mixed(dtype, at)
-    held = torch.float16 if halves else torch_dtype
+    element_type = torch.float16 if halves else torch_dtype
     rows, width = config.vocab_size, config.hidden_size
     if scheme is None:
         tied = config.tie_word_embeddings and LM_HEAD not in checkpoint
         names = {"weight": EMBEDDING if tied else LM_HEAD}
-        wanted: dict[str, tuple[torch.Size, torch.dtype | None]] = {
+        expected: dict[str, tuple[torch.Size, torch.dtype | None]] = {
             names["weight"]: (torch.Size((rows, width)), None)}
-        row_bytes = width * held.itemsize
+        row_bytes = width * element_type.itemsize
     else:
         stored = scheme.stored(rows, width)
         names = {suffix: f"{PREFIX}.{suffix}" for suffix in stored}
-        wanted = {names[suffix]: (torch.Size(shape), element) for suffix, (shape, element) in stored.items()}
+        expected = {names[suffix]: (torch.Size(shape), element) for suffix, (shape, element) in stored.items()}
         row_bytes = sum(prod(shape) * element.itemsize for shape, element in stored.values()) // rows
-    _check(checkpoint, wanted)
+    _check(checkpoint, expected)
     edges = _edges(rows, row_bytes)
     blocks: list[MatrixRows | QuantLinear | HalfLinear] = [
         scheme.linear(hi - lo, width, False, torch_dtype, at) if scheme
-        else MatrixRows(torch.empty((hi - lo, width), dtype=held, device=at))
+        else MatrixRows(torch.empty((hi - lo, width), dtype=element_type, device=at))
         for lo, hi in pairwise(edges)]
     first, *others = names.items()
     beside = checkpoint.tensors([name for _, name in others])  # scales: a thirtieth of the matrix
     for name, tensor in beside.items():
-        check_finite(tensor, tensor.dtype, f"{checkpoint.shown}: tensor {name}")
+        check_finite(tensor, tensor.dtype, f"{checkpoint.display_path}: tensor {name}")
     for lo, piece in checkpoint.pieces(first[1], _SLICE):
-        check_finite(piece, held if scheme is None else piece.dtype,
-                     f"{checkpoint.shown}: tensor {first[1]}")
+        check_finite(piece, element_type if scheme is None else piece.dtype,
+                     f"{checkpoint.display_path}: tensor {first[1]}")
         block = bisect_right(edges, lo) - 1
         stored_rows = {suffix: beside[name][lo:lo + len(piece)] for suffix, name in others}
         target = blocks[block]
@@ -94,9 +94,9 @@ def _edges(rows: int, row_bytes: float) -> list[int]:
 
 
 def _check(checkpoint: Checkpoint, stored: dict[str, tuple[torch.Size, torch.dtype | None]]) -> None:
-    found = checkpoint.stored(list(stored))
+    infos = checkpoint.stored(list(stored))
     for name, (shape, dtype) in stored.items():
-        check_shape(checkpoint.directory, name, found[name].shape, shape)
-        if dtype not in (None, found[name].dtype):
-            raise FlowspecError(f"{checkpoint.shown}: tensor {name} is stored as {found[name].dtype}, "
+        check_shape(checkpoint.directory, name, infos[name].shape, shape)
+        if dtype not in (None, infos[name].dtype):
+            raise FlowspecError(f"{checkpoint.display_path}: tensor {name} is stored as {infos[name].dtype}, "
                                 f"not {dtype}: copy the model again")

@@ -58,24 +58,24 @@ def prompt_rows(engine: StageEngine, most: int) -> int:
     would take seconds, in which the stage says nothing.  Not with recurrent layers, which compare the rows of a pass
     with one another.
     """
-    shard, found = shard_of(engine), WARM_UP[-1]
+    shard, rows = shard_of(engine), WARM_UP[-1]
     if shard.device.type != "cuda" or any(isinstance(kind, GatedDelta) for kind in shard.kinds):
-        return found
+        return rows
     each = max((_row_bytes(engine, layer) for layer in shard.modules), default=0)
-    while 2 * found <= most:
+    while 2 * rows <= most:
         # Upwards: on a board no allocation fails, but the system kills who takes too much.
         available = available_bytes(shard.device)
-        if available is not None and 2 * found * each > available:
+        if available is not None and 2 * rows * each > available:
             break
         try:
-            _pass_of(engine, 2 * found, max(2 * found, engine.cache_rows) - 2 * found)()
+            _pass_of(engine, 2 * rows, max(2 * rows, engine.cache_rows) - 2 * rows)()
         except FlowspecError:  # too little memory
             break
         finally:
             engine.reset()
             release(shard.device)
-        found *= 2
-    return found
+        rows *= 2
+    return rows
 
 
 def _row_bytes(engine: StageEngine, layer: DecoderLayer) -> int:
@@ -93,25 +93,26 @@ def _outputs(module: torch.nn.Module) -> int:
 
 @torch.inference_mode()
 def choose_products(engine: StageEngine, clock: Clock = time.perf_counter) -> str:
-    """Measure from how many rows on products of int4 weights are faster with expanded weights, and set it; after
-    :func:`warm_up`, on CUDA.  Returns a line for the log, or "".  Any failure leaves the kernel for all rows."""
-    found = [module for layer in shard_of(engine).modules for module in _products(layer)
-             if isinstance(module, CudaLinear)]
-    return choose_expanded(found, clock) if found else ""
+    """Measure from how many rows on products of int4 weights are faster with expanded weights, and set that number.
+    Call it after :func:`warm_up`; it concerns CUDA alone. Returns a line for the log, or "". After any failure the
+    kernel computes all rows."""
+    linears = [module for layer in shard_of(engine).modules for module in _products(layer)
+               if isinstance(module, CudaLinear)]
+    return choose_expanded(linears, clock) if linears else ""
 
 
 @torch.inference_mode()
-def choose_expanded(found: Sequence[CudaLinear], clock: Clock = time.perf_counter) -> str:
+def choose_expanded(linears: Sequence[CudaLinear], clock: Clock = time.perf_counter) -> str:
     """The same for some matrices, of which the largest is measured."""
     try:
-        found = [linear for linear in found if linear.knows_layout]
-        if not found:
+        linears = [linear for linear in linears if linear.knows_layout]
+        if not linears:
             return "int4 weights stay: their layout on this GPU is not the one that is known"
-        largest = max(found, key=lambda linear: linear.out_features * linear.in_features)
+        largest = max(linears, key=lambda linear: linear.out_features * linear.in_features)
         first, times = expanding_pays(largest, clock)
     except Exception as error:  # of PyTorch, the compiler of kernels, the driver
         return f"int4 weights stay: they cannot be expanded: {first_line(error)}"
-    for linear in found:
+    for linear in linears:
         linear.expands_from = first
     measured = ", ".join(f"{rows} rows take {kernel:.1f} ms by the kernel, {expanded:.1f} expanded"
                          for rows, (kernel, expanded) in times.items())
@@ -128,12 +129,12 @@ def expanding_pays(linear: GroupedLinear, clock: Clock) -> tuple[int | None, dic
         seconds: tuple[list[float], list[float]] = ([], [])
         for turn in range(_TURNS + 1):
             for way, product in enumerate((linear.product, linear.expanded_product)):
-                begun = clock()
+                start = clock()
                 to_host([product(x)[:1]])
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 if turn:
-                    seconds[way].append(clock() - begun)
+                    seconds[way].append(clock() - start)
         times[rows] = (1e3 * median(seconds[0]), 1e3 * median(seconds[1]))
     slower = [rows for rows, (kernel, expanded) in times.items() if expanded > _CLEARLY * kernel]
     return min((rows for rows in EXPANDED if rows > max(slower, default=0)), default=None), times

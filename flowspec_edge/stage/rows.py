@@ -33,33 +33,33 @@ def check(segment: Segment, hidden_size: int, dtype: str, vocabulary: int | None
     """
     n, numbers, bits = len(segment.numbers), segment.numbers, segment.bits
     if numbers.shape != (n,) or segment.positions.shape != (n,):
-        raise _wrong(segment, f"{n} numbers but positions of shape {segment.positions.shape}")
+        raise _segment_error(segment, f"{n} numbers but positions of shape {segment.positions.shape}")
     if bits.ndim != 2 or len(bits) != n or bits.dtype != np.uint8:
-        raise _wrong(segment, f"{n} rows but bits of shape {bits.shape} and type {bits.dtype}")
+        raise _segment_error(segment, f"{n} rows but bits of shape {bits.shape} and type {bits.dtype}")
     if not _increasing(numbers):
-        raise _wrong(segment, "numbers do not increase")
+        raise _segment_error(segment, "numbers do not increase")
     if not _increasing(segment.committed):
-        raise _wrong(segment, "committed numbers do not increase")
+        raise _segment_error(segment, "committed numbers do not increase")
     if len(segment.committed) and segment.committed[-1] >= segment.base:
-        raise _wrong(segment, f"committed number {segment.committed[-1]} is not below base {segment.base}")
+        raise _segment_error(segment, f"committed number {segment.committed[-1]} is not below base {segment.base}")
     if not n:
         return
     if numbers[0] < segment.first or numbers[-1] >= segment.stop:
-        raise _wrong(segment, f"numbers {numbers[0]} to {numbers[-1]} "
-                              f"leave [{segment.first}, {segment.stop})")
+        raise _segment_error(segment, f"numbers {numbers[0]} to {numbers[-1]} "
+                                      f"leave [{segment.first}, {segment.stop})")
     if segment.positions.min() < 0:
-        raise _wrong(segment, "a position is negative")
+        raise _segment_error(segment, "a position is negative")
     tokens, hidden = segment.tokens, segment.hidden
     if vocabulary is None:
         if hidden is None:
-            raise _wrong(segment, "this stage needs hidden states")
+            raise _segment_error(segment, "this stage needs hidden states")
         if hidden.array.shape != (n, hidden_size) or hidden.dtype != dtype:
-            raise _wrong(segment, f"hidden states are {hidden.dtype} {hidden.array.shape}, "
-                                  f"expected {dtype} {(n, hidden_size)}")
+            raise _segment_error(segment, f"hidden states are {hidden.dtype} {hidden.array.shape}, "
+                                          f"expected {dtype} {(n, hidden_size)}")
     elif tokens is None or tokens.shape != (n,):
-        raise _wrong(segment, "the first stage needs one token a row")
+        raise _segment_error(segment, "the first stage needs one token a row")
     elif tokens.min() < 0 or tokens.max() >= vocabulary:
-        raise _wrong(segment, f"a token id is outside the vocabulary of {vocabulary}")
+        raise _segment_error(segment, f"a token id is outside the vocabulary of {vocabulary}")
 
 
 def select(segment: Segment, keep: Bool) -> Segment:
@@ -106,11 +106,11 @@ def visible(segment: Segment, cached: Int32) -> tuple[Bool, Bool]:
         text = numbers < segment.base
         mask[text] &= columns <= numbers[text, None]
         orphans &= ~text
-    own = mask[:, m:]
-    if not own.diagonal().all():
-        raise _wrong(segment, "a row does not see itself")
-    if (own & (numbers > numbers[:, None])).any():
-        raise _wrong(segment, "a row sees a later one")
+    own_rows = mask[:, m:]
+    if not own_rows.diagonal().all():
+        raise _segment_error(segment, "a row does not see itself")
+    if (own_rows & (numbers > numbers[:, None])).any():
+        raise _segment_error(segment, "a row sees a later one")
     return mask, orphans
 
 
@@ -118,7 +118,7 @@ def _increasing(numbers: NDArray[Any]) -> bool:
     return len(numbers) < 2 or bool((numbers[1:] > numbers[:-1]).all())
 
 
-def _wrong(segment: Segment, complaint: str) -> ProtocolError:
+def _segment_error(segment: Segment, complaint: str) -> ProtocolError:
     return ProtocolError(f"segment {segment.run} of session {segment.session}: {complaint}")
 
 
@@ -194,17 +194,17 @@ class Session:
         if len(segment.numbers) > self.cache.capacity:
             raise ProtocolError(f"{name}: {len(segment.numbers)} rows are more than the session's capacity "
                                 f"of {self.cache.capacity}")
-        held = self.cache.numbers
-        if len(held) and len(segment.numbers) and segment.numbers[0] <= held[-1]:
-            raise ProtocolError(f"{name}: number {segment.numbers[0]} is not above {held[-1]}, held already")
-        known = member(segment.committed, held) | member(segment.committed, segment.numbers)
-        if not known.all():
-            raise ProtocolError(f"{name}: committed number {segment.committed[~known][0]} is not here")
+        cached = self.cache.numbers
+        if len(cached) and len(segment.numbers) and segment.numbers[0] <= cached[-1]:
+            raise ProtocolError(f"{name}: number {segment.numbers[0]} is not above {cached[-1]}, held already")
+        present = member(segment.committed, cached) | member(segment.committed, segment.numbers)
+        if not present.all():
+            raise ProtocolError(f"{name}: committed number {segment.committed[~present][0]} is not here")
 
     def commit(self, segment: Segment) -> None:
         """Apply the segment's commits: every other number below the new base is dead."""
-        held = self.cache.numbers
-        self._drop_cached((held < self.base) | (held >= segment.base) | member(held, segment.committed))
+        cached = self.cache.numbers
+        self._drop_cached((cached < self.base) | (cached >= segment.base) | member(cached, segment.committed))
         self.base = segment.base
         self.cache.commit(int(self.cache.numbers.searchsorted(self.base)))
 

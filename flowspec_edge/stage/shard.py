@@ -146,9 +146,9 @@ class Shard:
     @property
     def nbytes(self) -> int:
         """Bytes of all weights, packed ones included."""
-        held = [*self.modules, *(m for m in (self.embed, self.norm) if m is not None)]
-        halves = (part.packed_bytes for m in held for part in m.modules() if isinstance(part, HalfLinear))
-        return sum(t.numel() * t.element_size() for m in held for t in (*m.parameters(), *m.buffers())) + sum(halves)
+        modules = [*self.modules, *(m for m in (self.embed, self.norm) if m is not None)]
+        halves = (part.packed_bytes for m in modules for part in m.modules() if isinstance(part, HalfLinear))
+        return sum(t.numel() * t.element_size() for m in modules for t in (*m.parameters(), *m.buffers())) + sum(halves)
 
 
 def split_layers(layers: int, stages: int, allow_empty: bool = False) -> list[tuple[int, int]]:
@@ -169,11 +169,11 @@ def stage_ranges(model: OpenModel | Path | str, stages: int, allow_empty: bool =
 
     UsageError for a sharded model with another number of stages; otherwise as for ``split_layers``.
     """
-    found = opened(model)
-    if found.manifest:
-        found.manifest.check_stages(stages)
-        return list(found.manifest.ranges)
-    return split_layers(found.decoder.num_hidden_layers, stages, allow_empty)
+    open_model = opened(model)
+    if open_model.manifest:
+        open_model.manifest.check_stages(stages)
+        return list(open_model.manifest.ranges)
+    return split_layers(open_model.decoder.num_hidden_layers, stages, allow_empty)
 
 
 def even_runs(total: int, parts: int) -> list[tuple[int, int]]:
@@ -198,12 +198,12 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
     torch_dtype, torch_device = parse_dtype(dtype), torch.device(device)
     halves = is_mixed(dtype, torch_device)
     use_exact_kernels()
-    found = opened(model)
-    ranges = stage_ranges(found, stages)
+    open_model = opened(model)
+    ranges = stage_ranges(open_model, stages)
     if not 0 <= index < stages:
         raise UsageError(f"no stage {index} of {stages}: stages count from 0")
     lo, hi = ranges[index]
-    with found.part(stage_part(index)) as part:
+    with open_model.part(stage_part(index)) as part:
         config, checkpoint = part.decoder, part.checkpoint
         parts: dict[str, Any] = {f"model.layers.{i}": layer for i, layer in
                                  zip(range(lo, hi), layers_on_meta(config, lo, hi), strict=True)}
@@ -211,7 +211,7 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
             parts["model.norm"] = norm_on_meta(config)
         embed = None
         read = [tensor_names.EMBEDDING] if index == 0 else []
-        quantised = schemes_of(found)
+        quantised = schemes_of(open_model)
         if quantised and torch_device.type == "cuda":
             caveat = quantised.usual.caveat(torch_dtype, torch.cuda.get_device_capability(torch_device))
             if caveat:
@@ -227,14 +227,14 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
                 elif torch_dtype == torch.bfloat16 and torch_device.type == "cpu":
                     replace_linears(module, PaddedLinear)
         release(torch_device)
-        wanted = read if found.sharded else tensor_names.whole_model(skeleton(config))
-        tensor_names.check_no_unexpected(part.directory, checkpoint.names, wanted)
+        expected = read if open_model.sharded else tensor_names.whole_model(skeleton(config))
+        tensor_names.check_no_unexpected(part.directory, checkpoint.names, expected)
         return Shard(
             index=index, stages=stages, layers=(lo, hi), config=config,
             modules=tuple(parts[f"model.layers.{i}"] for i in range(lo, hi)), rotary=Rotary(config, torch_device),
             embed=embed, norm=parts.get("model.norm"),
             dtype=torch_dtype, device=torch_device, digest=checkpoint.digest(read),
-            kv_cache=found.manifest.kv_cache if found.manifest else "16bit",
+            kv_cache=open_model.manifest.kv_cache if open_model.manifest else "16bit",
             embed_scale=embedding_scale(config, torch_dtype),
             row_step=row_step or (ROW_STEP if torch_device.type == "cuda" else 1),
         )
@@ -242,13 +242,13 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
 
 def find_embedding(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu"
                    ) -> Embedding | None:
-    """The token embeddings, looked up by tokens in host memory if they are an ``EmbeddingTable``; None for
-    D0's part of a sharded model whose draft models need none."""
-    found = opened(model)
-    checkpoint = found.checkpoint()
+    """Return the token embeddings. An ``EmbeddingTable`` is looked up in host memory. None for D0's part of a sharded
+    model whose draft models need no embeddings."""
+    open_model = opened(model)
+    checkpoint = open_model.checkpoint()
     if tensor_names.EMBEDDING not in checkpoint:
         return None
-    return _embedding(checkpoint, found.decoder, parse_dtype(dtype), torch.device(device))
+    return _embedding(checkpoint, open_model.decoder, parse_dtype(dtype), torch.device(device))
 
 
 def _embedding(checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Embedding:

@@ -79,9 +79,9 @@ class Strategy(ABC):
     def __init_subclass__(cls) -> None:
         """A strategy that is derived from another, with a name of its own, does not take over its title."""
         super().__init_subclass__()
-        own = vars(cls)
-        if "name" in own:
-            cls.title = own.get("title", cls.name)
+        attributes = vars(cls)
+        if "name" in attributes:
+            cls.title = attributes.get("title", cls.name)
 
     def __init__(self, params: Parameters, builder: SegmentBuilder, pipeline: Pipeline) -> None:
         self.params = params.of(self.parameters)

@@ -43,73 +43,73 @@ AS_OPTION = Written("--{name} {value}", DRAFTS)
 AS_LINE = Written('{name} = "{value}"', frozenset(kind.name for kind in NAMED))
 
 
-def draft_kind(chosen: type[Strategy], params: Parameters, model: HasDrafts) -> str | None:
-    """The kind of draft model that ``chosen`` uses on ``model``, which may lack it; None: it drafts nothing.
+def draft_kind(strategy: type[Strategy], params: Parameters, model: HasDrafts) -> str | None:
+    """The kind of draft model that ``strategy`` uses on ``model``, which may lack it; None: it drafts nothing.
 
     An EAGLE-3 head, then a block drafter, replaces a missing EAGLE-1/2 head.  UsageError for an unusable
     kind.
     """
-    kind = chosen.drafts_with(params)
+    kind = strategy.drafts_with(params)
     if kind == EAGLE2.name and not model.draft(kind):
         kind = next((other.name for other in head_kinds() if model.draft(other.name)), kind)
-    if kind is not None and DRAFT_KINDS[kind].inner_states and chosen.parallelism != "pipeline":
-        raise UsageError(f"{chosen.name} cannot draft with the model's {DRAFT_KINDS[kind].title}: it needs "
+    if kind is not None and DRAFT_KINDS[kind].inner_states and strategy.parallelism != "pipeline":
+        raise UsageError(f"{strategy.name} cannot draft with the model's {DRAFT_KINDS[kind].title}: it needs "
                          "inner states of the target, which devices that share each layer do not send; see "
                          "--draft for another kind, or leave this strategy out")
     return kind
 
 
-def draft_label(chosen: type[Strategy], params: Parameters, kind: str | None) -> str:
+def draft_label(strategy: type[Strategy], params: Parameters, kind: str | None) -> str:
     """Name what a request drafts with, for a table: ``kind``, "+ngram" if it also looks up in the text, or
     "none"."""
-    looked_up = f"+{NGRAM.name}" if kind not in (None, NGRAM.name) and chosen.looks_up(params) else ""
+    looked_up = f"+{NGRAM.name}" if kind not in (None, NGRAM.name) and strategy.looks_up(params) else ""
     return f"{kind or 'none'}{looked_up}"
 
 
-def require_draft(chosen: type[Strategy], params: Parameters, model: OpenModel, write: Written = AS_OPTION
+def require_draft(strategy: type[Strategy], params: Parameters, model: OpenModel, write: Written = AS_OPTION
                   ) -> None:
-    """Raise UsageError if ``model`` lacks the draft model that ``chosen`` uses."""
-    kind = draft_kind(chosen, params, model)
+    """Raise UsageError if ``model`` lacks the draft model that ``strategy`` uses."""
+    kind = draft_kind(strategy, params, model)
     if kind is not None and kind != NGRAM.name and model.draft(kind) is None:
-        raise UsageError(missing_draft(chosen, kind, model, write))
+        raise UsageError(missing_draft(strategy, kind, model, write))
 
 
-def missing_draft(chosen: type[Strategy], kind: str, model: OpenModel, write: Written, besides: str = ""
+def missing_draft(strategy: type[Strategy], kind: str, model: OpenModel, write: Written, besides: str = ""
                   ) -> str:
     """Say that ``model`` lacks the draft model of ``kind``, and what to do.
 
     besides  what was found in its place, as a clause
     """
-    found = DRAFT_KINDS[kind]
-    if found.in_target:
-        return missing_own_layer(found, model)
+    draft_kind = DRAFT_KINDS[kind]
+    if draft_kind.in_target:
+        return missing_own_layer(draft_kind, model)
     plain = f"do not draft: {write('strategy', 'autoregressive')}"
     if model.sharded:
         add = "shard it again with --draft DIR"
-    elif found.is_head:
-        add = f"add one, as flowspec models head {model.shown} says"
-    elif found.made_by:
-        add = f"make it with: {found.made_by} --model {model.shown}"
+    elif draft_kind.is_head:
+        add = f"add one, as flowspec models head {model.display_path} says"
+    elif draft_kind.made_by:
+        add = f"make it with: {draft_kind.made_by} --model {model.display_path}"
     else:
-        add = f"put one into {found.directory}/"
-    others = [] if found.bound else [kind for kind in model.drafts if kind.name in write.kinds]
-    own = f", draft with its {others[0].title}: {write('draft', others[0].name)}" if others else ""
-    looked_up = f", look up in the text: {write('draft', NGRAM.name)}" if not found.bound else ""
-    return (f"{chosen.name} drafts with {found.directory}/, which {model.shown} does not have{besides}: {add}"
-            f"{own}{looked_up}, or {plain}")
+        add = f"put one into {draft_kind.directory}/"
+    others = [] if draft_kind.bound else [kind for kind in model.drafts if kind.name in write.kinds]
+    draft_advice = f", draft with its {others[0].title}: {write('draft', others[0].name)}" if others else ""
+    looked_up = f", look up in the text: {write('draft', NGRAM.name)}" if not draft_kind.bound else ""
+    return (f"{strategy.name} drafts with {draft_kind.directory}/, which {model.display_path} does not have{besides}: "
+            f"{add}{draft_advice}{looked_up}, or {plain}")
 
 
-def with_a_draft(chosen: type[Strategy], params: _P, model: OpenModel, write: Written = AS_OPTION
+def with_a_draft(strategy: type[Strategy], params: _P, model: OpenModel, write: Written = AS_OPTION
                  ) -> tuple[_P, str]:
-    """Let ``chosen`` look up in the text if the model has no draft model that would draft unless it is named.
+    """Let ``strategy`` look up in the text if the model has no draft model that would draft unless it is named.
 
     Returns the parameters, and a note about the change, or "".
     """
-    own = [kind for kind in model.drafts if kind.in_target]
-    drafter = DRAFT_KINDS.get(chosen.drafter or "", NGRAM)
-    if params.draft != OWN or drafter is NGRAM or drafter.bound or len(model.drafts) > len(own):
+    in_target = [kind for kind in model.drafts if kind.in_target]
+    drafter = DRAFT_KINDS.get(strategy.drafter or "", NGRAM)
+    if params.draft != OWN or drafter is NGRAM or drafter.bound or len(model.drafts) > len(in_target):
         return params, ""
-    lacks, other = (("head", f"its {own[0].title}: {write('draft', own[0].name)}") if own else
-                    ("draft model", f"a head: flowspec models head {model.shown}"))
+    lacks, other = (("head", f"its {in_target[0].title}: {write('draft', in_target[0].name)}") if in_target else
+                    ("draft model", f"a head: flowspec models head {model.display_path}"))
     return (replace(params, draft=NGRAM.name),
-            f"{model.shown} has no {lacks}, so {chosen.name} looks up in the text; for {other}")
+            f"{model.display_path} has no {lacks}, so {strategy.name} looks up in the text; for {other}")

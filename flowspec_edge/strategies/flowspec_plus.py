@@ -111,8 +111,8 @@ class FlowSpecPlus(TreeStrategy):
 
     @classmethod
     def _looks_up_itself(cls, params: Parameters) -> bool:
-        own = params.of(FlowSpecPlusParameters)
-        return own.ngram is not False and "lookup" not in own.disabled_ideas()
+        plus_params = params.of(FlowSpecPlusParameters)
+        return plus_params.ngram is not False and "lookup" not in plus_params.disabled_ideas()
 
     def begin(self, text: Sequence[int], sampling: Sampling) -> None:
         self._sampling = sampling
@@ -146,11 +146,11 @@ class FlowSpecPlus(TreeStrategy):
     def next_segment(self, rows: int | None = None) -> Segment | None:
         root = self.tree.root.number < 0
         room = (rows or self._longest()) - root
-        found = self.tree.pop_unsent(room + 1)  # one more, to know whether there is more
-        nodes = found[:room]
+        unsent = self.tree.pop_unsent(room + 1)  # one more, to know whether there is more
+        nodes = unsent[:room]
         nodes = nodes[: self._rows_to_send(nodes, root)] if rows is None else nodes
-        self.tree.requeue(found[len(nodes) :])
-        is_full = nodes and len(nodes) < len(found)
+        self.tree.requeue(unsent[len(nodes) :])
+        is_full = nodes and len(nodes) < len(unsent)
         self._least_sent = self.tree.probability(nodes[-1]) if is_full else 0.0
         return self.send(nodes, root) if root or nodes else None
 
@@ -199,18 +199,18 @@ class FlowSpecPlus(TreeStrategy):
     def _in_flight(self) -> list[Node]:
         """The likeliest nodes that a block from an older root ranked: the new one knows more of the text, and
         ranks what follows them along the paths that are in flight."""
-        known = (node for node in self.tree.nodes() if node.expanded and node.successor < 0)
-        return heapq.nlargest(_RANKED_AGAIN, known, lambda node: node.score)
+        ranked = (node for node in self.tree.nodes() if node.expanded and node.successor < 0)
+        return heapq.nlargest(_RANKED_AGAIN, ranked, lambda node: node.score)
 
     def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
         self._drafts_blocks = output.beyond is not None
         estimates = self._estimator.draft_estimates(output.scores).tolist()
         tokens, scores = output.tokens.tolist(), output.scores.tolist()
-        for row, asked in enumerate(request.nodes):
-            node = self._pending_draft.get(asked.id)
+        for row, draft_node in enumerate(request.nodes):
+            node = self._pending_draft.get(draft_node.id)
             if node is None or not node.alive:
                 continue  # dropped meanwhile
-            if asked.id == self.tree.root.id == request.root:
+            if draft_node.id == self.tree.root.id == request.root:
                 self._root_is_stale = False
             if output.beyond is not None and output.beyond[row] and tokens[row][0] == ABSENT:
                 self._beyond.append(node)
@@ -235,11 +235,11 @@ class FlowSpecPlus(TreeStrategy):
             if not queue:
                 return
             node = heapq.heappop(queue)[1]
-            found = self._text.candidates(self._path(node), _CHILDREN_PER_LOOKUP)
-            scores = scores_from_probabilities(np.array([token for token, _ in found], np.int32),
-                                               np.array([p for _, p in found]), node.position,
+            candidates = self._text.candidates(self._path(node), _CHILDREN_PER_LOOKUP)
+            scores = scores_from_probabilities(np.array([token for token, _ in candidates], np.int32),
+                                               np.array([p for _, p in candidates]), node.position,
                                                self._sampling, self.params.rank)
-            for (token, _), score in zip(found, scores.tolist(), strict=True):
+            for (token, _), score in zip(candidates, scores.tolist(), strict=True):
                 child = self.tree.look_up_child(node, token, score)
                 if child is not None and child.score > floor and not child.expanded:
                     heapq.heappush(queue, (-child.score, child))

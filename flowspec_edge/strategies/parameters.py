@@ -75,9 +75,9 @@ class Parameter:
                 return words[text.lower()]
             return self.kind(text) if self.kind in (int, float) else text
         except (ValueError, KeyError):
-            what = {int: "a whole number", float: "a number"}.get(self.kind, "true or false")
-            shown = text if len(text) <= 40 else f"{text[:40]}…"
-            raise UsageError(f"{self.name} must be {what} ({self.range}), not {shown!r}") from None
+            type_name = {int: "a whole number", float: "a number"}.get(self.kind, "true or false")
+            shortened = text if len(text) <= 40 else f"{text[:40]}…"
+            raise UsageError(f"{self.name} must be {type_name} ({self.range}), not {shortened!r}") from None
 
     def check(self, value: Any) -> None:
         name, choices = self.name, get_args(self.kind) or self.words
@@ -89,8 +89,8 @@ class Parameter:
             return
         allowed = (int, float) if self.kind is float else int
         if not isinstance(value, allowed) or isinstance(value, bool):
-            what = "a number" if self.kind is float else "a whole number"
-            raise UsageError(f"{name} must be {what} ({self.range}), not {value!r}")
+            type_name = "a number" if self.kind is float else "a whole number"
+            raise UsageError(f"{name} must be {type_name} ({self.range}), not {value!r}")
         if not math.isfinite(value):
             raise UsageError(f"{name} must be a number ({self.range}), not {value}")
         if value < self.least:
@@ -106,15 +106,15 @@ def parameters(declared: type[Parameters]) -> dict[str, Parameter]:
 
 @cache
 def _described(declared: type[Parameters]) -> dict[str, Parameter]:
-    described = {}
+    by_name = {}
     for name, hint in get_type_hints(declared, include_extras=True).items():
         if get_origin(hint) is Annotated:
             kind, (meaning, *bounds) = hint.__origin__, hint.__metadata__
             words = bounds.pop() if kind is str and bounds else None
             least = bounds[0] if bounds else int(kind is int)
             most = bounds[1] if len(bounds) > 1 else MOST
-            described[name] = Parameter(name, kind, getattr(declared, name), meaning, least, most, words)
-    return {name: described[name] for name in declared.__dataclass_fields__ if name in described}
+            by_name[name] = Parameter(name, kind, getattr(declared, name), meaning, least, most, words)
+    return {name: by_name[name] for name in declared.__dataclass_fields__ if name in by_name}
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,8 @@ class Parameters:
         """The values of the parameters that ``declared`` has; defaults for those not given."""
         if isinstance(self, declared):
             return self
-        given = {name: getattr(self, name) for name in parameters(declared) if hasattr(self, name)}
-        return declared(**given)
+        values = {name: getattr(self, name) for name in parameters(declared) if hasattr(self, name)}
+        return declared(**values)
 
     def largest_segment(self) -> int:
         """Rows of the longest segment that a strategy with these parameters may send."""

@@ -19,33 +19,33 @@ class Params(Parameters):
     """Values of any strategies' parameters by name, such as ``Params(segment=8, pipedec_width=16)``.  A
     strategy takes those that it declares; ``flowspec strategies NAME`` lists them.
 
-    own  names and values of those that only some strategies have
+    specific  names and values of those that only some strategies have
 
     UsageError for a name that no strategy declares, and for a value out of range.
     """
 
-    own: tuple[tuple[str, Any], ...] = ()
+    specific: tuple[tuple[str, Any], ...] = ()
 
-    def __init__(self, own: Iterable[tuple[str, Any]] = (), **values: Any) -> None:
-        given = {**dict(own), **values}
+    def __init__(self, specific: Iterable[tuple[str, Any]] = (), **values: Any) -> None:
+        values_by_name = {**dict(specific), **values}
         for name, parameter in parameters(Parameters).items():
-            object.__setattr__(self, name, given.pop(name, parameter.default))
-        object.__setattr__(self, "own", tuple(sorted(given.items())))
+            object.__setattr__(self, name, values_by_name.pop(name, parameter.default))
+        object.__setattr__(self, "specific", tuple(sorted(values_by_name.items())))
         self.of(Parameters)
-        if given:
+        if values_by_name:
             every = declared_by_strategies()
-            if unknown := given.keys() - {name for declared in every for name in parameters(declared)}:
-                known = all_parameters()
-                raise UsageError(f"no parameter {min(unknown)!r}; {did_you_mean(min(unknown), known)}"
+            if unknown := values_by_name.keys() - {name for declared in every for name in parameters(declared)}:
+                available = all_parameters()
+                raise UsageError(f"no parameter {min(unknown)!r}; {did_you_mean(min(unknown), available)}"
                                  "flowspec strategies NAME lists those of a strategy")
             for declared in every:
-                if given.keys() & parameters(declared).keys():
+                if values_by_name.keys() & parameters(declared).keys():
                     self.of(declared)
 
     def of(self, declared: type[Declared]) -> Declared:
         """The values of the parameters that ``declared`` has; UsageError if they do not fit together."""
-        given = {**{name: getattr(self, name) for name in parameters(Parameters)}, **dict(self.own)}
-        return declared(**{name: given[name] for name in parameters(declared) if name in given})
+        values = {**{name: getattr(self, name) for name in parameters(Parameters)}, **dict(self.specific)}
+        return declared(**{name: values[name] for name in parameters(declared) if name in values})
 
     def changed(self, **values: Any) -> Params:
         """A copy with other values of parameters."""
@@ -53,8 +53,8 @@ class Params(Parameters):
 
     def flat(self) -> dict[str, Any]:
         """Every parameter of all strategies, by name."""
-        given = dict(self.own)
-        return {name: getattr(self, name, given.get(name, parameter.default))
+        specific = dict(self.specific)
+        return {name: getattr(self, name, specific.get(name, parameter.default))
                 for name, parameter in all_parameters().items()}
 
     def largest_segment(self) -> int:
@@ -74,24 +74,24 @@ def all_parameters() -> dict[str, Parameter]:
     return every
 
 
-def set_parameters(params: Params, settings: Iterable[str], known: Mapping[str, Parameter], whose: str,
+def set_parameters(params: Params, settings: Iterable[str], parameters: Mapping[str, Parameter], whose: str,
                    ) -> Params:
     """``params`` with every "name=value" of ``settings``; a dash counts as an underscore.
 
-    UsageError for a name that is not in ``known``, the parameters of ``whose``, or for a value out of range.
+    UsageError for a name that is not in ``parameters``, the parameters of ``whose``, or for a value out of range.
     """
     changes = {}
     for setting in settings:
-        given, equals, text = setting.partition("=")
-        name = given.strip().replace("-", "_")
+        written_name, equals, text = setting.partition("=")
+        name = written_name.strip().replace("-", "_")
         if not equals or not name:
-            first = next(iter(known.values()))
+            first = next(iter(parameters.values()))
             raise UsageError(f"--set takes name=value, not {setting!r}, such as --set {first.name}="
                              f"{first.default}")
-        if name not in known:
-            raise UsageError(f"{whose} has no parameter {name!r}: {did_you_mean(name, known)}"
-                             f"there are {', '.join(known)}")
+        if name not in parameters:
+            raise UsageError(f"{whose} has no parameter {name!r}: {did_you_mean(name, parameters)}"
+                             f"there are {', '.join(parameters)}")
         if name in changes:
             raise UsageError(f"--set gives {name} twice")
-        changes[name] = known[name].read(text.strip())
+        changes[name] = parameters[name].read(text.strip())
     return params.changed(**changes)

@@ -62,7 +62,7 @@ class PipeInfer(TreeStrategy):
         self._batch: list[Node] = []  # the micro-batch being drafted
         self._levels = 0
         self._tips: list[Node] = []  # where speculation continues
-        self._held: tuple[DraftRequest, DraftOutput] | None = None  # an attempt that the cutoff stopped
+        self._stopped_attempt: tuple[DraftRequest, DraftOutput] | None = None  # an attempt that the cutoff stopped
         self._uncommitted: Node | None = None  # the root, until its canonical run is sent
         self._iterations = self._failures = 0  # micro-batches, and attempts stopped by the cutoff
 
@@ -74,7 +74,7 @@ class PipeInfer(TreeStrategy):
     def begin_round(self) -> None:
         self._waiting.clear()
         self._batch, self._levels, self._tips = [], 0, [self.tree.root]
-        self._held = self._uncommitted = None
+        self._stopped_attempt = self._uncommitted = None
         self._iterations = self._failures = 0
 
     # ---- sending ------------------------------------------------------------------------
@@ -117,8 +117,8 @@ class PipeInfer(TreeStrategy):
         if commits:
             self._iterations = self._failures = 0
             self._cancel_refuted(restarted)
-            if self._held is not None and not np.isfinite(self._held[1].scores).any():
-                self._held = None  # no child was found, but a longer text may have one
+            if self._stopped_attempt is not None and not np.isfinite(self._stopped_attempt[1].scores).any():
+                self._stopped_attempt = None  # no child was found, but a longer text may have one
         return commits
 
     def _commit(self, node: Node) -> None:
@@ -157,7 +157,7 @@ class PipeInfer(TreeStrategy):
     def next_draft(self) -> DraftRequest | None:
         if len(self._runs) + len(self._waiting) > self.pipeline.stages:
             return None
-        if self._held is not None and not self._try_again(*self._held):
+        if self._stopped_attempt is not None and not self._try_again(*self._stopped_attempt):
             return None
         self._tips = [n for n in self._tips if n.alive]
         if not self._tips:
@@ -166,23 +166,23 @@ class PipeInfer(TreeStrategy):
 
     def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
         tips = {n.id: n for n in self._tips}
-        if not any(asked.id in tips for asked in request.nodes):
+        if not any(draft_node.id in tips for draft_node in request.nodes):
             return  # the pass belongs to a round that has ended
-        grown: list[Node] = []
-        for row, asked in enumerate(request.nodes):
-            tip = tips.get(asked.id)
+        new_tips: list[Node] = []
+        for row, draft_node in enumerate(request.nodes):
+            tip = tips.get(draft_node.id)
             if tip is not None and tip.alive:
-                grown += self._grow(tip, output.tokens[row].tolist(), output.scores[row].tolist(),
-                                    self.params.pipeinfer_sequences - len(grown))
-        if grown:
-            self._tips = grown
-            self._batch += grown
+                new_tips += self._grow(tip, output.tokens[row].tolist(), output.scores[row].tolist(),
+                                       self.params.pipeinfer_sequences - len(new_tips))
+        if new_tips:
+            self._tips = new_tips
+            self._batch += new_tips
             self._levels += 1
             if self._levels < self.params.pipeinfer_tokens:
                 return
         elif not self._batch:
             self._failures += 1
-            self._held = (request, output)
+            self._stopped_attempt = (request, output)
             return
         self._waiting.append(self._batch)
         self._batch, self._levels = [], 0
@@ -191,13 +191,13 @@ class PipeInfer(TreeStrategy):
     def _try_again(self, request: DraftRequest, output: DraftOutput) -> bool:
         """Retry an attempt that the cutoff stopped; False: the cutoff is still too high.  The draft's former
         answer is reused: it would be the same, and a pass would keep D0 from handling outputs."""
-        asked = {node.id for node in request.nodes}
-        if any(tip.alive and tip.id in asked for tip in self._tips):
+        node_ids = {node.id for node in request.nodes}
+        if any(tip.alive and tip.id in node_ids for tip in self._tips):
             if not 0 < math.exp(output.scores.max()) >= self.cutoff:
                 self._failures += 1
                 return False
             self.on_draft(request, output)
-        self._held = None
+        self._stopped_attempt = None
         return True
 
     def _grow(self, tip: Node, tokens: list[int], scores: list[float], room: int) -> list[Node]:
@@ -205,7 +205,7 @@ class PipeInfer(TreeStrategy):
         children: list[Node] = []
         for token, score in zip(tokens, scores, strict=True):
             confidence = math.exp(score)  # 0: an absent child, below any cutoff
-            wanted = self.params.pipeinfer_split if children else self.cutoff
-            if len(children) < room and 0 < confidence >= wanted:
+            cutoff = self.params.pipeinfer_split if children else self.cutoff
+            if len(children) < room and 0 < confidence >= cutoff:
                 children.append(self.tree.add(tip, token, tip.score + score))
         return children

@@ -38,18 +38,19 @@ _OWN = {
 }
 
 
-def _own(name: str) -> type[Strategy] | None:
+def _builtin_strategy(name: str) -> type[Strategy] | None:
     """Import a strategy of this package."""
     if name not in _OWN:
         return None
     module, _, attribute = _OWN[name].partition(":")
-    found: type[Strategy] = getattr(import_module(f"flowspec_edge.strategies.{module}"), attribute)
-    return found
+    strategy: type[Strategy] = getattr(import_module(f"flowspec_edge.strategies.{module}"), attribute)
+    return strategy
 
 
 # Names need no numpy: a strategy is imported when it is looked up.
 STRATEGIES: Mapping[str, type[Strategy]] = OwnAndOffered(
-    _OWN, ENTRY_POINTS, lambda name: _own(name) or _loaded.get(name) or _load(offered(ENTRY_POINTS)[name].value))
+    _OWN, ENTRY_POINTS, lambda name: (_builtin_strategy(name) or _loaded.get(name)
+                                      or _load(offered(ENTRY_POINTS)[name].value)))
 _loaded: dict[str, type[Strategy]] = {}  # from elsewhere, once named
 
 
@@ -118,9 +119,9 @@ def groups(names: Iterable[str]) -> list[str]:
 
 def groups_note(names: Iterable[str]) -> str:
     """Return what a table of these strategies says of :func:`groups`; "" without one."""
-    known = [name for name in names if name in STRATEGIES or name in _loaded]  # a report may have others
-    found = " and ".join(map(title_of, groups(known)))
-    return f"{found}: computed whole, charged as groups of devices" if found else ""
+    loaded = [name for name in names if name in STRATEGIES or name in _loaded]  # a report may have others
+    titles = " and ".join(map(title_of, groups(loaded)))
+    return f"{titles}: computed whole, charged as groups of devices" if titles else ""
 
 
 def require_pipelines(names: Iterable[str]) -> None:
@@ -130,36 +131,36 @@ def require_pipelines(names: Iterable[str]) -> None:
                          f"that share every layer; try: flowspec bench run --strategies chunk_pp,{name}")
 
 
-def parameters_of(chosen: type[Strategy]) -> dict[str, Parameter]:
-    """The parameters that ``chosen`` reads by name, its own first."""
-    every, shared = parameters(chosen.parameters), parameters(Parameters)
-    own = [name for name in every if name not in shared]
-    return {name: every[name] for name in (*own, *(DRAFTED if chosen.drafter else ()), *COMMON)}
+def parameters_of(strategy: type[Strategy]) -> dict[str, Parameter]:
+    """The parameters that ``strategy`` reads by name, its own first."""
+    every, shared = parameters(strategy.parameters), parameters(Parameters)
+    specific = [name for name in every if name not in shared]
+    return {name: every[name] for name in (*specific, *(DRAFTED if strategy.drafter else ()), *COMMON)}
 
 
 def declared_by_strategies() -> list[type[Parameters]]:
     """Return what all strategies declare, without entry points that cannot be loaded."""
-    found = []
+    parameter_classes = []
     for name in strategy_names():
         with suppress(UsageError):
-            found.append(strategy_class(name).parameters)
-    return list(dict.fromkeys(found))
+            parameter_classes.append(strategy_class(name).parameters)
+    return list(dict.fromkeys(parameter_classes))
 
 
 def _load(place: str) -> type[Strategy]:
     """Import a strategy from elsewhere."""
     from flowspec_edge.strategies.base import Strategy
 
-    chosen = load_object(place, "strategy", "package.module:Class, without a path, such as "
-                                            "my_package.module:MyStrategy")
-    if not (inspect.isclass(chosen) and issubclass(chosen, Strategy)) or inspect.isabstract(chosen):
+    strategy = load_object(place, "strategy", "package.module:Class, without a path, such as "
+                                              "my_package.module:MyStrategy")
+    if not (inspect.isclass(strategy) and issubclass(strategy, Strategy)) or inspect.isabstract(strategy):
         raise UsageError(f"{place} is not a strategy: a complete subclass of flowspec_edge.Strategy")
-    name, summary = (getattr(chosen, key, None) for key in ("name", "summary"))
+    name, summary = (getattr(strategy, key, None) for key in ("name", "summary"))
     if not (isinstance(name, str) and name.isidentifier() and isinstance(summary, str)):
         raise UsageError(f"{place} needs two class attributes: name, an identifier, and summary")
-    if not isinstance(chosen.title, str):
-        raise UsageError(f"{place} has a title that is no text: {chosen.title!r}")
-    declared = chosen.parameters
+    if not isinstance(strategy.title, str):
+        raise UsageError(f"{place} has a title that is no text: {strategy.title!r}")
+    declared = strategy.parameters
     if not (inspect.isclass(declared) and issubclass(declared, Parameters)):
         raise UsageError(f"{place} must declare its parameters as a dataclass that is derived from "
                          f"flowspec_edge.Parameters, not {declared!r}")
@@ -171,24 +172,24 @@ def _load(place: str) -> type[Strategy]:
             parameter.check(parameter.default)
         except UsageError as error:
             raise UsageError(f"{place} has a default that it does not allow: {error}") from error
-    known = _own(name) or _loaded.get(name) or _loaded.setdefault(name, _located(chosen))
-    if chosen not in (known, *known.__bases__):
+    registered = _builtin_strategy(name) or _loaded.get(name) or _loaded.setdefault(name, _located(strategy))
+    if strategy not in (registered, *registered.__bases__):
         raise UsageError(f"{place} has the name of another strategy, {name}: give it its own")
-    return known
+    return registered
 
 
-def _located(chosen: type[Strategy]) -> type[Strategy]:
+def _located(strategy: type[Strategy]) -> type[Strategy]:
     """A subclass whose methods and properties raise RequestFailed, with file and line, for whatever
-    ``chosen`` raises, ``sys.exit`` included."""
+    ``strategy`` raises, ``sys.exit`` included."""
     from flowspec_edge.strategies.base import Strategy
 
-    source = inspect.getsourcefile(chosen)
+    source = inspect.getsourcefile(strategy)
 
     def located(method: Callable[..., object]) -> Callable[..., object]:
         @wraps(method)
-        def call(*values: object, **named: object) -> object:
+        def call(*values: object, **keywords: object) -> object:
             try:
-                return method(*values, **named)
+                return method(*values, **keywords)
             except FlowspecError:
                 raise
             except (Exception, SystemExit) as error:
@@ -196,17 +197,17 @@ def _located(chosen: type[Strategy]) -> type[Strategy]:
                 places = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename == source]
                 place = places[-1] if places else f"{source}, {method.__qualname__}"
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                raise RequestFailed(f"the strategy {chosen.name} failed: {reason} ({place})") from error
+                raise RequestFailed(f"the strategy {strategy.name} failed: {reason} ({place})") from error
         return call
 
     members: dict[str, object] = {}
     for name, member in inspect.getmembers(Strategy):
-        own = inspect.getattr_static(chosen, name)
+        attribute = inspect.getattr_static(strategy, name)
         if inspect.isfunction(member) and (name == "__init__" or not name.startswith("_")):
-            members[name] = located(getattr(chosen, name))
-        elif isinstance(member, property) and isinstance(own, property) and own.fget:
-            members[name] = property(located(own.fget))
-        elif inspect.ismethod(member) and isinstance(own, classmethod):
-            members[name] = classmethod(located(own.__func__))
-    same = {name: getattr(chosen, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(chosen.__name__, (chosen,), {**members, **same})
+            members[name] = located(getattr(strategy, name))
+        elif isinstance(member, property) and isinstance(attribute, property) and attribute.fget:
+            members[name] = property(located(attribute.fget))
+        elif inspect.ismethod(member) and isinstance(attribute, classmethod):
+            members[name] = classmethod(located(attribute.__func__))
+    same = {name: getattr(strategy, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(strategy.__name__, (strategy,), {**members, **same})

@@ -24,8 +24,8 @@ class SlotWorth:
         self._stages = stages
         self._mean: NDArray[np.float64] | None = None  # probability of the n-th row, [_RANKS]
 
-    def rows(self, probabilities: Sequence[float], seconds: Callable[[int], float], taken: int = 0) -> int:
-        """How many of the rows go, likeliest first; ``taken``: rows that go in any case.
+    def rows(self, probabilities: Sequence[float], seconds: Callable[[int], float], base_rows: int = 0) -> int:
+        """How many of the rows go, likeliest first; ``base_rows``: rows that go in any case.
 
         seconds  of a segment in a stage, by its rows
         """
@@ -40,4 +40,4 @@ class SlotWorth:
         rates = self._mean.cumsum() / times
         # The last of equal maxima: on a flat piece of the curve further rows are free.
         best = _RANKS - int(np.argmax(rates[::-1]))
-        return min(len(probabilities), max(0, best - taken))
+        return min(len(probabilities), max(0, best - base_rows))

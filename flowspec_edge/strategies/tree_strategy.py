@@ -45,19 +45,19 @@ class TreeStrategy(Strategy):
         super().__init__(params, builder, pipeline)
         self.tree = DraftTree(-1, -1)  # until ``start``
         self.expansion: TreeExpansion | None = None
-        self._asked: TreeExpansion | None = None  # its draft pass is in progress
+        self._in_progress: TreeExpansion | None = None  # its draft pass is in progress
         self._prunes: list[Prune] = []
 
     def start(self, token: int, position: int) -> None:
         self._restart(token, position, first_id=0)
 
     def next_draft(self) -> DraftRequest | None:
-        self._asked = self.expansion
+        self._in_progress = self.expansion
         return self.expansion.request() if self.expansion else None
 
     def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
-        if self._asked is not None and self._asked is self.expansion:
-            self._asked.absorb(output)
+        if self._in_progress is not None and self._in_progress is self.expansion:
+            self._in_progress.absorb(output)
 
     def controls(self) -> list[Prune | Cancel]:
         prunes, self._prunes = self._prunes, []

@@ -189,12 +189,12 @@ def _check_parts(parts: Sequence[m.Message]) -> None:
 def _header(frames: Sequence[Buffer]) -> list[Any]:
     if not frames or len(frames[0]) > MAX_HEADER_BYTES:
         raise ProtocolError(f"no header of at most {MAX_HEADER_BYTES} bytes; is the peer a flowspec device?")
-    left = MAX_ITEMS
+    remaining = MAX_ITEMS
 
     def count(items: Any) -> Any:
-        nonlocal left
-        left -= _CONTAINER + len(items)
-        if left < 0:
+        nonlocal remaining
+        remaining -= _CONTAINER + len(items)
+        if remaining < 0:
             raise ProtocolError("the header has more lists, maps or values than any message's; "
                                 "is the peer a flowspec device?")
         return items

@@ -83,9 +83,9 @@ def load_all(path: Path) -> list[KeyPair]:
     except (ValueError, RecursionError):
         data = None
     newer = data.get(_NEWER, []) if isinstance(data, dict) else []
-    found = [_pair(entry) for entry in (data, *(newer if isinstance(newer, list) else [None]))]
-    pairs = [pair for pair in found if pair]
-    if len(pairs) < len(found):
+    entries = [_pair(entry) for entry in (data, *(newer if isinstance(newer, list) else [None]))]
+    pairs = [pair for pair in entries if pair]
+    if len(pairs) < len(entries):
         raise FlowspecError(f"{path} is not a key file; make a new one")
     if any(zmq.curve_public(pair.secret) != pair.public for pair in pairs):
         raise FlowspecError(f"{path}: the two keys do not belong together; make new ones")

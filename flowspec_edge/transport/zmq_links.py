@@ -108,12 +108,12 @@ class Endpoint:
 
     def _queue(self, frames: Sequence[Buffer]) -> None:
         """Send without blocking; a message is queued whole, so zmq.Again comes with the first frame."""
-        left, size = len(frames), 0
+        remaining, size = len(frames), 0
         for frame in frames:
-            left -= 1
+            remaining -= 1
             length = len(frame)
             size += length
-            self.socket.send(frame, _MORE if left else NOBLOCK, length < self._zero_copy)
+            self.socket.send(frame, _MORE if remaining else NOBLOCK, length < self._zero_copy)
         self.bytes_out += size
 
     def _receive(self, timeout: float, most: int) -> list[bytes] | None:
@@ -260,8 +260,8 @@ class ZmqHub(Endpoint):
         if frames is None or not self.authenticated:
             return frames
         peer = frames[0].decode(errors="replace")
-        own = self.peer_keys.get(peer, b"").decode()
-        if own != self._key:
+        peer_key = self.peer_keys.get(peer, b"").decode()
+        if peer_key != self._key:
             self._drop(f"its sender calls itself {peer[:SHOWN]!r}, but has the key {self._key}")
             if peer not in self.peer_keys:
                 with suppress(PeerLost):

@@ -100,11 +100,11 @@ class AcceptanceEstimator:
         weights = self._weights["draft"]
         return np.asarray(-np.logaddexp(0.0, -np.clip(weights.bias + weights.draft * odds, -30.0, 30.0)))
 
-    def learn(self, evidence: Evidence, taken: bool) -> None:
-        """The target accepted the parent, and then this child (``taken``) or another token."""
+    def learn(self, evidence: Evidence, accepted: bool) -> None:
+        """The target accepted the parent, and then this child (``accepted``) or another token."""
         case, draft, lookup = _odds(evidence)
         weights = self._weights[case]
-        step = self._rate * (taken - _logistic(weights, draft, lookup))
+        step = self._rate * (accepted - _logistic(weights, draft, lookup))
         self._weights[case] = _Weights(weights.bias + step, weights.draft + step * draft,
                                        weights.lookup + step * lookup)
 

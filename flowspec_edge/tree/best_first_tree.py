@@ -109,12 +109,12 @@ class BestFirstTree(DraftTree):
         """Update the estimator with all known outcomes; call it before :meth:`reroot`."""
         node: Node | None = self.root
         while node is not None and node.successor >= 0:
-            taken = self.child(node, node.successor)
+            accepted = self.child(node, node.successor)
             for child in node.children.values():
-                self._estimator.learn(self.evidence(child), child is taken)
+                self._estimator.learn(self.evidence(child), child is accepted)
             for _, score, _ in reversed(self._scores[node.id].named):
                 self._estimator.learn(Evidence(score, -math.inf, True), False)
-            node = taken
+            node = accepted
 
     def _rescore(self, top: Node) -> None:
         assert top.parent is not None
@@ -150,29 +150,29 @@ class BestFirstTree(DraftTree):
     def pop_unexpanded(self, limit: int, floor: float = 0.0) -> list[Node]:
         """Remove up to ``limit`` unexpanded nodes, likeliest first, never the root, whose parents are
         expanded and whose children may be worth sending: not those with a probability below ``floor``."""
-        found: list[Node] = []
+        ready: list[Node] = []
         early: list[Node] = []  # their parents are not expanded yet
         floor = math.log(max(floor, _LEAST_EXPANDED))
         nodes = self._likeliest(self._unexpanded, floor, lambda node: not node.expanded)
-        while len(found) < limit and (node := next(nodes, None)) is not None:
+        while len(ready) < limit and (node := next(nodes, None)) is not None:
             assert node.parent is not None
-            (found if node.parent.expanded else early).append(node)
+            (ready if node.parent.expanded else early).append(node)
         self.requeue_expansion(early)
-        return found
+        return ready
 
     def requeue_expansion(self, nodes: Iterable[Node]) -> None:
         """Requeue nodes whose draft pass returned no answer."""
         for node in nodes:
             self._queue_for_expansion(node)
 
-    def _likeliest(self, queue: _Queue, floor: float, wanted: Callable[[Node], bool]) -> Iterator[Node]:
-        """Pop live ``wanted`` nodes, likeliest first, down to exp(``floor``), never the root."""
+    def _likeliest(self, queue: _Queue, floor: float, condition: Callable[[Node], bool]) -> Iterator[Node]:
+        """Pop live ``condition`` nodes, likeliest first, down to exp(``floor``), never the root."""
         floor += self.root.score
         last = None
         while True:
             while queue:
                 score, _, node = queue[0]
-                if node.alive and score == -node.score and wanted(node):
+                if node.alive and score == -node.score and condition(node):
                     break
                 heapq.heappop(queue)
             self._make_nodes(queue, floor)

@@ -59,8 +59,8 @@ class DraftOutput:
         """The outputs of ``nodes[0]``, ``nodes[1]``, … nodes."""
         ends = np.cumsum(nodes)[:-1]
         beyond = [None] * len(nodes) if self.beyond is None else np.split(self.beyond, ends)
-        return [DraftOutput(*own) for own in zip(np.split(self.tokens, ends), np.split(self.scores, ends),
-                                                 beyond, strict=True)]
+        return [DraftOutput(*arrays) for arrays in zip(np.split(self.tokens, ends), np.split(self.scores, ends),
+                                                       beyond, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,9 +91,9 @@ class DraftTree:
     def pop_unsent(self, limit: int) -> list[Node]:
         """Remove up to ``limit`` unsent nodes, best first.  Unsent ancestors come along, in front: re-scoring
         may have put a parent behind its child."""
-        taken: list[Node] = []
+        nodes: list[Node] = []
         chosen: set[int] = set()
-        while self._queue and len(taken) < limit:
+        while self._queue and len(nodes) < limit:
             _, score, _, node = self._queue[0]
             outdated = self._order == "score" and -score != node.score
             if not node.alive or node.number >= 0 or node.id in chosen or outdated:
@@ -105,12 +105,12 @@ class DraftTree:
                 chain.append(step)
                 step = step.parent
             chain.reverse()
-            room = limit - len(taken)
-            taken += chain[:room]
+            room = limit - len(nodes)
+            nodes += chain[:room]
             chosen.update(n.id for n in chain[:room])
             if len(chain) <= room:
                 heapq.heappop(self._queue)
-        return taken
+        return nodes
 
     def requeue(self, nodes: Iterable[Node]) -> None:
         """Undo :meth:`pop_unsent`, in a tree that is sent by score."""
@@ -192,7 +192,7 @@ class TreeExpansion:
         self._keep = keep
         self._first_new = tree.next_id
         tree.generation += 1
-        self._kept: list[tuple[float, int, Node]] = []  # min-heap: the worst kept node first
+        self._best: list[tuple[float, int, Node]] = []  # min-heap: the worst kept node first
 
     @property
     def done(self) -> bool:
@@ -226,8 +226,8 @@ class TreeExpansion:
         level: list[Node] = []
         for index in best.tolist():
             score = float(flat[index])
-            full = len(self._kept) >= self._keep
-            if full and score <= self._kept[0][0]:
+            full = len(self._best) >= self._keep
+            if full and score <= self._best[0][0]:
                 break  # falling scores: nothing after this one can be kept either
             parent = parents[index // children]
             if not parent.alive:
@@ -241,9 +241,9 @@ class TreeExpansion:
     def _admit(self, node: Node) -> None:
         """Above the limit, drop the worst node if it is unsent and new in this expansion."""
         # The newest of equals is the worst, so that a parent outlives its child.
-        heapq.heappush(self._kept, (node.score, -node.id, node))
-        while len(self._kept) > self._keep:
-            worst = heapq.heappop(self._kept)[2]
+        heapq.heappush(self._best, (node.score, -node.id, node))
+        while len(self._best) > self._keep:
+            worst = heapq.heappop(self._best)[2]
             unsent = worst.alive and worst.number < 0 and not worst.children
             if unsent and worst.id >= self._first_new:
                 self._tree.discard(worst)

@@ -12,20 +12,20 @@ from flowspec_edge.messages import Int32, Prune, Segment, pack_bits
 class SegmentBuilder:
     """:meth:`add` rows, then :meth:`seal` the segment; it announces the commits since the one before it."""
 
-    def __init__(self, session: int = 0, epoch: int = 0, taps: tuple[int, ...] = (), kept: int = 0) -> None:
-        """``taps``: as ``Segment.taps``, of every row; ``kept``: committed rows that every stage holds."""
+    def __init__(self, session: int = 0, epoch: int = 0, taps: tuple[int, ...] = (), reused_rows: int = 0) -> None:
+        """``taps``: as ``Segment.taps``, of every row; ``reused_rows``: committed rows that every stage holds."""
         self.session = session
         self.epoch = epoch
         self.taps = taps
-        self.next_number = kept
-        self.base = kept  # one past the newest committed number
+        self.next_number = reused_rows
+        self.base = reused_rows  # one past the newest committed number
         self._run = 0
         self._parents: dict[int, int] = {}  # number -> parent's, from the base upwards
         self._commits: list[int] = []  # since the last sealed segment
         self._rows: list[tuple[int, int, int, int]] = []  # number, token, position, bits
         self._committed_rows: list[int] = []  # rows under construction that are text already
         self._sent_positions: dict[int, tuple[Int32, Int32]] = {}  # run -> numbers, positions
-        self._prune_start = kept
+        self._prune_start = reused_rows
         self._prune_commits: list[int] = []  # since the last prune
         self._prune_sequence = 0
         self.most_undecided: int | None = None  # rows since the newest committed one; None: any number

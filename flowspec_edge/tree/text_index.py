@@ -79,18 +79,18 @@ class TextIndex:
         self.newest = (*self.newest, token)[-self.longest :]
 
     def candidates(self, path: Sequence[int], count: int) -> list[tuple[int, float]]:
-        """Up to ``count`` (token, estimate) for a text that ends with ``path``, likeliest first; of equals
-        those of the longer context first, then the newest."""
-        found: dict[int, float] = {}
-        left = 1.0  # the probability that no longer context was right
+        """Return up to ``count`` (token, estimate) for a text that ends with ``path``, likeliest first. Of equal
+        estimates those of the longer context come first, then the newest."""
+        estimates: dict[int, float] = {}
+        remaining = 1.0  # the probability that no longer context was right
         for length, context in reversed(list(self._contexts(path))):
             escape = _ESCAPE[min(length, len(_ESCAPE)) - 1] * len(context.after) ** 2
-            scale = left / (context.total + escape)
+            scale = remaining / (context.total + escape)
             newest = islice(reversed(context.after.items()), max(count, _MIN_FOLLOWERS))
             for token, times in sorted(newest, key=lambda item: -item[1]):
-                found.setdefault(token, times * scale)
-            left = escape * scale
-        return sorted(found.items(), key=lambda item: -item[1])[:count]
+                estimates.setdefault(token, times * scale)
+            remaining = escape * scale
+        return sorted(estimates.items(), key=lambda item: -item[1])[:count]
 
     def _contexts(self, path: Sequence[int]) -> Iterator[tuple[int, _Context]]:
         """(n, context) for the last n tokens of ``path``, as long as the text contains them."""

@@ -40,9 +40,9 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     return bounded(data, str(path), most)
 
 
-def bounded(data: bytes, where: str, most: int = MAX_BYTES) -> bytes:
+def bounded(data: bytes, source: str, most: int = MAX_BYTES) -> bytes:
     if len(data) > most:
-        raise _too_large(where, most)
+        raise _too_large(source, most)
     return data
 
 
@@ -50,12 +50,12 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
     return as_text(read_bytes(path, most), str(path))
 
 
-def as_text(data: bytes, where: str) -> str:
+def as_text(data: bytes, source: str) -> str:
     """UsageError unless ``data`` is UTF-8."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{where} is not UTF-8 text: byte {error.start}") from error
+        raise UsageError(f"{source} is not UTF-8 text: byte {error.start}") from error
 
 
 def read_json(path: Path) -> Any:
@@ -69,35 +69,35 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return data
 
 
-def parse_json(data: bytes | str, where: str) -> Any:
+def parse_json(data: bytes | str, source: str) -> Any:
     """UsageError unless ``data`` is JSON of at most ``MAX_DEPTH`` levels."""
-    text = as_text(data, where) if isinstance(data, bytes) else data
+    text = as_text(data, source) if isinstance(data, bytes) else data
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError as error:
-        raise _too_deep(where) from error
+        raise _too_deep(source) from error
     except ValueError as error:
-        raise UsageError(f"{where} is not valid JSON: {error}") from error
-    check_depth(found, where)
-    return found
+        raise UsageError(f"{source} is not valid JSON: {error}") from error
+    check_depth(value, source)
+    return value
 
 
-def check_depth(data: Any, where: str) -> None:
+def check_depth(data: Any, source: str) -> None:
     level, depth = [data], 0
     while level:
         level = [inner for value in level if isinstance(value, (dict, list))
                  for inner in (value.values() if isinstance(value, dict) else value)]
         depth += 1
         if depth > MAX_DEPTH:
-            raise _too_deep(where)
+            raise _too_deep(source)
 
 
-def _too_large(where: str, most: int) -> UsageError:
-    return UsageError(f"{where} has more than {most >> 10} KiB, the most that is read: is it the right file?")
+def _too_large(source: str, most: int) -> UsageError:
+    return UsageError(f"{source} has more than {most >> 10} KiB, the most that is read: is it the right file?")
 
 
-def _too_deep(where: str) -> UsageError:
-    return UsageError(f"{where} nests lists or objects more than {MAX_DEPTH} deep: is it the right file?")
+def _too_deep(source: str) -> UsageError:
+    return UsageError(f"{source} nests lists or objects more than {MAX_DEPTH} deep: is it the right file?")
 
 
 PIECE = 4 << 20  # bytes read at a time

@@ -21,21 +21,21 @@ T = TypeVar("T")
 class OwnAndOffered(Mapping[str, T]):
     """What this package has, by name, then what entry points offer; each is loaded when it is looked up."""
 
-    def __init__(self, own: Collection[str], group: str, load: Callable[[str], T]) -> None:
-        """``own``: names of this package's; ``load``: called at every look-up; KeyError for an unknown name."""
-        self._own, self._group, self._load = own, group, load
+    def __init__(self, builtin: Collection[str], group: str, load: Callable[[str], T]) -> None:
+        """``builtin``: names of this package's; ``load``: called at every look-up; KeyError for an unknown name."""
+        self._builtin, self._group, self._load = builtin, group, load
 
     def __getitem__(self, name: str) -> T:
         return self._load(name)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._own or name in offered(self._group)
+        return name in self._builtin or name in offered(self._group)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(dict.fromkeys([*self._own, *offered(self._group)]))
+        return iter(dict.fromkeys([*self._builtin, *offered(self._group)]))
 
     def __len__(self) -> int:
-        return len({*self._own, *offered(self._group)})
+        return len({*self._builtin, *offered(self._group)})
 
 
 @cache
@@ -43,19 +43,19 @@ def offered(group: str) -> Mapping[str, EntryPoint]:
     """Find the entry points of a group by name; nothing is imported."""
     from importlib.metadata import entry_points
 
-    return {found.name: found for found in entry_points(group=group)}
+    return {entry_point.name: entry_point for entry_point in entry_points(group=group)}
 
 
-def load_object(place: str, what: str, form: str) -> Any:
+def load_object(place: str, description: str, form: str) -> Any:
     """Import what is at ``place``, "package.module:name".
 
-    UsageError that calls it ``what`` for whatever the import raises; ``form`` is what a place must look like.
+    UsageError that calls it ``description`` for whatever the import raises; ``form`` is what a place must look like.
     """
     from flowspec_edge.util.working_directory import hidden_file
 
     module, _, attribute = place.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise UsageError(f"cannot load the {what} {place}: write {form}")
+        raise UsageError(f"cannot load the {description} {place}: write {form}")
     try:
         return getattr(import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
@@ -64,4 +64,4 @@ def load_object(place: str, what: str, form: str) -> Any:
             reason += "; a module is found in the current directory or among the installed packages"
         if isinstance(error, AttributeError) and (hidden := hidden_file(module)):
             reason += f"; {hidden} was not read, because an installed module has that name: rename the file"
-        raise UsageError(f"cannot load the {what} {place}: {reason}") from error
+        raise UsageError(f"cannot load the {description} {place}: {reason}") from error

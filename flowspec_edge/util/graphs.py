@@ -53,8 +53,8 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream,
                               capture_error_mode="thread_local"):
-            made = work()
-        return made, graph.replay
+            output = work()
+        return output, graph.replay
 
 
 @dataclass
@@ -114,10 +114,10 @@ def _compare(prepare: Callable[[bool, int], Callable[[], bytes]], clock: Clock, 
     for turn in range(TIMED_TURNS + untimed):
         for recorded in (False, True):
             run = prepare(recorded, turn)
-            begun = clock()
+            start = clock()
             results[recorded].append(run())
-            seconds[recorded].append(clock() - begun)
-    eager, faster = (1e3 * median(found[:TIMED_TURNS]) for found in seconds)
+            seconds[recorded].append(clock() - start)
+    eager, faster = (1e3 * median(turns[:TIMED_TURNS]) for turns in seconds)
     why = ("compute other results" if results[False] != results[True] else
            f"take {faster:.1f} instead of {eager:.1f} ms" if faster > eager * _NOISE else "")
     return (eager, faster), why

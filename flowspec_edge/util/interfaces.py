@@ -22,18 +22,18 @@ def ipv4_addresses() -> dict[str, list[str]]:
     The kernel's own list: whether a socket can be bound to an address says nothing under the sysctl
     ``ip_nonlocal_bind``.
     """
-    found: dict[str, list[str]] = {}
+    addresses: dict[str, list[str]] = {}
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
         about = _ABOUT.pack(socket.AF_INET, 0, 0, 0, 0)
         kernel.send(_HEAD.pack(_HEAD.size + len(about), _DUMP_ADDRESSES, _REQUEST_ALL, 1, 0) + about)
-        ended = False
-        while not ended:
+        is_done = False
+        while not is_done:
             for kind, body in _pieces(kernel.recv(_MOST_BYTES), _HEAD):
-                ended = ended or kind in (_DONE, _ERROR)
+                is_done = is_done or kind in (_DONE, _ERROR)
                 if kind == _NEW_ADDRESS and body[0] == socket.AF_INET:
                     name, address = _address(body)
-                    found.setdefault(name, []).append(address)
-    return found
+                    addresses.setdefault(name, []).append(address)
+    return addresses
 
 
 def _address(body: bytes) -> tuple[str, str]:

@@ -81,16 +81,16 @@ def guarded_starts(*functions: tuple[ModuleType, str]) -> Iterator[None]:
 def leave_out_current_directory() -> None:
     """Remove the current directory from this process' ``sys.path``, where ``python -m`` and an empty entry of
     PYTHONPATH put it. A directory that PYTHONPATH names stays. For the start of a program of ours."""
-    named = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    python_path = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if "PYTHONPATH" in os.environ:
-        os.environ["PYTHONPATH"] = os.pathsep.join(named)
+        os.environ["PYTHONPATH"] = os.pathsep.join(python_path)
     # Libraries start interpreters, too, such as torch.compile; Python 3.11 and newer reads this variable.
     os.environ.setdefault("PYTHONSAFEPATH", "1")
     try:
         here = os.getcwd()
     except FileNotFoundError:  # it has been removed, and nothing can be imported from it
         return
-    if here in map(os.path.abspath, named):
+    if here in map(os.path.abspath, python_path):
         return
     library = os.path.dirname(os.__file__)
     end = sys.path.index(library) if library in sys.path else 0  # what follows are installed packages
@@ -106,17 +106,17 @@ def _safe_here() -> str:
 
 def _guarded(start: Any) -> Any:
     def guarded(*arguments: Any, **options: Any) -> Any:
-        return start(*(_without_current_directory(given) if isinstance(given, list) else given
-                       for given in arguments), **options)
+        return start(*(_without_current_directory(argument) if isinstance(argument, list) else argument
+                       for argument in arguments), **options)
 
     return guarded
 
 
 def _without_current_directory(command: Sequence[Any]) -> list[Any]:
     """``command`` with the same program, if it is an interpreter's with -c or -m."""
-    for place, given in enumerate(command):
-        if given == "-c":
+    for place, word in enumerate(command):
+        if word == "-c":
             return [*command[:place + 1], _safe_here() + command[place + 1], *command[place + 2:]]
-        if given == "-m":
+        if word == "-m":
             return [*command[:place], "-c", _safe_here() + _RUN, *command[place + 1:]]
     return [*command]

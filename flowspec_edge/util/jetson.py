@@ -88,7 +88,7 @@ def is_from(l4t: str, since: str) -> bool:
 
 def jetpack_of(l4t: str) -> JetPack | None:
     """By L4T release, such as "36.4.3"."""
-    return next((known for known in jetpacks() if f"{l4t}.".startswith(known.l4t)), None)
+    return next((release for release in jetpacks() if f"{l4t}.".startswith(release.l4t)), None)
 
 
 class BoardRails(_Strict):
@@ -169,5 +169,5 @@ def system() -> L4tSystem:
 
 
 def shared_library_of(l4t: str, file: str) -> SharedLibrary | None:
-    return next((known for known in system().shared_library
-                 if f"{l4t}.".startswith(known.l4t) and file.startswith(known.name)), None)
+    return next((library for library in system().shared_library
+                 if f"{l4t}.".startswith(library.l4t) and file.startswith(library.name)), None)

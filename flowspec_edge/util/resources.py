@@ -13,7 +13,7 @@ KINDS = ("deploy", "profiles", "models")
 def in_package(path: Path) -> bool:
     """Whether ``path`` is in the package, or among the models that come with it."""
     place = path.resolve()
-    return any(place.is_relative_to(own) for own in (_PACKAGE, resource_dir("models").resolve()))
+    return any(place.is_relative_to(root) for root in (_PACKAGE, resource_dir("models").resolve()))
 
 
 def resource_dir(kind: str) -> Path:

@@ -35,8 +35,8 @@ def parse_dtype(name: str) -> torch.dtype:
         raise UsageError(f"no dtype {name!r}: use one of {', '.join(DTYPES)}") from None
 
 
-def check_finite(values: Tensor, dtype: torch.dtype, where: str) -> None:
-    """FlowspecError, which begins with ``where``, if a value is NaN, infinite, or too large for ``dtype``.
+def check_finite(values: Tensor, dtype: torch.dtype, source: str) -> None:
+    """FlowspecError, which begins with ``source``, if a value is NaN, infinite, or too large for ``dtype``.
 
     Costs a tenth of a copy. Integers, and floats of 8 bits, pass.
     """
@@ -45,9 +45,9 @@ def check_finite(values: Tensor, dtype: torch.dtype, where: str) -> None:
     least, most = (bound.item() for bound in torch.aminmax(values))
     limit = torch.finfo(dtype).max
     if not (-limit <= least and most <= limit):
-        found = ("NaN" if math.isnan(most) else
+        fault = ("NaN" if math.isnan(most) else
                  "infinity" if math.inf in (-least, most) else "too large a value")
-        raise FlowspecError(f"{where} holds {found} for {str(dtype).removeprefix('torch.')}: copy the model "
+        raise FlowspecError(f"{source} holds {fault} for {str(dtype).removeprefix('torch.')}: copy the model "
                             "again, or choose a wider --dtype")
 
 
@@ -136,10 +136,10 @@ def no_loading_bars() -> Iterator[None]:
     """Hide transformers' progress bars within the block: a file that is mapped loads at once."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    was_enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_enabled:
             logging.enable_progress_bar()

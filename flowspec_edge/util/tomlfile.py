@@ -56,20 +56,20 @@ class StrictModel(BaseModel):
 
 
 class Misplaced(ValueError):
-    """A validator's error at ``where`` inside the value that it checks."""
+    """A validator's error at ``key_path`` inside the value that it checks."""
 
-    def __init__(self, message: str, *where: str | int) -> None:
+    def __init__(self, message: str, *key_path: str | int) -> None:
         super().__init__(message)
-        self.where = where
+        self.key_path = key_path
 
 
-def matching(pattern: str, what: str) -> AfterValidator:
-    """A validator: the whole string must match ``pattern``, which the error calls ``what``."""
+def matching(pattern: str, description: str) -> AfterValidator:
+    """A validator: the whole string must match ``pattern``, which the error calls ``description``."""
     compiled = re.compile(pattern)
 
     def check(value: str) -> str:
         if not compiled.fullmatch(value):
-            raise ValueError(f"{value!r} is not {what}")
+            raise ValueError(f"{value!r} is not {description}")
         return value
 
     return AfterValidator(check)
@@ -98,9 +98,9 @@ def parse_toml(raw: bytes, path: Path, model: type[M]) -> M:
         before = raw[: error.start].count(b"\n")
         raise UsageError(f"{path}:{before + 1} is not valid TOML: a byte that is not UTF-8") from error
     except tomllib.TOMLDecodeError as error:
-        found = re.search(r"at line (\d+)", str(error))
-        at_line = found[1] if found else text.count("\n") + 1
-        advice = next((advice for said, advice in _SYNTAX.items() if str(error).startswith(said)), "")
+        match = re.search(r"at line (\d+)", str(error))
+        at_line = match[1] if match else text.count("\n") + 1
+        advice = next((advice for beginning, advice in _SYNTAX.items() if str(error).startswith(beginning)), "")
         raise UsageError(f"{path}:{at_line} is not valid TOML: {error}{advice}") from error
     except (ValueError, RecursionError) as error:  # a number of 5,000 digits, a thousand brackets
         raise UsageError(f"{path} is not valid TOML: {error}") from error
@@ -110,8 +110,8 @@ def parse_toml(raw: bytes, path: Path, model: type[M]) -> M:
     except ValidationError as error:
         lines = key_lines(text) if text.count("\n") <= _MOST_LINES else {}
         faults, at = [], None
-        for number, (where, fault) in enumerate(_faults(error, model)):
-            line = nearest_line(lines, where)
+        for number, (key_path, fault) in enumerate(_faults(error, model)):
+            line = nearest_line(lines, key_path)
             if not number:
                 at = line
             faults.append(fault if line in (None, at) else f"line {line}: {fault}")
@@ -150,7 +150,7 @@ def with_key(text: str, table: KeyPath, key: str, value: str | None) -> str:
         begin = end = next((number for number in range(head + 1, min([*following, len(rows)]) + 1)
                             if commented.match(rows[number - 1])), 0)
         if not begin:
-            keys = [line for where, line in lines.items() if where[:-1] == table]
+            keys = [line for key_path, line in lines.items() if key_path[:-1] == table]
             end = max([head, *map(end_of, keys)])
             begin = end + 1
     row = "" if begin > end or end > begin else rows[begin - 1]
@@ -178,17 +178,17 @@ def _comment_place(row: str) -> int | None:
 
 def _faults(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[list[str | int], str]]:
     for fault in error.errors():
-        where = list(fault["loc"])
+        key_path = list(fault["loc"])
         cause = fault.get("ctx", {}).get("error")
         if isinstance(cause, Misplaced):
-            where += cause.where
-        yield where, _message(fault, where, model)
+            key_path += cause.key_path
+        yield key_path, _message(fault, key_path, model)
 
 
-def _message(fault: Any, where: list[str | int], model: type[BaseModel]) -> str:
-    key = ".".join(map(str, where))
+def _message(fault: Any, key_path: list[str | int], model: type[BaseModel]) -> str:
+    key = ".".join(map(str, key_path))
     if fault["type"] == "extra_forbidden":
-        return f"unknown key {key!r}{_suggestion(where, model)}"
+        return f"unknown key {key!r}{_suggestion(key_path, model)}"
     if fault["type"] == "missing":
         return f"missing key {key!r}"
     message = fault["msg"].removeprefix("Value error, ")
@@ -203,8 +203,8 @@ def _as_toml(value: str | float) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, (str, bool)) else str(value)
 
 
-def _suggestion(where: Sequence[str | int], model: type[BaseModel]) -> str:
-    *outer, wrong = where
+def _suggestion(key_path: Sequence[str | int], model: type[BaseModel]) -> str:
+    *outer, unknown_key = key_path
     here = model
     for part in outer:
         # A key of a whole file that is a dictionary is no field.
@@ -212,19 +212,19 @@ def _suggestion(where: Sequence[str | int], model: type[BaseModel]) -> str:
             here = _inner(field.annotation) or here
     for name, field in model.model_fields.items():
         other = _inner(field.annotation)
-        if other is not None and wrong in other.model_fields:
+        if other is not None and unknown_key in other.model_fields:
             many = str(field.annotation).startswith("list")
             return f": it belongs to {f'[[{name}]]' if many else f'[{name}]'}"
-    known = list(here.model_fields)
-    if near := get_close_matches(str(wrong), known, n=1):
+    field_names = list(here.model_fields)
+    if near := get_close_matches(str(unknown_key), field_names, n=1):
         return f": did you mean {near[0]!r}?"
-    return f": known here are {', '.join(known)}"
+    return f": known here are {', '.join(field_names)}"
 
 
 def _inner(annotation: Any) -> type[BaseModel] | None:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    return next((found for argument in get_args(annotation) if (found := _inner(argument))), None)
+    return next((model for argument in get_args(annotation) if (model := _inner(argument))), None)
 
 
 def key_lines(text: str) -> dict[KeyPath, int]:
@@ -240,24 +240,24 @@ def key_lines(text: str) -> dict[KeyPath, int]:
         prefix = "\n".join(rows[:end])
         for closing in ("", "\n]", "\n]]"):
             try:
-                found = tomllib.loads(prefix + closing)
+                document = tomllib.loads(prefix + closing)
             except tomllib.TOMLDecodeError:
                 continue
-            for where in _paths(found):
-                lines.setdefault(where, begin + 1)
+            for key_path in _paths(document):
+                lines.setdefault(key_path, begin + 1)
             begin = end
             break
     return lines
 
 
-def _paths(value: Any, where: KeyPath = ()) -> Iterator[KeyPath]:
+def _paths(value: Any, key_path: KeyPath = ()) -> Iterator[KeyPath]:
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in inside:
-        yield (*where, key)
-        yield from _paths(inner, (*where, key))
+        yield (*key_path, key)
+        yield from _paths(inner, (*key_path, key))
 
 
-def nearest_line(lines: Mapping[KeyPath, int], where: Sequence[str | int]) -> int | None:
-    """The line of ``where`` or of its innermost table that has one; None for the whole file."""
-    place = tuple(where)
+def nearest_line(lines: Mapping[KeyPath, int], key_path: Sequence[str | int]) -> int | None:
+    """The line of ``key_path`` or of its innermost table that has one; None for the whole file."""
+    place = tuple(key_path)
     return next((lines[place[:n]] for n in range(len(place), 0, -1) if place[:n] in lines), None)

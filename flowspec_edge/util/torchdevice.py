@@ -67,7 +67,7 @@ def memory_errors(device: str) -> Iterator[None]:
 
 
 @contextmanager
-def allocation(what: str, nbytes: int, advice: str, available: int | None = None, meminfo: Path = _MEMINFO
+def allocation(purpose: str, nbytes: int, advice: str, available: int | None = None, meminfo: Path = _MEMINFO
                ) -> Iterator[None]:
     """FlowspecError, with ``advice``, if an allocation of ``nbytes`` (0: unknown) does not fit or fails.
 
@@ -75,14 +75,14 @@ def allocation(what: str, nbytes: int, advice: str, available: int | None = None
     """
     size = f" ({nbytes / 1e6:.0f} MB)" if nbytes else ""
     if available is not None and nbytes + _RESERVE > available:
-        raise FlowspecError(f"no memory for {what}{size}: {available / 1e6:.0f} MB are available, of which "
+        raise FlowspecError(f"no memory for {purpose}{size}: {available / 1e6:.0f} MB are available, of which "
                             f"{_RESERVE / 1e6:.0f} are left to the system; {advice}")
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise FlowspecError(f"no memory for {what}{size}{_why_on_a_jetson(meminfo)}: {advice}") from error
+        raise FlowspecError(f"no memory for {purpose}{size}{_why_on_a_jetson(meminfo)}: {advice}") from error
 
 
 def release(device: torch.device) -> None:
@@ -139,25 +139,25 @@ def runs_on(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
     return False
 
 
-def pick(requested: str, found: Sequence[TorchGpu], built_for: Sequence[str], needed: int,
-         what: str = "the model") -> tuple[str, str]:
+def pick(requested: str, devices: Sequence[TorchGpu], built_for: Sequence[str], needed: int,
+         model_text: str = "the model") -> tuple[str, str]:
     """The torch device for ``requested`` ("auto", "cpu", "cuda" or "cuda:N"), and why a GPU is not used ("").
 
-    ``needed`` is in bytes.  UsageError for a requested GPU that does not exist or cannot run ``what``.
+    ``needed`` is in bytes.  UsageError for a requested GPU that does not exist or cannot run ``model_text``.
     """
     if requested == "cpu":
         return "cpu", ""
     if requested != "auto":
         index = int(requested.partition(":")[2] or 0)
-        if not found:
+        if not devices:
             raise UsageError(f"--device {requested}: {_no_gpu()}")
-        if index >= len(found):
-            there = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(found))
+        if index >= len(devices):
+            there = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(devices))
             raise UsageError(f"--device {requested}: there is no such GPU, only {there}")
-        if reason := _unfit(index, found[index], built_for, needed, what):
+        if reason := _unfit(index, devices[index], built_for, needed, model_text):
             raise UsageError(f"--device {requested}: {reason}")
         return f"cuda:{index}", ""
-    reasons = [_unfit(index, gpu, built_for, needed, what) for index, gpu in enumerate(found)]
+    reasons = [_unfit(index, gpu, built_for, needed, model_text) for index, gpu in enumerate(devices)]
     if "" in reasons:
         return f"cuda:{reasons.index('')}", ""
     return "cpu", reasons[0] if reasons else ""
@@ -179,10 +179,10 @@ def require(name: str) -> torch.device:
 
 
 def make_current(device: torch.device | str) -> None:
-    """Of several GPUs make this one the calling thread's: pinned memory and events, which name none, would
-    else open a context on cuda:0 beside it."""
-    if (found := torch.device(device)).type == "cuda" and found.index is not None:
-        torch.cuda.set_device(found)
+    """Make this GPU the calling thread's current one. Pinned memory and events name no GPU, and would otherwise open a
+    context on cuda:0 too."""
+    if (torch_device := torch.device(device)).type == "cuda" and torch_device.index is not None:
+        torch.cuda.set_device(torch_device)
 
 
 def use_exact_kernels() -> None:
@@ -202,13 +202,13 @@ def architectures() -> list[str]:
     return list(torch.cuda.get_arch_list())
 
 
-def _unfit(index: int, gpu: TorchGpu, built_for: Sequence[str], needed: int, what: str) -> str:
+def _unfit(index: int, gpu: TorchGpu, built_for: Sequence[str], needed: int, model_text: str) -> str:
     if not runs_on(gpu.capability, built_for):
         version = ".".join(map(str, gpu.capability))
         return (f"this PyTorch has no kernels for cuda:{index} ({gpu.name}, compute capability {version}), "
                 f"only for {', '.join(built_for) or 'none'}: install a build for it, or use --device cpu")
     if needed > gpu.free:
-        return (f"{what} takes about {needed / 1e9:.1f} GB and cuda:{index} ({gpu.name}) has "
+        return (f"{model_text} takes about {needed / 1e9:.1f} GB and cuda:{index} ({gpu.name}) has "
                 f"{gpu.free / 1e9:.1f} of {gpu.total / 1e9:.1f} GB free: {ADVICE}")
     return ""
 

@@ -22,15 +22,15 @@ class _WorkingDirectory:
     """A finder of ``sys.meta_path``, the last one; ``top``: the package or module that the user named."""
 
     def __init__(self, directory: Path, top: str) -> None:
-        self._directory, self._found = directory, {top}
+        self._directory, self._modules = directory, {top}
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
                   ) -> ModuleSpec | None:
-        if path is not None or not (name in self._found or _importer() in self._found):
+        if path is not None or not (name in self._modules or _importer() in self._modules):
             return None
         spec = PathFinder.find_spec(name, [str(self._directory)])
         if spec is not None:
-            self._found.add(name)
+            self._modules.add(name)
         return spec
 
 
@@ -50,10 +50,10 @@ def hidden_file(module: str) -> Path | None:
     """Return what has the name of ``module`` in the current directory, if another one was imported."""
     top, directory = module.partition(".")[0], Path.cwd()
     imported = getattr(sys.modules.get(top), "__file__", None)
-    found = PathFinder.find_spec(top, [str(directory)])
-    if found is None or found.origin is None or imported is None or Path(imported) == Path(found.origin):
+    spec = PathFinder.find_spec(top, [str(directory)])
+    if spec is None or spec.origin is None or imported is None or Path(imported) == Path(spec.origin):
         return None
-    return Path(found.origin)
+    return Path(spec.origin)
 
 
 def look_in_working_directory(module: str) -> None:

@@ -41,7 +41,7 @@ def described() -> str:
         "interface": "eth0", "disks": {"/opt/flowspec": {"free": 69_000_000_000}}, "gpu": True,
         "torch": {"version": "2.8.0", "cuda": [8, 7], "why": ""}, "sudo": "", "user": "me",
         "memory": {"held": 0}})) for place, model in enumerate(BOARDS)]
-    return render_cluster_toml(boards, "cluster", "cluster.toml", given={"power_mode": "MAXN_SUPER"},
+    return render_cluster_toml(boards, "cluster", "cluster.toml", cluster_settings={"power_mode": "MAXN_SUPER"},
                                all_boards=True)
 
 

@@ -109,8 +109,8 @@ class Direct:
         kept = self.pool.retain(d0)
         for engine in self.engines:
             engine.close(Close(self.session, kept))
-            assert set(engine.kept) == set(self.pool.retained)
-            assert sum(engine.kept.values()) == self.pool.rows
+            assert set(engine.retained) == set(self.pool.retained)
+            assert sum(engine.retained.values()) == self.pool.rows
         return d0.result(1.0, 0)
 
     def send(self, scheduler: Scheduler, queue: deque[Segment]) -> None:

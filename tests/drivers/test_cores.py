@@ -349,12 +349,12 @@ def test_a_callers_requests_begin_in_the_order_of_their_priorities(tiny_model: P
 def test_a_held_queue_lets_only_those_beside_it_begin(tiny_model: Path) -> None:
     pipeline = Pipeline(tiny_model, Draw([]), places=1)
     waits, probe = RequestHandle(request(0, "flowspec", 0.0)), RequestHandle(request(1, "flowspec", 0.0))
-    pipeline.core.queue.held = True
+    pipeline.core.queue.paused = True
     pipeline.start(waits)
     pipeline.core.queue.put_beside(probe)
     pipeline.run(probe.done)
     assert waits.state is RequestState.QUEUED
-    pipeline.core.queue.held = False
+    pipeline.core.queue.paused = False
     pipeline.run(waits.done)
 
 

@@ -36,7 +36,7 @@ def handled(what: ServedModel, door: Door, data: bytes) -> None:
             return
         prepared = what.prepared(body)
     except ApiError as error:
-        if not 400 <= error.status < 500 or len(door.named(error).response().body) > 10_000:
+        if not 400 <= error.status < 500 or len(door.with_own_names(error).response().body) > 10_000:
             raise AssertionError(f"status {error.status}: {error}") from error
         raise
     assert prepared.request.max_new_tokens >= 1

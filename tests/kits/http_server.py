@@ -77,7 +77,7 @@ class Held:
 
     @lost.setter
     def lost(self, lost: str | None) -> None:
-        self._lost, self.queue.held = lost, lost is not None
+        self._lost, self.queue.paused = lost, lost is not None
 
     @property
     def queue(self) -> RequestQueue:

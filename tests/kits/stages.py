@@ -35,7 +35,7 @@ class Book:
 
     def __init__(self, session: int = 1, epoch: int = 0, kept: tuple[int, ...] = ()) -> None:
         """``kept``: tokens of the rows that the session begins with."""
-        self.builder = SegmentBuilder(session, epoch, kept=len(kept))
+        self.builder = SegmentBuilder(session, epoch, reused_rows=len(kept))
         # number -> tokens from the start, its own last
         self.paths: dict[int, tuple[int, ...]] = {i: kept[: i + 1] for i in range(len(kept))}
         self.committed = list(self.paths)

@@ -239,7 +239,7 @@ def test_converted_grammars_are_kept_within_bounds(compiler: GrammarCompiler, mo
     for count in range(40):
         text = compiler.written(f'root ::= "{"a" * (100 + count)}"')
         compiler.compile(text, STOPS)
-    kept = sum(verdict.characters for verdict in compiler._known.values())
+    kept = sum(verdict.characters for verdict in compiler._verdicts.values())
     assert 2000 < kept <= 3000
 
 

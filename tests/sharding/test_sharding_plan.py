@@ -228,7 +228,7 @@ def test_matrices_that_no_group_divides_are_kept(tmp_path: Path) -> None:
     path = tiny_llama(tmp_path, layers=1, hidden=48)  # 48 = 32 + 16: no group of 32 divides it
     source = open_source(str(path))
     plan = make_plan(source, recipe_for(source, "int4"), ranges_for(1, 1, None))
-    assert plan.kept == tuple(f"model.layers.0.{name}.weight" for name in (
+    assert plan.unquantised == tuple(f"model.layers.0.{name}.weight" for name in (
         "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
         "mlp.up_proj"))
 

@@ -129,7 +129,7 @@ def test_sessions_end_between_layers(model: Path, oracle: Oracle, row_step: int,
             engine.prune(Prune(segment.session, 0, 0, segment.first, segment.stop, np.empty(0, I32)))
 
     def beside() -> dict[str, Any]:
-        return {"capacity": 64, "concurrent": engine.sessions, "retained": tuple(engine.kept)}
+        return {"capacity": 64, "concurrent": engine.sessions, "retained": tuple(engine.retained)}
 
     pending = [session for session, end in ends.items() if end != "none"]
 

@@ -60,7 +60,7 @@ def test_stale_messages_are_dropped_and_counted(engine: StageEngine) -> None:
 def test_a_closed_stage_drops_everything(engine: StageEngine) -> None:
     engine.close(Close(1))
     assert engine.cache_of(1) is None
-    assert engine.kept == {}
+    assert engine.retained == {}
     assert engine.admit(Book().text(TEXT)) is None
     engine.prune(Prune(1, 0, 0, 0, 8, np.array([0], I32)))
     assert engine.counters["dropped_stale"] == 2

@@ -126,7 +126,7 @@ def test_kept_rows_are_as_good_as_read_in(shards: tuple[Path, list[tuple[Shard, 
             assert held is not None
             assert held.numbers.tolist() == story.survivors
         assert_cache(engine, told[3].book, oracle)
-        assert engine.kept == {}
+        assert engine.retained == {}
         for result in chain.from_iterable(played):
             if isinstance(result, Output) and result.session in told:
                 assert_rows(result, told[result.session].book, oracle)
@@ -135,7 +135,7 @@ def test_kept_rows_are_as_good_as_read_in(shards: tuple[Path, list[tuple[Shard, 
 
 def left(engine: StageEngine, session: int, capacity: int, keep: int) -> None:
     """Open a session, prefill the text, and leave ``keep`` rows; rows of other sessions stay."""
-    engine.open(Open(session, 0, capacity, concurrent=engine.sessions, retained=tuple(engine.kept)))
+    engine.open(Open(session, 0, capacity, concurrent=engine.sessions, retained=tuple(engine.retained)))
     through([engine], Book(session).text(TEXT))
     engine.close(Close(session, tuple(range(keep))))
 
@@ -145,16 +145,16 @@ def test_only_kept_rows_keep_memory(model: Path) -> None:
     for session, keep, held in ((2, 9, 16 + 32), (3, 1, 16 + 9 + 32), (4, 5, 16 + 9 + 1 + 32)):
         left(engine, session, 32, keep)
         assert engine.cache_rows == held
-    assert engine.kept == {2: 9, 3: 1, 4: 5}
+    assert engine.retained == {2: 9, 3: 1, 4: 5}
     engine.open(Open(5, 0, 40, concurrent=(1,), retained=(2, 4), parent_session=4, rows=3))
-    assert engine.kept == {2: 9}
+    assert engine.retained == {2: 9}
     assert engine.cached(5) == 3
     assert engine.cache_rows == 16 + 9 + 40
     assert engine.cache_bytes == (16 + 9 + 40) * ROW
     engine.open(Open(6, 0, 17, concurrent=(1, 5)))  # a new D0, or one that has forgotten
-    assert engine.kept == {}
+    assert engine.retained == {}
     engine.close(Close(5))
-    assert engine.kept == {}
+    assert engine.retained == {}
     assert engine.cache_rows == 16 + 17 + 40
 
 
@@ -177,7 +177,7 @@ def test_rows_that_are_not_there(model: Path) -> None:
         held = {2: 6}.get(after, 0)
         with pytest.raises(ProtocolError, match=f"with {rows} rows of session {after}, of which {held} are"):
             engine.open(Open(3, 0, 16, retained=(2,), parent_session=after, rows=rows))
-        assert engine.kept == {2: 6}
+        assert engine.retained == {2: 6}
     engine.open(Open(3, 0, 16, retained=(2,)))
     through([engine], Book(3).text(TEXT))
     with pytest.raises(ProtocolError, match="is to keep 2 rows, but not all of them are among the 9"):

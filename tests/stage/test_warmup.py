@@ -39,7 +39,7 @@ def test_all_layers_run_and_nothing_is_left(stage: int, device: str, tmp_path: P
     warm_up(engine)
     # Rows are padded to 16; the last pass is at the full length.
     assert seen == [(rows, text) for rows, text in ((16, 1), (16, 16), (64, 300)) for _ in shard.modules]
-    assert (engine.sessions, engine.kept, engine.cache_rows) == ((), {}, 300)
+    assert (engine.sessions, engine.retained, engine.cache_rows) == ((), {}, 300)
     assert set(engine.counters.values()) == {0}
 
 

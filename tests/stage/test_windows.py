@@ -90,7 +90,7 @@ def test_a_text_that_is_cut_too_short_is_refused(model: Path) -> None:
     engine.close(Close(1, tuple(range(320))))
     with pytest.raises(ProtocolError, match="begin with 100 rows of a text of which layers with a window"):
         engine.open(Open(2, 0, ROWS, tentative=CHUNK, parent_session=1, rows=100))
-    assert engine.kept == {}
+    assert engine.retained == {}
 
 
 def test_a_snapshot_of_what_is_gone_is_refused(model: Path) -> None:
@@ -100,7 +100,7 @@ def test_a_snapshot_of_what_is_gone_is_refused(model: Path) -> None:
     engine.close(Close(1, tuple(range(40))))
     with pytest.raises(ProtocolError, match="snapshot after 29 rows comes too late for a text of 30"):
         engine.open(Open(2, 0, ROWS, tentative=CHUNK, parent_session=1, rows=30, snapshot=29))
-    assert engine.kept == {}
+    assert engine.retained == {}
     assert engine.sessions == ()
 
 

@@ -43,7 +43,7 @@ def test_one_slot_changes_little_and_many_change_all() -> None:
 def test_rows_that_cost_nothing_all_go() -> None:
     slot = SlotWorth(2)
     assert slot.rows([0.5, 0.001, 0.001], lambda rows: 1.0) == 3
-    assert slot.rows([0.5, 0.001, 0.001], lambda rows: 1.0, taken=1) == 3
+    assert slot.rows([0.5, 0.001, 0.001], lambda rows: 1.0, base_rows=1) == 3
     assert slot.rows([], lambda rows: 1.0) == 0
 
 

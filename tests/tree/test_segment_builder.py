@@ -114,7 +114,7 @@ def test_a_sessions_taps_are_asked_of_every_segment() -> None:
 
 def test_a_session_may_begin_with_rows() -> None:
     """They have numbers 0 to 4, are committed, and no prune is about them."""
-    builder = SegmentBuilder(kept=5)
+    builder = SegmentBuilder(reused_rows=5)
     assert [builder.add(7, 5, committed=True), builder.add(8, 6, 5)] == [5, 6]
     segment = builder.seal()
     assert (segment.first, segment.base, segment.committed.tolist()) == (5, 5, [])

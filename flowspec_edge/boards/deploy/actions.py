@@ -127,10 +127,10 @@ def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardSt
 
     def one(board: tuple[DeviceEntry, BoardState, PartWanted | None]) -> BoardFacts | FlowspecError:
         device, state, part = board
-        wanted = [part.name, [list(file) for file in part.files], part.manifest_sha256] if part else None
+        part_query = [part.name, [list(file) for file in part.files], part.manifest_sha256] if part else None
         try:
             return ask_deployment(inventory, device, state.environment.digest if isinstance(
-                state.environment, Environment) else "", wanted, others)
+                state.environment, Environment) else "", part_query, others)
         except FlowspecError as error:
             return error
 
@@ -188,7 +188,7 @@ def _execute(inventory: Inventory, device: DeviceEntry, action: Action) -> None:
         else:
             runner.run(command)
     except FlowspecError as error:
-        raise FlowspecError(str(error).removeprefix(f"{runner.where}: ")) from error
+        raise FlowspecError(str(error).removeprefix(f"{runner.device_name}: ")) from error
 
 
 def _write_tar(archive: IO[bytes], files: Mapping[str, str | Path]) -> None:

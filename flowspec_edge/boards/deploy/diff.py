@@ -84,10 +84,10 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
     """
     names = [device.name for device in deployment.boards]
     running = {board.name: board.current.public_key for board in status.boards if board.current}
-    held = {name: facts[name].publics for name in names}
-    keys: dict[str, KeyAction] = rotation(held, recorded) if rotate else {
-        name: "show" if held[name] else "make" for name in names}
-    publics = {name: key_to_use(held[name], recorded.get(name, ""), running.get(name, "")) if held[name]
+    board_keys = {name: facts[name].publics for name in names}
+    keys: dict[str, KeyAction] = rotation(board_keys, recorded) if rotate else {
+        name: "show" if board_keys[name] else "make" for name in names}
+    publics = {name: key_to_use(board_keys[name], recorded.get(name, ""), running.get(name, "")) if board_keys[name]
                else _NO_KEY for name in names}
     release, files = render(deployment, manifest, publics, digests,
                             {name: venv.digest for name, venv in environments.items()})
@@ -103,7 +103,7 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
             device, state, keys[name], facts[name].part_changes, lacks(state.environment, facts[name]),
             *(tuple(decide(phase, state, facts[name])) for phase in (
                 "software", "release", "switch", "activate", "settle"))))
-    problems = [error for name in names if held[name] and not rotate and (
+    problems = [error for name in names if board_keys[name] and not rotate and (
         error := changed_key(name, publics[name], recorded, deployment.keys))]
     problems += [f"{board.device.name}: {action.step}: {action.error}" for board in boards
                  for action in (*board.software, *board.release, *board.switch) if action.error]
@@ -139,5 +139,5 @@ def _needed_parts(manifest: Manifest, place: int, release: str, before: Installe
         previous = board.previous
     else:
         previous = before if before and before.id != release else current
-    needed = {(manifest.request, place)} | {(kept.model, kept.stage) for kept in (previous,) if kept}
+    needed = {(manifest.request, place), *([(previous.model, previous.stage)] if previous else ())}
     return tuple(sorted(f"{Path(model_dir(model)).name}/{part_name(stage)}" for model, stage in needed))

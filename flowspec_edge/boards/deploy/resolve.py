@@ -134,13 +134,13 @@ class _WithHead(OpenModel):
     head: Path | None = None
 
     @cached_property
-    def _given(self) -> str:
+    def _head_kind(self) -> str:
         from flowspec_edge.sharding.drafts import open_draft  # torch takes a while
 
         return open_draft(self.head).kind.name if self.head else ""
 
     def draft(self, kind: str) -> Path | None:
-        return self.head if kind == self._given else super().draft(kind)
+        return self.head if kind == self._head_kind else super().draft(kind)
 
 
 def drafting(cluster: ClusterSettings, model: OpenModel, head: Path | None = None) -> StoredDraft | None:
@@ -163,20 +163,20 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     path = path.absolute()
     model, head = _model(inventory.cluster, path)
     inventory, notes = _with_a_draft(inventory, path, model, head)
-    given = {device.name: board_profile(inventory, device, path) for device in inventory.device}
-    missing = [name for name, (_, assumed) in given.items() if assumed]
+    profiles_used = {device.name: board_profile(inventory, device, path) for device in inventory.device}
+    missing = [name for name, (_, assumed) in profiles_used.items() if assumed]
     unknown = not any(is_known(device, path) for device in inventory.device)
-    profiles = {} if unknown else {name: profile for name, (profile, _) in given.items()}
-    guessed = {device.name for device in inventory.device if device.name in missing and not device.memory_mb}
-    chosen = _Choice(inventory, path, model, profiles, guessed, head)
+    profiles = {} if unknown else {name: profile for name, (profile, _) in profiles_used.items()}
+    unknown_memory = {device.name for device in inventory.device if device.name in missing and not device.memory_mb}
+    choice = _Choice(inventory, path, model, profiles, unknown_memory, head)
     if model.sharded:
-        draft, stages, left_out = chosen.as_cut()
+        draft, stages, left_out = choice.as_cut()
     elif inventory.decided:
-        draft, stages, left_out = chosen.as_listed()
+        draft, stages, left_out = choice.as_listed()
     elif unknown:
-        draft, stages, left_out = chosen.alike()
+        draft, stages, left_out = choice.alike()
     else:
-        draft, stages, left_out = chosen.planned()
+        draft, stages, left_out = choice.planned()
     dtype = None if inventory.cluster.dtype == "auto" else inventory.cluster.dtype
     lm_head = None if inventory.cluster.lm_head == "auto" else inventory.cluster.lm_head
     if unknown:
@@ -184,11 +184,11 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
                  "when they are looked at" + ("" if inventory.decided else ", and boards count as alike")
                  + f"; measure with: {MEASURE} {path.name}"]
     elif missing:
-        found = "; ".join(f"{name} from {given[name][1]}" for name in missing)
-        notes += [f"no profile with [memory] for {', '.join(missing)}: ESTIMATED, {found}; measure with: "
+        sources = "; ".join(f"{name} from {profiles_used[name][1]}" for name in missing)
+        notes += [f"no profile with [memory] for {', '.join(missing)}: ESTIMATED, {sources}; measure with: "
                  f"{MEASURE} {path.name}"]
     used = {draft.name, *(device.name for device, _ in stages)}
-    turn = chosen.turn(draft, stages) if used.isdisjoint(missing) else None  # no warning from estimates
+    turn = choice.turn(draft, stages) if used.isdisjoint(missing) else None  # no warning from estimates
     notes += [f"{device.name}: {why}" for device in inventory.device if device.name in profiles
               and (why := device_mismatch(profiles[device.name], inventory.torch_device(device)))]
     if turn is not None and turn.is_bottleneck:
@@ -201,8 +201,8 @@ def _model(cluster: ClusterSettings, path: Path) -> tuple[OpenModel, Path | None
     if not cluster.model:
         raise UsageError(f'{path}: [cluster] has no model: give a directory, or model = "demo" to try')
     directory = beside(path, cluster.model)
-    named = cluster.model in shipped_models() or (find_known(cluster.model) and not directory.is_dir())
-    model = resolve_model(cluster.model if named else directory)
+    is_name = cluster.model in shipped_models() or (find_known(cluster.model) and not directory.is_dir())
+    model = resolve_model(cluster.model if is_name else directory)
     if not cluster.draft or cluster.draft_kind != OWN:
         return model, None
     head = beside(path, cluster.draft)
@@ -222,35 +222,36 @@ def _with_a_draft(inventory: Inventory, path: Path, model: OpenModel, head: Path
     UsageError if neither ``model`` nor ``head`` is what the strategy drafts with.
     """
     cluster = inventory.cluster
-    chosen, params = strategy_class(cluster.strategy), Params(draft=cluster.draft_kind)
+    strategy, params = strategy_class(cluster.strategy), Params(draft=cluster.draft_kind)
     if head is None:
-        params, note = with_a_draft(chosen, params, model, AS_LINE)
+        params, note = with_a_draft(strategy, params, model, AS_LINE)
         if note:
             looks_up = cluster.model_copy(update={"draft": params.draft})
             return inventory.model_copy(update={"cluster": looks_up}), [note]
-    kind = draft_kind(chosen, params, model)
+    kind = draft_kind(strategy, params, model)
     if kind is None or not DRAFT_KINDS[kind].directory or model.draft(kind):
         return inventory, []
     besides = ""
     if head is not None:
         from flowspec_edge.sharding.drafts import open_draft  # torch takes a while
 
-        given = open_draft(head).kind
-        if given.name == kind or ({DRAFT_KINDS[kind], given} <= {*head_kinds()}):
+        head_kind = open_draft(head).kind
+        if head_kind.name == kind or ({DRAFT_KINDS[kind], head_kind} <= {*head_kinds()}):
             return inventory, []
-        besides = f", and {head} is a {given.title} (kind {given.name})"
-    raise UsageError(f"{path}: [cluster]: {missing_draft(chosen, kind, model, AS_LINE, besides)}")
+        besides = f", and {head} is a {head_kind.title} (kind {head_kind.name})"
+    raise UsageError(f"{path}: [cluster]: {missing_draft(strategy, kind, model, AS_LINE, besides)}")
 
 
 class _Choice:
     """Each public method returns the draft device, the stages and the unused boards."""
 
     def __init__(self, inventory: Inventory, path: Path, model: OpenModel, profiles: Mapping[str, Profile],
-                 guessed: Collection[str] = (), head: Path | None = None) -> None:
-        """``guessed``: boards of which not even the memory is known, so that it refuses nothing; ``head``: as for
-        ``Deployment``."""
+                 unknown_memory: Collection[str] = (), head: Path | None = None) -> None:
+        """unknown_memory  boards whose memory is not known either: their memory refuses nothing
+        head            as for ``Deployment``
+        """
         self._inventory, self._path, self._model, self._profiles = inventory, path, model, profiles
-        self._guessed, self._head = guessed, head
+        self._unknown_memory, self._head = unknown_memory, head
 
     def as_cut(self) -> _Chosen:
         """As many stages as the sharded model has; boards with role "auto" may be left out."""
@@ -267,9 +268,9 @@ class _Choice:
             raise UsageError(f"{path}: cluster.kv_cache: {home} was made with {manifest.kv_cache}, not "
                              f"{cluster.kv_cache}: leave kv_cache out, or give the checkpoint as the model")
         draft, others = _in_file_order(self._inventory)
-        wanted = sum(device.role == "verify" for device in others)
-        if not wanted <= count <= len(others):
-            has = max(wanted, min(len(others), count))
+        verify_count = sum(device.role == "verify" for device in others)
+        if not verify_count <= count <= len(others):
+            has = max(verify_count, min(len(others), count))
             raise UsageError(
                 f"{path}: {home} was cut into {count} stages, and beside {draft.name} the file lists {has} "
                 f"board{'s' if has != 1 else ''} for them: list {count}, cut it again with: flowspec models "
@@ -283,27 +284,27 @@ class _Choice:
         if self._profiles:
             from flowspec_edge.boards.planning.memory_check import check_parts
 
-            known = {name: found for name, found in self._profiles.items() if name not in self._guessed}
-            check_parts(manifest, cluster, _at_once(cluster, count), stages, known)
+            profiles = {name: profile for name, profile in self._profiles.items() if name not in self._unknown_memory}
+            check_parts(manifest, cluster, _at_once(cluster, count), stages, profiles)
         return draft, stages, tuple((device, f"{home} was cut into {count} stages") for device in spare)
 
     def as_listed(self) -> _Chosen:
         """All boards in file order, with their own layers or the split whose slowest stage is fastest."""
         draft, verify, layers = self._inventory.draft, self._inventory.verify, self._model.layers
-        given = [device.layers for device in verify if device.layers is not None]
-        if given and given[-1][1] != layers:
-            raise UsageError(f"{self._path}: device {verify[-1].name}: its layers end with {given[-1][1]}, "
+        listed_layers = [device.layers for device in verify if device.layers is not None]
+        if listed_layers and listed_layers[-1][1] != layers:
+            raise UsageError(f"{self._path}: device {verify[-1].name}: its layers end with {listed_layers[-1][1]}, "
                              f"and {self._model.name} has {layers}: the last one ends with {layers}")
         if len(verify) > layers:
             raise UsageError(f"{self._path}: {len(verify)} verify devices are more than the {layers} layers "
                              f"of {self._model.name}: leave some out")
-        if not given and self._profiles:
+        if not listed_layers and self._profiles:
             try:
                 return draft, tuple(zip(verify, self._fitting().split(draft, verify), strict=True)), ()
             except DoesNotFit:
-                if not self._guessed:
+                if not self._unknown_memory:
                     raise
-        stages = tuple(zip(verify, given or split_evenly(layers, len(verify)), strict=True))
+        stages = tuple(zip(verify, listed_layers or split_evenly(layers, len(verify)), strict=True))
         self._check(draft, stages)
         return draft, stages, ()
 
@@ -326,8 +327,8 @@ class _Choice:
             split = plan(boards, fitting.problem, Throughput(fitting.problem, fitting.at_once))
         except DoesNotFit:
             error = fitting.error(boards)
-            if self._guessed:
-                raise DoesNotFit(f"{error}.  The memory of {', '.join(sorted(self._guessed))} is not known: "
+            if self._unknown_memory:
+                raise DoesNotFit(f"{error}.  The memory of {', '.join(sorted(self._unknown_memory))} is not known: "
                                  f"give memory_mb there, or measure with: {MEASURE} {self._path}") from None
             raise error from None
         return (entries[split.d0.name], tuple((entries[s.board.name], s.layers) for s in split.stages),
@@ -349,7 +350,7 @@ class _Choice:
 
     def _check(self, draft: DeviceEntry, stages: Stages) -> None:
         if self._profiles:
-            self._fitting().check(draft, stages, self._guessed)
+            self._fitting().check(draft, stages, self._unknown_memory)
 
     def _fitting(self) -> MemoryCheck:
         from flowspec_edge.boards.planning.memory_check import MemoryCheck
@@ -372,8 +373,8 @@ def _in_file_order(inventory: Inventory) -> tuple[DeviceEntry, list[DeviceEntry]
 def _first(devices: list[DeviceEntry], count: int) -> tuple[list[DeviceEntry], list[DeviceEntry]]:
     """Return ``count`` of ``devices``, preferably those with role "verify", and the others.  Both lists keep
     the order of ``devices``."""
-    kept = sorted(devices, key=lambda device: device.role != "verify")[:count]
-    names = {device.name for device in kept}
+    preferred = sorted(devices, key=lambda device: device.role != "verify")[:count]
+    names = {device.name for device in preferred}
     return ([device for device in devices if device.name in names],
             [device for device in devices if device.name not in names])
 
@@ -419,13 +420,14 @@ def needs_of(deployment: Deployment, manifest: Manifest) -> dict[str, Needs]:
     needs = {}
     for place, device in enumerate(deployment.boards):
         part = manifest.part(stage_part(place - 1)) if place else None
-        held = part.weight_bytes + part.cache_bytes(*deployment.caches) if part else d0_bytes(deployment, manifest)
+        part_bytes = (part.weight_bytes + part.cache_bytes(*deployment.caches) if part
+                      else d0_bytes(deployment, manifest))
         ports = (cluster.data_port,) if place else (cluster.control_port, cluster.data_port,
                                                     cluster.serve_port)
         needs[device.name] = Needs(
             home_bytes=image.size if image else ENVIRONMENT_BYTES,
             image=on_board(deployment.inventory, device, image) if image else None,
-            memory_bytes=held + process_bytes(deployment, device),
+            memory_bytes=part_bytes + process_bytes(deployment, device),
             ports=ports,
             dtype=manifest.dtype if place else "")
     return needs

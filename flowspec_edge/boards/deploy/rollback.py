@@ -46,14 +46,14 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
     needed = {board.name: target.public_key for board in status.boards
               if (target := befores.get(board.name)) and _has_another_key(board)}
     rotated = [device for device in inventory.device if device.name in needed]
-    held = held_keys(inventory, rotated, {device.name: python_for(inventory, device) for device in rotated})
-    if lacking := [name for name, key in needed.items() if key not in held[name]]:
-        raise FlowspecError(f"{', '.join(lacking)}: the keys were rotated since the release before this one, "
+    board_keys = held_keys(inventory, rotated, {device.name: python_for(inventory, device) for device in rotated})
+    if without_key := [name for name, key in needed.items() if key not in board_keys[name]]:
+        raise FlowspecError(f"{', '.join(without_key)}: the keys were rotated since the release before this one, "
                             "which needs the former ones; deploy what you want with: flowspec deploy up; "
                             "no board was touched")
     log = RolloutLog(inventory, befores, watch or Watch())
     activate(inventory, befores, log)
-    return log.report(next(iter(ids.values())), left=f"{_MIXED}; to continue: flowspec deploy rollback")
+    return log.report(next(iter(ids.values())), after_failure=f"{_MIXED}; to continue: flowspec deploy rollback")
 
 
 def interrupted(status: FleetStatus) -> dict[str, Installed | None] | None:
@@ -114,9 +114,9 @@ def go_back(inventory: Inventory, before: FleetStatus, log: RolloutLog) -> tuple
         return None, "no release was there before it to go back to, so its services are stopped"
     if len(ids) > 1:
         return None, "the boards run again what they ran before, each its own release"
-    release, stopped = ids.pop(), [device.name for device, _ in spare]
-    if stopped:
-        return release, f"release {release} runs again where it ran, and nothing on {', '.join(stopped)}"
+    release, stopped_boards = ids.pop(), [device.name for device, _ in spare]
+    if stopped_boards:
+        return release, f"release {release} runs again where it ran, and nothing on {', '.join(stopped_boards)}"
     return release, f"release {release} runs again on all boards"
 
 
@@ -126,9 +126,9 @@ def releases_before(status: FleetStatus) -> dict[str, Installed | None]:
 
     The two differ on boards that an interrupted rollout had switched.
     """
-    wanted = {last.id for board in status.boards if (last := _last_tried(board))}
+    last_tried = {last.id for board in status.boards if (last := _last_tried(board))}
     return {board.name: next((release for release in (board.current, board.previous)
-                              if release and release.id in wanted), board.current) for board in status.boards}
+                              if release and release.id in last_tried), board.current) for board in status.boards}
 
 
 def _last_tried(board: BoardStatus) -> Installed | None:
@@ -151,8 +151,8 @@ def activate(inventory: Inventory, releases: Mapping[str, Installed | None], log
         ("switch", "verify", "switching"), ("switch", "draft", "switching the draft device"),
         ("activate", "verify", "stages"),
         ("activate", "draft", "the draft device, until a token comes through"))
-    for phase, role, says in phases:
-        if not log.run(phase, states[role], f"back to the release before: {says}"):
+    for phase, role, title in phases:
+        if not log.run(phase, states[role], f"back to the release before: {title}"):
             return  # the draft device would wait for a token that cannot come
     for role in ("draft", "verify"):  # the stages' marks go last: they tell of a rollback that has not ended
         if not log.run("settle", states[role], "settling"):
@@ -173,7 +173,7 @@ def take_down(inventory: Inventory, keys: Path, purge: bool = False, watch: Watc
         log.run("purge", states, "removing everything")
         forget(keys, (device.name for device in inventory.device if not log.error(device.name)))
     again = "flowspec deploy down --purge" if purge else "flowspec deploy down"
-    return log.report(left=f"boards without an error are down; to continue: {again}")
+    return log.report(after_failure=f"boards without an error are down; to continue: {again}")
 
 
 def _require_answers(status: FleetStatus) -> None:

@@ -76,8 +76,8 @@ class Rollout:
         if self._activate(diff):
             self._stop_unused()
             return log.report(diff.release)
-        rolled_back, left = go_back(self._inventory, self._status, log)
-        return log.report(diff.release, rolled_back=rolled_back, left=left)
+        rolled_back, after_failure = go_back(self._inventory, self._status, log)
+        return log.report(diff.release, rolled_back=rolled_back, after_failure=after_failure)
 
     # ---- the decision --------------------------------------------------------------------------
 
@@ -106,17 +106,17 @@ class Rollout:
             environments = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
                                                 for name, facts in checked.facts.items()})
         self._watch.phase("looking at the boards")
-        asked = ask_boards(self._inventory, [
+        answers = ask_boards(self._inventory, [
             (device, state_of(self._deployment, place, environments[device.name]),
              part_wanted(self._manifest, place)) for place, device in enumerate(self._boards)], end_others)
         self._log.problems = [str(no_facts(device, facts))
-                              for device, facts in zip(self._boards, asked, strict=True)
+                              for device, facts in zip(self._boards, answers, strict=True)
                               if isinstance(facts, FlowspecError)]
         if self._log.problems:
             return None
         self._environments = environments
         self._facts: Mapping[str, BoardFacts] = {
-            device.name: facts for device, facts in zip(self._boards, asked, strict=True)
+            device.name: facts for device, facts in zip(self._boards, answers, strict=True)
             if isinstance(facts, BoardFacts)}
         # Again, because boards of an interrupted rollout may have changed their release since.  A failed one
         # goes back to that release.
@@ -169,17 +169,17 @@ class Rollout:
     def _make_keys(self, diff: Diff, rotate: bool) -> Diff:
         """Make and record the boards' keys; return the diff with all keys."""
         self._watch.phase("keys")
-        made = {board.name: board for board in keys.ask(
+        new_keys = {board.name: board for board in keys.ask(
             self._inventory, [board.device for board in diff.boards if board.key != "show"], _pythons(diff),
             {board.device.name: board.key for board in diff.boards})}
         for name in self._facts:
-            error = made[name].error if name in made else ""
-            if name in made and not error and not rotate:
-                error = keys.changed_key(name, made[name].publics[-1], self._recorded, self._deployment.keys)
-            self._log.add_step(Step(name, "key", name in made), error)
+            error = new_keys[name].error if name in new_keys else ""
+            if name in new_keys and not error and not rotate:
+                error = keys.changed_key(name, new_keys[name].publics[-1], self._recorded, self._deployment.keys)
+            self._log.add_step(Step(name, "key", name in new_keys), error)
         if self._log.failed:
             return diff
-        facts = {name: replace(there, publics=made[name].publics) if name in made else there
+        facts = {name: replace(there, publics=new_keys[name].publics) if name in new_keys else there
                  for name, there in self._facts.items()}
         before = self._recorded
         if rotate:

@@ -30,7 +30,7 @@ class DeployReport:
     boards: list[BoardOutcome]
     release: str | None = None  # the new release's id, if known
     rolled_back: str | None = None  # the id that runs again because the new release did not become ready
-    left: str = ""  # after a failure: what runs, and what to do; "": no running service was changed
+    after_failure: str = ""  # after a failure: what runs, and what to do; "": no running service was changed
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)  # why nothing was started
     notes: list[str] = field(default_factory=list)  # warnings that do not prevent a deployment
@@ -91,30 +91,30 @@ class RolloutLog:
         outcome.steps.append(step)
         self.watch.step(step)
 
-    def carry_out(self, boards: Sequence[tuple[DeviceEntry, Sequence[Action]]], says: str) -> bool:
-        """Run actions on all boards; return whether no board has failed yet.  ``says``: the phase's title."""
-        self.watch.phase(says)
+    def carry_out(self, boards: Sequence[tuple[DeviceEntry, Sequence[Action]]], title: str) -> bool:
+        """Run actions on all boards; return whether no board has failed yet.  ``title``: the phase's title."""
+        self.watch.phase(title)
         run(self._inventory, boards, on_step=self.add_step, on_error=self._fail)
         return not self.failed
 
-    def run(self, phase: Phase, boards: Sequence[tuple[DeviceEntry, BoardState]], says: str,
+    def run(self, phase: Phase, boards: Sequence[tuple[DeviceEntry, BoardState]], title: str,
             dry_run: bool = False) -> bool:
         """Like ``carry_out``, with the actions decided from the boards' present state."""
-        self.watch.phase(says)
+        self.watch.phase(title)
         bring_about(self._inventory, phase, boards, dry_run, on_step=self.add_step, on_error=self._fail)
         return not self.failed
 
-    def add(self, other: RolloutLog, says: str) -> None:
-        """Append ``other``, whose failures are reported as those of the phase ``says``."""
+    def add(self, other: RolloutLog, title: str) -> None:
+        """Append ``other``, whose failures are reported as those of the phase ``title``."""
         for name, outcome in other._outcomes.items():
             total = self._outcomes[name]
             total.steps += outcome.steps
             if outcome.error:
-                total.error = "; ".join(filter(None, (total.error, f"{says}: {outcome.error}")))
+                total.error = "; ".join(filter(None, (total.error, f"{title}: {outcome.error}")))
 
-    def report(self, release: str | None = None, rolled_back: str | None = None, left: str = ""
+    def report(self, release: str | None = None, rolled_back: str | None = None, after_failure: str = ""
                ) -> DeployReport:
-        return DeployReport([*self._outcomes.values()], release, rolled_back, left,
+        return DeployReport([*self._outcomes.values()], release, rolled_back, after_failure,
                             time.monotonic() - self._began, self.problems, self.notes, self.unreached)
 
     def _fail(self, board: str, error: str) -> None:

@@ -123,9 +123,9 @@ def _walk(wheelhouse: Path, target: WheelTarget) -> tuple[list[Path], list[Requi
     """The needed wheels that the wheelhouse has, this package's first, and the requirements that it cannot
     meet.  UsageError without this package's own wheel."""
     house = _House(wheelhouse, target)
-    if (own := house.best(Requirement(_OWN))) is None:
+    if (package_wheel := house.best(Requirement(_OWN))) is None:
         raise UsageError(f"the wheelhouse {wheelhouse} has no wheel of {_OWN}")
-    wheels, missing = [own], []
+    wheels, missing = [package_wheel], []
     for need in _locked(target):
         wheel = house.best(need)
         if wheel is not None:
@@ -154,7 +154,7 @@ def _locked(target: WheelTarget) -> Iterator[Requirement]:
 
 class _House:
     def __init__(self, wheelhouse: Path, target: WheelTarget) -> None:
-        self._found: dict[str, list[tuple[Version, int, Path]]] = {}
+        self._wheels: dict[str, list[tuple[Version, int, Path]]] = {}
         order = target.tags()
         # Package indexes accept only manylinux wheels; so a plain linux wheel was built for such a board.
         built = {tag for tag in order if tag.platform == f"linux_{target.machine}"}
@@ -166,11 +166,11 @@ class _House:
             if target.l4t and name == _BITSANDBYTES:
                 tags &= built
             if runs := [order[tag] for tag in tags if tag in order]:
-                self._found.setdefault(name, []).append((version, -min(runs), path))
+                self._wheels.setdefault(name, []).append((version, -min(runs), path))
 
     def best(self, need: Requirement) -> Path | None:
         """The newest wheel that ``need`` allows, and of those the best for the board."""
-        fit = [entry for entry in self._found.get(canonicalize_name(need.name), ())
+        fit = [entry for entry in self._wheels.get(canonicalize_name(need.name), ())
                if need.specifier.contains(entry[0], prereleases=True)]
         return max(fit)[2] if fit else None
 

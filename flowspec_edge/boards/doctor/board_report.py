@@ -51,7 +51,7 @@ _SECRETS = (
 
 def board_report(gpu: Mapping[str, Any], device: str, date: str, profile: Sequence[str] = (),
                  report: Callable[[str], None] = lambda doing: None) -> dict[str, Any]:
-    """In a few minutes; every part that fails is {"error": …}.
+    """Collect what is known of this board, which takes a few minutes. A part that fails is {"error": …}.
 
     gpu      ``GpuReport.as_json``, or the error for which there is none
     date     today's
@@ -63,28 +63,28 @@ def board_report(gpu: Mapping[str, Any], device: str, date: str, profile: Sequen
         "memory": _memory,
         "doctor": lambda: [finding.as_json() for finding in check_machine()],
         "tegrastats": tegrastats, "profile": lambda: _profile(device, profile), "journal": journal}
-    found: dict[str, Any] = {"format": FORMAT, "date": date, "gpu": dict(gpu)}
+    report_fields: dict[str, Any] = {"format": FORMAT, "date": date, "gpu": dict(gpu)}
     for name, part in parts.items():
         report(name)
         try:
-            found[name] = part()
+            report_fields[name] = part()
         except Exception as error:
-            found[name] = {"error": str(error) or type(error).__name__}
-    return found
+            report_fields[name] = {"error": str(error) or type(error).__name__}
+    return report_fields
 
 
 def _versions() -> dict[str, Any]:
     l4t = read_board().l4t
-    known = jetpack_of(l4t) if l4t else None
-    found: dict[str, Any] = {"python": platform.python_version(), "kernel": platform.release(), "l4t": l4t,
-                             "machine": platform.machine(), "jetpack": known.name if known else "",
-                             "cuda": torch.version.cuda}
+    jetpack = jetpack_of(l4t) if l4t else None
+    versions: dict[str, Any] = {"python": platform.python_version(), "kernel": platform.release(), "l4t": l4t,
+                                "machine": platform.machine(), "jetpack": jetpack.name if jetpack else "",
+                                "cuda": torch.version.cuda}
     for package in _PACKAGES:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = None
-    return found
+            versions[package] = None
+    return versions
 
 
 def _memory() -> dict[str, int | None]:
@@ -108,17 +108,17 @@ def tegrastats(command: Sequence[str] = _TEGRASTATS) -> str:
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TEGRASTATS_S,
                               check=False)
-        said = done.stdout
-    except subprocess.TimeoutExpired as stopped:
-        said = stopped.stdout or b""
+        output = done.stdout
+    except subprocess.TimeoutExpired as timeout:
+        output = timeout.stdout or b""
     except OSError:
         return ""
-    return said.decode(errors="replace").partition("\n")[0].strip()
+    return output.decode(errors="replace").partition("\n")[0].strip()
 
 
 def journal(command: Sequence[str] = _JOURNAL) -> list[str]:
     """The last lines of flowspec's services, "unit: message", by :func:`without_secrets`."""
-    found = []
+    messages = []
     for line in output(*command).splitlines():
         try:
             entry = json.loads(line)
@@ -126,8 +126,8 @@ def journal(command: Sequence[str] = _JOURNAL) -> list[str]:
             continue
         message = entry.get("MESSAGE")
         if isinstance(message, str):
-            found.append(f"{entry.get('_SYSTEMD_UNIT', '')}: {without_secrets(message)}")
-    return found
+            messages.append(f"{entry.get('_SYSTEMD_UNIT', '')}: {without_secrets(message)}")
+    return messages
 
 
 def without_secrets(line: str) -> str:

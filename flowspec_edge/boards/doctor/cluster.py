@@ -90,7 +90,7 @@ def why_not_shaped(runner: Runner) -> str:
     try:
         tc.try_kernel(runner, as_root([]))
     except FlowspecError as error:
-        return str(error).removeprefix(f"{runner.where}: ")
+        return str(error).removeprefix(f"{runner.device_name}: ")
     return ""
 
 
@@ -110,19 +110,19 @@ def _check_board(inventory: Inventory, device: DeviceEntry, storage: str | None,
         facts = ask()
         release = _by_release(inventory, device, runner)
         shaping = None if facts.system.sudo else why_not_shaped(runner)
-        found = judged(facts)
+        findings = judged(facts)
         if fix:
-            found = apply_remedies(found, lambda: judged(ask()), runner)
+            findings = apply_remedies(findings, lambda: judged(ask()), runner)
     except NoAnswer as error:
         return BoardFindings(device.name, [*_by_release(inventory, device, runner), no_facts(device, error)])
     except FlowspecError as error:
-        why, wrong = unreachable(device, str(error)), address_problem(inventory, device)
+        why, address_fault = unreachable(device, str(error)), address_problem(inventory, device)
         return BoardFindings(device.name, [
             Finding("reached", "failed", why.found, why.advice),
-            *([replace(wrong_address(device, wrong), check="network")] if wrong else [])])
+            *([replace(wrong_address(device, address_fault), check="network")] if address_fault else [])])
     # The release's findings replace those of the board's own Python.
     flowspec, *computed = release
-    return BoardFindings(device.name, [flowspec, *found, *computed], facts)
+    return BoardFindings(device.name, [flowspec, *findings, *computed], facts)
 
 
 def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> list[Finding]:
@@ -132,9 +132,9 @@ def _by_release(inventory: Inventory, device: DeviceEntry, runner: Runner) -> li
     there = error = ""
     computed: list[Finding] = []
     try:
-        told = runner.run(["sh", "-c", _RUN_IF_INSTALLED, *command])
-        if told or python != PYTHON:
-            flowspec, *computed = _FINDINGS.validate_json(told.splitlines()[-1])
+        output = runner.run(["sh", "-c", _RUN_IF_INSTALLED, *command])
+        if output or python != PYTHON:
+            flowspec, *computed = _FINDINGS.validate_json(output.splitlines()[-1])
             there = flowspec.found
     except (FlowspecError, ValueError, TypeError, IndexError) as failure:
         error = str(failure) if isinstance(failure, FlowspecError) else f"{python} is not there, or not a release's"

@@ -87,9 +87,9 @@ class DiscoveredBoard:
 class NotFound(FlowspecError):
     """Boards that do not answer, as findings that say why, and those that do."""
 
-    def __init__(self, silent: list[Finding], answered: list[DiscoveredBoard]) -> None:
+    def __init__(self, silent: list[Finding], boards: list[DiscoveredBoard]) -> None:
         super().__init__("; ".join(map(str, silent)))
-        self.silent, self.answered = silent, with_host_names(answered)
+        self.silent, self.answered = silent, with_host_names(boards)
 
 
 def parse_hosts(hosts: Sequence[str], user: str = "", port: int | None = None, key: str = "",
@@ -145,35 +145,36 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
         return of_facts(device, facts[device.name].system)
 
     answers = on_each(ask, inventory.device)
-    answered = [answer for answer in answers if isinstance(answer, DiscoveredBoard)]
-    if len(answered) < len(answers):
-        raise NotFound([answer for answer in answers if isinstance(answer, Finding)], answered)
+    discovered = [answer for answer in answers if isinstance(answer, DiscoveredBoard)]
+    if len(discovered) < len(answers):
+        raise NotFound([answer for answer in answers if isinstance(answer, Finding)], discovered)
     if same := judge("init", AllBoards({device.name: facts[device.name] for device in inventory.device})):
         raise FlowspecError("; ".join(f"{problem.board}: {problem.found}" for problem in same)
                             + f": {'; '.join(dict.fromkeys(problem.advice for problem in same))}")
-    return with_host_names(answered)
+    return with_host_names(discovered)
 
 
 def require_mode(boards: Sequence[DiscoveredBoard], power_mode: str) -> None:
     """UsageError if a board that has power modes lacks this one."""
-    lacking = [f"{board.device.name} has {', '.join(board.modes)}" for board in boards
-               if power_mode and board.modes and power_mode not in board.modes]
-    if lacking:
-        raise UsageError(f"no power mode {power_mode!r}: {'; '.join(lacking)}")
+    without_mode = [f"{board.device.name} has {', '.join(board.modes)}" for board in boards
+                    if power_mode and board.modes and power_mode not in board.modes]
+    if without_mode:
+        raise UsageError(f"no power mode {power_mode!r}: {'; '.join(without_mode)}")
 
 
 def of_facts(device: DeviceEntry, facts: SystemFacts) -> DiscoveredBoard:
     board, torch, disk = board_of(facts), facts.torch, facts.disks.get(places.HOME)
     absent = torch.why.startswith("ModuleNotFoundError")
-    found = DiscoveredBoard(
+    discovered = DiscoveredBoard(
         device=device, hostname=facts.hostname, arch=facts.machine, board=board,
         interface=facts.interface, python=".".join(map(str, facts.python)),
         torch=torch.version or None, cuda=bool(torch.cuda), problem="" if absent else torch.why,
         gpu=facts.gpu or bool(board.l4t), modes=tuple(mode_numbers(facts.files.get("etc/nvpmodel.conf", ""))),
         disk_mb=disk.free / 1e6 if disk else None, profile=profile_of(board),
         docker=facts.docker.version if facts.docker.version or facts.docker.why else None)
-    subject = Subject(BoardFacts(system=facts), torch_device=found.torch_device, in_image=found.docker is not None)
-    return replace(found, faults=tuple(map(str, faults("init", subject))))
+    subject = Subject(BoardFacts(system=facts), torch_device=discovered.torch_device,
+                      in_image=discovered.docker is not None)
+    return replace(discovered, faults=tuple(map(str, faults("init", subject))))
 
 
 def profile_of(board: BoardInfo) -> str:
@@ -192,20 +193,20 @@ def profile_of(board: BoardInfo) -> str:
 
 def with_host_names(boards: list[DiscoveredBoard]) -> list[DiscoveredBoard]:
     """The boards renamed by their valid host names, with a number appended to duplicates."""
-    taken = {board.device.name.casefold() for board in boards}
-    found = []
+    used_names = {board.device.name.casefold() for board in boards}
+    renamed = []
     for board in boards:
-        name, own = board.hostname.partition(".")[0], board.device
+        name, device = board.hostname.partition(".")[0], board.device
         if _NAME.fullmatch(name) and name != "localhost":
-            wanted = name
+            unique = name
             for number in range(2, len(boards) + 2):
-                if wanted.casefold() == own.name.casefold() or wanted.casefold() not in taken:
+                if unique.casefold() == device.name.casefold() or unique.casefold() not in used_names:
                     break
-                wanted = f"{name}-{number}"
-            taken.add(wanted.casefold())
-            own = own.model_copy(update={"name": wanted})
-        found.append(replace(board, device=own))
-    return found
+                unique = f"{name}-{number}"
+            used_names.add(unique.casefold())
+            device = device.model_copy(update={"name": unique})
+        renamed.append(replace(board, device=device))
+    return renamed
 
 
 _HEAD = """\
@@ -244,8 +245,8 @@ _ROLES = {
 
 
 def render_cluster_toml(boards: Sequence[DiscoveredBoard], name: str, file: str, ssh_config: str = "",
-                        given: Mapping[str, str] | None = None, all_boards: bool = False) -> str:
-    """``given``: texts for keys of [cluster]; ``all_boards``: a role for each board."""
+                        cluster_settings: Mapping[str, str] | None = None, all_boards: bool = False) -> str:
+    """``cluster_settings``: texts for keys of [cluster]; ``all_boards``: a role for each board."""
     interface = _most([board.interface for board in boards if board.interface]) or "eth0"
     torch_device = _most([board.torch_device for board in boards])
     shared = [(f"name = {_quoted(name)}", ""),
@@ -263,11 +264,11 @@ def render_cluster_toml(boards: Sequence[DiscoveredBoard], name: str, file: str,
     text += _ROLES[roles].format(largest=drafts.device.name if drafts else "", without=", ".join(without),
                                  file=_printable(shlex.quote(file)))
     for board in boards:
-        own = {"interface": board.interface if board.interface not in ("", interface) else "",
-               "torch_device": board.torch_device if board.torch_device != torch_device else ""}
+        overrides = {"interface": board.interface if board.interface not in ("", interface) else "",
+                     "torch_device": board.torch_device if board.torch_device != torch_device else ""}
         role = "auto" if drafts is None else "draft" if board is drafts else "verify"
-        text += _device(board, role, own)
-    for key, value in (given or {}).items():
+        text += _device(board, role, overrides)
+    for key, value in (cluster_settings or {}).items():
         text = with_key(text, ("cluster",), key, _quoted(value))
     return text
 
@@ -276,7 +277,7 @@ def _lines(settings: Sequence[tuple[str, str]]) -> str:
     return "".join(f"{setting:<30} # {why}\n" if why else f"{setting}\n" for setting, why in settings)
 
 
-def _device(board: DiscoveredBoard, role: str, own: dict[str, str]) -> str:
+def _device(board: DiscoveredBoard, role: str, overrides: dict[str, str]) -> str:
     device = board.device
     lines = [f"# {_printable(line)}" for line in _about(board)]
     lines += ["[[device]]", f"name = {_quoted(device.name)}", f"address = {_quoted(device.address)}",
@@ -287,7 +288,7 @@ def _device(board: DiscoveredBoard, role: str, own: dict[str, str]) -> str:
         lines.append(f"ssh_port = {device.ssh_port}")
     if device.ssh_key:
         lines.append(f"ssh_key = {_quoted(device.ssh_key)}")
-    lines += [f"{key} = {_quoted(value)}" for key, value in own.items() if value]
+    lines += [f"{key} = {_quoted(value)}" for key, value in overrides.items() if value]
     if board.profile:
         lines.append(f"profile = {_quoted(board.profile)}  # by its model and memory; not measured here")
     else:
@@ -298,20 +299,20 @@ def _device(board: DiscoveredBoard, role: str, own: dict[str, str]) -> str:
 
 def _about(board: DiscoveredBoard) -> list[str]:
     facts = board.board
-    known = jetpack_of(facts.l4t)
-    jetpack = f" (JetPack {known.name})" if known else ""
-    found = [", ".join(filter(None, (facts.machine, board.arch, facts.l4t and f"L4T {facts.l4t}{jetpack}")))]
+    release = jetpack_of(facts.l4t)
+    jetpack = f" (JetPack {release.name})" if release else ""
+    lines = [", ".join(filter(None, (facts.machine, board.arch, facts.l4t and f"L4T {facts.l4t}{jetpack}")))]
     if facts.total_mb is not None and facts.available_mb is not None:
         disk = "" if board.disk_mb is None else f"; disk {board.disk_mb / 1e3:,.0f} GB free"
-        found.append(f"memory {facts.total_mb:,.0f} MB, {facts.available_mb:,.0f} MB of it free{disk}")
-    found.append(f"Python {board.python}, {describe_software(board)}")
-    found += [f"  → {fault}" for fault in board.faults]
+        lines.append(f"memory {facts.total_mb:,.0f} MB, {facts.available_mb:,.0f} MB of it free{disk}")
+    lines.append(f"Python {board.python}, {describe_software(board)}")
+    lines += [f"  → {fault}" for fault in board.faults]
     if facts.power_mode or board.modes:
         modes = f" of {', '.join(board.modes)}" if board.modes else ""
-        found.append(f"power mode {facts.power_mode or 'unknown'}{modes}")
+        lines.append(f"power mode {facts.power_mode or 'unknown'}{modes}")
     if not board.interface:
-        found.append(f"  → no interface of it has the address {board.device.address}: see ip -o -4 addr")
-    return found
+        lines.append(f"  → no interface of it has the address {board.device.address}: see ip -o -4 addr")
+    return lines
 
 
 def describe_software(board: DiscoveredBoard) -> str:

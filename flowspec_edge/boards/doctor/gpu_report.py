@@ -54,14 +54,15 @@ def check_gpu(tokens: Sequence[Check[ComputeDevice]], device: str = "cuda",
     tokens  the checks of the group "tokens", which simulate a cluster (``lab.token_check``)
     report  called with the name of each group as it begins
     """
-    found = torchdevice.require(device)
-    on_gpu = found.type == "cuda"
-    it = describe(device)
+    torch_device = torchdevice.require(device)
+    on_gpu = torch_device.type == "cuda"
+    compute_device = describe(device)
     checks: dict[Place, list[Finding]] = {}
     for group in GROUPS:
         report(group)
-        checks[group] = judge(group, it, (*CHECKS, *tokens))
-    return GpuReport(device, torch.cuda.get_device_name(found) if on_gpu else "CPU", it.capability, checks)
+        checks[group] = judge(group, compute_device, (*CHECKS, *tokens))
+    name = torch.cuda.get_device_name(torch_device) if on_gpu else "CPU"
+    return GpuReport(device, name, compute_device.capability, checks)
 
 
 def describe(device: str) -> ComputeDevice:

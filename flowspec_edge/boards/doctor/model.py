@@ -35,9 +35,9 @@ def parts_of(deployment: Deployment, available: Mapping[str, int]) -> dict[str, 
     """``available``: as for ``board_parts``."""
     name, python, d0 = deployment.model.name, deployment.cluster.board_python, deployment.draft.name
     turn = (deployment.turn.seconds, deployment.turn.slot) if deployment.turn else None
-    found = {board: BoardPart(name, size, available.get(board), python, turn=turn if board == d0 else None)
+    parts = {board: BoardPart(name, size, available.get(board), python, turn=turn if board == d0 else None)
              for board, size in needed(deployment).items()}
-    return found | {device.name: BoardPart(name, idle=why) for device, why in deployment.left_out}
+    return parts | {device.name: BoardPart(name, idle=why) for device, why in deployment.left_out}
 
 
 def needed(deployment: Deployment) -> dict[str, int]:

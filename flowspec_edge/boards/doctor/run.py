@@ -30,29 +30,29 @@ _EFFECTIVE_LATER = {"groups": "log in again, or restart the service: new groups 
 
 def check_machine(storage: Path | None = None, fix: bool = False) -> list[Finding]:
     """``storage``: where shards will lie; None for the home directory."""
-    where = storage or Path.home()
+    directory = storage or Path.home()
 
     def ask() -> SystemFacts:
-        return system_facts(machine_facts([str(where)]))
+        return system_facts(machine_facts([str(directory)]))
 
     def judged(facts: SystemFacts) -> list[Finding]:
-        absent = "" if where.is_dir() else str(where)
+        absent = "" if directory.is_dir() else str(directory)
         return merged(judge("here", Subject(BoardFacts(system=facts), absent=absent)))
 
     facts = ask()
-    found = judged(facts)
+    findings = judged(facts)
     if fix:
-        found = apply_remedies(found, lambda: judged(ask()))
+        findings = apply_remedies(findings, lambda: judged(ask()))
     flowspec, *computed = check_release(l4t_of(facts))
-    found = [flowspec, *found, *computed]
-    return [replace(finding, fixed=bool(finding.fixed)) for finding in found] if fix else found
+    findings = [flowspec, *findings, *computed]
+    return [replace(finding, fixed=bool(finding.fixed)) for finding in findings] if fix else findings
 
 
 def apply_remedies(findings: Sequence[Finding], check: Callable[[], Sequence[Finding]],
                    runner: Runner | None = None) -> list[Finding]:
     """Run the remedies; return the findings afterwards, all with ``fixed``; ``check`` repeats the checks."""
-    where = runner or LocalRunner()
-    errors = {finding.check: _run(finding, where) for finding in findings if finding.remedy}
+    machine = runner or LocalRunner()
+    errors = {finding.check: _run(finding, machine) for finding in findings if finding.remedy}
     now = {finding.check: finding for finding in check()} if "" in errors.values() else {}
     return [_after(finding, errors.get(finding.check), now.get(finding.check)) for finding in findings]
 
@@ -86,8 +86,8 @@ def check_release(l4t: str) -> list[Finding]:
 
     Takes as long as several imports of torch.
     """
-    told = run_torch_check(code_command(torch_check_program("cuda")["program"]))
-    torch = system_facts({"torch": told}).torch
+    torch_report = run_torch_check(code_command(torch_check_program("cuda")["program"]))
+    torch = system_facts({"torch": torch_report}).torch
     libraries = LibraryFacts(version("flowspec-edge"), version("transformers"), zmq.zmq_version(),
                              zmq.has("curve"), torch)
     return merged(judge("release", ComputeDevice("cuda" if torch.cuda else "cpu", torch.cuda, l4t,

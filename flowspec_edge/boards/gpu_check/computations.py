@@ -64,14 +64,14 @@ class Computation:
 class ComputationResult:
     """What a computation gave; the fields of ``Deviation``, None and "" without one.
 
-    said   the text that its function returned
-    fault  what was raised, or how the process ended; "" if all went well
+    message  the text that its function returned
+    fault    what was raised, or how the process ended; "" if all went well
     """
 
     name: str
     error: float | None = None
     rounded: str = ""
-    said: str = ""
+    message: str = ""
     fault: str = ""
 
 
@@ -82,25 +82,25 @@ def compute(computations: Sequence[Computation]) -> dict[str, ComputationResult]
     """
     results: list[ComputationResult] = []
     for (_, timeout_s), group in groupby(computations, key=lambda one: (one.module, one.timeout_s)):
-        left = list(group)
-        while left:
-            told = _child(left, timeout_s)
-            results += told
-            left = left[len(told):]
+        remaining = list(group)
+        while remaining:
+            batch = _child(remaining, timeout_s)
+            results += batch
+            remaining = remaining[len(batch):]
     return {result.name: result for result in results}
 
 
 def _child(computations: Sequence[Computation], timeout_s: float) -> list[ComputationResult]:
     """At least one result; if the process died, the last is that of the computation that killed it."""
     command = module_command(__name__)
-    asked = json.dumps([asdict(computation) for computation in computations])
+    questions = json.dumps([asdict(computation) for computation in computations])
     try:
-        run = subprocess.run(command, input=asked, capture_output=True, text=True, timeout=timeout_s, check=False)
+        run = subprocess.run(command, input=questions, capture_output=True, text=True, timeout=timeout_s, check=False)
         code, out = run.returncode, run.stdout
         end = f"its kernel ended the process: {ended(code)}"
-        said = [line for line in run.stderr.splitlines() if line.strip()]
-        if code and said:
-            end += f": {said[-1].strip()}"
+        error_lines = [line for line in run.stderr.splitlines() if line.strip()]
+        if code and error_lines:
+            end += f": {error_lines[-1].strip()}"
     except subprocess.TimeoutExpired as error:
         raw = error.stdout or b""
         code, out = _CUT_OFF, raw.decode(errors="replace") if isinstance(raw, bytes) else raw
@@ -117,19 +117,19 @@ def attempt(computation: Computation) -> ComputationResult:
     """Compute in this process; any exception is a fault, as kernels and libraries may raise anything."""
     try:
         function = getattr(importlib.import_module(computation.module), computation.function.partition(":")[2])
-        told = function(**computation.arguments)
+        outcome = function(**computation.arguments)
     except FlowspecError as failure:
         return ComputationResult(computation.name, fault=str(failure))
     except Exception as failure:
         return ComputationResult(computation.name, fault=first_line(failure))
-    if isinstance(told, str):
-        return ComputationResult(computation.name, said=told)
-    return ComputationResult(computation.name, *told)
+    if isinstance(outcome, str):
+        return ComputationResult(computation.name, message=outcome)
+    return ComputationResult(computation.name, *outcome)
 
 
 def main() -> None:
     """In a child process: print a line of JSON for each computation; exit once the CUDA context is unusable."""
-    asked = [Computation(**told) for told in json.load(sys.stdin)]
+    computations = [Computation(**fields) for fields in json.load(sys.stdin)]
     with suppress(OSError), open(_OUT_OF_MEMORY_SCORE, "w", encoding="ascii") as score:
         score.write("1000")  # if memory runs out, the kernel kills this process and no other
     import torch
@@ -137,7 +137,7 @@ def main() -> None:
     from flowspec_edge.util.torchdevice import use_exact_kernels
 
     use_exact_kernels()
-    for computation in asked:
+    for computation in computations:
         result, lost = attempt(computation), ""
         if torch.cuda.is_initialized():
             try:

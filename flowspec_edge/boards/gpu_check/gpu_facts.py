@@ -168,13 +168,13 @@ def piece(device: str, mb: int) -> str:
     """Ask for so many MB (10^6 bytes) at once, and return them; what the driver prints meanwhile is the reason."""
     with _heard() as lines:
         try:
-            given = torch.empty(mb * _MB, dtype=torch.uint8, device=device)
+            buffer = torch.empty(mb * _MB, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             why = str(error).split(". ")[0]  # the rest lists every process on the GPU
         except Exception as error:
             why = first_line(error)
         else:
-            del given
+            del buffer
             release(torch.device(device))
             return ""
     raise FlowspecError(next((line for line in lines if "NvMap" in line), "") or why)
@@ -185,12 +185,12 @@ def _heard() -> Iterator[list[str]]:
     """The lines that this process, C's libraries too, prints to stderr in the block; filled at its end."""
     lines: list[str] = []
     with tempfile.TemporaryFile() as file:
-        kept = os.dup(2)
+        stderr_copy = os.dup(2)
         os.dup2(file.fileno(), 2)
         try:
             yield lines
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(stderr_copy, 2)
+            os.close(stderr_copy)
             file.seek(0)
             lines += file.read().decode(errors="replace").splitlines()

@@ -29,28 +29,28 @@ def product(kind: str, device: str, shape: Sequence[int], rows: Sequence[int], d
     dtype  of activations, for kinds in 4 bits
     """
     at, (outputs, inputs) = torch.device(device), (min(side, _MAX_SIDE) for side in shape)
-    taken = activations(kind, dtype)
+    activation_type = activations(kind, dtype)
     generator = torch.Generator().manual_seed(0)
     weight = 0.02 * torch.randn(outputs, inputs, generator=generator)
     if kind in DTYPES:
-        held = weight.to(taken)
-        exact = held.double()
-        multiply: Callable[[Tensor], Tensor] = partial(functional.linear, weight=held.to(at))
+        rounded = weight.to(activation_type)
+        exact = rounded.double()
+        multiply: Callable[[Tensor], Tensor] = partial(functional.linear, weight=rounded.to(at))
     else:
-        chosen = scheme(next(k for k in QUANTISED if k == kind))
-        stored = chosen.quantise(weight.to(at))
-        exact = chosen.dequantise(stored).cpu().double()
+        weight_scheme = scheme(next(k for k in QUANTISED if k == kind))
+        stored = weight_scheme.quantise(weight.to(at))
+        exact = weight_scheme.dequantise(stored).cpu().double()
         lost = float((exact - weight).norm() / weight.norm())
         if not lost < _QUANTISED_WITHIN:
             raise FlowspecError(f"quantising loses {lost:.0%} of the weights' norm")
-        multiply = linear = chosen.linear(outputs, inputs, False, taken, at)
+        multiply = linear = weight_scheme.linear(outputs, inputs, False, activation_type, at)
         linear.fill(stored)
     worst = 0.0
     for n in rows:
-        x = torch.randn(n, inputs, generator=generator).to(taken)
+        x = torch.randn(n, inputs, generator=generator).to(activation_type)
         expected = x.double() @ exact.T
-        found = multiply(x.to(at))
-        difference = (found.cpu().double() - expected).abs().max() / expected.abs().max()
+        computed = multiply(x.to(at))
+        difference = (computed.cpu().double() - expected).abs().max() / expected.abs().max()
         worst = max(worst, float(difference)) if bool(difference.isfinite()) else float("inf")
     return Deviation(worst, computed_in(kind, dtype, at))
 

@@ -60,16 +60,16 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
 
-def _difference(found: Tensor, expected: Tensor) -> float:
-    difference = (found.cpu().double() - expected).abs().max() / expected.abs().max()
+def _difference(computed: Tensor, expected: Tensor) -> float:
+    difference = (computed.cpu().double() - expected).abs().max() / expected.abs().max()
     return float(difference) if bool(difference.isfinite()) else float("inf")
 
 
-def _require_same(found: Tensor, expected: Tensor) -> None:
+def _require_same(computed: Tensor, expected: Tensor) -> None:
     """FlowspecError if any value differs."""
-    wrong = int((found.cpu() != expected).sum())
-    if wrong:
-        raise FlowspecError(f"{wrong} of {expected.numel()} values are wrong")
+    differing = int((computed.cpu() != expected).sum())
+    if differing:
+        raise FlowspecError(f"{differing} of {expected.numel()} values are wrong")
 
 
 @_rounded
@@ -81,15 +81,16 @@ def sdpa(device: torch.device, dtype: torch.dtype) -> float:
         values = values.flip(0, 2)
         folded = rows * (_HEADS // _KV_HEADS)
         query = _random(1, _KV_HEADS, folded, _HEAD_DIM).to(dtype)
-        seen = torch.rand(folded, _CACHED, generator=torch.Generator().manual_seed(rows)) < 0.5
-        seen[:, 0] = True
-        mask = torch.zeros(folded, _CACHED).masked_fill(~seen, -torch.inf)
+        visible = torch.rand(folded, _CACHED, generator=torch.Generator().manual_seed(rows)) < 0.5
+        visible[:, 0] = True
+        mask = torch.zeros(folded, _CACHED).masked_fill(~visible, -torch.inf)
         scores = query.double() @ keys[:, :, :_CACHED].double().mT / _HEAD_DIM**0.5 + mask.double()
         expected = scores.softmax(-1) @ values[:, :, :_CACHED].double()
-        held, shown = keys.to(device), values.to(device)
-        found = F.scaled_dot_product_attention(query.to(device), held[:, :, :_CACHED], shown[:, :, :_CACHED],
-                                               attn_mask=mask.to(device, dtype)[None, None])
-        worst = max(worst, _difference(found, expected))
+        device_keys, device_values = keys.to(device), values.to(device)
+        computed = F.scaled_dot_product_attention(query.to(device), device_keys[:, :, :_CACHED],
+                                                  device_values[:, :, :_CACHED],
+                                                  attn_mask=mask.to(device, dtype)[None, None])
+        worst = max(worst, _difference(computed, expected))
     return worst
 
 
@@ -118,8 +119,8 @@ def topk(device: torch.device) -> None:
 def noise(device: torch.device) -> None:
     positions = np.array([0, 1, 4095, 2**31 + 7])
     expected = splitmix64(keys(_SEED, positions)[:, None], np.arange(_VOCABULARY))
-    found = sampler.device_words(_SEED, positions, _VOCABULARY, device)
-    _require_same(found, torch.from_numpy(expected))
+    computed = sampler.device_words(_SEED, positions, _VOCABULARY, device)
+    _require_same(computed, torch.from_numpy(expected))
 
 
 @_exact
@@ -127,8 +128,8 @@ def sampling(device: torch.device) -> None:
     logits, positions = 3 * _random(16, _VOCABULARY), np.arange(100, 116)
     for sampling in (Sampling(), Sampling(1.0, seed=_SEED), Sampling(1.0, top_p=0.9, seed=_SEED),
                      Sampling(0.7, 20, 0.8, seed=_SEED)):
-        found = sampler.choose(logits.to(device), positions, sampling)
-        _require_same(torch.from_numpy(found), torch.from_numpy(choose(logits.numpy(), positions, sampling)))
+        tokens = sampler.choose(logits.to(device), positions, sampling)
+        _require_same(torch.from_numpy(tokens), torch.from_numpy(choose(logits.numpy(), positions, sampling)))
 
 
 @_exact

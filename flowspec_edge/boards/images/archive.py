@@ -49,32 +49,32 @@ class Image:
     @property
     def digest(self) -> str:
         """Of all that decides how the software runs; names its directory below ``paths.VENVS``."""
-        said = [self.config, self.runtime, self.python, inspect.getsource(launcher)]
-        return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:_ID]
+        identity = [self.config, self.runtime, self.python, inspect.getsource(launcher)]
+        return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:_ID]
 
 
 def read_image(path: Path) -> Image:
     """The image in the archive ``path``; UsageError if it holds none or several, or another flowspec than this."""
-    how = _HOW.format(path=path)
+    advice = _HOW.format(path=path)
     if not path.is_file():
-        raise UsageError(f"there is no image {path} (cluster.image): {how}")
+        raise UsageError(f"there is no image {path} (cluster.image): {advice}")
     try:
         with tarfile.open(path) as archive:
             manifests = _load(archive, "manifest.json")
             if len(manifests) != 1:
-                raise UsageError(f"{path} holds {len(manifests)} images, and the boards get one: {how}")
+                raise UsageError(f"{path} holds {len(manifests)} images, and the boards get one: {advice}")
             config, layers = _read(archive, manifests[0]["Config"]), manifests[0]["Layers"]
-            digest, told = hashlib.sha256(config).hexdigest(), json.loads(config)
-            found = Image(str(path), path.stat().st_size, digest, (f"sha256:{digest}", *_index(archive)),
+            digest, settings = hashlib.sha256(config).hexdigest(), json.loads(config)
+            image = Image(str(path), path.stat().st_size, digest, (f"sha256:{digest}", *_index(archive)),
                           tuple(manifests[0].get("RepoTags") or ()),
-                          _MACHINES.get(told["architecture"], told["architecture"]), _version(archive, layers))
+                          _MACHINES.get(settings["architecture"], settings["architecture"]), _version(archive, layers))
     except (OSError, EOFError, tarfile.TarError, ValueError, LookupError, TypeError, AttributeError) as error:
         why = "no tar, or cut off" if isinstance(error, tarfile.ReadError) else str(error)
-        raise UsageError(f"{path} is no image that docker save has written ({why}): {how}") from error
-    if found.version not in ("", version("flowspec-edge")):
-        raise UsageError(f"{path} has flowspec {found.version}, and this machine {version('flowspec-edge')}: "
+        raise UsageError(f"{path} is no image that docker save has written ({why}): {advice}") from error
+    if image.version not in ("", version("flowspec-edge")):
+        raise UsageError(f"{path} has flowspec {image.version}, and this machine {version('flowspec-edge')}: "
                          "build the image from these sources, or install its release here")
-    return found
+    return image
 
 
 def _read(archive: tarfile.TarFile, name: str) -> bytes:
@@ -103,8 +103,8 @@ def _version(archive: tarfile.TarFile, layers: Sequence[str]) -> str:
         try:
             with tarfile.open(fileobj=archive.extractfile(layer)) as files:
                 for member in files:
-                    if found := _INSTALLED.search(member.name):
-                        return found[1]
+                    if match := _INSTALLED.search(member.name):
+                        return match[1]
         except tarfile.ReadError:  # in a compression that this Python does not know
             return ""
     raise LookupError("there is no flowspec in it")

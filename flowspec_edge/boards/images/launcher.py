@@ -92,15 +92,15 @@ def _mount(path: str, read_only: bool, target: str = "") -> str:
     return f"--mount=type=bind,source={path},target={target or path}" + (",readonly" if read_only else "")
 
 
-def memory_limit(shown: str) -> int | None:
+def memory_limit(text: str) -> int | None:
     """A unit's MemoryMax as systemctl shows it, in bytes; None for "infinity"."""
-    return int(shown) if shown.strip().isdigit() and int(shown) < _NO_LIMIT else None
+    return int(text) if text.strip().isdigit() and int(text) < _NO_LIMIT else None
 
 
-def notice(said: bytes) -> bytes:
+def notice(output: bytes) -> bytes:
     """What of a container's notification is for systemd: nothing that names a process, which has another number
     there."""
-    lines = said.decode(errors="replace").splitlines()
+    lines = output.decode(errors="replace").splitlines()
     return "\n".join(line for line in lines if line.startswith(_NOTICES)).encode()
 
 
@@ -146,10 +146,10 @@ def _forward(notices: socket.socket, address: str) -> None:
     target = "\0" + address[1:] if address.startswith("@") else address
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         while True:
-            said = notice(notices.recv(1 << 16))
+            message = notice(notices.recv(1 << 16))
             with suppress(OSError):  # one that is lost is no reason to end
-                if said:
-                    systemd.sendto(said, target)
+                if message:
+                    systemd.sendto(message, target)
 
 
 def _remove(name: str) -> None:

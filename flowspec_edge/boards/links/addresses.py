@@ -32,12 +32,12 @@ def address_problem(inventory: Inventory, device: DeviceEntry) -> tuple[str, str
 
     If all devices have loopback addresses they are one machine.
     """
-    address = _known(device)
+    address = _address_or_none(device)
     if address is None:
         return None
-    named = device.address if device.address == address else f"{device.address} resolves to {address} here"
+    shown_address = device.address if device.address == address else f"{device.address} resolves to {address} here"
     if IPv4Address(address) in IPv4Network(system().usb_network.network):
-        return (f"{named}, in the network of the USB device port, where every Jetson has the same address",
+        return (f"{shown_address}, in the network of the USB device port, where every Jetson has the same address",
                 "give its address on the Ethernet (ip -4 -o addr on the board shows it)")
     bridge = next((name for name, there in ipv4_addresses().items()
                    if address in there and is_inside_the_machine(name)), "")
@@ -45,24 +45,24 @@ def address_problem(inventory: Inventory, device: DeviceEntry) -> tuple[str, str
     if not others or not (bridge or IPv4Address(address).is_loopback):
         return None
     if bridge:
-        named += f", the address of {bridge}, a network inside this machine"
-    own = route_to(others[0]) if is_here(inventory, device) else None
-    example = f" ({own[0]} at {own[1]})" if own else ""
-    return (f"{named}, which other boards cannot reach",
+        shown_address += f", the address of {bridge}, a network inside this machine"
+    route = route_to(others[0]) if is_here(inventory, device) else None
+    example = f" ({route[0]} at {route[1]})" if route else ""
+    return (f"{shown_address}, which other boards cannot reach",
             f"give its address on the network{example}")
 
 
 def on_network(inventory: Inventory) -> Inventory:
     """Replace this machine's loopback address, unless all are loopback or there is no route to the others."""
-    own = next((found for other in _elsewhere(inventory) if (found := route_to(other))), None)
-    if own is None:
+    route = next((candidate for other in _elsewhere(inventory) if (candidate := route_to(other))), None)
+    if route is None:
         return inventory
 
     def looped(device: DeviceEntry) -> bool:
-        address = _known(device)
+        address = _address_or_none(device)
         return address is not None and IPv4Address(address).is_loopback and is_here(inventory, device)
 
-    devices = [device.model_copy(update={"address": own[0]}) if looped(device) else device
+    devices = [device.model_copy(update={"address": route[0]}) if looped(device) else device
                for device in inventory.device]
     return inventory.model_copy(update={"device": devices})
 
@@ -74,17 +74,17 @@ def route_to(address: str) -> tuple[str, str] | None:
             probe.connect((address, _ANY_PORT))  # UDP: looks up the route without sending
         except OSError:
             return None
-        own = str(probe.getsockname()[0])
-    return next(((own, name) for name, there in ipv4_addresses().items() if own in there), None)
+        local_address = str(probe.getsockname()[0])
+    return next(((local_address, name) for name, there in ipv4_addresses().items() if local_address in there), None)
 
 
 def _elsewhere(inventory: Inventory) -> list[str]:
     """The devices' addresses that are not loopback."""
-    known: Iterator[str | None] = (_known(device) for device in inventory.device)
-    return [address for address in known if address and not IPv4Address(address).is_loopback]
+    addresses: Iterator[str | None] = (_address_or_none(device) for device in inventory.device)
+    return [address for address in addresses if address and not IPv4Address(address).is_loopback]
 
 
-def _known(device: DeviceEntry) -> str | None:
+def _address_or_none(device: DeviceEntry) -> str | None:
     with suppress(FlowspecError):
         return resolve(device)
     return None

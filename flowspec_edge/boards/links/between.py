@@ -44,11 +44,11 @@ def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, se
     far, near = runner_for(inventory, target), runner_for(inventory, source)
     program = inspect.getsource(tcp_linktest) if plain else ""
 
-    def end(device: DeviceEntry, what: str, wait_s: float) -> list[str]:
-        own = ([inventory.cluster.board_python, "-I", "-"] if plain else
-               module_command("flowspec_edge.boards.links.linktest",
-                                   python=python_for(inventory, device)))
-        return [*own, what, address, port, "--seconds", str(wait_s)]
+    def end(device: DeviceEntry, action: str, wait_s: float) -> list[str]:
+        runner = ([inventory.cluster.board_python, "-I", "-"] if plain else
+                  module_command("flowspec_edge.boards.links.linktest",
+                                      python=python_for(inventory, device)))
+        return [*runner, action, address, port, "--seconds", str(wait_s)]
 
     serve = far.announced([*end(target, "serve", _PLAIN_PEER_S if plain else _PEER_S),
                          *(() if plain else ("--measurements", "1"))])
@@ -62,12 +62,12 @@ def _measured(inventory: Inventory, source: DeviceEntry, target: DeviceEntry, se
                 peer.stdin.write(program)
                 peer.stdin.close()
             if not select.select([peer.stdout], [], [], _PEER_S)[0]:
-                raise FlowspecError(f"{far.where}: link test: the board does not begin within {_PEER_S} s: "
+                raise FlowspecError(f"{far.device_name}: link test: the board does not begin within {_PEER_S} s: "
                                     "see whether it hangs (uptime, dmesg)")
             if not peer.stdout.readline():  # it prints a line once it listens
                 peer.stdin = None  # closed
-                _, said = peer.communicate(timeout=_PEER_S)
-                raise FlowspecError(f"{far.where}: {failure('link test', serve, peer.returncode, said)}")
+                _, errors = peer.communicate(timeout=_PEER_S)
+                raise FlowspecError(f"{far.device_name}: {failure('link test', serve, peer.returncode, errors)}")
             text = near.run(end(source, "measure", seconds), program)
         finally:
             peer.kill()  # over ssh, the remote program runs on until its deadline

@@ -71,8 +71,8 @@ def serve_link(host: str, port: int, seconds: float | None = None, measurements:
             ready(int(cast(bytes, server.last_endpoint).decode().rpartition(":")[2]))
         flows: dict[bytes, _Flow] = {}
         while measurements is None or measurements > 0:
-            left = None if deadline is None else max(0, round((deadline - time.monotonic()) * 1e3))
-            if left == 0 or not server.poll(left, _POLLIN):
+            remaining_ms = None if deadline is None else max(0, round((deadline - time.monotonic()) * 1e3))
+            if remaining_ms == 0 or not server.poll(remaining_ms, _POLLIN):
                 return
             peer, *frames = server.recv_multipart()
             answer = _answer(flows, peer, frames)
@@ -120,11 +120,11 @@ def measure_link(host: str, port: int, seconds: float = 1.0) -> LinkMeasure:
         kind, *body = _receive(link, host, port, MAX_SECONDS)
         if kind != _REPORT or len(body) != 1 or len(body[0]) != struct.calcsize("<Qd"):
             raise _no_peer(host, port)
-        received, took = struct.unpack("<Qd", body[0])
-    if not received or took <= 0:
+        received, duration = struct.unpack("<Qd", body[0])
+    if not received or duration <= 0:
         raise FlowspecError(f"{host}:{port}: too little arrived in {seconds:g} s to tell a rate; "
                             "measure longer")
-    return LinkMeasure(latency * 1e3, received * 8 / took / 1e6)
+    return LinkMeasure(latency * 1e3, received * 8 / duration / 1e6)
 
 
 def round_trips(host: str, port: int, count: int) -> list[float]:
@@ -134,24 +134,24 @@ def round_trips(host: str, port: int, count: int) -> list[float]:
 
 
 def _round_trips(link: zmq.Socket[bytes], host: str, port: int, count: int) -> list[float]:
-    found = []
+    seconds = []
     body = bytes(PING_BYTES - len(_PING))
     for _ in range(count):
         start = time.perf_counter()
         _send(link, [_PING, body], host, port)
         if _receive(link, host, port, MAX_SECONDS) != [_PING, body]:
             raise _no_peer(host, port)
-        found.append(time.perf_counter() - start)
-    return found
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def _send_for(link: zmq.Socket[bytes], seconds: float) -> None:
     message = bytes(MESSAGE_BYTES)
-    end, left = time.monotonic() + seconds, MAX_BYTES // MESSAGE_BYTES
-    while left and (now := time.monotonic()) < end:
+    end, remaining = time.monotonic() + seconds, MAX_BYTES // MESSAGE_BYTES
+    while remaining and (now := time.monotonic()) < end:
         if link.poll(max(1, round((end - now) * 1e3)), _POLLOUT):
             link.send_multipart([_DATA, message], zmq.NOBLOCK, copy=False)
-            left -= 1
+            remaining -= 1
 
 
 @contextmanager
@@ -176,14 +176,14 @@ def _connected(host: str, port: int) -> Iterator[zmq.Socket[bytes]]:
 def _socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
     """In its own context, whose threads are then in the caller's network namespace."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    found = context.socket(kind)
-    found.set_hwm(_QUEUE)
-    found.linger = 0
-    found.maxmsgsize = 2 * MESSAGE_BYTES
+    socket = context.socket(kind)
+    socket.set_hwm(_QUEUE)
+    socket.linger = 0
+    socket.maxmsgsize = 2 * MESSAGE_BYTES
     try:
-        yield found
+        yield socket
     finally:
-        found.close()
+        socket.close()
         context.term()
 
 
@@ -211,13 +211,13 @@ def main() -> int:
     parser.add_argument("port", type=int)
     parser.add_argument("--seconds", type=float, default=None)
     parser.add_argument("--measurements", type=int, default=None)
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if given.what == "serve":
-            serve_link(given.host, given.port, given.seconds, given.measurements,
+        if options.what == "serve":
+            serve_link(options.host, options.port, options.seconds, options.measurements,
                        lambda port: print(json.dumps({"port": port}), flush=True))
         else:
-            print(json.dumps(asdict(measure_link(given.host, given.port, given.seconds or 1.0))))
+            print(json.dumps(asdict(measure_link(options.host, options.port, options.seconds or 1.0))))
     except FlowspecError as error:
         print(error, file=sys.stderr)
         return error.exit_code

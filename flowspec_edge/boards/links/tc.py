@@ -54,12 +54,12 @@ def rate_commands(interface: str, mbps: float) -> list[list[str]]:
 
 def _filters(interface: str, protected_ports: Iterable[int]) -> list[list[str]]:
     add = ["tc", "filter", "add", "dev", interface, "parent", HANDLE]
-    found = [[*add, "protocol", "arp", "prio", "3", "u32", "match", "u32", "0", "0", "flowid", _FIRST]]
+    commands = [[*add, "protocol", "arp", "prio", "3", "u32", "match", "u32", "0", "0", "flowid", _FIRST]]
     for port in protected_ports:
         for protocol, prio, family in (("ip", "1", "ip"), ("ipv6", "2", "ip6")):
-            found += [[*add, "protocol", protocol, "prio", prio, "u32", "match", family, side, str(port),
-                       "0xffff", "flowid", _FIRST] for side in ("sport", "dport")]
-    return found
+            commands += [[*add, "protocol", protocol, "prio", prio, "u32", "match", family, side, str(port),
+                          "0xffff", "flowid", _FIRST] for side in ("sport", "dport")]
+    return commands
 
 
 def removal(interface: str, then: Sequence[str] = ()) -> str:

@@ -49,18 +49,18 @@ def measure(host: str, port: int, seconds: float) -> dict[str, float]:
         _prepare(link)
         trips = []
         for _ in range(PINGS):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             link.sendall(bytes(PING_BYTES))
             _exactly(link, PING_BYTES)
-            trips.append(time.perf_counter() - begun)
+            trips.append(time.perf_counter() - start)
         message, end = bytes(MESSAGE_BYTES), time.monotonic() + seconds
         while time.monotonic() < end:
             link.sendall(message)
         link.shutdown(socket.SHUT_WR)
-        received, took = _REPORT.unpack(_exactly(link, _REPORT.size))
-    if took <= 0:
+        received, duration = _REPORT.unpack(_exactly(link, _REPORT.size))
+    if duration <= 0:
         raise OSError(f"too little arrived in {seconds:g} s to tell a rate")
-    return {"latency_ms": median(trips) / 2 * 1e3, "mbps": received * 8 / took / 1e6}
+    return {"latency_ms": median(trips) / 2 * 1e3, "mbps": received * 8 / duration / 1e6}
 
 
 def _prepare(link: socket.socket) -> None:
@@ -70,13 +70,13 @@ def _prepare(link: socket.socket) -> None:
 
 def _exactly(link: socket.socket, count: int) -> bytes:
     """ConnectionError if the other end closes before ``count`` bytes."""
-    found = b""
-    while len(found) < count:
-        chunk = link.recv(count - len(found))
+    received = b""
+    while len(received) < count:
+        chunk = link.recv(count - len(received))
         if not chunk:
             raise ConnectionError("the other end closed the connection")
-        found += chunk
-    return found
+        received += chunk
+    return received
 
 
 def main() -> None:
@@ -85,14 +85,14 @@ def main() -> None:
     parser.add_argument("host")
     parser.add_argument("port", type=int)
     parser.add_argument("--seconds", type=float, default=1.0)
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        if given.what == "serve":
-            serve(given.host, given.port, given.seconds)
+        if options.what == "serve":
+            serve(options.host, options.port, options.seconds)
         else:
-            print(json.dumps(measure(given.host, given.port, given.seconds)))
+            print(json.dumps(measure(options.host, options.port, options.seconds)))
     except OSError as error:
-        sys.exit(f"{given.host}:{given.port}: {error.strerror or error}")
+        sys.exit(f"{options.host}:{options.port}: {error.strerror or error}")
 
 
 if __name__ == "__main__":

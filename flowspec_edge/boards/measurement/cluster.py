@@ -67,15 +67,15 @@ def measure_boards(inventory: Inventory, path: Path, arguments: Sequence[str], a
         say(device.name, f"is measured: {file}")
         return Outcome(device.name, file, True)
 
-    found = on_each(measure, inventory.device)
-    files = {outcome.board: outcome.file for outcome in found if outcome.file}
+    outcomes = on_each(measure, inventory.device)
+    files = {outcome.board: outcome.file for outcome in outcomes if outcome.file}
     for source, target in pairwise(inventory.ring):
         if {source.name, target.name} <= files.keys():
             _measure_link(inventory, source, target, files[source.name], say)
-    for outcome in found:
+    for outcome in outcomes:
         if outcome.file:
             name_profile(path, outcome.board, outcome.file)
-    return found
+    return outcomes
 
 
 def profile_file(device: DeviceEntry, path: Path) -> Path:
@@ -93,8 +93,8 @@ def is_measured(file: Path) -> bool:
 def _measured(inventory: Inventory, device: DeviceEntry, arguments: Sequence[str], say: Say) -> Profile:
     runner = runner_for(inventory, device)
     program = str(Path(python_for(inventory, device)).with_name("flowspec"))
-    own = [] if "--device" in arguments else ["--device", inventory.torch_device(device).partition(":")[0]]
-    command = runner.command([program, "device", "profile", "--json", *own, *arguments])
+    device_option = [] if "--device" in arguments else ["--device", inventory.torch_device(device).partition(":")[0]]
+    command = runner.command([program, "device", "profile", "--json", *device_option, *arguments])
     try:
         client = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                   stderr=subprocess.PIPE, text=True, errors="replace")
@@ -106,9 +106,9 @@ def _measured(inventory: Inventory, device: DeviceEntry, arguments: Sequence[str
     with client:
         assert client.stdout is not None
         assert client.stderr is not None
-        said: deque[str] = deque(maxlen=20)
+        error_lines: deque[str] = deque(maxlen=20)
         for line in client.stderr:
-            said.append(line)
+            error_lines.append(line)
             if progress := re.match(r"flowspec: profile: (.*)", line):
                 say(device.name, progress[1])
         text = client.stdout.read()
@@ -118,7 +118,7 @@ def _measured(inventory: Inventory, device: DeviceEntry, arguments: Sequence[str
         raise FlowspecError(f"{device.name}: it did not finish within {_LONGEST_S:g} s: see whether the "
                             "board hangs (uptime, dmesg)")
     if client.returncode:
-        why = failure("flowspec device profile", command, client.returncode, "".join(said))
+        why = failure("flowspec device profile", command, client.returncode, "".join(error_lines))
         advice = (": it has no flowspec yet: install it there with flowspec deploy up"
                   if client.returncode in (126, 127) else "")
         raise FlowspecError(f"{device.name}: {why}{advice}")
@@ -154,26 +154,26 @@ def name_profile(path: Path, board: str, file: Path) -> None:
 
     FlowspecError if the text does not allow that: it says what to write.
     """
-    own = path.absolute().parent
-    named = str(file.relative_to(own)) if file.is_relative_to(own) else str(file)
+    directory = path.absolute().parent
+    profile_name = str(file.relative_to(directory)) if file.is_relative_to(directory) else str(file)
     text = path.read_text(encoding="utf-8")
     before = parse_toml(text.encode(), path, Inventory)
-    wanted = [device.model_copy(update={"profile": named}) if device.name == board else device
-              for device in before.device]
-    if before.device == wanted:
+    devices = [device.model_copy(update={"profile": profile_name}) if device.name == board else device
+               for device in before.device]
+    if before.device == devices:
         return
-    made = _with_profile(text, board, named)
+    new_text = _with_profile(text, board, profile_name)
     try:
-        same = parse_toml(made.encode(), path, Inventory) == before.model_copy(update={"device": wanted})
+        same = parse_toml(new_text.encode(), path, Inventory) == before.model_copy(update={"device": devices})
     except UsageError:
         same = False
     if not same:
-        raise FlowspecError(f"{path}: cannot set the profile of {board}: write profile = \"{named}\" below "
+        raise FlowspecError(f"{path}: cannot set the profile of {board}: write profile = \"{profile_name}\" below "
                             "its [[device]]")
-    write_atomically(path.resolve(), made)
+    write_atomically(path.resolve(), new_text)
 
 
-def _with_profile(text: str, board: str, named: str) -> str:
+def _with_profile(text: str, board: str, profile_name: str) -> str:
     """``text`` with the line ``profile`` of the board's table replaced, or added after its name."""
     parts = re.split(r"(?m)^(?=[ \t]*\[)", text)
     for place, part in enumerate(parts):
@@ -181,7 +181,7 @@ def _with_profile(text: str, board: str, named: str) -> str:
         name = re.search(r"(?m)^([ \t]*)name[ \t]*=[ \t]*(\"|')(.*?)\2.*$", part) if head else None
         if name is None or name[3] != board:
             continue
-        line = f'{name[1]}profile = "{named}"'
+        line = f'{name[1]}profile = "{profile_name}"'
         changed, count = re.subn(r"(?m)^[ \t]*profile[ \t]*=.*$", lambda _, line=line: line, part, count=1)
         if not count:
             changed = f"{part[:name.end()]}\n{line}{part[name.end():]}"

@@ -148,9 +148,9 @@ class MeasuredDraftDevice:
                 c.complete(task)
                 done = clock()
                 if self.tokens:
-                    took = done - middle
-                    item = (WorkItem("draft", len(task.request.nodes), took) if isinstance(task, DraftPass)
-                            else WorkItem("verify", len(task.output.numbers), took, self._head.seconds))
+                    duration = done - middle
+                    item = (WorkItem("draft", len(task.request.nodes), duration) if isinstance(task, DraftPass)
+                            else WorkItem("verify", len(task.output.numbers), duration, self._head.seconds))
                     times.items.append(item)
                 middle = done
                 self.tokens += c.new_tokens()
@@ -165,40 +165,41 @@ class MeasuredDraftDevice:
 
     def heads(self, times: int) -> list[tuple[int, float]]:
         """(rows, seconds) of ``times`` runs of lm_head over several rows, after a first request."""
-        found, head = [], self._head
+        runs, head = [], self._head
         states = np.random.default_rng(0).standard_normal((_HEAD_ROWS, head.hidden_size))
         payload = from_torch(torch.from_numpy(states).to(head.head.dtype))
         for _ in range(times):
             head.seconds = 0.0
             logits = head.logits(head.states(payload))
             head.choose(logits, np.arange(_HEAD_ROWS), _SAMPLING)
-            found.append((_HEAD_ROWS, head.seconds))
-        return found
+            runs.append((_HEAD_ROWS, head.seconds))
+        return runs
 
 
 def measure_draft_device(device: MeasuredDraftDevice, kinds: Sequence[str], prompt: Sequence[int],
                          new_tokens: int, repeats: int, real_target: bool, advance: Callable[[float], None]
                          ) -> DraftDeviceTimes:
     """Mean times over ``repeats`` requests of each strategy, in turn, after a warm-up round."""
-    wanted: list[tuple[str, str | None]] = [(name, kind) for kind in kinds for name in DRAFT_KINDS[kind].measured_by]
-    found: dict[str | None, list[RequestTimes]] = {}
+    strategies: list[tuple[str, str | None]] = [
+        (name, kind) for kind in kinds for name in DRAFT_KINDS[kind].measured_by]
+    times_by_kind: dict[str | None, list[RequestTimes]] = {}
     for repeat in range(repeats + 1):
-        for name, kind in [*wanted, (PLAIN, None)]:
+        for name, kind in [*strategies, (PLAIN, None)]:
             times = device.run(name, prompt, new_tokens)
             if not kinds:  # without drafts, no output has several rows
                 times.heads += device.heads(new_tokens)
             if repeat:
-                found.setdefault(kind, []).append(times)
+                times_by_kind.setdefault(kind, []).append(times)
         advance((repeat + 1) / (repeats + 1))
-    return replace(summary(found, real_target), graphs=device.runs_graphs)
+    return replace(summary(times_by_kind, real_target), graphs=device.runs_graphs)
 
 
 def summary(requests: dict[str | None, list[RequestTimes]], real_target: bool) -> DraftDeviceTimes:
     """Least squares over ``requests``, by kind of draft model."""
-    drafts = {kind: [(i.size, i.seconds) for times in found for i in times.items if i.kind == "draft"]
-              for kind, found in requests.items() if kind}
+    drafts = {kind: [(i.size, i.seconds) for times in kind_requests for i in times.items if i.kind == "draft"]
+              for kind, kind_requests in requests.items() if kind}
     passes, node = fit_lines({kind: times for kind, times in drafts.items() if times})
-    every = [times for found in requests.values() for times in found]
+    every = [times for kind_requests in requests.values() for times in kind_requests]
     outputs = [i for times in every for i in times.items if i.kind == "verify"]
     heads, head_row = fit_lines({"": [(i.size, i.head_s) for i in outputs if i.size]
                                  + [head for times in every for head in times.heads]})

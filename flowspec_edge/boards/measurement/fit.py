@@ -47,9 +47,9 @@ def fit_stage(milliseconds: Mapping[SegmentCase, float]) -> StageCurve:
             line[1 + len(rows) + at] = case.layers * case.context / 1e3
     overhead = max(0.0, float(_solve(design, times, times)[0]))
     overhead = min(overhead, 0.99 * float(times.min()))
-    found = _solve(design[:, 1:], times - overhead, times)
+    solution = _solve(design[:, 1:], times - overhead, times)
     # Noise may make the cost of context negative; it is then 0, and ms the mean over the contexts.
-    slopes = isotonic(found[len(rows):].tolist()) if kinds == 2 else []
+    slopes = isotonic(solution[len(rows):].tolist()) if kinds == 2 else []
     slopes = [max(0.0, slope) for slope in slopes]
     rest = times - overhead
     if slopes:
@@ -86,8 +86,8 @@ def fit_lines(times: Mapping[str, Sequence[tuple[int, float]]]) -> tuple[dict[st
     Times of one size enter as their trimmed mean, weighted by their number.  No figure is negative; the slope
     is 0 if no name has different sizes.
     """
-    points = [(name, size, trimmed_mean([t for s, t in taken if s == size]), sum(s == size for s, _ in taken))
-              for name, taken in times.items() for size in sorted({size for size, _ in taken})]
+    points = [(name, size, trimmed_mean([t for s, t in samples if s == size]), sum(s == size for s, _ in samples))
+              for name, samples in times.items() for size in sorted({size for size, _ in samples})]
 
     def means(of: Callable[[str, int, float], float]) -> dict[str, float]:
         return {name: sum(of(n, s, t) * w for n, s, t, w in points if n == name)

@@ -82,13 +82,13 @@ class KernelReport:
 
     @property
     def unadvised(self) -> list[str]:
-        return [kind for kind, found in self.kinds.items()
-                if found.check.ok and not advisable(kind, self.capability)]
+        return [kind for kind, result in self.kinds.items()
+                if result.check.ok and not advisable(kind, self.capability)]
 
     def share(self, kind: str, rows: int) -> float | None:
         """The kind's read rate over the copy rate; None if not timed; on a CPU, caches distort it."""
-        found = self.kinds[kind]
-        return found.nbytes / (found.ms[rows] * 1e-3) / self.copy_rate if rows in found.ms else None
+        result = self.kinds[kind]
+        return result.nbytes / (result.ms[rows] * 1e-3) / self.copy_rate if rows in result.ms else None
 
     def as_json(self) -> dict[str, Any]:
         """Times in ms, rates in 10^9 bytes a second."""
@@ -100,11 +100,11 @@ class KernelReport:
             "shape": list(self.shape), "rows": list(self.rows),
             "copy_gb_per_s": round(self.copy_rate / 1e9, 2),
             "kinds": {kind: {
-                "works": found.check.ok, "why": found.check.found, "error": found.check.error,
-                "bytes": found.nbytes, "ms": {str(rows): round(ms, 4) for rows, ms in found.ms.items()},
+                "works": result.check.ok, "why": result.check.found, "error": result.check.error,
+                "bytes": result.nbytes, "ms": {str(rows): round(ms, 4) for rows, ms in result.ms.items()},
                 **({"bandwidth_share": {str(rows): round(self.share(kind, rows) or 0.0, 3)
-                                        for rows in found.ms}} if on_gpu else {}),
-            } for kind, found in self.kinds.items()},
+                                        for rows in result.ms}} if on_gpu else {}),
+            } for kind, result in self.kinds.items()},
             "fastest": self.fastest, "judged_at_rows": self.compared_rows,
         }
 
@@ -121,8 +121,8 @@ def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: S
     outputs, inputs = shape
     if not rows or rows[0] < 1 or outputs % 16 or inputs % 64 or min(shape) < 1:
         raise UsageError("give rows from 1 on, and a matrix of a multiple of 16 outputs by one of 64 inputs")
-    tried = compute([product(kind, kind, device, shape, rows, dtype) for kind in kinds])
-    checks = [computed(tried[kind]) for kind in kinds]
+    results_of_kinds = compute([product(kind, kind, device, shape, rows, dtype) for kind in kinds])
+    checks = [computed(results_of_kinds[kind]) for kind in kinds]
     products = {check.check: _product(check.check, shape, dtype, device) for check in checks if check.ok}
     clock = _Clock(device)
     times: dict[tuple[str, int], list[float]] = {(kind, n): [] for kind in products for n in rows}
@@ -134,10 +134,10 @@ def measure_kernels(device: str = "cpu", shape: tuple[int, int] = SHAPE, rows: S
                     seconds = clock.time(partial(multiply, x))
                     if again:
                         times[kind, n].append(seconds)
-    found = {check.check: KindResult(
+    results = {check.check: KindResult(
         check, {n: 1e3 * statistics.median(times[check.check, n]) for n in rows} if check.ok else {},
         products[check.check][1] if check.ok else 0) for check in checks}
-    return KernelReport(device, _name(device), (outputs, inputs), rows, dtype, found, clock.copy_rate,
+    return KernelReport(device, _name(device), (outputs, inputs), rows, dtype, results, clock.copy_rate,
                         torch.cuda.get_device_capability() if device == "cuda" else None)
 
 
@@ -157,11 +157,11 @@ def _product(kind: str, shape: tuple[int, int], dtype: str, device: str) -> tupl
     if kind in DTYPES:
         weight = fast_layout(torch.full(shape, 0.01, dtype=DTYPES[kind], device=device))
         return partial(functional.linear, weight=weight), weight.numel() * weight.element_size()
-    chosen = scheme(next(k for k in QUANTISED if k == kind))
-    linear = chosen.linear(rows, columns, False, activations(kind, dtype), device)
+    weight_scheme = scheme(next(k for k in QUANTISED if k == kind))
+    linear = weight_scheme.linear(rows, columns, False, activations(kind, dtype), device)
     linear.fill({name: torch.randint(256, size, dtype=stored) if stored == torch.uint8
                  else torch.full(size, 0.01, dtype=stored)
-                 for name, (size, stored) in chosen.stored(rows, columns).items()})
+                 for name, (size, stored) in weight_scheme.stored(rows, columns).items()})
     if isinstance(linear, CudaLinear):
         choose_expanded([linear])  # as a stage does
     return linear, linear.nbytes

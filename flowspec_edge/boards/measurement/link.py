@@ -64,18 +64,18 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> LoopbackHop:
     large = segment(width, dtype, min(_MOST_ROWS, max(2 * _ROWS, _LARGE_BYTES // (width * value))))
     codec, frames = _codec(small), encode(small)
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    child = context.Process(target=_echo, args=(theirs, width, dtype), daemon=True)
+    pipe, child_pipe = context.Pipe()
+    child = context.Process(target=_echo, args=(child_pipe, width, dtype), daemon=True)
     transport = ZmqTransport()
     try:
         back = transport.pull(_LOOPBACK, "echo in")
         with guarded_starts():
             child.start()
-        theirs.close()  # so that the pipe reports the end of the child
-        ours.send(back.endpoint)
-        if not ours.poll(_BEGIN_S):
+        child_pipe.close()  # so that the pipe reports the end of the child
+        pipe.send(back.endpoint)
+        if not pipe.poll(_BEGIN_S):
             raise FlowspecError("the child process of the loopback measurement does not begin")
-        there = transport.push(ours.recv(), "echo out")
+        there = transport.push(pipe.recv(), "echo out")
         trips: dict[bool, list[float]] = {False: [], True: []}
         for turn in range(exchanges):
             is_large = turn % _LARGE_EVERY == _LARGE_EVERY - 1
@@ -84,7 +84,7 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> LoopbackHop:
             there.send(large if is_large else small, _TIMEOUT_S)
             _await(transport, back)
             trips[is_large].append(time.perf_counter() - start)
-        ours.send_bytes(b"")
+        pipe.send_bytes(b"")
         child.join(_TIMEOUT_S)
     except (EOFError, BrokenPipeError):
         raise FlowspecError("the child process of the loopback measurement has ended") from None
@@ -102,7 +102,7 @@ def measure_hop(width: int, dtype: str, exchanges: int = 200) -> LoopbackHop:
 
 
 def _codec(message: Segment, times: int = 100) -> float:
-    found = []
+    seconds = []
     for _ in range(times):
         start = time.perf_counter()
         frames = encode(message)
@@ -110,8 +110,8 @@ def _codec(message: Segment, times: int = 100) -> float:
         copied = [bytes(frame) for frame in frames]
         decoding = time.perf_counter()
         decode(copied)
-        found.append(time.perf_counter() - decoding + middle - start)
-    return trimmed_mean(found)
+        seconds.append(time.perf_counter() - decoding + middle - start)
+    return trimmed_mean(seconds)
 
 
 def _echo(pipe: Connection, width: int, dtype: str) -> None:

@@ -50,8 +50,8 @@ def device_memory(board: BoardInfo, gpu: GpuMemory | None) -> DeviceMemory:
     """By MemAvailable on a CPU or an integrated GPU, else the GPU's own; FlowspecError if unknown."""
     if board.total_mb is None or board.available_mb is None:
         raise FlowspecError("/proc/meminfo does not state this machine's memory: devices must run Linux")
-    own = gpu is not None and not gpu.integrated
-    total, free = (gpu.total_mb, gpu.free_mb) if gpu and own else (board.total_mb, board.available_mb)
+    separate = gpu is not None and not gpu.integrated
+    total, free = (gpu.total_mb, gpu.free_mb) if gpu and separate else (board.total_mb, board.available_mb)
     return DeviceMemory(total, max(1.0, free - _MARGIN * total))
 
 

@@ -134,10 +134,10 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
         else GRAPH_LAYER_LAUNCHES, experts=model.experts or None, chosen=model.chosen or None)
     # A round trip includes two hops and this process's codec work, which are not the stage's, and the
     # launches that virtual time charges beside the stage's curve.
-    own = {case: max(0.01 * ms, ms - 2 * hop.latency_ms - hop.codec_ms) for case, ms in stages.items()}
+    stage_times = {case: max(0.01 * ms, ms - 2 * hop.latency_ms - hop.codec_ms) for case, ms in stages.items()}
     if launch:
-        own = {case: launch.without(ms, SEGMENT_LAUNCHES) for case, ms in own.items()}
-    curve = fit_stage(own)
+        stage_times = {case: launch.without(ms, SEGMENT_LAUNCHES) for case, ms in stage_times.items()}
+    curve = fit_stage(stage_times)
     int4 = measure_int4(options.device, options.dtype) if effort.kernels else None
     times = _draft_device(options, effort, model, free, report)
     if launch:
@@ -160,7 +160,7 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
         memory=Memory(total_mb=float(round(free.total_mb)), usable_mb=float(round(free.usable_mb)),
                       process_mb=float(round(process_mb)), gb_per_s=rounded(rate)),
         conditions=_conditions(options, board))
-    return MeasuredProfile(profile, relative_errors(curve, own).tolist())
+    return MeasuredProfile(profile, relative_errors(curve, stage_times).tolist())
 
 
 def _stages(options: ProfileOptions, effort: Effort, model: ModelBytes, free: DeviceMemory,
@@ -181,13 +181,13 @@ def _stages(options: ProfileOptions, effort: Effort, model: ModelBytes, free: De
             stage.worker.ready()
         times = sample(stages, contexts, effort.stage_s, lambda share: report("stages", share))
         layer = model.layer + model.kv_row * (contexts[-1] + CAPACITY_BEYOND)
-        kept = sum(stage.layers * layer for stage in stages) / 1e6
+        weights_mb = sum(stage.layers * layer for stage in stages) / 1e6
         if options.device == "cpu":  # resident sets are independent of other processes
-            taken = sum(stage.worker.resident_mb() or 0.0 for stage in stages) - kept
+            process_mb = sum(stage.worker.resident_mb() or 0.0 for stage in stages) - weights_mb
         else:
-            taken = used_mb(read_board(), read_gpu(options.device)) - before - kept
+            process_mb = used_mb(read_board(), read_gpu(options.device)) - before - weights_mb
         graphs = all(stage.worker.runs_graphs for stage in stages)
-    return {case: seconds * 1e3 for case, seconds in times.items()}, max(1.0, taken / len(stages)), graphs
+    return {case: seconds * 1e3 for case, seconds in times.items()}, max(1.0, process_mb / len(stages)), graphs
 
 
 def _draft_device(options: ProfileOptions, effort: Effort, model: ModelBytes, free: DeviceMemory,
@@ -263,11 +263,11 @@ def _source(stages: Mapping[SegmentCase, float], times: DraftDeviceTimes, estima
 
 
 def _conditions(options: ProfileOptions, board: BoardInfo) -> Conditions:
-    known: dict[str, Any] = {} if board.temperature_c is None else {"temperature_c": board.temperature_c}
+    temperature: dict[str, Any] = {} if board.temperature_c is None else {"temperature_c": board.temperature_c}
     device = options.device
     if device != "cpu":
         device += f": {torch.cuda.get_device_name(device)}"
     return Conditions(
         date=options.date, machine=board.title, model=options.model.name, dtype=options.dtype, device=device,
         threads=torch.get_num_threads(), power_mode=board.power_mode, clocks_mhz=board.clocks_mhz,
-        peer=f"{options.peer[0]}:{options.peer[1]}" if options.peer else "loopback", **known)
+        peer=f"{options.peer[0]}:{options.peer[1]}" if options.peer else "loopback", **temperature)

@@ -98,13 +98,13 @@ class MeasuredWorker:
 
     def receive(self) -> Sequence[WorkerMessage]:
         """FlowspecError if the stage reports a failure."""
-        found: list[WorkerMessage] = []
+        messages: list[WorkerMessage] = []
         while (result := self._output.receive()) is not None:
             assert isinstance(result, Segment | Output)
             if isinstance(result, Segment):  # for V2
                 assert result.hidden is not None
                 result = Output(result.session, result.epoch, result.run, result.numbers, result.hidden)
-            found.append(result)
+            messages.append(result)
         while (item := self._hub.receive()) is not None:
             match item[1]:
                 case Failed(cause=cause):
@@ -112,12 +112,12 @@ class MeasuredWorker:
                 case Hello():
                     self._present = True
                 case Credit() | Tap() as answer:
-                    found.append(answer)
+                    messages.append(answer)
                 case Heartbeat(counters=counters):
                     self.runs_graphs = counters.get("graph_sizes", 0) > 0
-        if found:
+        if messages:
             self._quiet_since = time.monotonic()
-        return found
+        return messages
 
     def wait(self) -> None:
         """Wait briefly for a message; PeerLost after a long silence or the end of the process."""
@@ -245,9 +245,9 @@ def sample(stages: Sequence[MeasuredStage], contexts: Sequence[int], seconds: fl
                     for stage in stages:
                         if sweep % 2:
                             spin(_PAUSE_S)
-                        took = stage.tree(rows)
+                        duration = stage.tree(rows)
                         if rounds:
-                            times.setdefault(SegmentCase(stage.layers, rows, context), []).append(took)
+                            times.setdefault(SegmentCase(stage.layers, rows, context), []).append(duration)
         rounds += 1
         advance(min(1.0, (time.monotonic() - start) / seconds))
-    return {case: trimmed_mean(taken) for case, taken in times.items()}
+    return {case: trimmed_mean(seconds_of_case) for case, seconds_of_case in times.items()}

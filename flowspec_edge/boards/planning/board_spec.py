@@ -37,17 +37,17 @@ class BoardSpec:
 
     def for_model(self, size: ModelBytes) -> tuple[CandidateBoard, Scaling]:
         """The board with its profile scaled to the model."""
-        profile, how = scaled(self.profile, size)
-        return CandidateBoard(self.name, profile, self.role), how
+        profile, scaling = scaled(self.profile, size)
+        return CandidateBoard(self.name, profile, self.role), scaling
 
 
-def parse_devices(given: Sequence[str]) -> list[BoardSpec]:
+def parse_devices(specs: Sequence[str]) -> list[BoardSpec]:
     """Boards from ``PROFILE``, ``PROFILE:COUNT`` (a name or a TOML file) and cluster files, with their roles.
 
     UsageError for an unknown profile, a count below 1, or duplicate names.
     """
     profiles, boards = [], []
-    for text in given:
+    for text in specs:
         if is_cluster(Path(text)):
             boards += _cluster(Path(text))
             continue
@@ -56,17 +56,17 @@ def parse_devices(given: Sequence[str]) -> list[BoardSpec]:
             name, count = text, "1"
         path = Path(name)
         if path.suffix == ".toml" and not path.exists():
-            named = shlex.quote(str(path))
+            quoted_path = shlex.quote(str(path))
             raise UsageError(f"--devices {text}: there is no file {path}: find your boards with flowspec "
-                             f"deploy init HOST HOST… --out {named}, or measure one on it with flowspec "
-                             f"device profile --out {named}")
+                             f"deploy init HOST HOST… --out {quoted_path}, or measure one on it with flowspec "
+                             f"device profile --out {quoted_path}")
         if int(count) < 1:
             raise UsageError(f"--devices {text}: the count must be at least 1, not {count}")
         profiles += [load_profile(name)] * int(count)
-    total, seen = Counter(p.name for p in profiles), Counter[str]()
+    total, copies = Counter(p.name for p in profiles), Counter[str]()
     for profile in profiles:
-        seen[profile.name] += 1
-        number = f"-{seen[profile.name]}" if total[profile.name] > 1 else ""
+        copies[profile.name] += 1
+        number = f"-{copies[profile.name]}" if total[profile.name] > 1 else ""
         boards.append(BoardSpec(f"{profile.name}{number}", profile))
     for name, times in Counter(board.name for board in boards).items():
         if times > 1:

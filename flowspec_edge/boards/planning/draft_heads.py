@@ -41,21 +41,21 @@ class HeadCost:
 
 
 def head_costs(name_or_path: str, profile: Profile) -> list[HeadCost]:
-    """For a model by name or directory, as for ``model_size.model_bytes``, on a D0 of ``profile``, scaled to a model
-    or not."""
+    """Return what each usual draft head of a model costs on a D0 of ``profile``. The model is given by name or
+    directory, as for ``model_size.model_bytes``; the profile may be scaled to a model or not."""
     hidden, vocabulary, heads = usual_heads_of(name_or_path)
     room = profile.memory.usable_mb - profile.memory.process_mb if profile.memory else float("inf")
-    found = []
+    costs = []
     for name, head in heads.items():
         kind = DRAFT_KINDS[name]
         for bits in get_args(HeadBits):
-            how, rate = packed_as(draft_bits(bits)), weight_read_ms(profile, bits) / 1e6
-            held = head.part.nbytes(_WIDTH, how)
+            packed, rate = packed_as(draft_bits(bits)), weight_read_ms(profile, bits) / 1e6
+            head_bytes = head.part.nbytes(_WIDTH, packed)
             matrix = matrix_bytes(vocabulary, hidden, _WIDTH, packed_as(bits))
             beside, ranked, _ = ranking_bytes(kind, head, vocabulary, hidden, _WIDTH, bits)
-            memory = (held + beside + matrix) / 1e6
-            read = held + beside - head.looked_up * _WIDTH - head.unread(_WIDTH, how)
-            passed = (read + ranked) * rate
-            found.append(HeadCost(name, bits, memory, memory <= room, passed,
-                                  passed * (1 if kind.is_block else DEPTHS)))
-    return found
+            memory = (head_bytes + beside + matrix) / 1e6
+            read = head_bytes + beside - head.looked_up * _WIDTH - head.unread(_WIDTH, packed)
+            pass_ms = (read + ranked) * rate
+            costs.append(HeadCost(name, bits, memory, memory <= room, pass_ms,
+                                  pass_ms * (1 if kind.is_block else DEPTHS)))
+    return costs

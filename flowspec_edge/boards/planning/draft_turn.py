@@ -74,8 +74,8 @@ def draft_turn(d0: Profile, slot: float, rows: int, kind: DraftKind = EAGLE2,
 def device_mismatch(profile: Profile, torch_device: str) -> str:
     """Why ``profile`` does not describe a board that computes on ``torch_device``; "" if it may."""
     measured = profile.conditions.device.partition(":")[0] if profile.conditions else ""
-    wanted = torch_device.partition(":")[0]
-    if not measured or measured == wanted:
+    device = torch_device.partition(":")[0]
+    if not measured or measured == device:
         return ""
     return (f"profile {profile.name} is of a {measured} device, and torch_device is {torch_device!r}: "
-            f"measure the board with flowspec device profile --device {wanted}")
+            f"measure the board with flowspec device profile --device {device}")

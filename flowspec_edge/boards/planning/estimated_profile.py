@@ -36,24 +36,24 @@ _LAYER, _LM_HEAD, _SMALL, _ROW = 405.0, 262.0, 2200.0, 0.404
 
 
 def board_profile(inventory: Inventory, device: DeviceEntry, path: Path) -> tuple[Profile, str]:
-    """The profile that the board's entry in the file ``path`` names, or an estimate, and what that rests on:
-    "" for a complete profile.
+    """Return the profile that the board's entry in the file ``path`` names, or an estimate. The second value says what
+    the estimate rests on, and is "" for a complete profile.
 
     UsageError if the entry names a profile that does not exist.
     """
-    named = device_profile(device, path)
-    if named and named.memory:
-        return named, ""
-    made, what = estimated(device, inventory.torch_device(device))
-    if named is None:
-        return made, what
-    return named.model_copy(update={"memory": made.memory}), f"its profile has no [memory]: {what}"
+    profile = device_profile(device, path)
+    if profile and profile.memory:
+        return profile, ""
+    estimate, basis = estimated(device, inventory.torch_device(device))
+    if profile is None:
+        return estimate, basis
+    return profile.model_copy(update={"memory": estimate.memory}), f"its profile has no [memory]: {basis}"
 
 
 def is_known(device: DeviceEntry, path: Path) -> bool:
     """Whether the file says anything of the board's speed or memory."""
-    said = (device.memory_mb, device.cores, device_profile(device, path))
-    return any(value is not None for value in said)
+    facts = (device.memory_mb, device.cores, device_profile(device, path))
+    return any(value is not None for value in facts)
 
 
 def estimated(device: DeviceEntry, torch_device: str) -> tuple[Profile, str]:
@@ -66,14 +66,14 @@ def estimated(device: DeviceEntry, torch_device: str) -> tuple[Profile, str]:
     process = memory.cuda if on_gpu else memory.cpu
     layer = _LAYER / gb_per_s
     bound = max(1.0, layer / (_ROW / rate * 1e3))  # rows up to which the memory is slower
-    what = (f"{'' if device.memory_mb else 'unknown memory taken as '}{total:,.0f} MB, "
-            + ("a GPU no faster than an Orin Nano's" if on_gpu else
-               f"{'' if device.cores else 'an unknown CPU taken as '}{cores} core{'s' if cores > 1 else ''}"))
+    basis = (f"{'' if device.memory_mb else 'unknown memory taken as '}{total:,.0f} MB, "
+             + ("a GPU no faster than an Orin Nano's" if on_gpu else
+                f"{'' if device.cores else 'an unknown CPU taken as '}{cores} core{'s' if cores > 1 else ''}"))
     passes = {"pass_ms": _LAYER + _LM_HEAD, "lm_pass_ms": _SMALL,
               **{kind.charged_as: kind.layers * _LAYER + _LM_HEAD for kind in timed_kinds()}}
     profile = Profile(
-        name=device.name, kind="device", provenance="estimated", summary=f"ESTIMATED from {what}",
-        source=f"Estimated by flowspec from {what}: bytes over {gb_per_s:g} GB/s and operations over "
+        name=device.name, kind="device", provenance="estimated", summary=f"ESTIMATED from {basis}",
+        source=f"Estimated by flowspec from {basis}: bytes over {gb_per_s:g} GB/s and operations over "
                f"{rate:g} GFLOPS.  Measure it with: {MEASURE}",
         model=ModelShape(layers=32, hidden_width=4096, bytes_per_value=2, layer_mb=_LAYER),
         stage=StageCurve(layers=1, rows=[bound, 2 * bound], ms=[layer, 2 * layer],
@@ -82,4 +82,4 @@ def estimated(device: DeviceEntry, torch_device: str) -> tuple[Profile, str]:
         lm_head=LmHeadCost(ms=_LM_HEAD / gb_per_s), link=LinkCost(mbps=1000, latency_ms=0.2),
         memory=Memory(total_mb=total, usable_mb=_USABLE * total, process_mb=process, gb_per_s=gb_per_s),
         conditions=Conditions(device="cuda" if on_gpu else "cpu"))
-    return profile, what
+    return profile, basis

@@ -35,9 +35,9 @@ def split_evenly(layers: int, stages: int) -> Ranges:
     """[lo, hi) of each stage, the first ones one longer; UsageError for more stages than layers."""
     if stages > layers:
         raise UsageError(f"{stages} stages are more than the model's {layers} layers")
-    found = _assign(layers, [layers] * stages, lambda stage, count: count)
-    assert found is not None
-    return found
+    ranges = _assign(layers, [layers] * stages, lambda stage, count: count)
+    assert ranges is not None
+    return ranges
 
 
 def split_in_order(stages: Sequence[CandidateBoard], problem: SplitProblem) -> Ranges | None:

@@ -46,21 +46,21 @@ class MemoryCheck:
         return spec.for_model(self.problem.size)[0]
 
     def split(self, draft: DeviceEntry, verify: Sequence[DeviceEntry]) -> Ranges:
-        """The layers of the stages in this order; DoesNotFit, in bytes, if memory is too small."""
+        """Return the layers of the stages in this order; DoesNotFit, in bytes, if memory is too small."""
         stages = [self.board(device) for device in verify]
-        found = split_in_order(stages, self.problem)
-        if found is None or self.board(draft).room < self.problem.d0:
+        ranges = split_in_order(stages, self.problem)
+        if ranges is None or self.board(draft).room < self.problem.d0:
             raise self.error([self.board(draft), *stages])
-        return found
+        return ranges
 
-    def check(self, draft: DeviceEntry, stages: Stages, guessed: Collection[str] = ()) -> None:
-        """DoesNotFit for the first board with a profile whose memory is too small for its layers, but for
-        those whose memory is ``guessed``."""
-        known = self._profiles.keys() - set(guessed)
-        if draft.name in known:
+    def check(self, draft: DeviceEntry, stages: Stages, unknown_memory: Collection[str] = ()) -> None:
+        """Raise DoesNotFit for the first board whose memory is too small for its layers. Boards without a profile, and
+        those in ``unknown_memory``, are not checked."""
+        with_profile = self._profiles.keys() - set(unknown_memory)
+        if draft.name in with_profile:
             self._check(draft, self.problem.d0, "drafting")
         for device, (lo, hi) in stages:
-            if device.name in known:
+            if device.name in with_profile:
                 self._check(device, self.problem.stage(hi - lo), _layer_range(lo, hi))
 
     def error(self, boards: Sequence[CandidateBoard]) -> DoesNotFit:
@@ -70,8 +70,8 @@ class MemoryCheck:
         bits = self._cluster.lm_head
         return model_bytes(self._model, dtype, None if bits == "auto" else bits, kv_cache, NGRAM.name, self._drafting)
 
-    def _check(self, device: DeviceEntry, needs: int, what: str) -> None:
-        _require(self.board(device), needs, what, self._cluster,
+    def _check(self, device: DeviceEntry, needs: int, purpose: str) -> None:
+        _require(self.board(device), needs, purpose, self._cluster,
                  "give the board fewer layers, or remove layers from the file: the planner finds a split")
 
 
@@ -92,10 +92,10 @@ def check_parts(manifest: Manifest, cluster: ClusterSettings, concurrency: int, 
                      "shard the model with other layers, with flowspec models shard --split")
 
 
-def _require(board: CandidateBoard, needs: int, what: str, cluster: ClusterSettings, advice: str) -> None:
+def _require(board: CandidateBoard, needs: int, purpose: str, cluster: ClusterSettings, advice: str) -> None:
     if needs > board.room:
         raise DoesNotFit(
-            f"{board.name} has too little memory for {what}: with {cluster.context} tokens of context it "
+            f"{board.name} has too little memory for {purpose}: with {cluster.context} tokens of context it "
             f"needs {needs / 1e6:,.0f} MB beside the process, and has {max(board.room, 0) / 1e6:,.0f} MB: "
             f"{advice}; or set a smaller context, or dtype, in [cluster]")
 
@@ -115,8 +115,8 @@ def _option(key: str, value: str | int) -> str:
 def memory_error(boards: Sequence[CandidateBoard], problem: SplitProblem, size_in: SizeIn,
                  setting: Setting = _option) -> DoesNotFit:
     """The error for a problem for which ``planner.plan`` or ``layer_split`` found no split."""
-    size, held = problem.size, most_layers(boards, problem)
-    if held >= size.layers:  # only this order or these layers do not fit
+    size, layers_with_room = problem.size, most_layers(boards, problem)
+    if layers_with_room >= size.layers:  # only this order or these layers do not fit
         return DoesNotFit(
             f"{size.name} in {size.dtype} with {problem.context} tokens of context does not fit on the "
             f"boards as they are listed. Room beside the process: {_rooms(boards, problem)}. It would with "
@@ -125,11 +125,11 @@ def memory_error(boards: Sequence[CandidateBoard], problem: SplitProblem, size_i
     text = (f"{size.name} in {size.dtype} with {problem.context} tokens of context needs {_mb(needed)}: "
             f"{size.layers} layers of {_mb(size.layer)} and {_mb(problem.layer - size.layer)} of cache, "
             f"{_mb(problem.d0)} on D0")
-    if held < 0:
+    if layers_with_room < 0:
         text += ". No board that may draft has room for D0's part"
     else:
-        missing = size.layers - held
-        text += (f". Beside D0 there is room for {_layers(held)}; {_layers(missing)} "
+        missing = size.layers - layers_with_room
+        text += (f". Beside D0 there is room for {_layers(layers_with_room)}; {_layers(missing)} "
                  f"({_mb(missing * problem.layer)}) are missing")
     others = other_programs(boards, problem)
     note = f". {others.text[:1].upper()}{others.text[1:]}" if others.boards else ""
@@ -151,25 +151,25 @@ def _advice(boards: Sequence[CandidateBoard], problem: SplitProblem, size_in: Si
     def fits(changed: SplitProblem, on: Sequence[CandidateBoard] = boards) -> bool:
         return most_layers(on, changed) >= changed.size.layers
 
-    found = []
+    suggestions = []
     smaller: tuple[PlanDtype, ...] = ("fp16", "int4")
     for dtype in smaller:
         if problem.size.dtype in ("int4", dtype) or (problem.size.dtype == "bf16" and dtype == "fp16"):
             continue
         if fits(replace(problem, size=size_in(dtype, problem.size.kv_cache))):
-            found.append(setting("dtype", dtype))
+            suggestions.append(setting("dtype", dtype))
             break
     if problem.size.kv_cache != "int8" and fits(replace(problem, size=size_in(problem.size.dtype, "int8"))):
-        found.append(setting("kv_cache", "int8"))
+        suggestions.append(setting("kv_cache", "int8"))
     shorter = (c for c in _CONTEXTS if c < problem.context and fits(replace(problem, context=c)))
     if (context := next(shorter, None)) is not None:
-        found.append(setting("context", context))
+        suggestions.append(setting("context", context))
     largest = replace(max(boards, key=lambda b: b.room), role="auto")
     for more in range(1, _MOST_BOARDS + 1):
         if fits(problem, [*boards, *[largest] * more]):
-            found.append(f"{more} more like {largest.name}")
+            suggestions.append(f"{more} more like {largest.name}")
             break
-    return f"What would help: {', or '.join(found)}" if found else "More memory on each board would help"
+    return f"What would help: {', or '.join(suggestions)}" if suggestions else "More memory on each board would help"
 
 
 def _mb(size: int) -> str:

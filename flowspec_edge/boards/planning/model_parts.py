@@ -38,9 +38,9 @@ class Matrices(StrictModel):
 
     def nbytes(self, width: int, packed: Packed | None, group: int = DEFAULT_GROUP) -> int:
         """Return the bytes of all parts, at ``width`` bytes a value or ``packed``."""
-        how = packed if self.stored is None else packed_as(self.stored)
+        packing = packed if self.stored is None else packed_as(self.stored)
         # Of a GGUF file only blocks of 4 bits keep their groups.
-        return self.count * matrix_bytes(self.rows, self.columns, width, how,
+        return self.count * matrix_bytes(self.rows, self.columns, width, packing,
                                          DEFAULT_GROUP if self.stored == "int8" else group)
 
 
@@ -89,12 +89,12 @@ class HeadShape(StrictModel):
     candidates: Number = 0
 
     def unread(self, width: int, packed: Packed | None) -> float:
-        """Bytes of the experts that no row of a level of the default tree chooses, on average, if rows choose
-        independently; and of an lm_head that a pass does not read."""
-        own = self.rescored
-        left = 0 if own is None else max(0, own.nbytes(width, packed) - rescored_bytes(
-            TreeParameters().width * self.candidates, own.rows, own.columns, width, packed))
-        return left + sum((e.count - correlated(e.count, e.chosen, TreeParameters().width, 0.0))
+        """Return the bytes that a pass does not read: of an lm_head, and of the experts that no row of a level of the
+        default tree chooses on average, if rows choose independently."""
+        lm_head = self.rescored
+        head_bytes = 0 if lm_head is None else max(0, lm_head.nbytes(width, packed) - rescored_bytes(
+            TreeParameters().width * self.candidates, lm_head.rows, lm_head.columns, width, packed))
+        return head_bytes + sum((e.count - correlated(e.count, e.chosen, TreeParameters().width, 0.0))
                    * e.expert.nbytes(width, packed) for e in self.experts)
 
 

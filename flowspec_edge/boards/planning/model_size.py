@@ -128,8 +128,8 @@ class ModelBytes:
     def layer_cache(self, rows: int, requests: int, tentative: int) -> int:
         """Bytes in an average layer of a cache of ``rows`` rows, as ``manifest.reserved`` says, and of the
         requests' states."""
-        held = reserved(self.window, rows, requests, tentative)
-        by_row = round(self.kv_row * (self.windowed * held + (1 - self.windowed) * rows))
+        window_rows = reserved(self.window, rows, requests, tentative)
+        by_row = round(self.kv_row * (self.windowed * window_rows + (1 - self.windowed) * rows))
         return by_row + requests * self.state
 
     def segment_bytes(self, rows: int) -> int:
@@ -150,8 +150,8 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     UsageError if there is no model that stages can run, or no MTP layer where one is wanted; FlowspecError
     for damaged or incomplete weights.
     """
-    if using is None and (known := _known(name_or_path)):
-        name, shape = known
+    if using is None and (entry := _catalogue_entry(name_or_path)):
+        name, shape = entry
         planned = planned_for(name_or_path, draft, (), shape.family)
     else:
         from flowspec_edge.boards.planning.read_parts import read_model  # imports torch
@@ -162,8 +162,8 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
 
 def usual_heads_of(name_or_path: str) -> tuple[int, int, dict[str, HeadShape]]:
     """The width and vocabulary of a model, and the usual head of every kind for it; as for :func:`model_bytes`."""
-    if known := _known(name_or_path):
-        _, shape = known
+    if entry := _catalogue_entry(name_or_path):
+        _, shape = entry
         return shape.hidden, shape.vocabulary, shape.drafts
     from flowspec_edge.boards.planning.read_parts import target_decoder, usual_heads  # imports torch
 
@@ -171,11 +171,11 @@ def usual_heads_of(name_or_path: str) -> tuple[int, int, dict[str, HeadShape]]:
     return target.hidden_size, target.vocab_size, usual_heads(target)
 
 
-def _known(name_or_path: str) -> tuple[str, ModelParts] | None:
+def _catalogue_entry(name_or_path: str) -> tuple[str, ModelParts] | None:
     """A model of the catalogue that is not on this machine."""
-    known = find_known(name_or_path)
-    shape = shipped_parts().get(known[0]) if known and model_path(name_or_path) is None else None
-    return (known[0], shape) if known and shape else None
+    entry = find_known(name_or_path)
+    shape = shipped_parts().get(entry[0]) if entry and model_path(name_or_path) is None else None
+    return (entry[0], shape) if entry and shape else None
 
 
 def ranking_bytes(kind: DraftKind, head: HeadShape, vocabulary: int, hidden: int, width: int, bits: HeadBits,
@@ -189,11 +189,12 @@ def ranking_bytes(kind: DraftKind, head: HeadShape, vocabulary: int, hidden: int
     if head.drafted < vocabulary:
         copied = bits == "16bit"  # see ``OutputHead.chosen``
         return (head.drafted * hidden * width, 0, 0) if copied else (0, matrix, 0)
-    how = candidates_for(default_count(vocabulary) if candidates is None else candidates, vocabulary, hidden)
-    if how is None or not kind.narrows:
+    candidate_head = candidates_for(default_count(vocabulary) if candidates is None else candidates, vocabulary, hidden)
+    if candidate_head is None or not kind.narrows:
         return 0, matrix, 0
-    return (factor_bytes(how.rank, vocabulary, hidden, width, packed_as(draft_bits(bits))),
-            rescored_bytes(TreeParameters().width * how.count, vocabulary, hidden, width, packed), how.count)
+    return (factor_bytes(candidate_head.rank, vocabulary, hidden, width, packed_as(draft_bits(bits))),
+            rescored_bytes(TreeParameters().width * candidate_head.count, vocabulary, hidden, width, packed),
+            candidate_head.count)
 
 
 def _sized(name: str, shape: ModelParts, planned: PlannedDraft, dtype: PlanDtype, bits: HeadBits, kv_cache: CacheBits,
@@ -205,14 +206,14 @@ def _sized(name: str, shape: ModelParts, planned: PlannedDraft, dtype: PlanDtype
     head = None if planned.by_ngrams else shape.drafts[planned.kind.name]
     beside, rows_read, count = ranking_bytes(planned.kind, head, shape.vocabulary, shape.hidden, width, bits,
                                              candidates) if head else (0, 0, 0)
-    held = head.part.nbytes(width, drafting) + beside if head else 0
+    draft_bytes = head.part.nbytes(width, drafting) + beside if head else 0
     layers = [layer.nbytes(width, packed, shape.group) for layer in shape.layers]
     cache = shape.caches[kv_cache][str(width)]
     experts = shape.experts
     return ModelBytes(
         name=name, dtype=dtype, layers=shape.count, hidden_width=shape.hidden, vocabulary=shape.vocabulary,
         max_positions=shape.max_positions, layer=max(layers), layer_values=max(layer.values for layer in shape.layers),
-        norm=shape.norm * width, lm_head=matrix, draft=held,
+        norm=shape.norm * width, lm_head=matrix, draft=draft_bytes,
         draft_unread=round(head.unread(width, drafting)) if head else 0, draft_lm_head=rows_read, head_bits=bits,
         candidates=count,
         kv_row=cache.kv_row, draft_kv_row=head.kv_row * width if head else 0, kv_cache=kv_cache,

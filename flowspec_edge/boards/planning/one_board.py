@@ -60,9 +60,10 @@ class SmallestBoard:
     plain_tokens_per_second: float
 
 
-def smallest_board(problem: SplitProblem, own: Sequence[CandidateBoard] = ()) -> SmallestBoard | None:
-    """Among the profiles of single boards that come with the package, and those of the boards ``own``."""
-    boards = [CandidateBoard(board.profile.name, board.profile) for board in own]
+def smallest_board(problem: SplitProblem, candidates: Sequence[CandidateBoard] = ()) -> SmallestBoard | None:
+    """Return the board with the least memory that runs the model alone. The choice is among ``candidates`` and the
+    single boards whose profiles come with the package; None if none has room."""
+    boards = [CandidateBoard(board.profile.name, board.profile) for board in candidates]
     boards += [CandidateBoard(profile.name, scaled(profile, problem.size)[0]) for name in profile_names()
                if (profile := load_profile(name)).kind == "device" and profile.memory
                and profile.conditions and profile.conditions.device == "cuda"]
@@ -95,22 +96,22 @@ class OtherPrograms:
 def other_programs(boards: Sequence[CandidateBoard], problem: SplitProblem) -> OtherPrograms:
     size = problem.size
     in_16_bits = 2.0 if size.kv_cache == "int8" else 2 / size.bytes_per_value
-    held = size.values * BITS / 8 + problem.context * size.layers * size.kv_row * in_16_bits
-    read = held - size.vocabulary * size.hidden_width * BITS / 8  # a token needs a row of the embeddings
-    needs = held / 1e6 + ENGINE_MB
+    model_size = size.values * BITS / 8 + problem.context * size.layers * size.kv_row * in_16_bits
+    read = model_size - size.vocabulary * size.hidden_width * BITS / 8  # a token needs a row of the embeddings
+    needs = model_size / 1e6 + ENGINE_MB
     able = [board for board in boards if board.memory.usable_mb >= needs]
     rates = [(rate * 1e9 / read, board.name) for board in able if (rate := board.memory.gb_per_s)]
     most, fastest = max(rates, key=lambda pair: pair[0], default=(None, ""))
-    what = (f"{needs:,.0f} MB: {BITS} bits a weight, the cache of {problem.context} tokens, one process, "
-            "no draft head")
+    needs_text = (f"{needs:,.0f} MB: {BITS} bits a weight, the cache of {problem.context} tokens, one process, "
+                  "no draft head")
     if able:
-        named: dict[str, str] = {}  # one of each kind
+        boards_by_kind: dict[str, str] = {}  # one of each kind
         for board in able:
-            named.setdefault(board.profile.name, board.name)
-        text = (f"other engines hold {size.name} in 4 bits on one board, {' or '.join(named.values())} "
-                f"({what})")
+            boards_by_kind.setdefault(board.profile.name, board.name)
+        text = (f"other engines hold {size.name} in 4 bits on one board, {' or '.join(boards_by_kind.values())} "
+                f"({needs_text})")
         if most is not None:
             text += f"; plain decoding makes about {rate_text(most)} tokens/s on {fastest}"
     else:
-        text = f"other engines do not hold {size.name} in 4 bits on one of these boards either ({what})"
+        text = f"other engines do not hold {size.name} in 4 bits on one of these boards either ({needs_text})"
     return OtherPrograms(BITS, round(needs, 3), tuple(board.name for board in able), most, text)

@@ -77,13 +77,13 @@ def _stage(stage: PlannedStage, place: int, last: bool, problem: SplitProblem,
 def _row(board: CandidateBoard, scaled: Mapping[str, Scaling], role: str | None, weights: int = 0,
          kv: int = 0, layers: tuple[int, int] | None = None, stage_ms: float | None = None,
          why: str | None = None) -> BoardRow:
-    memory, profile, how = board.memory, board.profile, scaled[board.name]
+    memory, profile, scaling = board.memory, board.profile, scaled[board.name]
     span = None
-    if stage_ms is not None and how.basis == "bandwidth" and memory.gb_per_s and memory.gb_per_s_range:
+    if stage_ms is not None and scaling.basis == "bandwidth" and memory.gb_per_s and memory.gb_per_s_range:
         slow, fast = memory.gb_per_s_range
         span = stage_ms * memory.gb_per_s / fast, stage_ms * memory.gb_per_s / slow
     process_mb = memory.process_mb if role else 0.0
     used = (weights + kv) / 1e6 + process_mb
     return BoardRow(board.name, profile.name, profile.provenance, role, layers, weights / 1e6, kv / 1e6,
-                    process_mb, memory.usable_mb, memory.usable_mb - used, stage_ms, why, how.note, how.basis,
+                    process_mb, memory.usable_mb, memory.usable_mb - used, stage_ms, why, scaling.note, scaling.basis,
                     span)

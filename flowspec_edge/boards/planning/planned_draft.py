@@ -64,37 +64,37 @@ class StoredDraft:
 NGRAMS = PlannedDraft(NGRAM, "text")
 
 
-def _choose(wanted: WantedDraft, here: Collection[str], published: Sequence[tuple[str, str]]) -> PlannedDraft:
+def _choose(draft: WantedDraft, here: Collection[str], published: Sequence[tuple[str, str]]) -> PlannedDraft:
     """The draft of a model that has the kinds ``here``, and for which (kind, repository) are published.
 
     Heads come first, as when a model is run: an MTP layer drafts only if it is named.
     """
-    named = DRAFT_KINDS.get(wanted)
-    if named == NGRAM:
+    requested_kind = DRAFT_KINDS.get(draft)
+    if requested_kind == NGRAM:
         return NGRAMS
-    for kinds in ((named,),) if named else (head_kinds(), OWN_LAYERS):
+    for kinds in ((requested_kind,),) if requested_kind else (head_kinds(), OWN_LAYERS):
         if kind := next((kind for kind in kinds if kind.name in here), None):
             return PlannedDraft(kind, "here")
         names = {kind.name for kind in kinds}
-        if found := next(((kind, name) for kind, name in published if kind in names), None):
-            return PlannedDraft(DRAFT_KINDS[found[0]], "published", found[1])
-    if wanted == "auto":
+        if head := next(((kind, name) for kind, name in published if kind in names), None):
+            return PlannedDraft(DRAFT_KINDS[head[0]], "published", head[1])
+    if draft == "auto":
         return NGRAMS
-    return PlannedDraft(named or EAGLE2, "untrained")
+    return PlannedDraft(requested_kind or EAGLE2, "untrained")
 
 
-def planned_for(name_or_path: str, wanted: WantedDraft, here: Collection[str], family: str,
+def planned_for(name_or_path: str, draft: WantedDraft, here: Collection[str], family: str,
                 model: OpenModel | None = None, from_weights: bool = False) -> PlannedDraft:
     """The draft of a model of ``family`` that has draft models of the kinds ``here``.
 
     UsageError without the MTP layer that is wanted: a ``model`` whose weights are here must have it.
     """
-    known = find_known(name_or_path)
-    kind = DRAFT_KINDS.get(wanted)
+    entry = find_known(name_or_path)
+    kind = DRAFT_KINDS.get(draft)
     if kind and kind.in_target and kind.name not in here and (
             from_weights or kind not in FAMILIES.get(family, UNKNOWN).draft_layers):
         raise UsageError(missing_own_layer(kind, model, family))
-    return _choose(wanted, here, [(head.kind or "", head.repository) for head in known[1].runnable] if known else [])
+    return _choose(draft, here, [(head.kind or "", head.repository) for head in entry[1].runnable] if entry else [])
 
 
 def level_seconds(d0: Profile, kind: DraftKind, nodes: int) -> float:
@@ -110,5 +110,5 @@ def charged_as(d0: Profile, planned: DraftKind, simulated: str) -> Profile:
     if simulated in (planned.name, NGRAM.name, OWN):
         return d0
     launches = d0.launch.of_pass(simulated)[1] * d0.launch.us * 1e-6 if d0.launch else 0.0
-    own = max(0.0, level_seconds(d0, planned, 0) - launches)
-    return d0.model_copy(update={"draft": d0.draft.model_copy(update={"pass_ms": own * 1e3})})
+    pass_seconds = max(0.0, level_seconds(d0, planned, 0) - launches)
+    return d0.model_copy(update={"draft": d0.draft.model_copy(update={"pass_ms": pass_seconds * 1e3})})

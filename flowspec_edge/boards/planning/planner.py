@@ -104,13 +104,13 @@ class SplitProblem:
         size = self.size
         if size.state:
             return USUAL
-        left = board.room - self.stage(layers) - self.d0 * drafts - EXPANDED_BYTES * (size.dtype == "int4")
+        free_bytes = board.room - self.stage(layers) - self.d0 * drafts - EXPANDED_BYTES * (size.dtype == "int4")
         row = (size.row_values + self.cached) * size.bytes_per_value  # activations, and what it sees of the cache
-        return min(MOST, USUAL + max(left, 0) // row // STEP * STEP)
+        return min(MOST, USUAL + max(free_bytes, 0) // row // STEP * STEP)
 
     def layers_within(self, board: CandidateBoard) -> int:
-        left = board.room - self.stage(0)
-        return min(max(left, 0) // self.layer, self.size.layers)
+        free_bytes = board.room - self.stage(0)
+        return min(max(free_bytes, 0) // self.layer, self.size.layers)
 
 
 @dataclass(frozen=True)
@@ -181,28 +181,28 @@ def search(boards: Sequence[CandidateBoard], problem: SplitProblem, rate: Rate) 
         if (kind := next(alike, len(kinds))) == len(kinds):
             kinds.append(board)
         tables.append(_Table(board, problem, kind))
-    found: list[_Split] = []
+    splits: list[_Split] = []
     for d0 in _candidates(tables, problem):
-        found += _frontier(d0, [t for t in tables if t is not d0], problem.size.layers, rate, found)
-    if not found:
+        splits += _frontier(d0, [t for t in tables if t is not d0], problem.size.layers, rate, splits)
+    if not splits:
         raise DoesNotFit(f"{problem.size.name} does not fit on {len(boards)} boards")
-    shortest = min(split.slowest for split in found)
-    made: dict[tuple[int, ...], PipelinePlan] = {}
-    for split in sorted(found, key=lambda split: split.order):
-        if (key := split.boards) not in made:
-            made[key] = split.as_plan(tables, problem, shortest)
-    return list(made.values())
+    shortest = min(split.slowest for split in splits)
+    plans: dict[tuple[int, ...], PipelinePlan] = {}
+    for split in sorted(splits, key=lambda split: split.order):
+        if (key := split.boards) not in plans:
+            plans[key] = split.as_plan(tables, problem, shortest)
+    return list(plans.values())
 
 
 @dataclass(frozen=True)
 class _Split:
-    """``slowest`` in ns; ``cost``: latency in ns × _COUNT + boards; ``chosen``: (stage, layers, is V1)."""
+    """``slowest`` in ns; ``cost``: latency in ns × _COUNT + boards; ``stages``: (board, layers, is V1)."""
 
     rate: float
     slowest: int
     cost: int
     d0: _Table
-    chosen: list[tuple[_Table, int, bool]]
+    stages: list[tuple[_Table, int, bool]]
 
     @property
     def order(self) -> tuple[float, int, int]:
@@ -211,24 +211,24 @@ class _Split:
     @property
     def boards(self) -> tuple[int, ...]:
         """Equal for splits over equal boards with an equal D0."""
-        return self.d0.kind, *sorted(table.kind for table, _, _ in self.chosen)
+        return self.d0.kind, *sorted(table.kind for table, _, _ in self.stages)
 
     def as_plan(self, tables: Sequence[_Table], problem: SplitProblem, shortest: int) -> PipelinePlan:
-        left, order = list(tables), _in_order(self.d0, self.chosen)
-        drafting = _take(left, self.d0)
-        stages, placed = [], 0
+        unplaced, order = list(tables), _in_order(self.d0, self.stages)
+        drafting = _take(unplaced, self.d0)
+        stages, first_layer = [], 0
         for table, k in order:
             seconds = table.board.profile.stage_seconds(problem.rows, k, problem.context)
-            stages.append(PlannedStage(_take(left, table), (placed, placed + k), seconds))
-            placed += k
-        left_out = tuple((table.board, table.reason_unused(self.slowest, shortest)) for table in left)
+            stages.append(PlannedStage(_take(unplaced, table), (first_layer, first_layer + k), seconds))
+            first_layer += k
+        left_out = tuple((table.board, table.reason_unused(self.slowest, shortest)) for table in unplaced)
         return PipelinePlan(problem, drafting, tuple(stages), left_out, self.slowest / _NS,
                             self.cost // _COUNT / _NS)
 
 
-def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, known: Sequence[_Split]
+def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, compared: Sequence[_Split]
               ) -> Iterator[_Split]:
-    """Splits with this D0 among which is the best, unless one of ``known`` is better.
+    """Splits with this D0 among which is the best, unless one of ``compared`` is better.
 
     For a time limit of the slowest stage the least latency follows from a dynamic program.  It falls as the
     limit rises, so between two limits no split is better than (the lower limit, the latency of the upper
@@ -239,16 +239,16 @@ def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, kno
     limits = _limits(others, layers, d0.occupied)
     if not limits:
         return
-    best = min((split.order for split in known), default=(0.0, 0, 0))
+    best = min((split.order for split in compared), default=(0.0, 0, 0))
 
     def value(slowest: int, cost: int) -> float:
         return rate(d0.board, slowest / _NS, cost // _COUNT / _NS)
 
     def at(index: int) -> _Split:
         nonlocal best
-        cost, chosen = _least_latency(d0, others, layers, limits[index])
-        slowest = max(d0.occupied, *(max(int(t.stage[k]), t.occupied) for t, k, _ in chosen))
-        split = _Split(value(slowest, cost), slowest, cost, d0, chosen)
+        cost, stages = _least_latency(d0, others, layers, limits[index])
+        slowest = max(d0.occupied, *(max(int(t.stage[k]), t.occupied) for t, k, _ in stages))
+        split = _Split(value(slowest, cost), slowest, cost, d0, stages)
         best = min(best, split.order)
         return split
 
@@ -328,12 +328,12 @@ def _candidates(tables: Sequence[_Table], problem: SplitProblem) -> list[_Table]
         raise UsageError("a pipeline needs at least two boards: D0 and a stage")
     if len(tables) >= _COUNT:
         raise UsageError(f"{len(tables)} boards are too many: a plan takes at most {_COUNT - 1}")
-    wanted = [t for t in tables if t.board.role == "draft"]
-    if len(wanted) > 1:
+    draft_tables = [t for t in tables if t.board.role == "draft"]
+    if len(draft_tables) > 1:
         raise UsageError('only one board can have the role "draft", but '
-                         f"{', '.join(t.board.name for t in wanted)} have it")
+                         f"{', '.join(t.board.name for t in draft_tables)} have it")
     able: list[_Table] = []
-    for table in wanted or [t for t in tables if t.board.role == "auto"]:
+    for table in draft_tables or [t for t in tables if t.board.role == "auto"]:
         if table.board.room >= problem.d0 and all(table.kind != other.kind for other in able):
             able.append(table)
     return able
@@ -377,16 +377,16 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
     ways = np.full((2, layers + 1), _NEVER, dtype=np.int64)
     ways[0, 0] = (d0.lm_head + d0.port) * _COUNT + 1
     steps: list[tuple[Int64, NDArray[np.bool_]]] = []
-    placed = np.arange(layers + 1)
+    layers_placed = np.arange(layers + 1)
     for table in ordered:
         most = table.within(limit)
-        own = np.arange(1, max(most, 1) + 1)[:, None]  # layers of this board: rows of the arrays
-        before = placed - own
+        counts = np.arange(1, max(most, 1) + 1)[:, None]  # layers of this board: rows of the arrays
+        before = layers_placed - counts
         ends = max(table.port, d0.port)
         v1 = max(table.latency, d0.latency) - ends
-        step = (table.stage[own] + table.port) * _COUNT + 1
-        step = step - (before == 0) * min(table.port, d0.port) * _COUNT + (placed == layers) * ends * _COUNT
-        possible = (before >= 0) & (ways[:, before] < _NEVER) & (own <= most)
+        step = (table.stage[counts] + table.port) * _COUNT + 1
+        step = step - (before == 0) * min(table.port, d0.port) * _COUNT + (layers_placed == layers) * ends * _COUNT
+        possible = (before >= 0) & (ways[:, before] < _NEVER) & (counts <= most)
         as_later = np.where(possible, ways[:, before] + step, _NEVER)
         as_first = np.where(as_later[0] < _NEVER, as_later[0] + v1 * _COUNT, _NEVER)
         is_first = as_first < as_later[1]
@@ -395,27 +395,27 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
         least = np.take_along_axis(options, k[:, None], axis=1)[:, 0]
         better = least < ways
         flags = np.zeros((2, layers + 1), dtype=bool)
-        flags[1] = is_first[k[1], placed]
+        flags[1] = is_first[k[1], layers_placed]
         steps.append((np.where(better, k + 1, 0), flags))  # layers: 0 where the board is not used
         ways = np.where(better, least, ways)
-    chosen, flag, left = [], 1, layers
-    for table, (taken, flags) in zip(reversed(ordered), reversed(steps), strict=True):
-        if count := int(taken[flag, left]):
-            as_v1 = bool(flags[flag, left])
-            chosen.append((table, count, as_v1))
-            flag, left = flag - as_v1, left - count
-    return int(ways[1, layers]), chosen
+    stages, flag, remaining = [], 1, layers
+    for table, (layers_taken, flags) in zip(reversed(ordered), reversed(steps), strict=True):
+        if count := int(layers_taken[flag, remaining]):
+            as_v1 = bool(flags[flag, remaining])
+            stages.append((table, count, as_v1))
+            flag, remaining = flag - as_v1, remaining - count
+    return int(ways[1, layers]), stages
 
 
-def _in_order(d0: _Table, chosen: list[tuple[_Table, int, bool]]) -> list[tuple[_Table, int]]:
+def _in_order(d0: _Table, stages: list[tuple[_Table, int, bool]]) -> list[tuple[_Table, int]]:
     """V1 first, then by port, the slow ports next to the slower one of V1 and D0."""
-    [first] = [(t, k) for t, k, is_first in chosen if is_first]
-    rest = sorted(((t, k) for t, k, is_first in chosen if not is_first), key=lambda s: s[0].port,
+    [first] = [(t, k) for t, k, is_first in stages if is_first]
+    rest = sorted(((t, k) for t, k, is_first in stages if not is_first), key=lambda s: s[0].port,
                   reverse=first[0].port >= d0.port)
     return [first, *rest]
 
 
-def _take(left: list[_Table], wanted: _Table) -> CandidateBoard:
-    found = next(table for table in left if table.kind == wanted.kind)
-    left.remove(found)
-    return found.board
+def _take(tables: list[_Table], like: _Table) -> CandidateBoard:
+    match = next(table for table in tables if table.kind == like.kind)
+    tables.remove(match)
+    return match.board

@@ -61,9 +61,9 @@ def read_model(name_or_path: str, packed: bool, draft: WantedDraft, using: Store
 
     packed  whether the layers' matrices are planned in 4 bits: those of a GGUF file keep their blocks then
     """
-    found = _locate(name_or_path)
-    name, target, here, config = found.name, found.target, found.drafts, found.decoder
-    if importer(found.fields) is not None:
+    location = _locate(name_or_path)
+    name, target, here, config = location.name, location.target, location.drafts, location.decoder
+    if importer(location.fields) is not None:
         raise UsageError(f"{name} is a quantised checkpoint: give the 16 bit one, and --dtype int4")
     core = _decoder(config)
     from_weights = target is not None and locate(target) is not None
@@ -107,17 +107,17 @@ class _Located:
 
 def _locate(name_or_path: str) -> _Located:
     path = model_path(name_or_path)
-    given = Path(name_or_path)
-    if path is None and given.name == "config.json" and given.is_file():
-        path = given.parent
-    if path is None and (known := find_known(name_or_path)):
-        name, entry = known
+    local = Path(name_or_path)
+    if path is None and local.name == "config.json" and local.is_file():
+        path = local.parent
+    if path is None and (catalogue_entry := find_known(name_or_path)):
+        name, entry = catalogue_entry
         origin = f"the catalogue's {name}"
         return _Located(name, None, {}, entry.config, decoder_config(entry.config, origin),
                         partial(parse_config, entry.config, origin))
     if path is None and is_repository_name(name_or_path):
         remote = OpenModel(download_config(name_or_path), quantised=True)
-        return _Located(given.name, None, {}, remote.config, remote.decoder, lambda: remote.parsed_config)
+        return _Located(local.name, None, {}, remote.config, remote.decoder, lambda: remote.parsed_config)
     model = OpenModel(path, quantised=True) if path else resolve_model(name_or_path)  # an error that says what there is
     refuse_two_targets(model)
     if model.sharded:
@@ -136,19 +136,19 @@ def _decoder(config: DecoderConfig) -> Decoder:
 
 def _check(target: Path, config: DecoderConfig, core: Decoder) -> None:
     checkpoint = Checkpoint(target)
-    wanted = {f"model.{name}": parameter.shape for name, parameter in core.named_parameters()}
+    shapes = {f"model.{name}": parameter.shape for name, parameter in core.named_parameters()}
     if not config.tie_word_embeddings:
-        wanted["lm_head.weight"] = core.embed_tokens.weight.shape
-    stored = checkpoint.stored(wanted)
-    for name, shape in wanted.items():
+        shapes["lm_head.weight"] = core.embed_tokens.weight.shape
+    stored = checkpoint.stored(shapes)
+    for name, shape in shapes.items():
         check_shape(target, name, stored[name].shape, shape)
 
 
 def _shape(config: DecoderConfig, core: Any, drafts: dict[str, HeadShape], repack: GgufImporter | None,
            from_weights: bool) -> ModelParts:
     group = repack.group if repack else DEFAULT_GROUP
-    own = [_own_bits(repack, i, layer) for i, layer in enumerate(core.layers)]
-    layers = [part_shape(layer, bits) for layer, bits in zip(core.layers, own, strict=True)]
+    stored_bits = [_own_bits(repack, i, layer) for i, layer in enumerate(core.layers)]
+    layers = [part_shape(layer, bits) for layer, bits in zip(core.layers, stored_bits, strict=True)]
     sizes = [layer.nbytes(2, "int4" if repack else None, group) for layer in layers]
     largest = sizes.index(max(sizes))
     mixtures = [layer.experts for layer in core.layers if layer.experts is not None]
@@ -158,7 +158,7 @@ def _shape(config: DecoderConfig, core: Any, drafts: dict[str, HeadShape], repac
         max_positions=config.max_position_embeddings,
         experts=ExpertsShape(
             count=len(mixtures[0]), chosen=config.num_experts_per_tok,
-            expert=part_shape(mixtures[0][0], _below(own[largest], "mlp.experts.0."))) if mixtures else None,
+            expert=part_shape(mixtures[0][0], _below(stored_bits[largest], "mlp.experts.0."))) if mixtures else None,
         drafts=drafts,
         caches={bits: {str(width): _cache_bytes(config, bits, width) for width in _WIDTHS}
                 for bits in get_args(CacheBits)},
@@ -166,11 +166,11 @@ def _shape(config: DecoderConfig, core: Any, drafts: dict[str, HeadShape], repac
 
 
 def _distinct(layers: Iterable[PartShape]) -> list[PartShape]:
-    found: list[PartShape] = []
+    shapes: list[PartShape] = []
     for layer in layers:
-        if layer not in found:
-            found.append(layer)
-    return found
+        if layer not in shapes:
+            shapes.append(layer)
+    return shapes
 
 
 def _cache_bytes(config: DecoderConfig, kv_cache: CacheBits, width: int) -> CacheBytes:
@@ -224,14 +224,14 @@ def head_shape(kind: DraftKind, head: nn.Module) -> HeadShape:
                               expert=part_shape(mixture.experts[0])) for mixture in mixtures])
 
 
-def part_shape(module: nn.Module, own: Mapping[str, HeadBits] = MappingProxyType({})) -> PartShape:
-    """Return the shape of a part; ``own`` says how a GGUF file stores each linear, by name."""
+def part_shape(module: nn.Module, stored_bits: Mapping[str, HeadBits] = MappingProxyType({})) -> PartShape:
+    """Return the shape of a part; ``stored_bits`` says how a GGUF file stores each linear, by name."""
     linears = {name: m.weight.shape for name, m in module.named_modules()
                if isinstance(m, nn.Linear) and not name.endswith(IN_16_BITS)}
-    kept = _numel(module.parameters()) - sum(map(prod, linears.values()))
-    counts = Counter((*shape, own.get(name)) for name, shape in linears.items())
-    return PartShape(kept=kept, matrices=[Matrices(rows=rows, columns=columns, count=count, stored=bits)
-                                          for (rows, columns, bits), count in counts.items()])
+    unquantised = _numel(module.parameters()) - sum(map(prod, linears.values()))
+    counts = Counter((*shape, stored_bits.get(name)) for name, shape in linears.items())
+    return PartShape(kept=unquantised, matrices=[Matrices(rows=rows, columns=columns, count=count, stored=bits)
+                                                 for (rows, columns, bits), count in counts.items()])
 
 
 def _own_bits(repack: GgufImporter | None, index: int, layer: nn.Module) -> dict[str, HeadBits]:
@@ -242,12 +242,12 @@ def _own_bits(repack: GgufImporter | None, index: int, layer: nn.Module) -> dict
             if isinstance(part, nn.Linear)}
 
 
-def _bits(how: Scheme | None) -> HeadBits:
-    return "16bit" if how is None else "int8" if how.kind == "int8" else "int4"
+def _bits(scheme: Scheme | None) -> HeadBits:
+    return "16bit" if scheme is None else "int8" if scheme.kind == "int8" else "int4"
 
 
 def _below(bits: Mapping[str, HeadBits], path: str) -> dict[str, HeadBits]:
-    return {name.removeprefix(path): how for name, how in bits.items() if name.startswith(path)}
+    return {name.removeprefix(path): head_bits for name, head_bits in bits.items() if name.startswith(path)}
 
 
 def _numel(parameters: Iterable[torch.Tensor]) -> int:

@@ -49,16 +49,16 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
     overhead, a small draft model's pass, the price of a launch, the link and the memory do not change.
     UsageError without layer_mb for another model.
     """
-    fitted, how = _scaled(profile, size)
+    fitted, scaling = _scaled(profile, size)
     curve = fitted.stage
     if not curve.context_ms:
         curve = _with_attention(curve, profile, size)
-    if how.note and (added := curve.layers * 1e3 * cache_seconds(profile, size.state_read, 1)):
-        curve = curve.model_copy(update={"ms": [ms + added for ms in curve.ms],
-                                         "shared_ms": [ms + added for ms in curve.shared_ms]})
+    if scaling.note and (state_ms := curve.layers * 1e3 * cache_seconds(profile, size.state_read, 1)):
+        curve = curve.model_copy(update={"ms": [ms + state_ms for ms in curve.ms],
+                                         "shared_ms": [ms + state_ms for ms in curve.shared_ms]})
     launch = fitted.launch and fitted.launch.model_copy(update={
         "layer": size.layer_launches, "experts": size.experts or None, "chosen": size.chosen or None})
-    return fitted.model_copy(update={"stage": curve, "launch": launch}), how
+    return fitted.model_copy(update={"stage": curve, "launch": launch}), scaling
 
 
 def _with_attention(curve: StageCurve, profile: Profile, size: ModelBytes) -> StageCurve:
@@ -74,9 +74,9 @@ def _with_attention(curve: StageCurve, profile: Profile, size: ModelBytes) -> St
     corners = sorted({*curve.rows, *((bound, 2 * max(bound, curve.rows[-1])) if bound else ())})
 
     def at_corners(times: list[float]) -> list[float]:
-        known = dict(zip(curve.rows, times, strict=False))
+        times_of_rows = dict(zip(curve.rows, times, strict=False))
         one = StageCurve(layers=curve.layers, rows=curve.rows, ms=times) if times else None
-        return [known.get(n, one.milliseconds(n)) for n in corners] if one else []
+        return [times_of_rows.get(n, one.milliseconds(n)) for n in corners] if one else []
 
     return curve.model_copy(update={
         "rows": corners, "ms": at_corners(curve.ms), "shared_ms": at_corners(curve.shared_ms),
@@ -128,8 +128,9 @@ def _scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
         **{kind.charged_as: kind.layers * size.layer_read(1) / 1e6 * per_mb + head for kind in timed_kinds()},
         "row_ms": profile.draft.row_ms * ratio,
     })
-    own = profile.lm_head
-    lm_head = own.model_copy(update={"ms": head, "row_ms": own.row_ms * (head / own.ms if own.ms else ratio)})
+    profile_head = profile.lm_head
+    head_ratio = head / profile_head.ms if profile_head.ms else ratio
+    lm_head = profile_head.model_copy(update={"ms": head, "row_ms": profile_head.row_ms * head_ratio})
     update = {"model": shape, "stage": stage, "draft": draft, "lm_head": lm_head}
     return profile.model_copy(update=update), Scaling(
         f"scaled from layers of {measured.layer_mb:,.4g} MB and width {measured.hidden_width} "
@@ -175,9 +176,9 @@ def _stage(profile: Profile, size: ModelBytes) -> tuple[StageCurve, Basis]:
     ms, *shared = [_layer_ms(profile, size, basis, corners, correlation)
                    for correlation in ((0.0, 1.0) if size.experts else (0.0,))]
     wider = size.hidden_width / measured.hidden_width
-    added = [(curve.milliseconds(n, 1000) - curve.milliseconds(n)) * wider for n in corners]
+    context_ms = [(curve.milliseconds(n, 1000) - curve.milliseconds(n)) * wider for n in corners]
     return StageCurve(layers=curve.layers, rows=corners, ms=list(accumulate(ms, max)),
-                      context_ms=list(accumulate(added, max)) if curve.context_ms else [],
+                      context_ms=list(accumulate(context_ms, max)) if curve.context_ms else [],
                       overhead_ms=curve.overhead_ms, correlation=curve.correlation,
                       shared_ms=list(accumulate(shared[0], max)) if shared else []), basis
 
@@ -192,9 +193,9 @@ def _layer_ms(profile: Profile, size: ModelBytes, basis: Basis, corners: Sequenc
         assert kernel
         full = measured.bytes_per_value / _INT4_BYTES  # bytes in 16 bits that are measured beside one of int4
         last = curve.rows[-1]  # beyond the rows that a stage was measured with, it grows at least as its products
-        own = {n: max(curve.milliseconds(n), curve.milliseconds(min(n, last)) * kernel.full(max(n, last))
-                      / kernel.full(last)) for n in corners}
-        return [own[n] * by_bytes[n] * full * kernel.ratio(n) for n in corners]
+        curve_ms = {n: max(curve.milliseconds(n), curve.milliseconds(min(n, last)) * kernel.full(max(n, last))
+                           / kernel.full(last)) for n in corners}
+        return [curve_ms[n] * by_bytes[n] * full * kernel.ratio(n) for n in corners]
     if basis == "bandwidth" and size.dtype == "int4" and size.experts:
         return [curve.milliseconds(n) * _read_in_all(size, n, correlation) / 1e6 / measured.layer_mb
                 for n in corners]
@@ -221,14 +222,14 @@ def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:
 
 
 def at_context(profile: Profile, size: ModelBytes, context: int) -> Profile:
-    """A scaled profile whose passes all read ``context`` cached tokens: stages, EAGLE head, and kinds with a time of
-    their own."""
+    """Return a scaled profile whose passes all read ``context`` cached tokens. That concerns the stages, the EAGLE
+    head, and the kinds of draft model with a time of their own."""
     curve, draft = profile.stage, profile.draft
 
     def with_cache(times: list[float]) -> list[float]:
         if not curve.context_ms:
             return times
-        return [own + added * context / 1e3 for own, added in zip(times, curve.context_ms, strict=True)]
+        return [base + per_thousand * context / 1e3 for base, per_thousand in zip(times, curve.context_ms, strict=True)]
 
     draft = draft.model_copy(update={
         "pass_ms": draft.pass_ms + 1e3 * cache_seconds(profile, size.draft_kv_row, context),

@@ -74,32 +74,32 @@ def _testbed(match: re.Match[str], candidates: int | None) -> Profile:
         raise memory_error(boards, problem, lambda other, kept_in: model_bytes(
             match["model"], other, kv_cache=kept_in, candidates=candidates),
             lambda key, value: f"{key} {value}") from None
-    what = f"{size.name} in {dtype}"
-    scaled = f"scaled to {what} as flowspec plan does."
+    shown_model = f"{size.name} in {dtype}"
+    scaled = f"scaled to {shown_model} as flowspec plan does."
     if len(counts) > 1:
-        return _mixed(name, what, scaled, plan)
+        return _mixed(name, shown_model, scaled, plan)
     [(kind, count)] = counts.items()
     return boards[0].profile.model_copy(update={
         "name": name, "kind": "testbed", "boards": count,
-        "summary": f"{count} × {kind} with {what}, by the planner's rule",
+        "summary": f"{count} × {kind} with {shown_model}, by the planner's rule",
         "source": f"The profile {kind}, {scaled}"})
 
 
-def _mixed(name: str, what: str, scaled: str, plan: PipelinePlan) -> MixedBoards:
+def _mixed(name: str, shown_model: str, scaled: str, plan: PipelinePlan) -> MixedBoards:
     """The devices of the planner's split. UsageError if it leaves a board out: figures would be those of
     other boards than the name says."""
     if plan.left_out:
         rest = ", ".join(board.name for board, _ in plan.left_out)
         raise UsageError(f"testbed {name}: the planner leaves out {rest}: {plan.left_out[0][1]}; name the "
                          "others alone")
-    stages = [f"{_said(stage.board)} {hi - lo} layers" for stage in plan.stages for lo, hi in [stage.layers]]
+    stages = [f"{_role_text(stage.board)} {hi - lo} layers" for stage in plan.stages for lo, hi in [stage.layers]]
     return MixedBoards.model_validate({
         **plan.d0.profile.model_dump(), "name": name, "kind": "testbed", "boards": len(plan.stages) + 1,
-        "summary": f"{what}, by the planner's split: {plan.d0.name} drafts; {', '.join(stages)}",
+        "summary": f"{shown_model}, by the planner's split: {plan.d0.name} drafts; {', '.join(stages)}",
         "source": f"The boards' profiles, {scaled}",
         "verify": tuple(stage.board.profile for stage in plan.stages),
         "layers": tuple(hi - lo for lo, hi in (stage.layers for stage in plan.stages))})
 
 
-def _said(board: CandidateBoard) -> str:
+def _role_text(board: CandidateBoard) -> str:
     return f"{board.name} computes"

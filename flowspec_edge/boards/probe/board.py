@@ -84,8 +84,8 @@ def mode_numbers(text: str) -> dict[str, str]:
 
 def l4t_release(text: str) -> str:
     """The release of L4T in the text of /etc/nv_tegra_release, such as "36.4.3"; "" if it names none."""
-    found = _RELEASE.search(text)
-    return f"{found[1]}.{found[2]}" if found else ""
+    match = _RELEASE.search(text)
+    return f"{match[1]}.{match[2]}" if match else ""
 
 
 def l4t_of(facts: SystemFacts) -> str:
@@ -103,9 +103,9 @@ def processor(root: Path = _ROOT) -> str:
 
 
 def _machine(root: Path) -> str:
-    named = procfs.text(root / "sys/firmware/devicetree/base/model")
-    if named:
-        return named
+    model = procfs.text(root / "sys/firmware/devicetree/base/model")
+    if model:
+        return model
     name = processor(root)
     cores = _cores(root)
     return f"{name}, {cores} core{'s' if cores > 1 else ''}" if name and cores else name
@@ -116,8 +116,8 @@ def _cores(root: Path) -> int:
 
 
 def _power_mode(root: Path, nvpmodel: str) -> str:
-    if found := _POWER_MODE.search(nvpmodel):
-        return found[1]
+    if match := _POWER_MODE.search(nvpmodel):
+        return match[1]
     modes = mode_numbers(procfs.text(root / "etc/nvpmodel.conf"))
     names = {int(number): name for name, number in modes.items()}
     stored = re.search(r"pmode:\s*(\d+)", procfs.text(root / "var/lib/nvpmodel/status"))

@@ -150,27 +150,27 @@ class Check(Generic[_Asked]):
     computes: Callable[[_Asked], Sequence[Computation]] = lambda asked: ()
 
 
-def judge(place: Place, asked: object, checks: Sequence[Check[Any]] | None = None) -> list[Finding]:
+def judge(place: Place, subject: object, checks: Sequence[Check[Any]] | None = None) -> list[Finding]:
     """What the checks of one place find, in the order of ``CHECKS``; causes come before their consequences.
 
     ``checks``: others than ``CHECKS``.  Those that compute run their computations together first.
     """
-    chosen = [check for check in (CHECKS if checks is None else checks)
-              if place in check.places and isinstance(asked, check.asks)]
-    if isinstance(asked, ComputeDevice):
-        asked = replace(asked, results=compute([one for check in chosen for one in check.computes(asked)]))
-    found: list[Finding] = []
-    for check in chosen:
-        own = list(check.rule(asked))
-        found += own
-        if check.ends and place in ("init", "up") and any(finding.state == "failed" for finding in own):
+    applicable = [check for check in (CHECKS if checks is None else checks)
+                  if place in check.places and isinstance(subject, check.asks)]
+    if isinstance(subject, ComputeDevice):
+        subject = replace(subject, results=compute([one for check in applicable for one in check.computes(subject)]))
+    findings: list[Finding] = []
+    for check in applicable:
+        check_findings = list(check.rule(subject))
+        findings += check_findings
+        if check.ends and place in ("init", "up") and any(finding.state == "failed" for finding in check_findings):
             break
-    return found
+    return findings
 
 
-def faults(place: Place, asked: object) -> list[Finding]:
+def faults(place: Place, subject: object) -> list[Finding]:
     """What failed, and what is worth knowing."""
-    return [finding for finding in judge(place, asked) if finding.state in ("failed", "warning")]
+    return [finding for finding in judge(place, subject) if finding.state in ("failed", "warning")]
 
 
 def _jetpack(subject: Subject) -> Iterator[Finding]:
@@ -203,13 +203,13 @@ def _torch(subject: Subject) -> Iterator[Finding]:
         return
     if python_fault(system, subject.python):
         return  # a torch for that Python is of no use
-    found = list(judge_torch(torch, subject.python, subject.board.l4t, subject.torch_device,
-                             subject.needs.dtype, busy=system.memory.held > 0))
-    if all(finding.check != "torch" for finding in found):
+    findings = list(judge_torch(torch, subject.python, subject.board.l4t, subject.torch_device,
+                                subject.needs.dtype, busy=system.memory.held > 0))
+    if all(finding.check != "torch" for finding in findings):
         capability = ".".join(map(str, torch.cuda or ()))
         sees = f"sees the GPU (compute capability {capability})" if capability else "sees no GPU"
         yield Finding("torch", "ok", f"{torch.version}, which {sees}, {torch.file}")
-    yield from found
+    yield from findings
 
 
 def _docker(subject: Subject) -> Iterator[Finding]:
@@ -243,12 +243,12 @@ def _clock(subject: Subject) -> Iterator[Finding]:
 
 def _skew(subject: Subject) -> Iterator[Finding]:
     ahead, within = subject.facts.ahead, subject.facts.within
-    found = f"{ahead:+.2f} s against this machine's, ± {within:.2f}"
+    skew = f"{ahead:+.2f} s against this machine's, ± {within:.2f}"
     if abs(ahead) - within > _MAX_SKEW_S:
-        yield Finding("clock", "warning", found,
+        yield Finding("clock", "warning", skew,
                       "sudo timedatectl set-ntp true, on both; without internet see the check of the time")
     else:
-        yield Finding("clock", "ok", found)
+        yield Finding("clock", "ok", skew)
 
 
 def _room(subject: Subject) -> Iterator[Finding]:
@@ -266,20 +266,20 @@ def _room_for(system: SystemFacts, needs: Needs, home_bytes: int, state_bytes: i
     return Room(system.disks, size, state_bytes, system.docker.root, size)
 
 
-def _enough_room(it: Room) -> Iterator[Finding]:
-    disks = it.disks
+def _enough_room(space: Room) -> Iterator[Finding]:
+    disks = space.disks
     on: dict[int, list[str]] = {}
     for path, disk in disks.items():
         on.setdefault(disk.device, []).append(path)
         if not disk.writable:
             yield Finding("disk", "failed", f"{path} is on a file system that is mounted read-only",
                           "see dmesg; sudo mount -o remount,rw, once the disk is sound")
-    wanted = {it.root: it.root_bytes, HOME: it.home_bytes, STATE: it.state_bytes}
+    needed_bytes = {space.root: space.root_bytes, HOME: space.home_bytes, STATE: space.state_bytes}
     for paths in on.values():
-        needed, free = sum(wanted.get(path, 0) for path in paths), disks[paths[0]].free
+        needed, free = sum(needed_bytes.get(path, 0) for path in paths), disks[paths[0]].free
         if needed > free:
-            where = f"{' and '.join(paths)} need{'s' if len(paths) == 1 else ''}"
-            yield Finding("disk", "failed", f"{where} {_gb(needed)}, {_gb(free)} are free",
+            places = f"{' and '.join(paths)} need{'s' if len(paths) == 1 else ''}"
+            yield Finding("disk", "failed", f"{places} {_gb(needed)}, {_gb(free)} are free",
                           "make room, or mount a larger disk there")
 
 
@@ -287,9 +287,9 @@ def _memory(subject: Subject) -> Iterator[Finding]:
     memory, needed = subject.system.memory, subject.needs.memory_bytes
     free = memory.available + memory.held
     if needed > free:
-        own = f", with the {_gb(memory.held)} of the service that runs" if memory.held else ""
+        service_part = f", with the {_gb(memory.held)} of the service that runs" if memory.held else ""
         yield Finding("memory", "failed", f"{_gb(needed)} are needed, {_gb(free)} of {_gb(memory.total)} are "
-                                          f"available{own}",
+                                          f"available{service_part}",
                       "give it fewer layers, or all a shorter context or int4, or end what else runs "
                       "there (a desktop: sudo systemctl set-default multi-user.target)")
 
@@ -310,31 +310,31 @@ def shared_machine_ids(facts: Mapping[str, BoardFacts]) -> list[Finding]:
 
     If the running kernel is the same, too, both are one machine; if not, one system is a copy of the other.
     """
-    found: list[Finding] = []
-    known: dict[str, tuple[str, str]] = {}  # machine-id → board, its kernel's boot id
-    for board, own in facts.items():
-        machine = own.system.files.get("etc/machine-id", "").strip()
-        boot = own.system.files.get("proc/sys/kernel/random/boot_id", "").strip()
+    findings: list[Finding] = []
+    first_boards: dict[str, tuple[str, str]] = {}  # machine-id → board, its kernel's boot id
+    for board, board_facts in facts.items():
+        machine = board_facts.system.files.get("etc/machine-id", "").strip()
+        boot = board_facts.system.files.get("proc/sys/kernel/random/boot_id", "").strip()
         if not _MACHINE_ID.fullmatch(machine):
             continue
-        other, other_boot = known.setdefault(machine, (board, boot))
+        other, other_boot = first_boards.setdefault(machine, (board, boot))
         if other != board and boot == other_boot:
-            found.append(Finding("machine-id", "failed", f"it is the same machine as {other}",
-                                 "give each board once, with its own address and port; containers need an "
-                                 "/etc/machine-id each", board=board))
+            findings.append(Finding("machine-id", "failed", f"it is the same machine as {other}",
+                                    "give each board once, with its own address and port; containers need an "
+                                    "/etc/machine-id each", board=board))
         elif other != board:
-            found.append(Finding("machine-id", "failed",
-                                 f"it has the machine-id of {other}, as a copied SD card has, so DHCP may "
-                                 "give both one address and logs mix them up",
-                                 f"run on one of them: {_NEW_MACHINE_ID}", board=board))
-    return found
+            findings.append(Finding("machine-id", "failed",
+                                    f"it has the machine-id of {other}, as a copied SD card has, so DHCP may "
+                                    "give both one address and logs mix them up",
+                                    f"run on one of them: {_NEW_MACHINE_ID}", board=board))
+    return findings
 
 
 def different_processors(facts: Mapping[str, BoardFacts]) -> list[Finding]:
     """A finding for each board whose processor differs from the most common; "" is an unknown processor."""
-    machines = {board: own.system.machine for board, own in facts.items() if own.system.machine}
-    known = [*machines.values()]
-    usual = max(known, key=known.count, default="")
+    machines = {board: board_facts.system.machine for board, board_facts in facts.items() if board_facts.system.machine}
+    machine_names = [*machines.values()]
+    usual = max(machine_names, key=machine_names.count, default="")
     return [Finding("machine", "warning", f"{machine}, and others are {usual}",
                     "the wheelhouse needs wheels for both", board=board)
             for board, machine in machines.items() if machine != usual]
@@ -346,8 +346,10 @@ def of_result(place: Place, name: str, rule: Callable[[ComputeDevice, Computatio
 
     computes  the computation ``name``, or nothing where the check does not apply
     """
-    return Check(name, ComputeDevice, "failed", (place,),
-                 lambda it: [rule(it, it.results[name])] if name in it.results else [], computes=computes)
+    def judged(device: ComputeDevice) -> list[Finding]:
+        return [rule(device, device.results[name])] if name in device.results else []
+
+    return Check(name, ComputeDevice, "failed", (place,), judged, computes=computes)
 
 
 def _computed(place: Place, name: str, function: str,
@@ -358,9 +360,9 @@ def _computed(place: Place, name: str, function: str,
     function   "module:function"; it takes the device's name and ``arguments``
     cuda       whether it is about GPUs alone
     """
-    return of_result(place, name, lambda it, result: rule(result), lambda it: [
-        Computation(name, f"flowspec_edge.boards.gpu_check.{function}", {"device": it.name, **arguments})
-    ] if it.on_gpu or not cuda else [])
+    return of_result(place, name, lambda compute_device, result: rule(result), lambda compute_device: [
+        Computation(name, f"flowspec_edge.boards.gpu_check.{function}", {"device": compute_device.name, **arguments})
+    ] if compute_device.on_gpu or not cuda else [])
 
 
 def _operation(name: str, function: str, **arguments: Any) -> Check[ComputeDevice]:
@@ -370,9 +372,9 @@ def _operation(name: str, function: str, **arguments: Any) -> Check[ComputeDevic
 def _product(kind: str, dtype: str) -> Check[ComputeDevice]:
     """``dtype``: activations of kinds in 4 bits."""
     name = kind if kind in FULL else f"{kind}, {dtype} activations"
-    return of_result("products", name, partial(computing.advised_product, kind=kind), lambda it: [
-        computing.product(name, kind, it.name, _SHAPE, _ROWS, dtype)
-    ] if it.bitsandbytes or kind not in BNB else [])
+    return of_result("products", name, partial(computing.advised_product, kind=kind), lambda compute_device: [
+        computing.product(name, kind, compute_device.name, _SHAPE, _ROWS, dtype)
+    ] if compute_device.bitsandbytes or kind not in BNB else [])
 
 
 CHECKS: tuple[Check[Any], ...] = (
@@ -467,23 +469,23 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightRepo
         except FlowspecError as error:
             return [no_facts(device, error)]
 
-    told = dict(zip((device.name for device in devices), on_each(one, devices), strict=True))
-    facts = {name: one for name, one in told.items() if isinstance(one, BoardFacts)}
-    found: list[Finding] = []
+    answers = dict(zip((device.name for device in devices), on_each(one, devices), strict=True))
+    facts = {name: one for name, one in answers.items() if isinstance(one, BoardFacts)}
+    findings: list[Finding] = []
     for device in devices:
-        one_board = told[device.name]
-        found += one_board if isinstance(one_board, list) else (
+        one_board = answers[device.name]
+        findings += one_board if isinstance(one_board, list) else (
             replace(finding, board=device.name)
             for finding in faults("up", Subject.of(inventory, device, one_board, needs[device.name])))
-    return PreflightReport([*found, *judge("up", AllBoards(facts))], facts)
+    return PreflightReport([*findings, *judge("up", AllBoards(facts))], facts)
 
 
-def room_problems(found: PreflightReport, needs: Mapping[str, Needs], digests: Mapping[str, str],
+def room_problems(report: PreflightReport, needs: Mapping[str, Needs], digests: Mapping[str, str],
                   missing: Mapping[str, int]) -> list[Finding]:
     """Of boards without room for the environment with this digest and the part's missing bytes."""
     problems = []
     for board, digest in digests.items():
-        facts = found.facts[board].system
+        facts = report.facts[board].system
         home_bytes = 0 if digest in facts.environments else needs[board].home_bytes
         problems += [replace(problem, board=board)
                      for problem in judge("up", _room_for(facts, needs[board], home_bytes, missing[board]))]

@@ -78,15 +78,15 @@ def computed(result: ComputationResult) -> Finding:
     if result.fault:
         return Finding(result.name, "failed", result.fault)
     if result.error is None or result.error <= TOLERANCE[result.rounded]:
-        return Finding(result.name, "ok", result.said, error=result.error)
+        return Finding(result.name, "ok", result.message, error=result.error)
     return Finding(result.name, "failed", f"results are wrong by {result.error:.2g} of the largest",
                    error=result.error if math.isfinite(result.error) else None)
 
 
 def only_told(result: ComputationResult) -> Finding:
     """What a computation says; whether it works is for another check to judge."""
-    found = computed(result)
-    return found if found.ok else replace(found, state="skipped")
+    finding = computed(result)
+    return finding if finding.ok else replace(finding, state="skipped")
 
 
 def advisable(kind: str, capability: tuple[int, int] | None) -> bool:
@@ -97,17 +97,17 @@ def advisable(kind: str, capability: tuple[int, int] | None) -> bool:
 # ---- the libraries of a release ------------------------------------------------------------------
 
 
-def installed(it: ComputeDevice) -> Iterator[Finding]:
-    if it.libraries:
-        yield Finding("flowspec", "ok", it.libraries.flowspec)
+def installed(device: ComputeDevice) -> Iterator[Finding]:
+    if device.libraries:
+        yield Finding("flowspec", "ok", device.libraries.flowspec)
 
 
-def libraries(it: ComputeDevice) -> Iterator[Finding]:
+def libraries(device: ComputeDevice) -> Iterator[Finding]:
     """torch, transformers and the GPU that torch sees."""
-    if it.libraries is None:
+    if device.libraries is None:
         return
-    torch, l4t = it.libraries.torch, it.l4t
-    yield Finding("torch", "ok", f"{torch.version}, transformers {it.libraries.transformers}")
+    torch, l4t = device.libraries.torch, device.l4t
+    yield Finding("torch", "ok", f"{torch.version}, transformers {device.libraries.transformers}")
     if torch.cuda:
         yield Finding("gpu", "ok", f"{torch.gpu}, CUDA {torch.built_for}")
     elif not l4t and not torch.why:
@@ -115,11 +115,11 @@ def libraries(it: ComputeDevice) -> Iterator[Finding]:
     yield from judge_torch(torch, sys.executable, l4t, "cuda" if l4t or torch.cuda else "cpu")
 
 
-def encryption(it: ComputeDevice) -> Iterator[Finding]:
-    if it.libraries is None:
+def encryption(device: ComputeDevice) -> Iterator[Finding]:
+    if device.libraries is None:
         return
-    zmq = it.libraries.zmq
-    if it.libraries.curve:
+    zmq = device.libraries.zmq
+    if device.libraries.curve:
         yield Finding("encryption", "ok", f"CURVE, ZeroMQ {zmq}")
     else:
         yield Finding("encryption", "failed", f"this ZeroMQ ({zmq}) has no CURVE",
@@ -136,56 +136,56 @@ def product(name: str, kind: str, device: str, shape: Sequence[int], rows: Seque
         "kind": kind, "device": device, "shape": list(shape), "rows": list(rows), "dtype": dtype})
 
 
-def full_product(it: ComputeDevice) -> list[Computation]:
-    return _products(it, (_full(it),))
+def full_product(device: ComputeDevice) -> list[Computation]:
+    return _products(device, (_full(device),))
 
 
-def products_in_4_bits(it: ComputeDevice) -> list[Computation]:
-    return _products(it, _TRIED)
+def products_in_4_bits(device: ComputeDevice) -> list[Computation]:
+    return _products(device, _TRIED)
 
 
-def _full(it: ComputeDevice) -> str:
-    return "fp16" if it.on_gpu else "fp32"
+def _full(device: ComputeDevice) -> str:
+    return "fp16" if device.on_gpu else "fp32"
 
 
-def _products(it: ComputeDevice, kinds: Sequence[str]) -> list[Computation]:
-    if it.libraries and it.libraries.torch.why:
+def _products(device: ComputeDevice, kinds: Sequence[str]) -> list[Computation]:
+    if device.libraries and device.libraries.torch.why:
         return []  # there is no torch
-    return [product(kind, kind, it.name, _SHAPE, _ROWS, _full(it)) for kind in kinds]
+    return [product(kind, kind, device.name, _SHAPE, _ROWS, _full(device)) for kind in kinds]
 
 
-def right_product(it: ComputeDevice) -> Iterator[Finding]:
+def right_product(device: ComputeDevice) -> Iterator[Finding]:
     """Whether the weights that need no library of their own multiply."""
-    kind = _full(it)
-    if kind not in it.results:
+    kind = _full(device)
+    if kind not in device.results:
         return
-    found = computed(it.results[kind])
-    if found.ok:
-        yield Finding("product", "ok", f"{kind} on {it.name}, right to {found.error:.0e}")
+    finding = computed(device.results[kind])
+    if finding.ok:
+        yield Finding("product", "ok", f"{kind} on {device.name}, right to {finding.error:.0e}")
     else:
-        yield Finding("product", "failed", f"{kind} on {it.name}: {found.found}",
+        yield Finding("product", "failed", f"{kind} on {device.name}: {finding.found}",
                       "this torch does not fit this device: install another")
 
 
-def in_4_bits(it: ComputeDevice) -> Iterator[Finding]:
+def in_4_bits(device: ComputeDevice) -> Iterator[Finding]:
     """Which weights in 4 bits multiply, and in which to shard models."""
-    tried = [computed(it.results[kind]) for kind in _TRIED if kind in it.results]
-    works = [found.check for found in tried if found.ok]
-    broken = [f"{found.check} does not: {found.found}" for found in tried if not found.ok]
-    if tried and not broken:
-        yield Finding("4 bits", "ok", f"{' and '.join(works)} work on {it.name}")
+    checked = [computed(device.results[kind]) for kind in _TRIED if kind in device.results]
+    works = [summary.check for summary in checked if summary.ok]
+    broken = [f"{summary.check} does not: {summary.found}" for summary in checked if not summary.ok]
+    if checked and not broken:
+        yield Finding("4 bits", "ok", f"{' and '.join(works)} work on {device.name}")
     if not broken:
         return
-    advised = next((kind for kind in works if advisable(kind, it.capability)), "fp16")
-    found = "; ".join([*(f"{kind} works" for kind in works), *broken])
+    advised = next((kind for kind in works if advisable(kind, device.capability)), "fp16")
+    summary = "; ".join([*(f"{kind} works" for kind in works), *broken])
     advice = f"shard models in {advised}"
-    if "nf4" in works and not advisable("nf4", it.capability):
+    if "nf4" in works and not advisable("nf4", device.capability):
         advice += ": on this GPU bitsandbytes expands the whole matrix for every product of more than 4 rows"
     elif advised == "int4":
         advice += ", which needs no bitsandbytes"
-    if "nf4" not in works and advisable("nf4", it.capability):
-        advice += f", or {_build(it.capability)}"
-    yield Finding("4 bits", "warning", found, advice)
+    if "nf4" not in works and advisable("nf4", device.capability):
+        advice += f", or {_build(device.capability)}"
+    yield Finding("4 bits", "warning", summary, advice)
 
 
 def _build(capability: tuple[int, int] | None) -> str:
@@ -195,17 +195,17 @@ def _build(capability: tuple[int, int] | None) -> str:
             f"-DCOMPUTE_CAPABILITY={capability[0]}{capability[1]}")
 
 
-def advised_product(it: ComputeDevice, result: ComputationResult, kind: str) -> Finding:
+def advised_product(device: ComputeDevice, result: ComputationResult, kind: str) -> Finding:
     """As ``computed``; a kind that works and is not advisable says so."""
-    found = computed(result)
-    if not found.ok or advisable(kind, it.capability):
-        return found
-    return replace(found, found="right, but above 4 rows the whole matrix is expanded for every product: shard in "
+    finding = computed(result)
+    if not finding.ok or advisable(kind, device.capability):
+        return finding
+    return replace(finding, found="right, but above 4 rows the whole matrix is expanded for every product: shard in "
                                 "int4")
 
 
-def without_bitsandbytes(it: ComputeDevice) -> Iterator[Finding]:
-    if not it.bitsandbytes:
+def without_bitsandbytes(device: ComputeDevice) -> Iterator[Finding]:
+    if not device.bitsandbytes:
         yield from (Finding(kind, "skipped", "bitsandbytes is not installed: only models that were sharded in "
                                              f"{kind} need it") for kind in BNB)
 
@@ -213,41 +213,41 @@ def without_bitsandbytes(it: ComputeDevice) -> Iterator[Finding]:
 # ---- memory --------------------------------------------------------------------------------------
 
 
-def free_memory(it: ComputeDevice) -> Finding:
+def free_memory(device: ComputeDevice) -> Finding:
     """MemFree beside MemAvailable: CUDA on a Jetson is reported not to get all that the page cache holds."""
-    if not {"MemFree", "MemAvailable"} <= it.memory.keys():
+    if not {"MemFree", "MemAvailable"} <= device.memory.keys():
         return Finding("free memory", "unknown", "the system does not say")
-    free, available = (it.memory[name] / 1e6 for name in ("MemFree", "MemAvailable"))
-    found = f"MemFree {free:,.0f} MB, MemAvailable {available:,.0f} MB"
+    free, available = (device.memory[name] / 1e6 for name in ("MemFree", "MemAvailable"))
+    amounts = f"MemFree {free:,.0f} MB, MemAvailable {available:,.0f} MB"
     if free < available / 2:
-        found += (": the difference is page cache, which CUDA may not get where it shares this memory; sync; "
-                  "echo 3 | sudo tee /proc/sys/vm/drop_caches returns it")
-    return Finding("free memory", "ok", found)
+        amounts += (": the difference is page cache, which CUDA may not get where it shares this memory; sync; "
+                    "echo 3 | sudo tee /proc/sys/vm/drop_caches returns it")
+    return Finding("free memory", "ok", amounts)
 
 
-def pieces(it: ComputeDevice) -> list[Computation]:
+def pieces(device: ComputeDevice) -> list[Computation]:
     """Ask for what is available and its halves, in a process where nothing else was computed."""
-    return [Computation(str(mb), "flowspec_edge.boards.gpu_check.gpu_facts:piece", {"device": it.name, "mb": mb},
-                        _PIECE_S) for mb in _halves(it.available or 0)]
+    return [Computation(str(mb), "flowspec_edge.boards.gpu_check.gpu_facts:piece", {"device": device.name, "mb": mb},
+                        _PIECE_S) for mb in _halves(device.available or 0)]
 
 
-def largest_piece(it: ComputeDevice) -> Iterator[Finding]:
+def largest_piece(device: ComputeDevice) -> Iterator[Finding]:
     """The largest of the pieces that the device gave."""
     needed = l4t_system().large_pieces.needed_mb
-    if it.available is None:
+    if device.available is None:
         return
-    tried = [it.results[str(mb)] for mb in _halves(it.available)]
-    if not tried:
+    allocations = [device.results[str(mb)] for mb in _halves(device.available)]
+    if not allocations:
         yield Finding("largest piece", "warning",
-                      f"only {it.available // _MB} MB are available: stop what else runs here, and try again")
+                      f"only {device.available // _MB} MB are available: stop what else runs here, and try again")
         return
-    given = next((place for place, result in enumerate(tried) if not result.fault), len(tried))
-    refused = tried[given - 1].fault if given else ""
-    if given == len(tried):
+    first_allowed = next((place for place, result in enumerate(allocations) if not result.fault), len(allocations))
+    refused = allocations[first_allowed - 1].fault if first_allowed else ""
+    if first_allowed == len(allocations):
         yield Finding("largest piece", "failed", f"not even {needed} MB at once, which models need: {refused}")
         return
-    beyond = f"; {int(tried[given - 1].name):,} MB: {refused}" if given else ", all that is free"
-    yield Finding("largest piece", "ok", f"{int(tried[given].name):,} MB at once{beyond}")
+    beyond = f"; {int(allocations[first_allowed - 1].name):,} MB: {refused}" if first_allowed else ", all that is free"
+    yield Finding("largest piece", "ok", f"{int(allocations[first_allowed].name):,} MB at once{beyond}")
 
 
 def _halves(available: int) -> list[int]:
@@ -258,14 +258,14 @@ def _halves(available: int) -> list[int]:
     return [*takewhile(lambda mb: mb > needed, (available // _MB >> times for times in range(64))), needed]
 
 
-def refusing_release(it: ComputeDevice) -> Iterator[Finding]:
+def refusing_release(device: ComputeDevice) -> Iterator[Finding]:
     """As ``large_pieces``, in one sentence, because this report has no advice."""
-    yield from (replace(found, found=f"{found.found}; {found.advice}") for found in large_pieces(it.l4t))
+    yield from (replace(finding, found=f"{finding.found}; {finding.advice}") for finding in large_pieces(device.l4t))
 
 
-def allocator(it: ComputeDevice) -> Iterator[Finding]:
+def allocator(device: ComputeDevice) -> Iterator[Finding]:
     """Whether PyTorch's allocator is set up in a way that fails on a Jetson."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if it.l4t and "expandable_segments:true" in it.environment.get(name, "").replace(" ", "").lower():
+        if device.l4t and "expandable_segments:true" in device.environment.get(name, "").replace(" ", "").lower():
             yield Finding("allocator", "failed", f"{name} has expandable_segments, with which PyTorch is "
                                                  "reported to fail on a Jetson: take it out")

@@ -58,9 +58,9 @@ _PROTECTIONS = ("AmbientCapabilities", "CapabilityBoundingSet", "Device", "Limit
 class NoAnswer(FlowspecError):
     """The board can be reached, and its Python does not answer."""
 
-    def __init__(self, device: DeviceEntry, found: str, advice: str) -> None:
-        super().__init__(f"{device.name}: {found}: {advice}")
-        self.found, self.advice = found, advice
+    def __init__(self, device: DeviceEntry, reason: str, advice: str) -> None:
+        super().__init__(f"{device.name}: {reason}: {advice}")
+        self.reason, self.advice = reason, advice
 
 
 @dataclass(frozen=True)
@@ -277,11 +277,11 @@ def _ask(inventory: Inventory, device: DeviceEntry, section: str, **arguments: A
                         program(section, **arguments))
     after = time.time()
     try:
-        told = json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
-        if told.get("python", "") is None:
+        answer = json.loads(next(line for line in stdout.splitlines() if line.startswith("{")))
+        if answer.get("python", "") is None:
             raise NoAnswer(device, f"there is no {python}",
                            "sudo apt-get install python3, or see board_python in the cluster file")
-        return parse(told, before, after)
+        return parse(answer, before, after)
     except (ValueError, LookupError, TypeError, StopIteration):
         raise NoAnswer(device, f"{python} gave no answer",
                        "see whether board_python in the cluster file is a Python") from None
@@ -292,18 +292,18 @@ def program(section: str, **arguments: Any) -> str:
     return interpreter.modules_program(_SENT[section], tools, f"answer({ {section: arguments}!r})")
 
 
-def parse(told: dict[str, Any], before: float, after: float) -> BoardFacts:
+def parse(answer: dict[str, Any], before: float, after: float) -> BoardFacts:
     """``before`` and ``after``: times here around the question; ValueError, LookupError or TypeError if the
     answer is none of ``tools.answer``'s."""
-    slack = max(0.0, after - before - told["seconds"])
+    slack = max(0.0, after - before - answer["seconds"])
     return _FACTS.validate_python({
-        **told.get("deployment", {}), "system": told.get("system", {}), "running": told.get("service", {}),
-        "ahead": told["time"] - (before + slack / 2), "within": slack / 2})
+        **answer.get("deployment", {}), "system": answer.get("system", {}), "running": answer.get("service", {}),
+        "ahead": answer["time"] - (before + slack / 2), "within": slack / 2})
 
 
-def system_facts(told: Mapping[str, Any]) -> SystemFacts:
-    """``told``: what the section "system" returned; ValueError if it is something else."""
-    return _FACTS.validate_python({"system": told}).system
+def system_facts(answer: Mapping[str, Any]) -> SystemFacts:
+    """``answer``: what the section "system" returned; ValueError if it is something else."""
+    return _FACTS.validate_python({"system": answer}).system
 
 
 def torch_check_program(torch_device: str) -> dict[str, Any]:

@@ -72,8 +72,8 @@ class Finding:
 
     def as_json(self) -> dict[str, Any]:
         """The fields that ``doctor --json`` promises."""
-        told = {"check": self.check, "state": self.state, "found": self.found, "advice": self.advice}
-        return told if self.fixed is None else {**told, "fixed": self.fixed}
+        fields = {"check": self.check, "state": self.state, "found": self.found, "advice": self.advice}
+        return fields if self.fixed is None else {**fields, "fixed": self.fixed}
 
     def __str__(self) -> str:
         return f"{self.board and f'{self.board}: '}{self.check}: {self.found}; {self.advice}"
@@ -96,33 +96,33 @@ def _joined(check: str, group: list[Finding]) -> Finding:
                    "; ".join(finding.advice for finding in worst if finding.advice))
 
 
-def unreachable(device: DeviceEntry, error: str, given: Literal["file", "options"] = "file") -> Finding:
-    """``error``: ssh's or a runner's, in one line; ``given``: where the user says how to reach the board."""
+def unreachable(device: DeviceEntry, error: str, settings_in: Literal["file", "options"] = "file") -> Finding:
+    """``error``: ssh's or a runner's, in one line; ``settings_in``: where the user says how to reach the board."""
     error = error.removeprefix(f"{device.label}: ")  # a finding names the board itself
     found_port, port = _PORT.search(error), device.ssh_port
-    values = {**(_IN_FILE if given == "file" else _BY_OPTION), "address": device.address,
+    values = {**(_IN_FILE if settings_in == "file" else _BY_OPTION), "address": device.address,
               "port": found_port[1] if found_port else port or 22, "p": f"-p {port} " if port else "",
               "known": f"'[{device.address}]:{port}'" if port not in (None, 22) else device.address,
               "target": f"{device.ssh_user}@{device.address}" if device.ssh_user else device.address}
     if _HANGS.search(error):
-        found, _, advice = error.rpartition(": ")
-        return Finding("ssh", "failed", found, advice, board=device.name)
-    for pattern, found, advice in _SSH:
+        reason, _, advice = error.rpartition(": ")
+        return Finding("ssh", "failed", reason, advice, board=device.name)
+    for pattern, reason, advice in _SSH:
         if re.search(pattern, error):
-            return Finding("ssh", "failed", f"{found.format(**values)} ({error})", advice.format(**values),
+            return Finding("ssh", "failed", f"{reason.format(**values)} ({error})", advice.format(**values),
                            board=device.name)
     return Finding("ssh", "failed", error, "ssh there by hand, and see what it says", board=device.name)
 
 
-def no_facts(device: DeviceEntry, error: FlowspecError, given: Literal["file", "options"] = "file"
+def no_facts(device: DeviceEntry, error: FlowspecError, settings_in: Literal["file", "options"] = "file"
              ) -> Finding:
-    """``error``: of asking the board; ``given``: as for ``unreachable``."""
+    """``error``: of asking the board; ``settings_in``: as for ``unreachable``."""
     if isinstance(error, NoAnswer):
-        return Finding("python", "failed", error.found, error.advice, board=device.name)
-    return unreachable(device, str(error), given)
+        return Finding("python", "failed", error.reason, error.advice, board=device.name)
+    return unreachable(device, str(error), settings_in)
 
 
 def wrong_address(device: DeviceEntry, problem: tuple[str, str]) -> Finding:
     """``problem``: from ``addresses.address_problem``."""
-    found, advice = problem
-    return Finding("address", "failed", found, f"{advice} in the cluster file", board=device.name)
+    reason, advice = problem
+    return Finding("address", "failed", reason, f"{advice} in the cluster file", board=device.name)

@@ -47,15 +47,17 @@ class BoardPart:
     error: str = ""
 
 
-def release(it: ReleaseOnBoard) -> Finding:
+def release(on_board: ReleaseOnBoard) -> Finding:
     """All boards have to run one release."""
-    if it.error:
-        return Finding("flowspec", "failed", it.error, f"install this release there, so that {it.python} has it")
-    if not it.there:
+    if on_board.error:
+        return Finding("flowspec", "failed", on_board.error,
+                       f"install this release there, so that {on_board.python} has it")
+    if not on_board.there:
         return Finding("flowspec", "ok", "not installed yet; flowspec deploy up installs it")
-    if it.there != it.here:
-        return Finding("flowspec", "failed", f"{it.there}, here {it.here}", "install the same release on all boards")
-    return Finding("flowspec", "ok", it.there)
+    if on_board.there != on_board.here:
+        return Finding("flowspec", "failed", f"{on_board.there}, here {on_board.here}",
+                       "install the same release on all boards")
+    return Finding("flowspec", "ok", on_board.there)
 
 
 def model(part: BoardPart) -> Finding:
@@ -66,12 +68,12 @@ def model(part: BoardPart) -> Finding:
         return Finding("model", "ok", f"this board does nothing: {part.idle}")
     if part.available is None:
         return Finding("model", "unknown", f"{part.python} there does not tell", "see board_python in the cluster file")
-    found = (f"this board's part of {part.model} needs {part.needs / 1e9:.1f} GB, {part.available / 1e9:.1f} GB are "
+    sizes = (f"this board's part of {part.model} needs {part.needs / 1e9:.1f} GB, {part.available / 1e9:.1f} GB are "
              "available")
     if part.needs > part.available:
-        return Finding("model", "failed", found, "give it fewer layers, or all a shorter context or int4, or "
+        return Finding("model", "failed", sizes, "give it fewer layers, or all a shorter context or int4, or "
                                                  "end what else runs there")
-    return Finding("model", "ok", found)
+    return Finding("model", "ok", sizes)
 
 
 def draft_device(part: BoardPart) -> Iterator[Finding]:
@@ -79,13 +81,13 @@ def draft_device(part: BoardPart) -> Iterator[Finding]:
     if part.turn is None:
         return
     seconds, slot = part.turn
-    found = f"{1e3 * seconds:.3g} ms a turn, the slowest stage {1e3 * slot:.3g} ms, by their profiles"
+    times = f"{1e3 * seconds:.3g} ms a turn, the slowest stage {1e3 * slot:.3g} ms, by their profiles"
     if seconds > slot:
-        yield Finding("draft device", "warning", f"{found}: the stages will wait for it",
+        yield Finding("draft device", "warning", f"{times}: the stages will wait for it",
                       "let it compute on its GPU (torch_device), or a faster board draft; measure it with flowspec "
                       "device profile")
     else:
-        yield Finding("draft device", "ok", found)
+        yield Finding("draft device", "ok", times)
 
 
 def services(facts: Mapping[str, BoardFacts]) -> Iterator[Finding]:
@@ -99,10 +101,10 @@ def services(facts: Mapping[str, BoardFacts]) -> Iterator[Finding]:
 
 def releases(facts: Mapping[str, BoardFacts]) -> Iterator[Finding]:
     """Whether there is a release, and one only.  Boards outside the cluster have none."""
-    found = {board.running.current.id for board in facts.values() if board.running.current}
-    if len(found) > 1:
+    ids = {board.running.current.id for board in facts.values() if board.running.current}
+    if len(ids) > 1:
         yield Finding("release", "failed", _DIFFERENT)
-    elif not found and not any(services(facts)):
+    elif not ids and not any(services(facts)):
         yield Finding("release", "failed", "nothing is deployed: flowspec deploy up")
 
 

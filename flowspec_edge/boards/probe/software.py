@@ -42,21 +42,21 @@ def unfit(version: str) -> str:
     """
     need = required()
     try:
-        found = Version(version)
+        parsed = Version(version)
     except InvalidVersion:
         return f"{version!r} is no version that Python knows"
-    if need.specifier.contains(found, prereleases=True):
+    if need.specifier.contains(parsed, prereleases=True):
         return ""
-    early = found.is_prerelease and need.specifier.contains(Version(found.base_version))
-    why = f", and a pre-release of {found.base_version} counts as older" if early else ""
+    early = parsed.is_prerelease and need.specifier.contains(Version(parsed.base_version))
+    why = f", and a pre-release of {parsed.base_version} counts as older" if early else ""
     return f"{version}; flowspec and transformers need torch{need.specifier}{why}"
 
 
 def install(l4t: str, python: str) -> str:
     """How to install a suitable torch for all users of ``python``; ``l4t``: "" if the board is no Jetson."""
-    known = jetpack_of(l4t) if l4t else None
-    if known and known.torch:
-        return known.install(python)
+    release = jetpack_of(l4t) if l4t else None
+    if release and release.torch:
+        return release.install(python)
     if l4t:
         return f"there install {required()} as made for L4T {l4t}, and numpy, for all users"
     pip = "pip3" if python == "python3" else f"{python} -m pip"
@@ -65,13 +65,13 @@ def install(l4t: str, python: str) -> str:
 
 def judge_jetpack(l4t: str) -> Finding | None:
     """The fault of a release of L4T; None if it is supported, or "" (no Jetson)."""
-    known = jetpack_of(l4t)
-    if known is None:
+    release = jetpack_of(l4t)
+    if release is None:
         return Finding("board", "warning", f"L4T {l4t} is a release that this flowspec does not know",
                      "go on if nothing else is in the way") if l4t else None
-    if known.supported:
+    if release.supported:
         return None
-    return Finding("board", "failed", f"L4T {l4t} (JetPack {known.name}): {known.reason}", known.advice)
+    return Finding("board", "failed", f"L4T {l4t} (JetPack {release.name}): {release.reason}", release.advice)
 
 
 def judge_docker(system: SystemFacts, image: Image | None, torch_device: str) -> Iterator[Finding]:
@@ -108,7 +108,7 @@ def judge_torch(torch: TorchFacts, python: str, l4t: str, torch_device: str, dty
     dtype   of the weights that a stage multiplies
     busy    whether a flowspec service holds memory on the board, so that the GPU check may run out of it
     """
-    how, outside = install(l4t, python), torch.outside
+    install_command, outside = install(l4t, python), torch.outside
     if _fault(torch, torch_device) and outside and not _fault(outside, torch_device):
         yield Finding(
             "torch", "failed", f"{outside.version} works as root, but not with the service's protections "
@@ -117,16 +117,16 @@ def judge_torch(torch: TorchFacts, python: str, l4t: str, torch_device: str, dty
         return
     torch = replace(outside, own=torch.own) if outside else torch
     if torch.why:
-        yield _not_imported(torch, python, l4t, how)
+        yield _not_imported(torch, python, l4t, install_command)
     elif why := unfit(torch.version):
-        yield Finding("torch", "failed", why, how)
+        yield Finding("torch", "failed", why, install_command)
     elif torch.numpy_fault:
         yield Finding(
             "numpy", "failed",
             f"torch {torch.version} cannot use numpy {torch.numpy}: {torch.numpy_fault}",
-            f"install a numpy that it was built against: {how}")
+            f"install a numpy that it was built against: {install_command}")
     else:
-        yield from _gpu(torch, l4t, torch_device, dtype, how, busy)
+        yield from _gpu(torch, l4t, torch_device, dtype, install_command, busy)
 
 
 def _fault(torch: TorchFacts, torch_device: str) -> str:
@@ -137,16 +137,16 @@ def _fault(torch: TorchFacts, torch_device: str) -> str:
     return str(torch.gpu_fault or ("" if torch.cuda else "it sees no GPU"))
 
 
-def _not_imported(torch: TorchFacts, python: str, l4t: str, how: str) -> Finding:
+def _not_imported(torch: TorchFacts, python: str, l4t: str, install_command: str) -> Finding:
     missing = re.fullmatch(r"ModuleNotFoundError: No module named '(torch|numpy)'", torch.why)
-    if missing and (own := torch.own.get(missing[1])):
+    if missing and (user_file := torch.own.get(missing[1])):
         return Finding(missing[1], "failed",
-                            f"only in {PurePosixPath(own).parent.parent}, which services do not see",
-                            f"install it for all users: {how}")
+                            f"only in {PurePosixPath(user_file).parent.parent}, which services do not see",
+                            f"install it for all users: {install_command}")
     if missing:
         return Finding("torch", "failed",
                             f"{python} has no {missing[1]} that every user can import ({torch.why})",
-                            f"install it: {how}")
+                            f"install it: {install_command}")
     if torch.why.startswith("MemoryError"):
         return Finding("torch", "failed", f"there is not enough memory to import it ({torch.why})",
                             "end what else runs there; a service of flowspec's: flowspec deploy stop")
@@ -154,10 +154,10 @@ def _not_imported(torch: TorchFacts, python: str, l4t: str, how: str) -> Finding
     library = shared_library_of(l4t, file[1]) if file and l4t else None
     return Finding("torch", "failed", f"{python} cannot import torch and numpy: {torch.why}",
                         f"install that library: {library.install}" if library else
-                        f"install what is missing, or torch again: {how}")
+                        f"install what is missing, or torch again: {install_command}")
 
 
-def _gpu(torch: TorchFacts, l4t: str, torch_device: str, dtype: str, how: str, busy: bool
+def _gpu(torch: TorchFacts, l4t: str, torch_device: str, dtype: str, install_command: str, busy: bool
          ) -> Iterator[Finding]:
     """A service for CUDA does not start without a GPU; a Jetson on its CPU is merely many times slower."""
     version, on_gpu = torch.version, torch_device.startswith("cuda")
@@ -168,17 +168,17 @@ def _gpu(torch: TorchFacts, l4t: str, torch_device: str, dtype: str, how: str, b
             "torch", "failed",
             f"{version}, {build}sees no CUDA GPU{why and f' ({why})'}, and torch_device is "
                      f"{torch_device!r}",
-            f'install the torch that was made for this board: {how}; or set torch_device = "cpu" for it in '
+            f'install the torch that was made for this board: {install_command}; or set torch_device = "cpu" for it in '
             "the cluster file")
     elif on_gpu and torch.gpu_fault:
         capability = ".".join(map(str, torch.cuda or ()))
-        found = (f"{version}: a product on {torch.gpu or 'the GPU'} (compute capability {capability}) "
-                 f"fails: {torch.gpu_fault}")
+        failure = (f"{version}: a product on {torch.gpu or 'the GPU'} (compute capability {capability}) "
+                   f"fails: {torch.gpu_fault}")
         if busy:
-            yield Finding("gpu", "warning", found, "the service that runs there may hold the memory: "
+            yield Finding("gpu", "warning", failure, "the service that runs there may hold the memory: "
                                                    "flowspec deploy stop, and try again")
         else:
-            yield Finding("gpu", "failed", found, f"install a torch with kernels for this GPU: {how}")
+            yield Finding("gpu", "failed", failure, f"install a torch with kernels for this GPU: {install_command}")
     elif l4t and torch_device == "cpu":
         yield Finding("torch", "warning", 'torch_device is "cpu", so this Jetson computes on its CPU',
                            'set torch_device = "cuda" in the cluster file')

@@ -32,12 +32,12 @@ _TIME_SERVER = ("timedatectl timesync-status shows which one is asked; without i
 def free_memory(board: BoardInfo) -> Finding:
     if board.total_mb is None or board.available_mb is None:
         return Finding("memory", "unknown", "the system does not say")
-    found = f"{board.available_mb / 1e3:.1f} of {board.total_mb / 1e3:.1f} GB available"
+    amounts = f"{board.available_mb / 1e3:.1f} of {board.total_mb / 1e3:.1f} GB available"
     if board.available_mb < _MIN_FREE_SHARE * board.total_mb:
         advice = ("a board without a desktop has about 0.8 GB more: sudo systemctl set-default "
                   "multi-user.target, then reboot" if board.l4t else "end what else runs here")
-        return Finding("memory", "warning", found, advice)
-    return Finding("memory", "ok", found)
+        return Finding("memory", "warning", amounts, advice)
+    return Finding("memory", "ok", amounts)
 
 
 def swap(facts: SystemFacts) -> Finding:
@@ -46,53 +46,53 @@ def swap(facts: SystemFacts) -> Finding:
     if not areas:
         return Finding("swap", "ok", "none")
     total = sum(int(area[2]) * 1024 for area in areas if area[2].isdigit()) / _GIGA
-    found = f"{total:.1f} GB in {', '.join(area[0] for area in areas)}"
+    areas_text = f"{total:.1f} GB in {', '.join(area[0] for area in areas)}"
     if all("zram" in area[0] for area in areas):
-        return Finding("swap", "warning", found,
+        return Finding("swap", "warning", areas_text,
                        "zram takes the memory that shards want: sudo systemctl disable nvzramconfig, and a "
                        "swap file on NVMe if one is needed")
-    return Finding("swap", "ok", found)
+    return Finding("swap", "ok", areas_text)
 
 
 def temperature(board: BoardInfo) -> Finding:
     if board.temperature_c is None:
         return Finding("temperature", "unknown", "no sensor reports it")
-    found = f"{board.temperature_c:.0f} °C in the hottest zone"
+    reading = f"{board.temperature_c:.0f} °C in the hottest zone"
     if board.temperature_c >= _HOT_C:
-        return Finding("temperature", "failed", found, "the board throttles: cool it, and see to its fan")
+        return Finding("temperature", "failed", reading, "the board throttles: cool it, and see to its fan")
     if board.temperature_c >= _WARM_C:
-        return Finding("temperature", "warning", found, "under load it will throttle: see to its fan")
-    return Finding("temperature", "ok", found)
+        return Finding("temperature", "warning", reading, "under load it will throttle: see to its fan")
+    return Finding("temperature", "ok", reading)
 
 
-def power_mode(facts: SystemFacts, board: BoardInfo, wanted: str) -> Iterator[Finding]:
+def power_mode(facts: SystemFacts, board: BoardInfo, requested: str) -> Iterator[Finding]:
     """Compared by name, because a number means different modes on different boards.
 
     wanted  by the cluster file; "": any, and then only a Jetson has a finding
     """
-    if board.l4t or wanted:
+    if board.l4t or requested:
         numbers = mode_numbers(facts.files.get("etc/nvpmodel.conf", ""))
-        yield _judge_power_mode(board.power_mode, numbers, wanted)
+        yield _judge_power_mode(board.power_mode, numbers, requested)
 
 
-def _judge_power_mode(current: str, numbers: Mapping[str, str], wanted: str) -> Finding:
-    if wanted and wanted not in numbers:
-        return Finding("power mode", "failed", f"{wanted} is asked for, and there is "
+def _judge_power_mode(current: str, numbers: Mapping[str, str], requested: str) -> Finding:
+    if requested and requested not in numbers:
+        return Finding("power mode", "failed", f"{requested} is asked for, and there is "
                        + (f"only {', '.join(numbers)}" if numbers else "no /etc/nvpmodel.conf"),
                        "see power_mode in the cluster file")
     if not current:
         return Finding("power mode", "unknown", "nvpmodel does not say", "sudo nvpmodel -q shows it")
-    best = wanted or next((name for name in reversed([*numbers]) if name.upper().startswith("MAXN")), "")
+    best = requested or next((name for name in reversed([*numbers]) if name.upper().startswith("MAXN")), "")
     fastest = current.upper().startswith("MAXN")
-    if current == wanted or not best or (fastest and not wanted):
+    if current == requested or not best or (fastest and not requested):
         return Finding("power mode", "ok", current)
     clocks = "! command -v jetson_clocks >/dev/null || jetson_clocks"
     return Finding("power mode", "warning",
-                   f"{current}, and {f'{best} is asked for' if wanted else f'there is {best}'}",
-                   ("flowspec deploy up sets it; by hand: " if wanted else "")
+                   f"{current}, and {f'{best} is asked for' if requested else f'there is {best}'}",
+                   ("flowspec deploy up sets it; by hand: " if requested else "")
                    + f"sudo nvpmodel -m {numbers[best]}, then sudo jetson_clocks",
                    # Another mode may need a reboot, so only a cluster file may ask for it.
-                   remedy=(("nvpmodel", "-m", numbers[best]), ("sh", "-c", clocks)) if wanted else ())
+                   remedy=(("nvpmodel", "-m", numbers[best]), ("sh", "-c", clocks)) if requested else ())
 
 
 def free_disk(disks: Mapping[str, DiskFacts], storage: str, absent: str) -> Finding:
@@ -103,26 +103,26 @@ def free_disk(disks: Mapping[str, DiskFacts], storage: str, absent: str) -> Find
     if not used:
         return Finding("disk", "unknown", "the board does not say")
     fullest = min(used.values(), key=lambda disk: disk.free)
-    where = " and ".join(path for path, disk in used.items() if disk.device == fullest.device)
-    found = f"{fullest.free / _GIGA:.0f} GB free at {where}"
+    paths = " and ".join(path for path, disk in used.items() if disk.device == fullest.device)
+    free_space = f"{fullest.free / _GIGA:.0f} GB free at {paths}"
     if fullest.free / _GIGA < _MIN_DISK_GB:
-        return Finding("disk", "warning", found,
+        return Finding("disk", "warning", free_space,
                        f"a release and a shard want {_MIN_DISK_GB:.0f} GB: make room")
-    return Finding("disk", "ok", found)
+    return Finding("disk", "ok", free_space)
 
 
 def time_service(facts: SystemFacts) -> Finding:
     """Whether NTP keeps the clock."""
-    said = assignments(facts.timedatectl)
-    if "NTP" not in said:
+    properties = assignments(facts.timedatectl)
+    if "NTP" not in properties:
         return Finding("time", "unknown", "timedatectl does not say")
-    if said.get("CanNTP") == "no":
+    if properties.get("CanNTP") == "no":
         return Finding("time", "warning", "no time service is installed",
                        "sudo apt-get install systemd-timesyncd")
-    if said["NTP"] != "yes":
+    if properties["NTP"] != "yes":
         return Finding("time", "warning", "NTP is off, so the clock drifts",
                        "sudo timedatectl set-ntp true", remedy=(("timedatectl", "set-ntp", "true"),))
-    if said.get("NTPSynchronized") != "yes":
+    if properties.get("NTPSynchronized") != "yes":
         return Finding("time", "warning", "NTP is on, and no server has answered yet", _TIME_SERVER)
     return Finding("time", "ok", "synchronised by NTP")
 
@@ -169,10 +169,10 @@ def _existing(groups: Sequence[str]) -> str:
     return ", ".join(groups) or f"the system has none of {', '.join(GPU_GROUPS)}"
 
 
-def network(facts: SystemFacts, address: str, interface: str, wrong: tuple[str, str] | None) -> Finding:
+def network(facts: SystemFacts, address: str, interface: str, address_fault: tuple[str, str] | None) -> Finding:
     """The arguments are the fields of ``checks.Subject``."""
-    if wrong:
-        return Finding("network", "failed", wrong[0], f"{wrong[1]} in the cluster file")
+    if address_fault:
+        return Finding("network", "failed", address_fault[0], f"{address_fault[1]} in the cluster file")
     name = facts.interface
     if name.startswith(l4t_system().usb_network.interfaces):
         return Finding(
@@ -183,34 +183,34 @@ def network(facts: SystemFacts, address: str, interface: str, wrong: tuple[str, 
         return Finding("network", "unknown", f"no interface of the board has the address {address}",
                        "see ip -4 -o addr there, and the address in the cluster file")
     link = facts.links[name]
-    found, advice = [], []
+    problems, advice = [], []
     if link.wireless:
-        found.append(f"{name} is WiFi, whose latency and bandwidth vary")
+        problems.append(f"{name} is WiFi, whose latency and bandwidth vary")
         advice.append("connect the boards by cable")
     elif link.mbps is not None and link.mbps < _MIN_MBPS:
-        found.append(f"{name} runs at {link.mbps} Mbps")
+        problems.append(f"{name} runs at {link.mbps} Mbps")
         advice.append(f"see whether cable and switch are made for {_MIN_MBPS} Mbps")
     if link.dynamic:
-        found.append(f"{address} is leased (DHCP), and the cluster file holds addresses")
+        problems.append(f"{address} is leased (DHCP), and the cluster file holds addresses")
         advice.append("reserve it for this board in the DHCP server, unless it is, or set it by hand")
     if name not in (interface, "lo"):
-        found.append(f"{address} is at {name}, and the cluster file says {interface}")
+        problems.append(f"{address} is at {name}, and the cluster file says {interface}")
         advice.append(f'interface = "{name}" for this board in the cluster file')
-    if found:
-        return Finding("network", "warning", "; ".join(found), "; ".join(advice))
+    if problems:
+        return Finding("network", "warning", "; ".join(problems), "; ".join(advice))
     speed = f", {link.mbps} Mbps" if link.mbps else ""
     return Finding("network", "ok", f"{address} at {name}{speed}")
 
 
 def large_pieces(l4t: str) -> Iterator[Finding]:
     """Whether a release of L4T is one that may refuse large pieces of GPU memory."""
-    known = l4t_system().large_pieces
-    if is_from(l4t, known.since):
+    fault = l4t_system().large_pieces
+    if is_from(l4t, fault.since):
         yield Finding(
             "gpu memory", "warning",
-            f"L4T {l4t}: from {known.since} on (the fix for {known.fix}) large pieces of GPU memory are "
+            f"L4T {l4t}: from {fault.since} on (the fix for {fault.fix}) large pieces of GPU memory are "
             "reportedly refused though memory is free (NvMap error 12)",
-            f"go on: flowspec asks for {known.needed_mb} MB at once at most; flowspec doctor --gpu on the "
+            f"go on: flowspec asks for {fault.needed_mb} MB at once at most; flowspec doctor --gpu on the "
             "board says what it gives; do not set expandable_segments, which fails on a Jetson")
 
 
@@ -229,7 +229,7 @@ def desktop(facts: SystemFacts) -> Iterator[Finding]:
 def apt_hold(facts: SystemFacts) -> Iterator[Finding]:
     """Whether apt holds a Jetson's L4T packages."""
     packages = facts.packages
-    loose = [name for name, held in packages.items() if not held]
+    loose = [name for name, on_hold in packages.items() if not on_hold]
     if not l4t_of(facts):
         return
     if not packages:
@@ -248,11 +248,11 @@ def link(rate: LinkRate) -> Finding:
     if rate.measure is None:
         return Finding(name, "failed", rate.error, "see whether both are in one network, and no firewall is "
                                                    "between them")
-    found = f"{rate.measure.mbps:.0f} Mbps, {rate.measure.latency_ms:.2f} ms"
+    figures = f"{rate.measure.mbps:.0f} Mbps, {rate.measure.latency_ms:.2f} ms"
     if rate.measure.mbps < _SLOW_MBPS:
-        return Finding(name, "warning", found, "see whether the cable and the switch are made for 1 Gbps; "
+        return Finding(name, "warning", figures, "see whether the cable and the switch are made for 1 Gbps; "
                                                "ethtool shows what was agreed on")
-    return Finding(name, "ok", found)
+    return Finding(name, "ok", figures)
 
 
 def shaping(why: str | None) -> Iterator[Finding]:

@@ -94,15 +94,15 @@ class DraftClient:
 
     def _refused(self, response: HTTPResponse) -> FlowspecError:
         try:
-            says = str(json.loads(response.read())["error"]["message"])
+            message = str(json.loads(response.read())["error"]["message"])
         except (ValueError, KeyError, TypeError, HTTPException, OSError):
             return FlowspecError(f"what answers on {self._name}, port {self._port}, is no draft service: "
                                  f"HTTP status {response.status}")
         if response.status == 401:
-            return UsageError(f"{self._name}: {says}; set FLOWSPEC_API_KEY to it")
+            return UsageError(f"{self._name}: {message}; set FLOWSPEC_API_KEY to it")
         if response.status < 429:
-            return UsageError(f"{self._name}: {says}")
-        return FlowspecError(f"{self._name}: {says}; see flowspec deploy status")
+            return UsageError(f"{self._name}: {message}")
+        return FlowspecError(f"{self._name}: {message}; see flowspec deploy status")
 
 
 class _Connection(HTTPConnection):
@@ -117,12 +117,12 @@ class _Connection(HTTPConnection):
         if self._ssh is None:
             super().connect()
             return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            ours.settimeout(_PATIENCE_S)
-            self.sock = ours
+        local_end, client_end = socket.socketpair()
+        with client_end:
+            local_end.settimeout(_PATIENCE_S)
+            self.sock = local_end
             self._client = subprocess.Popen(
-                self._ssh.connecting(self.host, self.port), stdin=theirs.fileno(), stdout=theirs.fileno(),
+                self._ssh.connecting(self.host, self.port), stdin=client_end.fileno(), stdout=client_end.fileno(),
                 stderr=subprocess.DEVNULL, start_new_session=True)  # Ctrl-C is for the caller
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class BoardKeys:
 
 def recorded(devices: Sequence[DeviceEntry], directory: Path) -> dict[str, str]:
     """The public keys in ``directory``, by board; UsageError for a file that holds no key."""
-    found = {}
+    keys = {}
     for device in devices:
         file = _file(directory, device.name)
         try:
@@ -52,10 +52,10 @@ def recorded(devices: Sequence[DeviceEntry], directory: Path) -> dict[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read {file}: {error}") from error
         try:
-            found[device.name] = parse_public(text).decode()
+            keys[device.name] = parse_public(text).decode()
         except UsageError as error:
             raise UsageError(f"{file}: {error}") from error
-    return found
+    return keys
 
 
 def record(directory: Path, publics: Mapping[str, str]) -> None:
@@ -77,59 +77,59 @@ def forget(directory: Path, names: Iterable[str]) -> None:
         raise FlowspecError(f"cannot remove {error.filename}: {error.strerror}") from error
 
 
-def key_to_use(publics: Sequence[str], known: str, running: str = "") -> str:
+def key_to_use(publics: Sequence[str], recorded_key: str, running: str = "") -> str:
     """The key of a board, which has ``publics``, that a release is to need.
 
-    It is the recorded key ``known``, unless the board lacks that one, or its ``running`` release needs a newer
+    It is the recorded key ``recorded_key``, unless the board lacks that one, or its ``running`` release needs a newer
     one: the records, of another machine, are then out of date (``changed_key``).
     """
     usable = publics[publics.index(running) if running in publics else 0:]
-    return known if known in usable else usable[0]
+    return recorded_key if recorded_key in usable else usable[0]
 
 
-def rotation(publics: Mapping[str, Sequence[str]], known: Mapping[str, str]) -> dict[str, KeyAction]:
+def rotation(publics: Mapping[str, Sequence[str]], recorded_keys: Mapping[str, str]) -> dict[str, KeyAction]:
     """What each board does at the beginning of a rotation; the arguments are by board.
 
     The new keys are recorded once all boards have them.  So if the newest keys are recorded and a board still
     has an older one, an interrupted rotation is past this step, and goes on.
     """
-    goes_on = (any(len(held) > 1 for held in publics.values())
-               and all([*held[-1:]] == [known.get(name)] for name, held in publics.items()))
-    return {name: "make" if not held else "show" if goes_on or len(held) > 1 else "add"
-            for name, held in publics.items()}
+    goes_on = (any(len(board_keys) > 1 for board_keys in publics.values())
+               and all([*board_keys[-1:]] == [recorded_keys.get(name)] for name, board_keys in publics.items()))
+    return {name: "make" if not board_keys else "show" if goes_on or len(board_keys) > 1 else "add"
+            for name, board_keys in publics.items()}
 
 
-def changed_key(name: str, public: str, known: Mapping[str, str], directory: Path) -> str:
+def changed_key(name: str, public: str, recorded_keys: Mapping[str, str], directory: Path) -> str:
     """One line for a board whose public key differs from its record; else ""."""
-    expected = known.get(name, public)
+    expected = recorded_keys.get(name, public)
     return "" if public == expected else (
         f"{name}: its key has changed: it has {public[:_SHOWN]}…, and {_file(directory, name)} says "
         f"{expected[:_SHOWN]}…: if you replaced the board or set it up anew, remove that file; else change "
         "all keys with: flowspec keys rotate")
 
 
-def shown(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-          directory: Path, path: str = KEY) -> list[BoardKeys]:
-    """Every board's public key: the one that is to be used.  A board without a pair is an error, and one whose
-    key differs from its record."""
-    known = recorded(devices, directory)
-    found = []
+def public_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
+                directory: Path, path: str = KEY) -> list[BoardKeys]:
+    """Return every board's public key, the one that is to be used. A board without a pair of keys is an error, and so
+    is a board whose key differs from its record."""
+    recorded_keys = recorded(devices, directory)
+    boards = []
     for board in ask(inventory, devices, pythons, "show", path):
         if not board.error:
-            public = key_to_use(board.publics, known.get(board.name, ""))
-            error = changed_key(board.name, public, known, directory)
+            public = key_to_use(board.publics, recorded_keys.get(board.name, ""))
+            error = changed_key(board.name, public, recorded_keys, directory)
             board = BoardKeys(board.name, () if error else (public,), error)
-        found.append(board)
-    return found
+        boards.append(board)
+    return boards
 
 
 def held_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
               path: str = KEY) -> dict[str, tuple[str, ...]]:
     """The public keys of the pairs that each board has.  FlowspecError names the boards that do not say."""
-    found = ask(inventory, devices, pythons, "show", path)
-    if errors := [board.error for board in found if board.error]:
+    boards = ask(inventory, devices, pythons, "show", path)
+    if errors := [board.error for board in boards if board.error]:
         raise FlowspecError("; ".join(errors))
-    return {board.name: board.publics for board in found}
+    return {board.name: board.publics for board in boards}
 
 
 def ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
@@ -144,8 +144,8 @@ def ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[s
         action = actions if isinstance(actions, str) else actions[device.name]
         command = key_command(pythons[device.name], action, path)
         try:
-            told = json.loads(runner_for(inventory, device).run(as_root(command)))
-            publics = told["publics"] if "publics" in told else [told["public"]]  # of an earlier flowspec
+            answer = json.loads(runner_for(inventory, device).run(as_root(command)))
+            publics = answer["publics"] if "publics" in answer else [answer["public"]]  # of an earlier flowspec
             return BoardKeys(device.name, tuple(parse_public(public).decode() for public in publics))
         except FlowspecError as error:
             return BoardKeys(device.name, error=str(error))

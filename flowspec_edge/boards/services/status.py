@@ -30,8 +30,8 @@ class FleetStatus:
     @property
     def release(self) -> str | None:
         """The common release; None without one, or if they differ.  Boards outside the cluster have none."""
-        found = {board.current.id for board in self.boards if board.current}
-        return next(iter(found)) if len(found) == 1 else None
+        ids = {board.current.id for board in self.boards if board.current}
+        return next(iter(ids)) if len(ids) == 1 else None
 
     @property
     def ready(self) -> bool:
@@ -74,10 +74,10 @@ def look(inventory: Inventory) -> FleetStatus:
 def look_at(inventory: Inventory, device: DeviceEntry) -> BoardStatus:
     """Never raises FlowspecError: an error is in the status."""
     try:
-        told = ask_service(inventory, device).running
+        status = ask_service(inventory, device).running
     except FlowspecError as error:
         return BoardStatus(device.name, error=str(error), unreached=isinstance(error, Unreached))
-    return replace(told, name=device.name, error="", unreached=False)
+    return replace(status, name=device.name, error="", unreached=False)
 
 
 def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
@@ -89,7 +89,7 @@ def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
     Without ``names``, boards outside the cluster are skipped.  ``done`` receives each board and its error
     ("": none).  UsageError for an unknown board.
     """
-    boards = {device.name: device for device in chosen(inventory, names)}
+    boards = {device.name: device for device in boards_named(inventory, names)}
     status = {board.name: board for board in look(inventory).boards if board.name in boards}
     failed = {name: board.error or f"{name}: nothing is deployed there: flowspec deploy up"
               for name, board in status.items() if board.current is None}
@@ -121,8 +121,8 @@ def control(inventory: Inventory, verb: Verb, names: Sequence[str] = (),
         rounds = [(verb, drafts), (verb, stages)]
     else:
         rounds = [(verb, stages), (verb, drafts)]
-    for what, group in rounds:
-        on_each(partial(act, what), group)
+    for step, group in rounds:
+        on_each(partial(act, step), group)
     return failed
 
 
@@ -133,11 +133,11 @@ def logs_command(inventory: Inventory, device: DeviceEntry, unit: str, lines: in
          "--no-hostname", *options]))
 
 
-def chosen(inventory: Inventory, names: Sequence[str]) -> list[DeviceEntry]:
+def boards_named(inventory: Inventory, names: Sequence[str]) -> list[DeviceEntry]:
     """The boards of these names, default all; UsageError for an unknown name."""
-    known = {device.name: device for device in inventory.device}
+    by_name = {device.name: device for device in inventory.device}
     for name in names:
-        if name not in known:
+        if name not in by_name:
             raise UsageError(f"no board {name!r} in cluster {inventory.cluster.name}; there are "
-                             f"{', '.join(known)}")
-    return [known[name] for name in names] or list(inventory.device)
+                             f"{', '.join(by_name)}")
+    return [by_name[name] for name in names] or list(inventory.device)

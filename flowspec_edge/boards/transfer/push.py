@@ -127,7 +127,7 @@ def _fill(connection: _Connection, model: Path, files: Sequence[PartFile], place
     missing: dict[str, int] = answer["missing"]
     total = sum(file.size - missing[file.path] for file in files if file.path in missing)
     if total > answer["free"]:
-        raise FlowspecError(f"{connection.where}: no room in {place['root']}: {_size(total)} are to be "
+        raise FlowspecError(f"{connection.device_name}: no room in {place['root']}: {_size(total)} are to be "
                             f"written and {_size(answer['free'])} are free: make room there, and run this "
                             "again")
 
@@ -145,7 +145,7 @@ def _fill(connection: _Connection, model: Path, files: Sequence[PartFile], place
                                 "shard the model again")
         total += offset  # the board's partial file was damaged
         if not offset or not connection.put(file, source, 0, progress):
-            raise FlowspecError(f"{connection.where}: {file.path} does not arrive as it was sent: check the "
+            raise FlowspecError(f"{connection.device_name}: {file.path} does not arrive as it was sent: check the "
                                 "board's disk and memory (dmesg), and run this again")
 
 
@@ -156,7 +156,7 @@ class _Connection:
         self._silence_s = silence_s
         # Own connection: no other traffic delays it, and the board notices when it ends.
         self._runner = runner = runner_for(inventory, device, own_connection=True)
-        self.where = runner.where
+        self.device_name = runner.device_name
         program = module_command("flowspec_edge.boards.transfer.receive", python=python) if python else [
             inventory.cluster.board_python, "-I", "-c", modules_program(_SENT, receive, "main()")]
         self._command = runner.announced(as_root(program))
@@ -244,7 +244,7 @@ class _Connection:
         ready = select.poll()
         ready.register(self._in if event == select.POLLOUT else self._out, event)
         if not ready.poll(limit_s * 1000):
-            raise FlowspecError(f"{self.where}: the transfer has stood still for {limit_s:.0f} s: see "
+            raise FlowspecError(f"{self.device_name}: the transfer has stood still for {limit_s:.0f} s: see "
                                 "whether the board hangs (uptime, dmesg); the next run resumes it")
 
     def _answer(self, size: int) -> dict[str, Any]:
@@ -255,21 +255,21 @@ class _Connection:
         try:
             answer = json.loads(line)
         except ValueError:
-            raise FlowspecError(f"{self.where}: {line.strip()[:100]!r} came instead of an answer: check what "
+            raise FlowspecError(f"{self.device_name}: {line.strip()[:100]!r} came instead of an answer: check what "
                                 "writes that there, such as a shell's start-up file") from None
         if "error" in answer:
-            raise FlowspecError(f"{self.where}: {answer['error']}")
+            raise FlowspecError(f"{self.device_name}: {answer['error']}")
         return dict(answer)
 
     def _lost(self) -> FlowspecError:
         with suppress(subprocess.TimeoutExpired):
             self._client.wait(_GRACE_S)
         self._stderr.seek(0)
-        said = self._stderr.read().decode(errors="replace")
+        errors = self._stderr.read().decode(errors="replace")
         code = self._client.returncode
-        if code is None or (code == 255 and not said.strip()):  # ssh's code for a killed command
-            return FlowspecError(f"{self.where}: the transfer was cut off; the next run resumes it")
-        return FlowspecError(f"{self.where}: {failure('the transfer', self._command, code, said)}")
+        if code is None or (code == 255 and not errors.strip()):  # ssh's code for a killed command
+            return FlowspecError(f"{self.device_name}: the transfer was cut off; the next run resumes it")
+        return FlowspecError(f"{self.device_name}: {failure('the transfer', self._command, code, errors)}")
 
 
 def _size(count: int) -> str:

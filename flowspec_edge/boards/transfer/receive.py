@@ -43,8 +43,8 @@ class Receiver:
         block = memoryview(bytearray(BLOCK))
         try:
             with Incoming(self._store, file, offset) as incoming:
-                while left := file.size - incoming.size:
-                    count = self._source.readinto1(block[:min(left, BLOCK)])
+                while remaining := file.size - incoming.size:
+                    count = self._source.readinto1(block[:min(remaining, BLOCK)])
                     if not count:
                         raise FlowspecError(f"{path}: the connection to the control host is lost")
                     incoming.write(block[:count])
@@ -78,8 +78,8 @@ def main() -> None:
         print(json.dumps({"error": str(error)}), flush=True)
         sys.exit(1)
     except OSError as error:
-        said = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-        print(json.dumps({"error": said}), flush=True)
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(json.dumps({"error": reason}), flush=True)
         sys.exit(1)
 
 

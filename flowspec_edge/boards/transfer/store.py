@@ -51,15 +51,15 @@ class Store:
 
         Reads files that changed since verification.  Identical files of other models become hard links.
         """
-        found = [file for file in files if not self._complete(file) and not self._link(file)]
-        keep = {file.sha256 for file in found}
+        incomplete = [file for file in files if not self._complete(file) and not self._link(file)]
+        keep = {file.sha256 for file in incomplete}
         with suppress(FileNotFoundError):
             for partial in (self.home / _PARTIAL).iterdir():
                 if partial.name not in keep:
                     partial.unlink()
-        return {file.path: self.offset(file) for file in found}
+        return {file.path: self.offset(file) for file in incomplete}
 
-    def seen(self, file: File) -> bool:
+    def is_verified(self, file: File) -> bool:
         """Whether the file exists and has not changed since verification."""
         path = self.home / file.path
         return (path.is_file() and not path.is_symlink() and path.stat().st_size == file.size
@@ -85,10 +85,10 @@ class Store:
 
     def strays(self, files: Collection[File]) -> Iterator[Path]:
         """Unknown files in the directories of the parts of ``files``."""
-        known = {self.home / file.path for file in files}
+        paths = {self.home / file.path for file in files}
         for part in sorted({file.path.split("/")[0] for file in files}):
             yield from (path for path in (self.home / part).rglob("*")
-                        if not path.is_dir() and path not in known)
+                        if not path.is_dir() and path not in paths)
 
     def finish(self, manifest: str, files: Collection[File]) -> None:
         """When ``files`` are complete: remove all others from their parts, and write the manifest."""
@@ -106,7 +106,7 @@ class Store:
         return shutil.disk_usage(there).free
 
     def _complete(self, file: File) -> bool:
-        if self.seen(file):
+        if self.is_verified(file):
             return True
         path = self.home / file.path
         if path.is_symlink() or not path.is_file() or path.stat().st_size != file.size:
@@ -146,12 +146,12 @@ class Incoming:
             path.unlink(missing_ok=True)  # may be a hard link to another model's file
         self._stream = path.open("r+b" if offset else "xb", buffering=0)
         block = memoryview(bytearray(BLOCK))
-        left = offset
-        while left and (count := self._stream.readinto(block[:min(left, BLOCK)])):
+        remaining = offset
+        while remaining and (count := self._stream.readinto(block[:min(remaining, BLOCK)])):
             self._sha.update(block[:count])
-            left -= count
-        self._stream.truncate(offset - left)
-        self.size = offset - left
+            remaining -= count
+        self._stream.truncate(offset - remaining)
+        self.size = offset - remaining
 
     def write(self, data: memoryview) -> None:
         self._sha.update(data)
@@ -208,7 +208,7 @@ def lacking(root: Path, name: str, files: Collection[File], manifest_sha256: str
     manifest = store.home / MANIFEST
     new = not manifest.is_file() or sha256_of(manifest) != manifest_sha256 or any(store.strays(files))
     for file in files:
-        if not store.seen(file):
+        if not store.is_verified(file):
             new = True
             count += 0 if find(root, file.sha256) else file.size - store.offset(file)
     return count, new
@@ -216,10 +216,10 @@ def lacking(root: Path, name: str, files: Collection[File], manifest_sha256: str
 
 def parts_in(root: Path) -> list[str]:
     """"MODEL/PART" of each part below ``root``; "MODEL" for a model without parts."""
-    found = []
+    parts = []
     for home in _directories(root):
-        found += [f"{home.name}/{part.name}" for part in _directories(home)] or [home.name]
-    return found
+        parts += [f"{home.name}/{part.name}" for part in _directories(home)] or [home.name]
+    return parts
 
 
 def find(root: Path, sha256: str) -> Path | None:
@@ -253,11 +253,11 @@ def _mark(path: Path, sha256: str) -> list[int | str]:
 
 def _read_verified(home: Path) -> dict[str, list[int | str]]:
     try:
-        found = json.loads((home / _VERIFIED).read_bytes())
+        marks = json.loads((home / _VERIFIED).read_bytes())
     except (OSError, ValueError):
         return {}  # then files are verified again
-    return {name: mark for name, mark in found.items() if isinstance(mark, list) and mark} \
-        if isinstance(found, dict) else {}
+    return {name: mark for name, mark in marks.items() if isinstance(mark, list) and mark} \
+        if isinstance(marks, dict) else {}
 
 
 def _write(path: Path, text: str) -> None:

@@ -117,10 +117,10 @@ def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
         @contextmanager
         def open_point(value: Value | None) -> Iterator[PointCluster]:
             bed.shape(_mbps(value))
-            given = [link.mbps for link in measure_links(bed)]
+            measured_mbps = [link.mbps for link in measure_links(bed)]
             devices = Devices.of(setup.described(value)[1], setup.options.stages)
             with open_cluster(setup.spec, emulated(devices, "real", bed)) as cluster:
-                yield PointCluster(cluster, given)
+                yield PointCluster(cluster, measured_mbps)
 
         yield open_point
 
@@ -170,8 +170,8 @@ def _shaped_boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
             place = SshBoards(inventory, setup.board_model, setup.subject.dtype(setup.options.dtype),
                               shaping.renew)
             with open_cluster(replace(setup.spec, device=place.device), place) as cluster:
-                given = [link.measure.mbps for link in links if link.measure]
-                yield PointCluster(cluster, given if len(given) == len(links) else None)
+                measured_mbps = [link.measure.mbps for link in links if link.measure]
+                yield PointCluster(cluster, measured_mbps if len(measured_mbps) == len(links) else None)
 
         yield open_point
 

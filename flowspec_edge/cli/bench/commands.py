@@ -95,12 +95,12 @@ def run(
             saved(options.out, partial(report.save, options.out))
     console = Console()
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
-        how = title(report.clock, report.profile, report.settings["stages"], temperature)
-        how = f"{how}, {types_of(report.settings)}"
-        show(console, table(rows_to_show(report, temperature), how))
+        caption = title(report.clock, report.profile, report.settings["stages"], temperature)
+        caption = f"{caption}, {types_of(report.settings)}"
+        show(console, table(rows_to_show(report, temperature), caption))
     if report.first_tokens:
-        how = f"{timing(report.clock, report.profile)}, {report.settings['stages']} stages"
-        print(printable(f"\ntime to the first token of a prompt alone, {how}"))
+        caption = f"{timing(report.clock, report.profile)}, {report.settings['stages']} stages"
+        print(printable(f"\ntime to the first token of a prompt alone, {caption}"))
         show(console, first_token_table(report.first_tokens))
     fail_if_different(report.different_texts())
 
@@ -156,9 +156,9 @@ def tables(
     if markdown is None or not saved(markdown, partial(write_output, markdown, text)):
         print(text, end="")
     wrote = [path for path in (options.out, markdown) if path is not None]
-    for what, paths in (("read", files or []), ("wrote", wrote)):
+    for action, paths in (("read", files or []), ("wrote", wrote)):
         if paths:
-            print(printable(f"{what} {', '.join(map(str, paths))}"), file=sys.stderr)
+            print(printable(f"{action} {', '.join(map(str, paths))}"), file=sys.stderr)
     if not files:
         fail_if_different(reports[0].different_texts())
 
@@ -186,21 +186,21 @@ def compare(
 
     if len(files) != 2:
         raise UsageError(f"give two files, A.json and B.json, not {len(files)}")
-    found = compared(files, [load_report(path) for path in files])
-    for difference in found.differences:
+    comparison = compared(files, [load_report(path) for path in files])
+    for difference in comparison.differences:
         print(printable(f"flowspec: warning: the files differ in {difference}"), file=sys.stderr)
     if as_json:
-        print(json.dumps(found.as_json(), indent=1))
+        print(json.dumps(comparison.as_json(), indent=1))
         return
 
     from rich.console import Console
 
     from flowspec_edge.lab.bench.tables import show
 
-    for name, about in zip("AB", found.files, strict=True):
+    for name, about in zip("AB", comparison.files, strict=True):
         print(printable(f"{name}: {about_text(about)}"))
-    show(Console(highlight=False), comparison_table(found))
-    for line in comparison_notes(found):
+    show(Console(highlight=False), comparison_table(comparison))
+    for line in comparison_notes(comparison):
         print(printable(line))
 
 
@@ -272,27 +272,27 @@ def timeline(
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.strategies.registry import strategy_class
 
-    chosen = strategy_class(strategy)
-    found, charged = resolve_model(model), profile_or_testbed(profile)
-    stages = stages_of(found, stages, charged)
-    require_runnable([chosen.name], found, params, "virtual", stages)
-    device = device_of(device, found, dtype_of(found, dtype))
+    strategy_type = strategy_class(strategy)
+    open_model, cost_profile = resolve_model(model), profile_or_testbed(profile)
+    stages = stages_of(open_model, stages, cost_profile)
+    require_runnable([strategy_type.name], open_model, params, "virtual", stages)
+    device = device_of(device, open_model, dtype_of(open_model, dtype))
     if out is not None:
         check_figure(out)
     text = Prompt("", "", prompt) if prompt is not None else load_prompts(demo_prompts(), 1)[0]
-    [request] = requests_for(Tokenizer(found), found, [text], max_new_tokens, sampling, params)
+    [request] = requests_for(Tokenizer(open_model), open_model, [text], max_new_tokens, sampling, params)
 
     from flowspec_edge.drivers.processes.clusters import open_cluster
 
-    with open_cluster(ClusterSpec(found.path, stages, dtype_of(found, dtype), device=device), Virtual(charged)
-                      ) as cluster:
-        stats = cluster.generate(replace(request, strategy=chosen.name)).stats
+    spec = ClusterSpec(open_model.path, stages, dtype_of(open_model, dtype), device=device)
+    with open_cluster(spec, Virtual(cost_profile)) as cluster:
+        stats = cluster.generate(replace(request, strategy=strategy_type.name)).stats
     view = window(stats.ttft_s, stats.ttft_s + stats.decode_s, stats.slot_s, turns, skip_turns)
-    caption = title("virtual", charged.name, stages, sampling.temperature, strategy)
-    drawn = draw(cluster.spans, stages, view, turns)
+    caption = title("virtual", cost_profile.name, stages, sampling.temperature, strategy)
+    chart = draw(cluster.spans, stages, view, turns)
     if out is not None:
         gantt(cluster.spans, stages, view, caption, out)
-    print(f"{caption}\n{drawn}", end="")
+    print(f"{caption}\n{chart}", end="")
 
 
 for _command in (run, tables, compare, plot, timeline):

@@ -58,8 +58,8 @@ class MeasureRequest:
 
     def clock(self, options: BenchOptions) -> ClockSettings:
         if self.links == "virtual":
-            chosen = choose_clock(options.clock, options.profile, options.emulate)
-            return replace(chosen, right_children=options.right_children)
+            settings = choose_clock(options.clock, options.profile, options.emulate)
+            return replace(settings, right_children=options.right_children)
         profile = profile_or_testbed(options.profile)  # a wrong name is an error for boards, too
         return ClockSettings("wall", profile if self.links == "namespaces" else None)
 
@@ -107,7 +107,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
         if virtual := groups(names):
             left_out.append(f"{' and '.join(virtual)} exist in virtual time only, and are left out")
             names = [name for name in names if name not in virtual]
-    if dict(params.own).get("plus_carry") is None:
+    if dict(params.specific).get("plus_carry") is None:
         params = params.changed(plus_carry=False)  # a prompt's figures must not depend on the prompts before it
     points = request.points(params, options.stages)
     for at_value, stages in points:
@@ -226,7 +226,7 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], subject: BenchSub
     from flowspec_edge.lab.bench.host_info import commit, versions
 
     shared = {"clients": options.clients, "arrival_rate": options.arrival_rate, "chat": options.chat or None}
-    drawn = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
+    sampling_settings = {key: value for key, value in asdict(sampling).items() if key != "temperature"}
     return {
         "model": subject.name,
         "tasks": [{"name": t.name, "prompts": len(t.prompts), "sha256": t.digest, "each": t.digests}
@@ -236,8 +236,8 @@ def settings_for(options: BenchOptions, tasks: Sequence[Task], subject: BenchSub
         "device": options.device, "max_new_tokens": options.max_new_tokens,
         "repeats": options.repeats, "warmup": options.warmup,
         **{key: value for key, value in shared.items() if value is not None},
-        **({"recording": subject.recording.made} if subject.recording else {}),
-        **drawn, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
+        **({"recording": subject.recording.provenance} if subject.recording else {}),
+        **sampling_settings, "seeds": [sampling.seed + repeat for repeat in range(options.repeats)],
         **params.flat(), "versions": versions(), "commit": commit(),
         "acceptance": options.right_children, "profile": profile.model_dump() if profile else None,
     }

@@ -162,12 +162,13 @@ class BenchOptions:
 
     def require_recorded(self) -> None:
         """Raise UsageError for options that need a model with weights."""
-        given = {"--model": self.model != DEMO, "--prompts": self.prompts, "--chat": self.chat,
-                 "--truncate": self.truncate, "--clock wall": self.clock == "wall", "--emulate": self.emulate,
-                 "--device": self.device != "auto", "--dtype": self.dtype != "auto",
-                 "--dask": self.dask, "--repeats": self.repeats > 1}
-        if wrong := [option for option, value in given.items() if value]:
-            raise UsageError(f"--recording has its own model, prompts and texts, in virtual time: leave {wrong[0]} out")
+        conflicts = {"--model": self.model != DEMO, "--prompts": self.prompts, "--chat": self.chat,
+                     "--truncate": self.truncate, "--clock wall": self.clock == "wall", "--emulate": self.emulate,
+                     "--device": self.device != "auto", "--dtype": self.dtype != "auto",
+                     "--dask": self.dask, "--repeats": self.repeats > 1}
+        if conflicting := [option for option, value in conflicts.items() if value]:
+            raise UsageError("--recording has its own model, prompts and texts, in virtual time: "
+                             f"leave {conflicting[0]} out")
 
     def require_virtual(self, clock: str) -> None:
         if self.right_children != 1 and clock != "virtual":
@@ -201,8 +202,8 @@ def parse_acceptance(text: str) -> float:
 
 def measured_by_default(names: str) -> StrategiesOf:
     """For ``with_dataclasses``: the strategies of ``--strategies``, else ``names``."""
-    return lambda given: parse_strategies(
-        names if given["options"].strategies is None else given["options"].strategies)
+    return lambda arguments: parse_strategies(
+        names if arguments["options"].strategies is None else arguments["options"].strategies)
 
 
 def parse_strategies(text: str) -> list[str]:
@@ -225,10 +226,10 @@ def parse_temperatures(text: str | None, sampling: Sampling) -> list[float]:
     if sampling.temperature:
         raise UsageError("give --temperature or --temperatures, not both")
     try:
-        given = list(dict.fromkeys(float(part) for part in text.split(",")))
+        temperatures = list(dict.fromkeys(float(part) for part in text.split(",")))
     except ValueError:
         raise UsageError(f"--temperatures must be numbers separated by commas, not {text!r}") from None
-    return [Sampling(temperature).temperature for temperature in given]  # a UsageError if out of range
+    return [Sampling(temperature).temperature for temperature in temperatures]  # a UsageError if out of range
 
 
 def require_files(paths: Sequence[Path] | None) -> list[Path]:

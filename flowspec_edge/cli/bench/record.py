@@ -95,36 +95,37 @@ def record(
     from flowspec_edge.strategies.registry import strategy_class
     from flowspec_edge.util.files import check_writable
 
-    found = resolve_model(model)
+    open_model = resolve_model(model)
     check_writable(out)
-    wanted = parse_temperatures(temperatures, Sampling())
+    temperature_list = parse_temperatures(temperatures, Sampling())
     params = replace(Params(), draft=draft) if draft else Params()
-    chosen = strategy_class("flowspec")
-    require_draft(chosen, params, found)
-    kind = draft_kind(chosen, params, found)
+    strategy = strategy_class("flowspec")
+    require_draft(strategy, params, open_model)
+    kind = draft_kind(strategy, params, open_model)
     if kind is None or kind == NGRAM.name or DRAFT_KINDS[kind].is_block or DRAFT_KINDS[kind].bound:
         raise UsageError(f"--draft {kind} has no tree below every token to record: record an EAGLE head, an MTP "
                          "layer or a small model; n-grams need no recording")
-    given = dtype_of(found, dtype)
-    device = device_of(device, found, given) if cluster is None else "cpu"
-    asked = _prompts(found, prompts, chat, limit, truncate, wanted, seed, max_new_tokens, replace(params, draft=kind))
+    element_type = dtype_of(open_model, dtype)
+    device = device_of(device, open_model, element_type) if cluster is None else "cpu"
+    texts = _prompts(open_model, prompts, chat, limit, truncate, temperature_list, seed, max_new_tokens,
+                     replace(params, draft=kind))
 
     from flowspec_edge.lab.record import Budget
     from flowspec_edge.lab.record import record as record_texts
 
-    about = _about(found, kind, given, licence, asked, Parameters())
+    about = _about(open_model, kind, element_type, licence, texts, Parameters())
     work = out.with_name(f"{out.name}.work")
-    with _opened(found, given, device, cluster, board_model) as backend, progress(
-            len(asked), "record", "texts") as advance:
-        recording = record_texts(backend, asked, about, Budget(nodes, children), work, advance)
+    with _opened(open_model, element_type, device, cluster, board_model) as backend, progress(
+            len(texts), "record", "texts") as advance:
+        recording = record_texts(backend, texts, about, Budget(nodes, children), work, advance)
     recording.save(out)
     for path in work.glob("*.flowrec"):
         path.unlink()
     work.rmdir()
-    print(f"{out}: {len(recording.texts)} answers of {found.shown}, {recording.positions} tokens, "
+    print(f"{out}: {len(recording.texts)} answers of {open_model.display_path}, {recording.positions} tokens, "
           f"{recording.nodes:,} nodes, {out.stat().st_size / 1e6:.1f} MB", file=sys.stderr)
-    if empty := len(asked) - len(recording.texts):
-        print(f"flowspec: note: {empty} of {len(asked)} answers are left out: they, or their prompts' answers at "
+    if empty := len(texts) - len(recording.texts):
+        print(f"flowspec: note: {empty} of {len(texts)} answers are left out: they, or their prompts' answers at "
               "another temperature, ended before the first token", file=sys.stderr)
     print(f"Next: flowspec bench run --recording {out}", file=sys.stderr)
 
@@ -140,17 +141,17 @@ def _prompts(model: OpenModel, files: list[Path] | None, chat: bool, limit: int 
 
     tokenizer = Tokenizer(model)
     if chat and not tokenizer.chats:
-        raise UsageError(f"{model.shown} has no chat template: leave --chat out, or take a model that has one")
+        raise UsageError(f"{model.display_path} has no chat template: leave --chat out, or take a model that has one")
     tasks = load_tasks(files or [chat_questions() if chat else demo_prompts()], limit=limit)
-    found = []
+    texts = []
     for temperature in temperatures:
         for task in tasks:
             requests = requests_for(tokenizer, model, task.prompts, max_new_tokens,
                                     Sampling(temperature, seed=seed if temperature else 0), params, truncate,
                                     "lower --max-new-tokens, or take the end of long prompts with --truncate N", chat)
-            found += [TextToRecord(prompt.category or task.name, prompt.id, request)
+            texts += [TextToRecord(prompt.category or task.name, prompt.id, request)
                       for prompt, request in zip(task.prompts, requests, strict=True)]
-    return found
+    return texts
 
 
 def _about(model: OpenModel, kind: str, dtype: str, licence: str, prompts: list[TextToRecord], ranking: Any
@@ -162,13 +163,13 @@ def _about(model: OpenModel, kind: str, dtype: str, licence: str, prompts: list[
     from flowspec_edge import __version__
     from flowspec_edge.drivers.virtual.recording import Recording
 
-    said = json.dumps([list(prompt.request.prompt) for prompt in prompts])
+    prompts_json = json.dumps([list(prompt.request.prompt) for prompt in prompts])
     stops = sorted({stop for prompt in prompts for stop in prompt.request.stop_ids})
-    made = {"program": f"flowspec-edge {__version__}", "dtype": dtype, "licence": licence,
-            "prompts": hashlib.sha256(said.encode()).hexdigest(), "digest": _digest(model),
-            "head": _digest(model, kind)}
+    provenance = {"program": f"flowspec-edge {__version__}", "dtype": dtype, "licence": licence,
+                  "prompts": hashlib.sha256(prompts_json.encode()).hexdigest(), "digest": _digest(model),
+                  "head": _digest(model, kind)}
     return Recording(model.name, model.layers, model.decoder.vocab_size, frozenset(stops), kind,
-                     ranking.rank, ranking.tau, (), made)
+                     ranking.rank, ranking.tau, (), provenance)
 
 
 def _digest(model: OpenModel, kind: str | None = None) -> str:

@@ -88,17 +88,17 @@ def reproduce(
       flowspec reproduce all --limit 8 --out DIR --resume
     """
     from flowspec_edge.cli.common.listing import print_columns
-    from flowspec_edge.lab.reproduce.catalogue import ARTEFACTS, chosen
+    from flowspec_edge.lab.reproduce.catalogue import ARTEFACTS, artefacts_named
 
     if not names:
         if as_json:
-            print(json.dumps([{"name": a.name, "paper": a.paper, "what": a.what, "minutes": a.minutes}
+            print(json.dumps([{"name": a.name, "paper": a.paper, "what": a.description, "minutes": a.minutes}
                               for a in ARTEFACTS.values()]))
         else:
-            print_columns([(a.name, a.paper, a.what, f"{a.minutes} min") for a in ARTEFACTS.values()])
+            print_columns([(a.name, a.paper, a.description, f"{a.minutes} min") for a in ARTEFACTS.values()])
             print("Run one: flowspec reproduce NAME --out DIR; with --limit N it takes fewer prompts", file=sys.stderr)
         return
-    wanted = chosen(names)
+    artefacts = artefacts_named(names)
 
     from flowspec_edge.lab.bench.plots import check_figure
     from flowspec_edge.lab.reproduce.documents import document_of, write_all
@@ -108,8 +108,9 @@ def reproduce(
         truncate=truncate, max_new_tokens=max_new_tokens, model=model, recording=recording, dtype=dtype, device=device,
         jobs=jobs, dask=dask)
     subject = subject_of(options)
-    wanted = _possible(wanted, subject, leaves_out="all" in names and recording is not None)  # before anything runs
-    needed = {measurement.name: measurement for artefact in wanted for measurement in artefact.measurements}
+    # Before anything runs.
+    artefacts = _possible(artefacts, subject, leaves_out="all" in names and recording is not None)
+    needed = {measurement.name: measurement for artefact in artefacts for measurement in artefact.measurements}
     folder = out / "measured"
     for name in () if resume else needed:
         if (folder / f"{name}.json").exists():
@@ -120,30 +121,30 @@ def reproduce(
     done: dict[str, Measured] = {}  # tables that share a measurement share its figures
     differences: list[str] = []
     objects = []
-    for artefact in wanted:
+    for artefact in artefacts:
         for measurement in artefact.measurements:
             if measurement.name not in done:
-                kept = replace(options, out=folder / f"{measurement.name}.json", resume=resume)
-                done[measurement.name] = _measured(measurement, kept, Sampling(seed=seed))
-        found = [done[measurement.name] for measurement in artefact.measurements]
-        document = document_of(artefact, found, _command(artefact, options, seed))
+                file_options = replace(options, out=folder / f"{measurement.name}.json", resume=resume)
+                done[measurement.name] = _measured(measurement, file_options, Sampling(seed=seed))
+        results = [done[measurement.name] for measurement in artefact.measurements]
+        document = document_of(artefact, results, _command(artefact, options, seed))
         paths: list[Path] = []
-        saved(out, lambda: paths.extend(write_all(artefact, found, document, out)))  # noqa: B023 - called here
+        saved(out, lambda: paths.extend(write_all(artefact, results, document, out)))  # noqa: B023 - called here
         if as_json:
             objects.append(_as_json(artefact, document, paths))
         else:
             _show(document, paths)
-        differences += [text for measured in found for text in measured.results.different_texts()]
+        differences += [text for measured in results for text in measured.results.different_texts()]
     if as_json:
         print(json.dumps({"reproduced": objects}))
     fail_if_different(differences)
 
 
-def _possible(wanted: Sequence[Artefact], subject: BenchSubject, leaves_out: bool) -> list[Artefact]:
+def _possible(artefacts: Sequence[Artefact], subject: BenchSubject, leaves_out: bool) -> list[Artefact]:
     """Return what ``subject`` can measure. The rest is an error, or with ``leaves_out`` a note each, as long as any
     remains."""
     possible: list[Artefact] = []
-    for artefact in wanted:
+    for artefact in artefacts:
         try:
             for measurement in artefact.measurements:
                 subject.require(measurement.strategies, measurement.params, "virtual", 1)
@@ -196,15 +197,16 @@ def _show(document: PaperDocument, paths: list[Path]) -> None:
         print(f"wrote {', '.join(str(path) for path in paths)}", file=sys.stderr)
 
 
-def _measured(wanted: Measurement, options: BenchOptions, sampling: Sampling) -> Measured:
+def _measured(measurement: Measurement, options: BenchOptions, sampling: Sampling) -> Measured:
     from flowspec_edge.boards.planning.testbed import profile_or_testbed
     from flowspec_edge.cli.bench.measure import MeasureRequest, measure
     from flowspec_edge.lab.bench.axes import AXES
     from flowspec_edge.lab.reproduce.records import Measured
 
     request = MeasureRequest(
-        ",".join(wanted.strategies), axis=AXES[wanted.axis] if wanted.axis else None, values=wanted.values,
-        temperatures=None if wanted.axis else ",".join(f"{t:g}" for t in wanted.temperatures),
-        label=f"{wanted.name}, virtual time under {profile_or_testbed(wanted.profile).name}")
-    options = replace(options, profile=wanted.profile, acceptance=wanted.acceptance)
-    return Measured(wanted, measure(request, options, sampling, wanted.params))
+        ",".join(measurement.strategies), axis=AXES[measurement.axis] if measurement.axis else None,
+        values=measurement.values,
+        temperatures=None if measurement.axis else ",".join(f"{t:g}" for t in measurement.temperatures),
+        label=f"{measurement.name}, virtual time under {profile_or_testbed(measurement.profile).name}")
+    options = replace(options, profile=measurement.profile, acceptance=measurement.acceptance)
+    return Measured(measurement, measure(request, options, sampling, measurement.params))

@@ -138,17 +138,18 @@ class ModelSubject:
 
         tokenizer = Tokenizer(self.model)
         if options.chat and not tokenizer.chats:
-            raise UsageError(f"{self.model.shown} has no chat template: leave --chat out, or take a model that has one")
-        found = []
+            raise UsageError(f"{self.model.display_path} has no chat template: leave --chat out, or take a "
+                             "model that has one")
+        workloads = []
         for task in tasks:
             try:
-                found.append(Workload(task.name, requests_for(
+                workloads.append(Workload(task.name, requests_for(
                     tokenizer, self.model, task.prompts, options.max_new_tokens, sampling, params, options.truncate,
                     "lower --max-new-tokens, or take the end of long prompts with --truncate N",
                     chat=options.chat)))
             except UsageError as error:
                 raise UsageError(f"task {task.name}: {error}") from error
-        return found
+        return workloads
 
     def plain(self, options: BenchOptions, processes: int) -> tuple[PlainDecoding, NearTieJudge | None]:
         return plain_decoding(self.model, options.dtype, self._plain_device(options, processes))
@@ -176,16 +177,16 @@ class RecordedSubject:
         return self.recording.path or Path(self.recording.model)
 
     def stages(self, requested: int, profile: Profile | None) -> int:
-        found = requested or (profile.boards - 1 if profile and profile.boards else 4)
+        stages = requested or (profile.boards - 1 if profile and profile.boards else 4)
         if profile:
-            profile.check_stages(found)
-        return found
+            profile.check_stages(stages)
+        return stages
 
     def dtype(self, requested: DtypeChoice) -> Dtype:
         return "fp32"
 
     def weights(self, dtype: Dtype) -> str:
-        return f"recorded in {self.recording.made.get('dtype', 'an unknown type')}"
+        return f"recorded in {self.recording.provenance.get('dtype', 'an unknown type')}"
 
     def require(self, strategies: Sequence[str], params: Params, clock: Clock, stages: int) -> None:
         from flowspec_edge.drivers.virtual.recorded import require_drafts
@@ -204,17 +205,17 @@ class RecordedSubject:
     @cached_property
     def _prompts(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Return the prompts by task and name."""
-        found: dict[str, dict[str, tuple[int, ...]]] = {}
+        prompts: dict[str, dict[str, tuple[int, ...]]] = {}
         for text in self.recording.texts:
-            found.setdefault(text.task, {})[text.name] = text.prompt
-        return found
+            prompts.setdefault(text.task, {})[text.name] = text.prompt
+        return prompts
 
     def tasks(self, options: BenchOptions) -> list[Task]:
-        found = {name: [Prompt(key, name, " ".join(map(str, prompt))) for key, prompt in prompts.items()]
-                 for name, prompts in self._prompts.items()}
+        by_task = {name: [Prompt(key, name, " ".join(map(str, prompt))) for key, prompt in prompts.items()]
+                   for name, prompts in self._prompts.items()}
         if options.by_category:
-            return [Task(name, tuple(prompts[: options.limit])) for name, prompts in found.items()]
-        return [Task(self.name, tuple([prompt for prompts in found.values() for prompt in prompts][: options.limit]))]
+            return [Task(name, tuple(prompts[: options.limit])) for name, prompts in by_task.items()]
+        return [Task(self.name, tuple([prompt for prompts in by_task.values() for prompt in prompts][: options.limit]))]
 
     def workloads(self, options: BenchOptions, tasks: Sequence[Task], sampling: Sampling, params: Params
                   ) -> list[Workload]:

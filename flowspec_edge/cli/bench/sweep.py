@@ -58,12 +58,12 @@ def _numbers(text: str, name: str, zero: bool = False) -> list[Scalar]:
     """Read numbers separated by commas; ``zero`` allows 0."""
     kind = "numbers of at least 0" if zero else "positive numbers"
     try:
-        found = [float(part) for part in text.split(",")]
+        numbers = [float(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(0 <= n <= _MOST and (n or zero) for n in found):
+        numbers = []
+    if not numbers or not all(0 <= n <= _MOST and (n or zero) for n in numbers):
         raise UsageError(f"{name} must be {kind} separated by commas, not {text!r}")
-    return [int(n) if n.is_integer() else n for n in found]
+    return [int(n) if n.is_integer() else n for n in numbers]
 
 
 def _counts(text: str, name: str) -> list[Scalar]:
@@ -71,17 +71,17 @@ def _counts(text: str, name: str) -> list[Scalar]:
 
 
 def _stage_counts(text: str, name: str) -> list[Scalar]:
-    found = parse_counts(text, name)
-    if max(found) > MOST_STAGES:
-        raise UsageError(f"{name} must be at most {MOST_STAGES}, not {max(found)}")
-    return [*found]
+    counts = parse_counts(text, name)
+    if max(counts) > MOST_STAGES:
+        raise UsageError(f"{name} must be at most {MOST_STAGES}, not {max(counts)}")
+    return [*counts]
 
 
 def _shares(text: str, name: str) -> list[Scalar]:
-    found = _numbers(text, name, zero=True)
-    if any(isinstance(value, int | float) and value > 2 for value in found):
+    shares = _numbers(text, name, zero=True)
+    if any(isinstance(value, int | float) and value > 2 for value in shares):
         raise UsageError(f"{name} must be numbers from 0 to 2, not {text!r}")
-    return found
+    return shares
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _SweepCommand(TyperCommand):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _SweepAxes:
     """What the arguments name: an axis, its values in the order of measurement, strategies by default."""
 
     axis: Axis
@@ -119,32 +119,32 @@ class _Asked:
     strategies: str
 
 
-def _asked(arguments: Sequence[str]) -> _Asked:
+def _parse_axes(arguments: Sequence[str]) -> _SweepAxes:
     """Raise UsageError for what is no axis, and for values that the axis cannot have."""
     from flowspec_edge.lab.bench.axes import AXES, parameter_axis
 
-    given: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for argument in arguments:
         name, _, text = argument.partition("=")
         name = name.strip().replace("-", "_")
-        if name in given:
+        if name in texts:
             raise UsageError(f"the axis {name} is given twice")
         if "=" in argument and not text.strip():
             raise UsageError(f"{name}= has no values, such as {name}=1,2")
-        given[name] = text
-    if "depth" in given and given.keys() <= {*_DEPTHS}:
-        sides = [_distinct(_counts(given.get(name) or _EVERY_DEPTH, name), name) for name in _DEPTHS]
-        return _Asked(AXES["depth"], list(product(sides[0], sides[1])), "flowspec")
-    if len(given) == 1 and (name := next(iter(given))) in _NAMED:
-        named = _NAMED[name]
-        return _Asked(AXES[name], _distinct(named.read(given[name] or named.values, name), name),
-                      named.strategies)
-    if links := [name for name in given if name in AXES and name not in ("segment", "depth")]:
+        texts[name] = text
+    if "depth" in texts and texts.keys() <= {*_DEPTHS}:
+        sides = [_distinct(_counts(texts.get(name) or _EVERY_DEPTH, name), name) for name in _DEPTHS]
+        return _SweepAxes(AXES["depth"], list(product(sides[0], sides[1])), "flowspec")
+    if len(texts) == 1 and (name := next(iter(texts))) in _NAMED:
+        named_axis = _NAMED[name]
+        return _SweepAxes(AXES[name], _distinct(named_axis.read(texts[name] or named_axis.values, name), name),
+                          named_axis.strategies)
+    if links := [name for name in texts if name in AXES and name not in ("segment", "depth")]:
         raise UsageError(f"{links[0]} is swept alone: only two parameters of strategies make a grid")
-    axis = parameter_axis([*given])
-    columns = [_parameter_values(name, text) for name, text in given.items()]
+    axis = parameter_axis([*texts])
+    columns = [_parameter_values(name, text) for name, text in texts.items()]
     values: list[Value] = [*columns[0]] if len(columns) == 1 else list(product(columns[0], columns[1]))
-    return _Asked(axis, values, _strategies_with([*given]))
+    return _SweepAxes(axis, values, _strategies_with([*texts]))
 
 
 def _parameter_values(name: str, text: str) -> list[Scalar]:
@@ -154,13 +154,13 @@ def _parameter_values(name: str, text: str) -> list[Scalar]:
     parameter = all_parameters()[name]
     if not text:
         raise UsageError(f"{name} needs its values: flowspec sweep {name}=V,V ({parameter.range})")
-    found: list[Scalar] = []
+    values: list[Scalar] = []
     for part in (part.strip() for part in text.split(",")):
         value = parameter.read(part)
         if value is not None:
             parameter.check(value)
-        found.append(value if parameter.kind in (int, float) else part)
-    return _distinct(found, name)
+        values.append(value if parameter.kind in (int, float) else part)
+    return _distinct(values, name)
 
 
 def _strategies_with(names: Sequence[str]) -> str:
@@ -170,10 +170,10 @@ def _strategies_with(names: Sequence[str]) -> str:
 
     if parameters(Parameters).keys() >= {*names}:
         return _ALL_DRAFT
-    found = [name for name in strategy_names() if parameters_of(strategy_class(name)).keys() >= {*names}]
-    if not found:
+    strategies = [name for name in strategy_names() if parameters_of(strategy_class(name)).keys() >= {*names}]
+    if not strategies:
         raise UsageError(f"no strategy has both parameters {' and '.join(names)}")
-    return ",".join(found)
+    return ",".join(strategies)
 
 
 def _distinct(values: list[Scalar], name: str) -> list[Scalar]:
@@ -185,10 +185,10 @@ def _distinct(values: list[Scalar], name: str) -> list[Scalar]:
     return values
 
 
-def _measured(given: Mapping[str, Any]) -> list[str]:
+def _measured(arguments: Mapping[str, Any]) -> list[str]:
     """The strategies whose parameters ``--set`` takes."""
-    chosen = given["options"].strategies
-    return parse_strategies(_asked(given["axes"]).strategies if chosen is None else chosen)
+    names = arguments["options"].strategies
+    return parse_strategies(_parse_axes(arguments["axes"]).strategies if names is None else names)
 
 
 @with_dataclasses(_HIDDEN_OPTIONS, _measured, _RARE, options=BenchOptions, sampling=Sampling, params=PAPER)
@@ -238,10 +238,10 @@ def sweep(
 
     if options.strategies is not None:
         parse_strategies(options.strategies)  # a strategy from outside has parameters of its own
-    asked = _asked(axes)
-    _require_room(asked.axis, links, cluster, options, params)
+    chosen_axes = _parse_axes(axes)
+    _require_room(chosen_axes.axis, links, cluster, options, params)
     request = MeasureRequest(
-        asked.strategies, axis=asked.axis, values=asked.values, label="sweep", published=published,
+        chosen_axes.strategies, axis=chosen_axes.axis, values=chosen_axes.values, label="sweep", published=published,
         cluster=cluster, links=links if cluster is None else "cluster", board_model=board_model)
     _run(request, options, sampling, params, figure)
 
@@ -255,9 +255,10 @@ def _require_room(axis: Axis, links: str, cluster: Path | None, options: BenchOp
     if cluster is not None and axis.name != "bandwidth" and not axis.fields:
         raise UsageError(f"--cluster is for the axis bandwidth and for parameters of strategies; boards cannot "
                          f"change their {axis.title}")
-    held = {"stages": ("--stages", options.stages != 0), "acceptance": ("--acceptance", options.acceptance != "head")}
-    if axis.name in held and held[axis.name][1]:
-        raise UsageError(f"{axis.name} is the axis of this sweep: leave {held[axis.name][0]} out")
+    options_of_axes = {"stages": ("--stages", options.stages != 0),
+                       "acceptance": ("--acceptance", options.acceptance != "head")}
+    if axis.name in options_of_axes and options_of_axes[axis.name][1]:
+        raise UsageError(f"{axis.name} is the axis of this sweep: leave {options_of_axes[axis.name][0]} out")
     before, now = PAPER().flat(), params.flat()
     for name in axis.fields:
         if now[name] != before[name]:
@@ -279,15 +280,15 @@ def _run(request: MeasureRequest, options: BenchOptions, sampling: Sampling, par
     from flowspec_edge.lab.bench.tables import show, sweep_notes, sweep_tables
     from flowspec_edge.util.terminal import printable
 
-    found = measure(request, options, sampling, params, figure)
-    assert isinstance(found, Sweep)
+    sweep = measure(request, options, sampling, params, figure)
+    assert isinstance(sweep, Sweep)
     console = Console()
     say = partial(console.print, soft_wrap=True, highlight=False, markup=False)
-    for caption, made in sweep_tables(found):
+    for caption, table in sweep_tables(sweep):
         say(printable(caption))
-        show(console, made)
-    for line in sweep_notes(found):
+        show(console, table)
+    for line in sweep_notes(sweep):
         say(printable(line))
     if figure is not None:
-        plot_sweep(found, figure)
-    fail_if_different(found.different_texts())
+        plot_sweep(sweep, figure)
+    fail_if_different(sweep.different_texts())

@@ -84,8 +84,8 @@ def profile(
       flowspec device profile --cluster cluster.toml
     """
     if cluster is not None:
-        for option, given in (("--out", out), ("--peer", peer)):
-            if given is not None:
+        for option, value in (("--out", out), ("--peer", peer)):
+            if value is not None:
                 raise UsageError(f"{option} is for one board: with --cluster, profiles go to profiles/ "
                                  "beside the cluster file, and links to the next board are measured")
         _measure_cluster(cluster, [
@@ -105,15 +105,15 @@ def profile(
         if out.exists() and not force:
             raise UsageError(f"{out} exists already; give another name, or replace it with --force")
         check_writable(out)
-    found = resolve_model(model)
+    open_model = resolve_model(model)
     address = parse_peer(peer) if peer else None
 
     from flowspec_edge.boards.measurement.profile import QUICK, Effort, ProfileOptions, measure_profile
     from flowspec_edge.device_profile import render
 
     on = _torch_device(device)
-    chosen: ShardedDtype = dtype or ("fp32" if on == "cpu" else "fp16")
-    wish = ProfileOptions(out.stem if out else found.name, found, chosen, on, threads, address,
+    profile_dtype: ShardedDtype = dtype or ("fp32" if on == "cpu" else "fp16")
+    wish = ProfileOptions(out.stem if out else open_model.name, open_model, profile_dtype, on, threads, address,
                           str(date.today()))
     with _bar() as report:
         measured = measure_profile(wish, QUICK if quick else Effort(), report)
@@ -130,12 +130,12 @@ def profile(
         print(f"Written to {out}; use it with --profile {out}")
 
 
-def _torch_device(wanted: Device) -> Literal["cpu", "cuda"]:
-    if wanted != "auto":
-        return wanted
+def _torch_device(requested: Device) -> Literal["cpu", "cuda"]:
+    if requested != "auto":
+        return requested
     from flowspec_edge.util.torchdevice import architectures, gpus, pick
 
-    picked, reason = pick(wanted, gpus(), architectures(), 0)
+    picked, reason = pick(requested, gpus(), architectures(), 0)
     if reason:
         print(f"flowspec: note: on the CPU: {reason}", file=sys.stderr)
     return "cpu" if picked == "cpu" else "cuda"
@@ -149,18 +149,18 @@ def _measure_cluster(path: Path, arguments: Sequence[str], again: bool, as_json:
     from flowspec_edge.util.files import check_writable
 
     check_writable(path)
-    found = measure_boards(inventory, path, arguments, again, lambda board, what: print(
-        f"{board}: {printable(what)}", file=sys.stderr, flush=True))
-    failed = [outcome for outcome in found if outcome.file is None]
+    outcomes = measure_boards(inventory, path, arguments, again, lambda board, message: print(
+        f"{board}: {printable(message)}", file=sys.stderr, flush=True))
+    failed = [outcome for outcome in outcomes if outcome.file is None]
     if as_json:
         print(json.dumps([{"name": outcome.board, "profile": str(outcome.file) if outcome.file else None,
-                           "measured": outcome.measured, "why": outcome.why} for outcome in found], indent=2))
+                           "measured": outcome.measured, "why": outcome.why} for outcome in outcomes], indent=2))
     elif not failed:
-        print(f"All {len(found)} boards have measured profiles, which {path} names; next: flowspec plan "
+        print(f"All {len(outcomes)} boards have measured profiles, which {path} names; next: flowspec plan "
               f"--devices {path}")
     if failed:
         names = ", ".join(outcome.board for outcome in failed)
-        raise FlowspecError(f"{len(failed)} of {len(found)} boards are not measured: {names} (see above); "
+        raise FlowspecError(f"{len(failed)} of {len(outcomes)} boards are not measured: {names} (see above); "
                             "mend that, and run the same command again: it skips those that are")
 
 
@@ -183,9 +183,9 @@ def peer_command(
     """
     from flowspec_edge.boards.links.linktest import serve_link
 
-    def ready(chosen: int) -> None:
-        print(f"listening on {host}:{chosen}; on the other device run: "
-              f"flowspec device profile --peer THIS-HOST:{chosen}", file=sys.stderr, flush=True)
+    def ready(bound_port: int) -> None:
+        print(f"listening on {host}:{bound_port}; on the other device run: "
+              f"flowspec device profile --peer THIS-HOST:{bound_port}", file=sys.stderr, flush=True)
 
     serve_link(host, port, seconds, ready=ready)
 
@@ -203,11 +203,11 @@ def show(
     """
     from flowspec_edge.device_profile import load_profile
 
-    found = load_profile(name)
+    profile = load_profile(name)
     if as_json:
-        print(found.model_dump_json(indent=2))
+        print(profile.model_dump_json(indent=2))
     else:
-        _show(found)
+        _show(profile)
 
 
 @app.command()
@@ -293,9 +293,9 @@ def _curve(profile: Profile) -> Table:
     for name in ("rows", "ms", f"ms over {_CONTEXT} cached tokens"):
         table.add_column(name, justify="right")
     for rows in curve.rows:
-        shown = [profile.stage_seconds(max(1, round(rows)), curve.layers, context) * 1e3
-                 for context in (0, _CONTEXT)]
-        table.add_row(f"{rows:g}", *(f"{ms:.4g}" for ms in shown))
+        milliseconds = [profile.stage_seconds(max(1, round(rows)), curve.layers, context) * 1e3
+                        for context in (0, _CONTEXT)]
+        table.add_row(f"{rows:g}", *(f"{ms:.4g}" for ms in milliseconds))
     return table
 
 
@@ -359,17 +359,17 @@ def _show_kernels(report: KernelReport) -> None:
     on_gpu = report.device == "cuda"
     if on_gpu:
         table.add_column(f"of a copy's bytes/s, {report.rows[0]}", justify="right")
-    for kind, found in report.kinds.items():
-        cells = [f"{found.ms[rows]:.3g}" if found.ms else "-" for rows in report.rows]
-        cells.append("-" if found.check.error is None else f"{found.check.error:.0e}")
+    for kind, result in report.kinds.items():
+        cells = [f"{result.ms[rows]:.3g}" if result.ms else "-" for rows in report.rows]
+        cells.append("-" if result.check.error is None else f"{result.check.error:.0e}")
         if on_gpu:
             share = report.share(kind, report.rows[0])
             cells.append("-" if share is None else f"{share:.0%}")
         table.add_row(kind, *cells)
     console.print(table)
-    for kind, found in report.kinds.items():
-        if not found.check.ok:
-            console.print(f"{kind} does not work: {found.check.found}", markup=False, highlight=False)
+    for kind, result in report.kinds.items():
+        if not result.check.ok:
+            console.print(f"{kind} does not work: {result.check.found}", markup=False, highlight=False)
     if report.unadvised:
         console.print(f"{' and '.join(report.unadvised)}: not for this GPU, on which bitsandbytes expands "
                       "the whole matrix for every product of more than 4 rows", highlight=False)
@@ -383,8 +383,8 @@ def _show_kernels(report: KernelReport) -> None:
 def _comparison(report: KernelReport) -> str:
     at, fastest = report.compared_rows, report.fastest
     assert fastest is not None
-    others = {kind: found.ms[at] for kind, found in report.kinds.items()
-              if kind in ("int4", "nf4", "fp4") and kind != fastest and found.ms}
+    others = {kind: result.ms[at] for kind, result in report.kinds.items()
+              if kind in ("int4", "nf4", "fp4") and kind != fastest and result.ms}
     if not others:
         return ""
     second = min(others, key=lambda kind: others[kind])

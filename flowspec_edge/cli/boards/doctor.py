@@ -82,8 +82,8 @@ def doctor(
 
     with asking_boards("trying torch and its kernels") as show:
         if inventory is None:
-            found = check_machine(Path(storage) if storage else None, fix)
-            boards = [BoardFindings("this machine", found)]
+            findings = check_machine(Path(storage) if storage else None, fix)
+            boards = [BoardFindings("this machine", findings)]
         else:
             boards = check_cluster(inventory, storage,
                                  lambda name: show(f"{name} is done"), cluster, fix)
@@ -167,8 +167,8 @@ def _write_report(out: Path, gpu: dict[str, Any], device: str, doing: Callable[[
     from flowspec_edge.boards.doctor.board_report import board_report
     from flowspec_edge.util.files import write_output
 
-    found = board_report(gpu, device, str(date.today()), report=doing)
-    if saved(out, partial(write_output, out, json.dumps(found, indent=2) + "\n")):
+    report = board_report(gpu, device, str(date.today()), report=doing)
+    if saved(out, partial(write_output, out, json.dumps(report, indent=2) + "\n")):
         print(f"Written to {out}: look through it before you send it", file=sys.stderr)
 
 
@@ -180,9 +180,9 @@ def _show_gpu(report: GpuReport) -> None:
     console = Console(highlight=False)
     built = f", CUDA {torch.version.cuda}" if torch.version.cuda else ""
     capability = f", compute capability {'.'.join(map(str, report.capability))}" if report.capability else ""
-    found = [(group, check) for group, checks in report.checks.items() for check in checks]
-    console.print(_table(f"[bold]{escape(report.name)}[/bold]{capability}; torch {torch.__version__}{built}", found,
+    rows = [(group, check) for group, checks in report.checks.items() for check in checks]
+    console.print(_table(f"[bold]{escape(report.name)}[/bold]{capability}; torch {torch.__version__}{built}", rows,
                          computed=True))
     console.print(
-        f"\n{report.failed} of {len(found)} checks failed on {report.device}: models would be computed wrongly, "
+        f"\n{report.failed} of {len(rows)} checks failed on {report.device}: models would be computed wrongly, "
         "or not at all." if report.failed else f"\nAll checks passed on {report.device}.")

@@ -17,26 +17,26 @@ from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 
 
 def next_commands(report: PlanReport, model: str, devices: Sequence[str]) -> list[str]:
-    """In their order; a text in parentheses is for the user to do."""
-    found = report.recommended
-    assert found
+    """List the commands to run next, in their order. A text in parentheses is for the user to do."""
+    plan = report.recommended
+    assert plan
     commands, source = _at_hand(report, model)
-    if len(found.boards) == 1:
+    if len(plan.boards) == 1:
         return [*commands, *_alone(report, source)]
-    strategy = found.best.strategy if found.best else DEFAULT_STRATEGY
-    wanted = {"model": source, "dtype": report.size.dtype, "draft": report.size.planned.setting(),
-              "kv_cache": report.size.kv_cache, "context": report.context,
-              "at_once": report.at_once, "strategy": strategy}
+    strategy = plan.best.strategy if plan.best else DEFAULT_STRATEGY
+    settings = {"model": source, "dtype": report.size.dtype, "draft": report.size.planned.setting(),
+                "kv_cache": report.size.kv_cache, "context": report.context,
+                "at_once": report.at_once, "strategy": strategy}
     if report.size.head_bits != default_head_bits(report.size.dtype):
-        wanted["lm_head"] = report.size.head_bits
+        settings["lm_head"] = report.size.head_bits
     clusters = [path for text in devices if is_cluster(path := Path(text))]
     if len(clusters) == len(devices) == 1:
         [file] = clusters
         has = load_inventory(file).cluster
     else:
         file, has = Path("cluster.toml"), ClusterSettings(name="new")
-        commands.append(f"flowspec deploy init {' '.join(_hosts(len(found.boards)))}")
-    changes = [shlex.quote(f"{key}={value}") for key, value in wanted.items()
+        commands.append(f"flowspec deploy init {' '.join(_hosts(len(plan.boards)))}")
+    changes = [shlex.quote(f"{key}={value}") for key, value in settings.items()
                if getattr(has, key) != value and (value or key != "draft" or has.draft_kind != OWN)]
     if changes:
         commands.append(f"flowspec deploy set {' '.join(changes)} --cluster {shlex.quote(str(file))}")
@@ -50,32 +50,32 @@ def _hosts(count: int) -> list[str]:
 
 def _at_hand(report: PlanReport, model: str) -> tuple[list[str], str]:
     """The commands that bring the model here, and its name or directory afterwards."""
-    known, planned = find_known(model), report.size.planned
+    entry, planned = find_known(model), report.size.planned
     if model in shipped_models():
         return [], model
-    if known and not is_here(model):
+    if entry and not is_here(model):
         comes = planned.kind.in_target or (planned.kind in head_kinds() and planned.origin == "published")
-        return [f"flowspec models fetch {known[0]}{'' if comes else ' --head none'}"], known[0]
+        return [f"flowspec models fetch {entry[0]}{'' if comes else ' --head none'}"], entry[0]
     if is_repository_name(model) and not Path(model).exists():
         directory = Path(model).name
         return [f"hf download {model} --local-dir {directory}"], directory
     if not report.size.from_weights:
         return ["(put the checkpoint's weights beside its config.json)"], model
-    return [], known[0] if known else model
+    return [], entry[0] if entry else model
 
 
 def _alone(report: PlanReport, source: str) -> list[str]:
     """On the board itself."""
-    size, found = report.size, report.recommended
-    assert found
+    size, plan = report.size, report.recommended
+    assert plan
     draft = f" --draft {setting}" if (setting := size.planned.setting()) else ""
-    best = found.best.strategy if found.best else DEFAULT_STRATEGY
-    how = draft + (f" --strategy {best}" if best != DEFAULT_STRATEGY else "")
+    best = plan.best.strategy if plan.best else DEFAULT_STRATEGY
+    options = draft + (f" --strategy {best}" if best != DEFAULT_STRATEGY else "")
     if size.dtype != "int4":
-        return [f"flowspec serve --model {shlex.quote(source)} --stages 1 --dtype {size.dtype}{how}   "
-                f"(on {found.boards[0]})"]
+        return [f"flowspec serve --model {shlex.quote(source)} --stages 1 --dtype {size.dtype}{options}   "
+                f"(on {plan.boards[0]})"]
     out = f"{Path(source).name}-int4"
     cache = " --kv-cache int8" if size.kv_cache == "int8" else ""
     return [f"flowspec models shard --model {shlex.quote(source)} --stages 1 --dtype int4{cache} "
             f"--out {shlex.quote(out)}",
-            f"flowspec serve --model {shlex.quote(out)}{how}   (on {found.boards[0]})"]
+            f"flowspec serve --model {shlex.quote(out)}{options}   (on {plan.boards[0]})"]

@@ -137,25 +137,25 @@ def _predicted(cases: Cases, members: Sequence[BoardSpec], model: str, names: Se
     from flowspec_edge.cli.common.workload import progress, require_runnable
     from flowspec_edge.lab import predictions
 
-    known: dict[DraftKind, Tokens] = {}
+    tokens_by_kind: dict[DraftKind, Tokens] = {}
 
     def tokens(case: Case) -> Tokens:
         planned = case.problem.size.planned
-        if planned.kind not in known:
+        if planned.kind not in tokens_by_kind:
             source = None if recorded else _own_model(model, planned)
             if source is None:
-                known[planned.kind] = (_tokens_of(recorded, planned.by_ngrams) if recorded else
-                                       usual_tokens(planned.by_ngrams))
-                return known[planned.kind]
+                tokens_by_kind[planned.kind] = (_tokens_of(recorded, planned.by_ngrams) if recorded else
+                                                usual_tokens(planned.by_ngrams))
+                return tokens_by_kind[planned.kind]
             requests = prediction_requests(source, planned.kind.name)
             stages = max((len(plan.stages) for plan in case.plans), default=1)
             require_runnable(names if case.plans else predictions.ALONE, source, requests[0].params, "virtual",
                              stages)
             demo = source.name == DEMO
             # The share is the demonstration model's, and look-ups have no head.
-            known[planned.kind] = Tokens(source.path, "the demonstration model" if demo else f"{source.name} itself",
-                                         requests, demo and not planned.by_ngrams)
-        return known[planned.kind]
+            source_name = "the demonstration model" if demo else f"{source.name} itself"
+            tokens_by_kind[planned.kind] = Tokens(source.path, source_name, requests, demo and not planned.by_ngrams)
+        return tokens_by_kind[planned.kind]
 
     runs = Runs(cases, names, tokens)
     steps = runs.steps * len(tokens(cases.main).requests)
@@ -167,9 +167,9 @@ def _own_model(model: str, planned: PlannedDraft) -> OpenModel | None:
     """Return the model itself, if it is here with what is planned to draft, and small: then a prediction uses its own
     acceptance."""
     try:
-        found = resolve_model(model)
-        if (planned.by_ngrams or planned.origin == "here") and found.size < _SMALL:
-            return found
+        open_model = resolve_model(model)
+        if (planned.by_ngrams or planned.origin == "here") and open_model.size < _SMALL:
+            return open_model
     except UsageError:
         pass  # a bare checkpoint or config.json cannot be run
     return None

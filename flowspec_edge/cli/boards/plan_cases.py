@@ -64,7 +64,7 @@ class Case:
     @property
     def bandwidth(self) -> bool:
         """Whether times assume memory bandwidth alone."""
-        return any(how.basis == "bandwidth" for how in self.scaled.values())
+        return any(scaling.basis == "bandwidth" for scaling in self.scaled.values())
 
     @property
     def expected(self) -> float:
@@ -114,19 +114,21 @@ class Case:
         else:
             assert self.alone
             devices = predictions.single_board(self.alone, self.alone.profile, longer)
-        found = first_token.in_virtual_time(devices, tokens)
-        return found if context <= self.problem.context else replace(found, why=f"needs --context {context} or more")
+        estimate = first_token.in_virtual_time(devices, tokens)
+        if context <= self.problem.context:
+            return estimate
+        return replace(estimate, why=f"needs --context {context} or more")
 
     def _missing(self, plan: PipelinePlan | None, problem: SplitProblem) -> str:
         """Say what memory a board lacks for the caches of ``problem`` beside its layers; "" for none."""
         if plan is None:
             assert self.alone
-            lacking = {self.alone.name: -single_board_headroom(self.alone, problem)}
+            missing_bytes = {self.alone.name: -single_board_headroom(self.alone, problem)}
         else:
-            lacking = {plan.d0.name: problem.d0 - plan.d0.room}
-            lacking |= {stage.board.name: problem.stage(stage.layers[1] - stage.layers[0]) - stage.board.room
-                        for stage in plan.stages}
-        name, most = max(lacking.items(), key=lambda item: item[1])
+            missing_bytes = {plan.d0.name: problem.d0 - plan.d0.room}
+            missing_bytes |= {stage.board.name: problem.stage(stage.layers[1] - stage.layers[0]) - stage.board.room
+                              for stage in plan.stages}
+        name, most = max(missing_bytes.items(), key=lambda item: item[1])
         return f"does not fit: {name} lacks {most / 1e6:,.0f} MB for the caches" if most > 0 else ""
 
     def report(self, plan: PipelinePlan | None, members: Sequence[BoardSpec]) -> PlanReport:
@@ -160,15 +162,15 @@ def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context:
     caches: Sequence[CacheBits] = [kv_cache] if kv_cache else ["16bit", "int8"]
     drafts: Sequence[WantedDraft] = ["auto", NGRAM.name] if draft == "auto" else [draft]
     errors: list[planner.DoesNotFit] = []
-    for wanted in drafts:
+    for draft_choice in drafts:
         for kept_in in caches:
             try:
-                case = _case_of(model, dtype, members, context, at_once, wanted, lm_head, kept_in)
+                case = _case_of(model, dtype, members, context, at_once, draft_choice, lm_head, kept_in)
             except planner.DoesNotFit as error:
                 errors.append(error)
                 continue
             if draft == "auto" and case.problem.size.planned.by_ngrams:
-                case.draft_why = ("no draft head is known for it" if wanted == "auto" else
+                case.draft_why = ("no draft head is known for it" if draft_choice == "auto" else
                                   "with a draft head it does not fit on these boards")
             return case
     raise errors[len(caches) - 1]  # what is missing with a head
@@ -183,11 +185,11 @@ def _case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context
     if context > size.max_positions:
         raise UsageError(f"--context {context} is more than the {size.max_positions} tokens that "
                          f"{size.name} was made for")
-    given = [member.for_model(size) for member in members]
-    boards = [board for board, _ in given]
-    problem = problem_for(size, context, at_once, len(given))
+    scaled = [member.for_model(size) for member in members]
+    boards = [board for board, _ in scaled]
+    problem = problem_for(size, context, at_once, len(scaled))
     rate = Throughput(problem, at_once)
-    case = Case(problem, boards, {board.name: how for board, how in given}, [], best_alone(boards, problem),
+    case = Case(problem, boards, {board.name: scaling for board, scaling in scaled}, [], best_alone(boards, problem),
                 rate)
     try:
         if len(boards) > 1:
@@ -243,21 +245,21 @@ class Cases:
         if not packed:
             return self.main, "both fit"
         if full >= QUALITY * packed:
-            found = f"make {rates}" if predicted else "are as fast as int4"
-            return fits["fp16"], f"16 bits fit and {found}, which is no gain for its loss of quality"
-        found = f"make {rates}" if predicted else (
+            comparison = f"make {rates}" if predicted else "are as fast as int4"
+            return fits["fp16"], f"16 bits fit and {comparison}, which is no gain for its loss of quality"
+        comparison = f"make {rates}" if predicted else (
             f"int4 is ranked {packed / full:.1f} times as fast")
-        return fits["int4"], f"16 bits fit, too, but {found}; for the best quality give --dtype fp16"
+        return fits["int4"], f"16 bits fit, too, but {comparison}; for the best quality give --dtype fp16"
 
 
-def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context: int, at_once: int,
+def choose_dtype(model: str, dtype: str, members: Sequence[BoardSpec], context: int, at_once: int,
                  draft: WantedDraft = "auto", lm_head: HeadBits | None = None,
                  kv_cache: CacheBits | None = None) -> Cases:
-    """The case of the element type ``wanted``, "auto" for those between which predictions decide, and those
-    to compare."""
+    """Return the case of the element type ``dtype``, and the cases to compare it with. For "auto" predictions decide
+    between the cases."""
     unfit: dict[PlanDtype, FlowspecError] = {}
 
-    def found(kinds: Sequence[PlanDtype]) -> list[Case]:
+    def fitting_cases(kinds: Sequence[PlanDtype]) -> list[Case]:
         cases = []
         for kind in kinds:
             try:
@@ -266,28 +268,28 @@ def choose_dtype(model: str, wanted: str, members: Sequence[BoardSpec], context:
                 unfit[kind] = error
         return cases
 
-    if wanted == "auto":
-        cases = sorted(found(_COMPARED_TYPES), key=lambda case: -case.expected)
+    if dtype == "auto":
+        cases = sorted(fitting_cases(_COMPARED_TYPES), key=lambda case: -case.expected)
         if not cases:
             large = [error for error in unfit.values() if isinstance(error, planner.DoesNotFit)]
             raise large[-1] if large else list(unfit.values())[-1]  # of the smallest
         return Cases(cases[0], cases[1:], True, unfit)
-    first = cast(PlanDtype, wanted)
+    first = cast(PlanDtype, dtype)
     main = case_of(model, first, members, context, at_once, draft, lm_head, kv_cache)
-    return Cases(main, found([kind for kind in _COMPARED_TYPES
-                              if kind != first and (first, kind) != ("bf16", "fp16")]))
+    return Cases(main, fitting_cases([kind for kind in _COMPARED_TYPES
+                                      if kind != first and (first, kind) != ("bf16", "fp16")]))
 
 
 def _listed_layers(members: Sequence[BoardSpec], size: ModelBytes) -> Ranges | None:
-    given = [member for member in members if member.layers]
-    if not given:
+    with_layers = [member for member in members if member.layers]
+    if not with_layers:
         return None
     if any(member.role == "auto" for member in members):
-        raise UsageError(f"{given[0].name} has layers in its cluster file: give that file alone, or take "
+        raise UsageError(f"{with_layers[0].name} has layers in its cluster file: give that file alone, or take "
                          "the layers out")
-    ranges = tuple(member.layers for member in given if member.layers)
+    ranges = tuple(member.layers for member in with_layers if member.layers)
     if ranges[-1][1] != size.layers:
-        raise UsageError(f"{given[-1].name}: its layers end with {ranges[-1][1]}, and {size.name} has "
+        raise UsageError(f"{with_layers[-1].name}: its layers end with {ranges[-1][1]}, and {size.name} has "
                          f"{size.layers}")
     return ranges
 
@@ -354,8 +356,8 @@ class Runs:
     @contextmanager
     def in_processes(self) -> Iterator[None]:
         """Within, what recordings simulate is simulated by a process for each core."""
-        found = [self._tokens(case) for case in (self._cases.main, *self._cases.others)]
-        every = [of.source for of in (*found, *(of.beside for of in found if of.beside))]
+        tokens = [self._tokens(case) for case in (self._cases.main, *self._cases.others)]
+        every = [of.source for of in (*tokens, *(of.beside for of in tokens if of.beside))]
         recordings = [source for source in every if isinstance(source, Recording)]
         if not recordings or cores() == 1:
             yield
@@ -377,36 +379,37 @@ class Runs:
         def led(case: Case, plan: PipelinePlan) -> Prediction:
             return predictions.predict(plan, [lead], *run_of(case), kinds=kinds_of(case), workers=workers)[0]
 
-        found = [_Runs([(plan, led(case, plan)) for plan in self._shortlist(case)],
-                       predictions.predict_alone(case.alone, case.problem, *run_of(case), workers=workers)
-                       if case.alone else [])
-                 for case in every]
-        case, why = self._cases.choose(lambda case: found[_place(every, case)].best)
-        own, run = found[_place(every, case)], run_of(case)
-        chosen, first = own.split or (None, None)
-        report = case.report(chosen, members)
-        if chosen and first:
-            rest = predictions.predict(chosen, [name for name in self._names if name != lead], *run,
+        runs_of_cases = [_Runs([(plan, led(case, plan)) for plan in self._shortlist(case)],
+                               predictions.predict_alone(case.alone, case.problem, *run_of(case), workers=workers)
+                               if case.alone else [])
+                         for case in every]
+        case, why = self._cases.choose(lambda case: runs_of_cases[_place(every, case)].best)
+        case_runs, run = runs_of_cases[_place(every, case)], run_of(case)
+        best_plan, first = case_runs.split or (None, None)
+        report = case.report(best_plan, members)
+        if best_plan and first:
+            rest = predictions.predict(best_plan, [name for name in self._names if name != lead], *run,
                                        kinds=kinds_of(case), workers=workers)
-            made = {p.strategy: p for p in (first, *rest)}
-            report.predictions = predictions.with_speedup([made[name] for name in self._names])
+            by_strategy = {p.strategy: p for p in (first, *rest)}
+            report.predictions = predictions.with_speedup([by_strategy[name] for name in self._names])
             if self._tokens(case).calibrates:
                 report.predictions = [
                     replace(p, tokens_per_second_calibrated=q.tokens_per_second) for p, q in zip(
                         report.predictions,
-                        predictions.predict(chosen, self._names, *run, right_children=PUBLISHED_SHARE, workers=workers),
+                        predictions.predict(best_plan, self._names, *run, right_children=PUBLISHED_SHARE,
+                                            workers=workers),
                         strict=True)]
             best = max(report.predictions, key=lambda p: p.tokens_per_second)
             if beside := self._tokens(case).beside:
-                [ranged] = predictions.predict(chosen, [best.strategy], beside.source, beside.requests, advance,
+                [ranged] = predictions.predict(best_plan, [best.strategy], beside.source, beside.requests, advance,
                                                kinds=beside.kinds, workers=workers)
                 report.predictions[report.predictions.index(best)] = best = replace(best, by_kind=ranged.by_kind)
                 report.kinds_of = beside.acceptance
-            own.leads = [(plan, best if plan is chosen else p) for plan, p in own.leads]
+            case_runs.leads = [(plan, best if plan is best_plan else p) for plan, p in case_runs.leads]
         if case.alone:
-            boards = len(chosen.stages) + 1 if chosen else 1
-            report.alone = predictions.compare(case.alone, case.problem, own.alone, boards, report.predictions)
-        for other, runs in zip(every, found, strict=True):
+            boards = len(best_plan.stages) + 1 if best_plan else 1
+            report.alone = predictions.compare(case.alone, case.problem, case_runs.alone, boards, report.predictions)
+        for other, runs in zip(every, runs_of_cases, strict=True):
             report.alternatives += [other.alternative(plan, p.strategy, p.tokens_per_second)
                                     for plan, p in runs.leads]
             if runs.alone:
@@ -416,13 +419,13 @@ class Runs:
         report.label = (f"virtual time, {report.context} tokens of context, acceptance of "
                         f"{self._tokens(case).acceptance}"
                         + (", int4 by memory bandwidth alone" if report.by_bandwidth else ""))
-        report = _recommended(report, case, why, own.alone)
-        report.first_tokens = case.first_tokens(None if report.alone_rows else chosen)
+        report = _recommended(report, case, why, case_runs.alone)
+        report.first_tokens = case.first_tokens(None if report.alone_rows else best_plan)
         return report
 
 
-def _place(cases: Sequence[Case], wanted: Case) -> int:
-    return next(i for i, case in enumerate(cases) if case is wanted)
+def _place(cases: Sequence[Case], case_to_find: Case) -> int:
+    return next(i for i, case in enumerate(cases) if case is case_to_find)
 
 
 def unpredicted(cases: Cases, members: Sequence[BoardSpec]) -> PlanReport:

@@ -114,16 +114,16 @@ class PlanReport:
 
     def drafts_with(self, strategy: str) -> str:
         """Name what drafts, as ``draft_choice.draft_label`` does."""
-        chosen, params = strategy_class(strategy), Params(draft=self.size.planned.kind.name)
-        return draft_label(chosen, params, chosen.drafts_with(params))
+        strategy_type, params = strategy_class(strategy), Params(draft=self.size.planned.kind.name)
+        return draft_label(strategy_type, params, strategy_type.drafts_with(params))
 
     def mark_chosen(self) -> None:
         """Mark the alternative that this report describes, and put the fastest first."""
         names = tuple(row.name for row in self.boards if row.role)
-        wanted = self.recommended and (self.recommended.boards, self.recommended.dtype)
+        recommended = self.recommended and (self.recommended.boards, self.recommended.dtype)
         self.alternatives = sorted(
             (replace(a, chosen=(a.boards, a.dtype) == (names, self.size.dtype),
-                     recommended=(a.boards, a.dtype) == wanted) for a in self.alternatives),
+                     recommended=(a.boards, a.dtype) == recommended) for a in self.alternatives),
             key=lambda a: -(a.tokens_per_second or 0))
 
     @property
@@ -134,27 +134,27 @@ class PlanReport:
     @property
     def notes(self) -> list[str]:
         """Say which figures are not measured."""
-        found = [f"profile {row.profile} is {row.provenance}"
+        notes = [f"profile {row.profile} is {row.provenance}"
                  + (f" ({row.assumed})" if row.assumed else "") for row in self.boards
                  if row.provenance != "measured"]
-        found += [f"profile {row.profile} is {row.scaled}" for row in self.boards if row.scaled]
+        notes += [f"profile {row.profile} is {row.scaled}" for row in self.boards if row.scaled]
         names = ", ".join(self.by_bandwidth)
         which = f"profiles {names} have" if len(self.by_bandwidth) > 1 else f"profile {names} has"
-        found += [f"{which} no times of a kernel for {self.size.dtype} weights: their stages are "
+        notes += [f"{which} no times of a kernel for {self.size.dtype} weights: their stages are "
                   "charged for the memory bandwidth that other engines reach, in brackets for the "
                   "memory's own and for the slowest of them (the FlowSpec paper's 4-bit kernel was slower by "
                   "far: 400 ms for 10 layers of 13B on Orin Nanos); measure it on the board with: flowspec "
                   "device profile" ] if names else []
         if note := self._draft_note():
-            found.append(note)
-        found += self.other_devices
-        return list(dict.fromkeys(found))
+            notes.append(note)
+        notes += self.other_devices
+        return list(dict.fromkeys(notes))
 
     def _draft_note(self) -> str:
         """Say what is unknown of the draft model, or what has to be done to get it."""
         size, planned = self.size, self.size.planned
-        name, known = size.name, find_known(size.name)
-        called = known[0] if known else "MODEL"
+        name, entry = size.name, find_known(size.name)
+        called = entry[0] if entry else "MODEL"
         if planned.by_ngrams:
             return self.draft_why and (
                 f"{name} drafts by n-grams of the text: {self.draft_why}; --draft head plans with a head, "
@@ -165,12 +165,12 @@ class PlanReport:
                     f'{setting}, or draft = "{setting}" in cluster.toml')
         if planned.origin == "here":
             return ""
-        taken = f"its size is taken to be {planned.kind.usual}"
+        size_note = f"its size is taken to be {planned.kind.usual}"
         if planned.origin == "untrained":
-            return (f"{name} has no EAGLE head: {taken}; without one: --draft ngram, and see: "
+            return (f"{name} has no EAGLE head: {size_note}; without one: --draft ngram, and see: "
                     f"flowspec models head {called}")
         return (f"the head of {name}, {planned.repository} ({planned.kind.name}), is not on this machine: "
-                f"{taken}; flowspec models fetch {called} downloads both")
+                f"{size_note}; flowspec models fetch {called} downloads both")
 
     def as_json(self) -> dict[str, Any]:
         """Sizes in MB (10^6 bytes), times in ms."""
@@ -194,18 +194,18 @@ class PlanReport:
             "alternatives": [asdict(alternative) for alternative in self.alternatives],
             "smallest_single_board": asdict(self.smallest) if self.smallest else None,
             "other_programs": self.others.as_json() if self.others else None,
-            "first_tokens": [asdict(found) for found in self.first_tokens],
+            "first_tokens": [asdict(first_token) for first_token in self.first_tokens],
             "draft_heads": [asdict(cost) for cost in self.heads],
             "kinds_of": self.kinds_of, "estimated": bool(self.notes), "notes": self.notes,
         }
 
     def _recommended_json(self) -> dict[str, Any] | None:
-        found = self.recommended
-        if found is None:
+        plan = self.recommended
+        if plan is None:
             return None
-        best = found.best
-        return {"boards": list(found.boards), "dtype": found.dtype, "dtype_why": found.dtype_why,
-                "left_out": [{"name": name, "why": why} for name, why in found.left_out],
+        best = plan.best
+        return {"boards": list(plan.boards), "dtype": plan.dtype, "dtype_why": plan.dtype_why,
+                "left_out": [{"name": name, "why": why} for name, why in plan.left_out],
                 "strategy": best.strategy if best else None,
                 "draft": self.drafts_with(best.strategy) if best else None,
                 "tokens_per_second": best.tokens_per_second if best else None,
@@ -215,11 +215,11 @@ class PlanReport:
 
 def answer(report: PlanReport) -> list[str]:
     """The first lines: what to run, on which of the boards, how fast, and the next commands."""
-    found, size = report.recommended, report.size
-    assert found
-    best, every, own = found.best, len(report.boards), len(found.boards)
-    of = "your only board" if every == 1 else f"all {own} of your boards" if own == every else (
-        f"{own} of your {every} boards")
+    plan, size = report.recommended, report.size
+    assert plan
+    best, every, used = plan.best, len(report.boards), len(plan.boards)
+    of = "your only board" if every == 1 else f"all {used} of your boards" if used == every else (
+        f"{used} of your {every} boards")
     line = f"Run {size.name} in {size.dtype} on {of}"
     if best:
         about = "about " if report.by_bandwidth else ""
@@ -238,27 +238,27 @@ def answer(report: PlanReport) -> list[str]:
                      f"{best.prompt_tokens:.0f} tokens")
     else:
         line += "; how fast is not predicted (--no-predict)"
-    d0, *stages = found.boards
-    lines = [f"{line}.", f"{size.dtype}: {found.dtype_why}."]
+    d0, *stages = plan.boards
+    lines = [f"{line}.", f"{size.dtype}: {plan.dtype_why}."]
     if stages:
         several = "are the stages" if len(stages) > 1 else "is the only stage"
         lines.append(f"Boards: {d0} drafts (D0); {', '.join(stages)} {several}.")
     else:
         lines.append(f"Boards: {d0} holds everything.")
     reasons: dict[str, list[str]] = {}
-    for name, why in found.left_out:
+    for name, why in plan.left_out:
         reasons.setdefault(why, []).append(name)
     lines += [f"Left out: {', '.join(names)}: {why}." for why, names in reasons.items()]
     if best is None or report.drafts_with(best.strategy) != "none":
         looked_up = best is not None and report.drafts_with(best.strategy).endswith("+ngram")
-        where = {"published": " (not here yet)", "untrained": " (estimated)"}.get(size.planned.origin, "")
-        lines.append(f"Drafts with {size.planned.name}{where}{', and n-grams of the text' * looked_up}"
+        origin = {"published": " (not here yet)", "untrained": " (estimated)"}.get(size.planned.origin, "")
+        lines.append(f"Drafts with {size.planned.name}{origin}{', and n-grams of the text' * looked_up}"
                      + (f": {report.draft_why}" if report.draft_why else "") + ".")
-    guessed = list(dict.fromkeys(row.name for row in report.boards if row.assumed))
-    if guessed:
-        lines.append(f"ESTIMATED, not measured: {', '.join(guessed)}; measure with: flowspec device profile")
+    estimated = list(dict.fromkeys(row.name for row in report.boards if row.assumed))
+    if estimated:
+        lines.append(f"ESTIMATED, not measured: {', '.join(estimated)}; measure with: flowspec device profile")
     faster = [(a, a.tokens_per_second) for a in report.alternatives
-              if best and a.dtype != found.dtype and a.tokens_per_second
+              if best and a.dtype != plan.dtype and a.tokens_per_second
               and a.tokens_per_second * QUALITY > best.tokens_per_second]
     if faster:
         other, rate = faster[0]
@@ -287,9 +287,9 @@ def show(report: PlanReport) -> None:
         if row.why:
             say(f"left out: {row.name}: {row.why}")
     if plan:
-        what = "link" if plan.link_bound else "stage"
+        slowest_part = "link" if plan.link_bound else "stage"
         least = "about " if report.by_bandwidth else ""
-        say(f"The slowest {what} takes {least}{_ms(plan.slowest * 1e3)} ms for a segment of "
+        say(f"The slowest {slowest_part} takes {least}{_ms(plan.slowest * 1e3)} ms for a segment of "
             f"{plan.problem.rows} rows"
             + (f" ({_ms(plan.context_ms)} of them to read {report.context} cached tokens)"
                if plan.context_ms >= _SHOWN_MS else "")

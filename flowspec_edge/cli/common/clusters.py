@@ -55,10 +55,10 @@ def choose_clock(clock: Clock, profile: str, emulate: str | None) -> ClockSettin
     """Raise UsageError for an unknown profile."""
     from flowspec_edge.boards.planning.testbed import profile_or_testbed  # pydantic takes a while
 
-    described = profile_or_testbed(profile)  # in real time, too: a wrong name is an error
+    device_profile = profile_or_testbed(profile)  # in real time, too: a wrong name is an error
     if emulate is not None:
         return ClockSettings("wall", profile_or_testbed(emulate))
-    return ClockSettings(clock, described if clock == "virtual" else None)
+    return ClockSettings(clock, device_profile if clock == "virtual" else None)
 
 
 def local_processes(stages: int, device: str, emulate: Profile | None = None) -> Here:
@@ -79,18 +79,18 @@ def local_processes(stages: int, device: str, emulate: Profile | None = None) ->
 def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Result:
     """The request's result.  The first Ctrl-C after a token cancels it, which ends it within a turn or two;
     any other raises KeyboardInterrupt."""
-    begun = stopped = False
+    has_tokens = stopped = False
 
     def on_new_tokens(tokens: list[int]) -> None:
-        nonlocal begun
-        begun = True
+        nonlocal has_tokens
+        has_tokens = True
         on_tokens(tokens)
 
     def stop() -> None:
         nonlocal stopped
         stopped = True
 
-    with first_interrupt(stop, lambda: begun):
+    with first_interrupt(stop, lambda: has_tokens):
         if cluster.clock == "virtual":
             from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 
@@ -109,7 +109,7 @@ def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Re
 
 
 @contextmanager
-def first_interrupt(stop: Callable[[], object], wanted: Callable[[], bool] = lambda: True) -> Iterator[None]:
+def first_interrupt(stop: Callable[[], object], condition: Callable[[], bool] = lambda: True) -> Iterator[None]:
     """The first Ctrl-C within the block calls ``stop`` if ``wanted()``; any other is as before the block."""
     before = signal.getsignal(signal.SIGINT)
     if not callable(before):  # a background job of a shell ignores it
@@ -118,7 +118,7 @@ def first_interrupt(stop: Callable[[], object], wanted: Callable[[], bool] = lam
 
     def handle(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGINT, before)
-        if wanted():
+        if condition():
             stop()
         else:
             before(number, frame)

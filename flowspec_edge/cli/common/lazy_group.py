@@ -13,17 +13,17 @@ from flowspec_edge.util.terminal import did_you_mean
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """``where``: "module:attribute" below ``flowspec_edge.cli``: a function, or a ``Typer`` with a group;
+    """``location``: "module:attribute" below ``flowspec_edge.cli``: a function, or a ``Typer`` with a group;
     ``summary``: its line in the group's help.  A function's ``command_class``, if it has one, parses its
     arguments."""
 
-    where: str
+    location: str
     summary: str
     panel: str | None = None
     hidden: bool = False
 
     def load(self) -> Any:
-        module, _, attribute = self.where.partition(":")
+        module, _, attribute = self.location.partition(":")
         return getattr(import_module(f"flowspec_edge.cli.{module}"), attribute)
 
 
@@ -92,8 +92,8 @@ def _add_full_help(command: Any) -> None:
     if not rare:
         return
 
-    def show(context: typer.Context, wanted: bool) -> None:
-        if wanted:
+    def show(context: typer.Context, requested: bool) -> None:
+        if requested:
             for parameter in rare:
                 parameter.hidden = False
             print(context.get_help())

@@ -41,27 +41,27 @@ def strategies(
     if name is not None:
         _describe(name, strategy_class(name), as_json)
         return
-    found: list[tuple[str, ...]] = [(other, strategy_class(other).summary) for other in strategy_names()]
+    rows: list[tuple[str, ...]] = [(other, strategy_class(other).summary) for other in strategy_names()]
     if as_json:
-        print(json.dumps([{"name": other, "summary": summary} for other, summary in found], indent=2))
+        print(json.dumps([{"name": other, "summary": summary} for other, summary in rows], indent=2))
     else:
-        print_columns(found)
+        print_columns(rows)
 
 
-def _describe(name: str, chosen: type[Strategy], as_json: bool) -> None:
+def _describe(name: str, strategy: type[Strategy], as_json: bool) -> None:
     from flowspec_edge.strategies.registry import parameters_of
 
-    found = list(parameters_of(chosen).values())
+    parameters = list(parameters_of(strategy).values())
     if as_json:
-        rows = [{"name": p.name, "default": p.default, "range": p.range, "meaning": p.meaning} for p in found]
-        print(json.dumps({"name": chosen.name, "summary": chosen.summary, "parameters": rows}, indent=2))
+        rows = [{"name": p.name, "default": p.default, "range": p.range, "meaning": p.meaning} for p in parameters]
+        print(json.dumps({"name": strategy.name, "summary": strategy.summary, "parameters": rows}, indent=2))
         return
-    print(f"{chosen.name}: {printable(chosen.summary)}\n")
+    print(f"{strategy.name}: {printable(strategy.summary)}\n")
     print_columns([("parameter", "default", "range", "meaning"),
-                   *((p.name, _as_text(p.default), p.range, p.meaning) for p in found)])
-    given = next((f" --set {shlex.quote(f'{p.name}={text}')}" for p in found
-                  if (text := _as_text(p.default)) != _EMPTY), "")
-    print(f"\nExample: flowspec generate \"import os\" --strategy {shlex.quote(name)}{given}")
+                   *((p.name, _as_text(p.default), p.range, p.meaning) for p in parameters)])
+    example = next((f" --set {shlex.quote(f'{p.name}={text}')}" for p in parameters
+                    if (text := _as_text(p.default)) != _EMPTY), "")
+    print(f"\nExample: flowspec generate \"import os\" --strategy {shlex.quote(name)}{example}")
 
 
 def _as_text(default: object) -> str:
@@ -74,8 +74,8 @@ def profiles() -> None:
     """List the profiles of devices and testbeds."""
     from flowspec_edge.device_profile import load_profile, profile_names
 
-    found = [load_profile(name) for name in profile_names()]
-    print_columns([(p.name, p.kind, p.provenance, p.summary) for p in found])
+    profiles = [load_profile(name) for name in profile_names()]
+    print_columns([(p.name, p.kind, p.provenance, p.summary) for p in profiles])
 
 
 def print_columns(rows: list[tuple[str, ...]]) -> None:

@@ -49,34 +49,35 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | N
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         given_own = inspect.signature(command, eval_str=True).parameters.values()
-        own = [parameter for parameter in given_own if parameter.name not in groups]
+        plain_parameters = [parameter for parameter in given_own if parameter.name not in groups]
         options = [option for group in shapes.values() for option in _options(group, without, rare)]
 
         @wraps(command)
-        def run(**given: Any) -> Any:
+        def run(**arguments: Any) -> Any:
             built = {}
             for name, group in shapes.items():
                 if isinstance(group, Params):
-                    settings, draft = given.pop(_SET) or [], given.pop(_DRAFT)
+                    settings, draft = arguments.pop(_SET) or [], arguments.pop(_DRAFT)
                     built[name] = _drafting(groups[name](), draft, settings)
                     continue
-                built[name] = replace(groups[name](), **{f.name: given.pop(f.name) for f in _fields(group, without)})
+                values = {f.name: arguments.pop(f.name) for f in _fields(group, without)}
+                built[name] = replace(groups[name](), **values)
             for name, group in shapes.items():
                 if isinstance(group, Params) and settings:
-                    named = strategies({**given, **built}) if strategies else None
-                    built[name] = _set(built[name], settings, named, without)
-            return command(**given, **built)
+                    strategy_names = strategies({**arguments, **built}) if strategies else None
+                    built[name] = _set(built[name], settings, strategy_names, without)
+            return command(**arguments, **built)
 
-        run.__signature__ = inspect.Signature([*own, *options])  # type: ignore[attr-defined]
-        run.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
+        run.__signature__ = inspect.Signature([*plain_parameters, *options])  # type: ignore[attr-defined]
+        run.__annotations__ = {p.name: p.annotation for p in (*plain_parameters, *options)}
         return run
 
     return decorate
 
 
-def of_strategy(given: Mapping[str, Any]) -> Sequence[str]:
+def of_strategy(arguments: Mapping[str, Any]) -> Sequence[str]:
     """Return the strategy of ``--strategy``."""
-    return [given["strategy"]]
+    return [arguments["strategy"]]
 
 
 def _set(params: Params, settings: Sequence[str], names: Sequence[str] | None, without: Collection[str],
@@ -85,9 +86,9 @@ def _set(params: Params, settings: Sequence[str], names: Sequence[str] | None, w
     from flowspec_edge.strategies.registry import parameters_of, strategy_class
 
     read = [parameters_of(strategy_class(name)) for name in names] if names else [all_parameters()]
-    known = {name: one for described in read for name, one in described.items() if name not in without}
+    parameters = {name: one for by_name in read for name, one in by_name.items() if name not in without}
     whose = ", ".join(names) if names else "any strategy"
-    return set_parameters(params, settings, known, whose)
+    return set_parameters(params, settings, parameters, whose)
 
 
 def _drafting(params: Params, draft: str | None, settings: Sequence[str]) -> Params:

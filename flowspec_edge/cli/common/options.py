@@ -41,8 +41,8 @@ PROMPTS, OUTPUT, SERVICE = "Prompts", "Output", "Service"
 
 
 def _at_least_one(context: typer.Context, value: int) -> int:
-    given = context.get_parameter_source("stages")
-    if given is not None and given.name == "COMMANDLINE" and not 1 <= value <= MOST_STAGES:
+    source = context.get_parameter_source("stages")
+    if source is not None and source.name == "COMMANDLINE" and not 1 <= value <= MOST_STAGES:
         raise typer.BadParameter(f"{value} is not {'at least 1' if value < 1 else f'at most {MOST_STAGES}'}")
     return value
 
@@ -144,9 +144,9 @@ def device_of(requested: str, model: OpenModel, dtype: Dtype, *, processes: int 
         return "cpu"
     from flowspec_edge.util.torchdevice import CONTEXT_BYTES, architectures, gpus, pick
 
-    found: list[TorchGpu] = gpus()
-    needed = processes * CONTEXT_BYTES + loaded_bytes(model, dtype, 1, rows) if found else 0
-    device, reason = pick(requested, found, architectures(), needed, model.name)
+    gpu_list: list[TorchGpu] = gpus()
+    needed = processes * CONTEXT_BYTES + loaded_bytes(model, dtype, 1, rows) if gpu_list else 0
+    device, reason = pick(requested, gpu_list, architectures(), needed, model.name)
     if reason:
         print(f"flowspec: note: computing on the CPU: {reason}", file=sys.stderr)
     return device
@@ -174,8 +174,8 @@ def loaded_bytes(model: OpenModel, dtype: Dtype, copies: int = 1, rows: int | No
         wider = _BYTES[dtype] / _BYTES[manifest.compute_dtype]
         d0 = manifest.parts["draft"]
         stages = [part for name, part in manifest.parts.items() if name != "draft"]
-        held = copies * sum(part.weight_bytes for part in stages) + d0.weight_bytes
-        return int(wider * (held + sum(part.cache_bytes(rows) for part in (*stages, d0))))
+        weight_bytes = copies * sum(part.weight_bytes for part in stages) + d0.weight_bytes
+        return int(wider * (weight_bytes + sum(part.cache_bytes(rows) for part in (*stages, d0))))
     from flowspec_edge.boards.planning.model_size import model_bytes
 
     size = model_bytes(str(model.path), "fp32" if dtype == "mixed" else dtype)
@@ -219,10 +219,10 @@ def stages_of(model: OpenModel, requested: int, profile: Profile | None = None) 
     """0: those of a sharded model, of a ``profile`` with a number of boards, or the paper's four. UsageError
     if they differ."""
     testbed = profile.boards - 1 if profile and profile.boards else 0
-    found = _stages_of(model, requested, testbed)
+    stages = _stages_of(model, requested, testbed)
     if profile:
-        profile.check_stages(found)
-    return found
+        profile.check_stages(stages)
+    return stages
 
 
 def _stages_of(model: OpenModel, requested: int, testbed: int) -> int:

@@ -17,10 +17,10 @@ _CONTEXT = 128  # tokens before them: more would take longer to read than they t
 
 
 def shared_processors(clock: ClockSettings, strategy: str, stages: int, device: str) -> str | None:
-    """What the draft device and the stages of this machine share, if ``strategy`` drafts; None: nothing that
-    is too few of, or their speed is a profile's."""
-    chosen = strategy_class(strategy)
-    if clock.clock != "wall" or clock.emulated or not chosen.drafter:
+    """Name the processors or the GPU that the draft device and the stages of this machine share, if ``strategy``
+    drafts. None if there are enough for each, or if a profile sets the speed."""
+    strategy_type = strategy_class(strategy)
+    if clock.clock != "wall" or clock.emulated or not strategy_type.drafter:
         return None
     if device != "cpu":
         return f"D0 and {stages} stages share one GPU"

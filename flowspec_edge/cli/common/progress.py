@@ -13,21 +13,21 @@ _LONG_S = 10.0  # a board that takes longer is named
 
 
 @contextmanager
-def progress(total: int, what: str = "bench", unit: str = "runs") -> Iterator[Callable[[str], None]]:
-    """Call the result before each of ``total`` steps, with the step's description; ``what``: all of them."""
+def progress(total: int, title: str = "bench", unit: str = "runs") -> Iterator[Callable[[str], None]]:
+    """Call the result before each of ``total`` steps, with the step's description; ``title``: all of them."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description:16}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     started = 0
-    with (plain_lines(lambda seconds: f"{what}: {done_of(max(0, started - 1), total, seconds, unit)}"),
+    with (plain_lines(lambda seconds: f"{title}: {done_of(max(0, started - 1), total, seconds, unit)}"),
           Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar):
-        task = bar.add_task(what, total=total)
+        task = bar.add_task(title, total=total)
 
         def advance(step: str) -> None:
             nonlocal started
-            bar.update(task, description=f"{what}: {step}", completed=started)
+            bar.update(task, description=f"{title}: {step}", completed=started)
             started += 1
 
         yield advance
@@ -68,19 +68,19 @@ def long_waits() -> str:
     """The boards that are slow to answer, such as "waiting for orin-2 (10.0.0.12), 35 s"; "" without any."""
     from flowspec_edge.boards.commands import waited_for
 
-    waits = [f"{where}, {seconds:.0f} s" for where, seconds in waited_for() if seconds >= _LONG_S]
+    waits = [f"{board}, {seconds:.0f} s" for board, seconds in waited_for() if seconds >= _LONG_S]
     return f"waiting for {'; '.join(waits)}" if waits else ""
 
 
 @contextmanager
-def asking_boards(what: str = "asking the boards") -> Iterator[Callable[[str], None]]:
-    """Show ``what`` on a terminal, and anywhere which boards are waited for; call the result with what has
+def asking_boards(title: str = "asking the boards") -> Iterator[Callable[[str], None]]:
+    """Show ``title`` on a terminal, and anywhere which boards are waited for; call the result with what has
     been done."""
     from rich.console import Console
     from rich.markup import escape
 
-    now = what
-    with Console(stderr=True).status(escape(what)) as status:
+    now = title
+    with Console(stderr=True).status(escape(title)) as status:
 
         def show() -> None:
             status.update(escape("; ".join(filter(None, (now, long_waits())))))
@@ -96,5 +96,5 @@ def asking_boards(what: str = "asking the boards") -> Iterator[Callable[[str], N
 
 def done_of(done: float, total: float, seconds: float, unit: str) -> str:
     """Such as "12 of 64 runs, 35 s, about 150 s left"."""
-    left = f", about {seconds / done * (total - done):.0f} s left" if done else ""
-    return f"{done:,.0f} of {total:,.0f} {unit}, {seconds:.0f} s{left}"
+    remaining = f", about {seconds / done * (total - done):.0f} s left" if done else ""
+    return f"{done:,.0f} of {total:,.0f} {unit}, {seconds:.0f} s{remaining}"

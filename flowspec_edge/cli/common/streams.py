@@ -85,8 +85,8 @@ def refused_file(error: OSError) -> FlowspecError | None:
     """The line for a file system that takes no more, or that refuses a path; None for another error."""
     path = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else None
     if error.errno in _NO_ROOM:
-        what = path or "the output"
-        return FlowspecError(f"cannot write {what}: {error.strerror}: {_NO_ROOM[error.errno]}")
+        target = path or "the output"
+        return FlowspecError(f"cannot write {target}: {error.strerror}: {_NO_ROOM[error.errno]}")
     if error.errno in _NO_ACCESS and path:
         return FlowspecError(f"cannot use {path}: {error.strerror}: {_NO_ACCESS[error.errno]}")
     return None

@@ -77,16 +77,16 @@ def init(
 
     if out.exists() and not force:
         raise UsageError(f"{out} is there already: give another name as --out, or --force to replace it")
-    for given in (key, ssh_config):
-        if given is not None and not given.is_file():
-            raise UsageError(f"no file {given}")
+    for path in (key, ssh_config):
+        if path is not None and not path.is_file():
+            raise UsageError(f"no file {path}")
     _require_model(model, out)
     boards = parse_hosts(hosts, user, port, str(key.absolute()) if key else "",
                      str(ssh_config.absolute()) if ssh_config else "", str(image or ""))
     check_writable(out)
     try:
         with asking_boards() as show:
-            found = discover(boards, lambda name: show(f"{name} has answered"))
+            discovered = discover(boards, lambda name: show(f"{name} has answered"))
     except NotFound as error:
         if not as_json:
             _print_boards(error.answered)
@@ -95,17 +95,17 @@ def init(
                 print(f"  {finding}", file=sys.stderr)
         first = str(error) if len(error.silent) == 1 else f"{len(error.silent)} boards do not answer"
         raise FlowspecError(f"{first}; {out} is not written") from error
-    require_mode(found, power_mode)
+    require_mode(discovered, power_mode)
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", out.stem).strip("-_.")[:63] or "cluster"
-    chosen = {key: value for key, value in (
+    cluster_settings = {key: value for key, value in (
         ("model", model), ("power_mode", power_mode), ("runtime", "image" if image else ""),
         ("image", str(image.absolute()) if image else "")) if value}
-    write_output(out, render_cluster_toml(found, name, str(out), boards.cluster.ssh_config, chosen,
+    write_output(out, render_cluster_toml(discovered, name, str(out), boards.cluster.ssh_config, cluster_settings,
                                           all_boards))
     if as_json:
-        print(json.dumps({"out": str(out), "boards": [board.as_json() for board in found]}, indent=2))
+        print(json.dumps({"out": str(out), "boards": [board.as_json() for board in discovered]}, indent=2))
         return
-    _print_boards(found)
+    _print_boards(discovered)
     print(f"{out} is written: look through it, then: flowspec doctor --cluster {out}")
 
 
@@ -153,10 +153,10 @@ def change(
     for key, equals, _ in pairs:
         if not key or not equals:
             raise UsageError(f"{key or '='!r} is not KEY=VALUE, such as model=qwen3-8b")
-    found = {key.strip(): value.strip() for key, _, value in pairs}
-    if found.get("model"):
-        _require_model(found["model"], cluster)
-    write_output(cluster, with_settings(cluster, found, board or []))
+    new_settings = {key.strip(): value.strip() for key, _, value in pairs}
+    if new_settings.get("model"):
+        _require_model(new_settings["model"], cluster)
+    write_output(cluster, with_settings(cluster, new_settings, board or []))
     print(f"{cluster} is changed: see flowspec deploy plan --cluster {cluster}")
 
 

@@ -39,20 +39,20 @@ def show(
 
     inventory = load_inventory(cluster)
     from flowspec_edge.boards.commands import python_for
-    from flowspec_edge.boards.services.keys import recorded, shown
+    from flowspec_edge.boards.services.keys import public_keys, recorded
     from flowspec_edge.cli.common.progress import asking_boards
 
     directory, devices = beside(cluster, inventory.cluster.keys), inventory.device
-    known = recorded(devices, directory)
+    recorded_keys = recorded(devices, directory)
     with asking_boards():
-        boards = shown(inventory, devices, {d.name: python_for(inventory, d) for d in devices}, directory)
+        boards = public_keys(inventory, devices, {d.name: python_for(inventory, d) for d in devices}, directory)
     if as_json:
         print(json.dumps({"boards": [
-            {"name": board.name, "public": next(iter(board.publics), None), "recorded": known.get(board.name),
+            {"name": board.name, "public": next(iter(board.publics), None), "recorded": recorded_keys.get(board.name),
              "error": board.error or None} for board in boards]}))
     else:
         for board in boards:
-            print(_line(board, board.name in known))
+            print(_line(board, board.name in recorded_keys))
     if any(board.error for board in boards):
         raise typer.Exit(1)
 
@@ -89,7 +89,7 @@ def rotate(
     with changing(cluster, inventory.cluster.name, as_json) as watch:
         report = Rollout(deployment, watch).up(rotate=True)
     if not report.ok:
-        raise FlowspecError("; ".join([*report.failures, *([report.left] if report.left else [])]))
+        raise FlowspecError("; ".join([*report.failures, *([report.after_failure] if report.after_failure else [])]))
     publics = recorded(deployment.boards, deployment.keys)
     if as_json:
         print(json.dumps({"ok": True, "boards": [{"name": name, "public": public}

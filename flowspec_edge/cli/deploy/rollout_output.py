@@ -116,8 +116,8 @@ def print_report(report: DeployReport, verb: str, as_json: bool, dry_run: bool =
         _print_steps(report, dry_run)
     if report.ok:
         if not dry_run:
-            what = f"{report.changed} changes" if report.changed else "no change"
-            print(f"{verb} in {report.seconds:.0f} s: {what}"
+            changes = f"{report.changed} changes" if report.changed else "no change"
+            print(f"{verb} in {report.seconds:.0f} s: {changes}"
                   + (f"; release {report.release}" if report.release else ""))
         elif not report.changed:
             print("nothing would change")
@@ -129,7 +129,7 @@ def print_report(report: DeployReport, verb: str, as_json: bool, dry_run: bool =
     untouched = ("no board was touched" if report.problems else
                  "running services were not changed; run flowspec deploy up again to continue")
     first = failures[0] if len(failures) == 1 else f"{len(failures)} errors"
-    raise FlowspecError(f"{first}; {report.left or untouched}")
+    raise FlowspecError(f"{first}; {report.after_failure or untouched}")
 
 
 def _print_steps(report: DeployReport, dry_run: bool) -> None:

@@ -44,12 +44,12 @@ def status(cluster: ClusterOption = CLUSTER, as_json: JsonOption = False) -> Non
     from flowspec_edge.boards.services.status import look
 
     with asking_boards():
-        found = look(inventory)
+        fleet = look(inventory)
     if as_json:
-        print(json.dumps(found.as_json(), indent=2))
+        print(json.dumps(fleet.as_json(), indent=2))
     else:
-        _show(inventory.cluster.name, found)
-    if not found.ok:
+        _show(inventory.cluster.name, fleet)
+    if not fleet.ok:
         raise typer.Exit(1)
 
 
@@ -72,14 +72,14 @@ def logs(
     from flowspec_edge.boards.inventory import load_inventory
 
     inventory = load_inventory(cluster)
-    from flowspec_edge.boards.services.status import chosen, logs_command, look_at
+    from flowspec_edge.boards.services.status import boards_named, logs_command, look_at
 
-    device = chosen(inventory, [board])[0] if board else inventory.draft
+    device = boards_named(inventory, [board])[0] if board else inventory.draft
     with asking_boards():
-        found = look_at(inventory, device)
-    if found.error or found.current is None:
-        raise FlowspecError(found.error or f"{device.name}: nothing is deployed there: flowspec deploy up")
-    command = logs_command(inventory, device, found.current.unit, lines, follow)
+        status = look_at(inventory, device)
+    if status.error or status.current is None:
+        raise FlowspecError(status.error or f"{device.name}: nothing is deployed there: flowspec deploy up")
+    command = logs_command(inventory, device, status.current.unit, lines, follow)
     # No deadline: --follow runs until the user ends it; ssh ends when the board is silent.
     if code := subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
         raise typer.Exit(code)
@@ -127,9 +127,9 @@ def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None
     from flowspec_edge.boards.inventory import load_inventory
 
     inventory = load_inventory(cluster)
-    from flowspec_edge.boards.services.status import chosen, control
+    from flowspec_edge.boards.services.status import boards_named, control
 
-    chosen_names = [device.name for device in chosen(inventory, names)]
+    chosen_names = [device.name for device in boards_named(inventory, names)]
     if len(set(chosen_names)) < len(chosen_names):
         raise UsageError("a board is named twice")
     done_word = {"restart": "restarted", "stop": "stopped", "start": "started"}[verb]
@@ -150,17 +150,17 @@ def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None
         raise typer.Exit(1)
 
 
-def _show(name: str, found: FleetStatus) -> None:
+def _show(name: str, fleet: FleetStatus) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     columns = ["board", "role", "release", "service", "since", "restarts"]
-    powered = any(board.watts is not None for board in found.boards)
+    powered = any(board.watts is not None for board in fleet.boards)
     for column in [*columns, "power"] if powered else columns:
         table.add_column(column, justify="right" if column in ("restarts", "power") else "left")
-    for board in found.boards:
+    for board in fleet.boards:
         here = board.current
         power = "–" if board.watts is None else f"{board.watts:.1f} W"
         role = "" if here is None else "D0" if here.role == "draft" else f"V{here.stage}"
@@ -169,16 +169,16 @@ def _show(name: str, found: FleetStatus) -> None:
                       str(board.restarts) if here else "",
                       *([power] if powered else []))
     console.print(table)
-    for board in found.boards:
+    for board in fleet.boards:
         if why := board.error or board.said:
             console.print(f"[red]{plain(board.name)}[/red]: {plain(why)}", soft_wrap=True)
     came_through = "a token came through the pipeline lately"
-    if found.ok:
+    if fleet.ok:
         console.print(f"{plain(name)} is ready: {came_through}")
-    elif found.ready:
-        console.print(f"{plain(name)}: {came_through}, but {plain(found.disorder)}", soft_wrap=True)
+    elif fleet.ready:
+        console.print(f"{plain(name)}: {came_through}, but {plain(fleet.disorder)}", soft_wrap=True)
     else:
-        why = f": {plain(found.reason)}" if found.reason else ""
+        why = f": {plain(fleet.reason)}" if fleet.reason else ""
         console.print(f"{plain(name)} is not ready{why}", soft_wrap=True)
 
 

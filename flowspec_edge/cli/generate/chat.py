@@ -99,23 +99,23 @@ def chat(
     """
     require_strategy(strategy)
     model = model or answering_model()
-    found = resolve_model(model)
+    open_model = resolve_model(model)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
-    alone = not (clock_settings.emulated or found.sharded or stages)  # one stage has the whole model
-    stages = stages_of(found, 1 if alone else stages, clock_settings.profile)
+    alone = not (clock_settings.emulated or open_model.sharded or stages)  # one stage has the whole model
+    stages = stages_of(open_model, 1 if alone else stages, clock_settings.profile)
     if demonstration := chat_template is None and model == DEMO:
         chat_template = _DEMO_TEMPLATE
-    require_template(found, chat_template)
+    require_template(open_model, chat_template)
     rendering = Rendering(template_values(chat_template_kwargs))
-    device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages))
+    device = device_of(device, open_model, dtype_of(open_model, dtype), processes=clock_settings.processes(stages))
     asks = params != Params() or explicit_options(context, ["strategy"])  # for drafting, or for a strategy
     if plainly := alone and device == "cpu" and not asks:
         strategy = PLAIN
-    chosen = strategy_class(strategy)
-    params = with_a_draft(chosen.name, found, params)
-    require_runnable([chosen.name], found, params, "wall", stages)
+    strategy_type = strategy_class(strategy)
+    params = with_a_draft(strategy_type.name, open_model, params)
+    require_runnable([strategy_type.name], open_model, params, "wall", stages)
     explicit = explicit_options(context, asdict(sampling))
-    sampling, _ = choose_sampling(sampling, explicit, found)
+    sampling, _ = choose_sampling(sampling, explicit, open_model)
 
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
     from flowspec_edge.d0.capacity import cache_rows
@@ -123,24 +123,24 @@ def chat(
     from flowspec_edge.model.text import Tokenizer
     from flowspec_edge.serving.conversation import Conversation
 
-    tokenizer = Tokenizer(found, chat_template)
-    conversation = Conversation(tokenizer, found, max_new_tokens, system, rendering)
-    spec = ClusterSpec(found.path, stages, answering_dtype(found, dtype, device), device=device, at_once=1,
-                       cache_rows=cache_rows(found.max_positions, 1, params, stages), rejoin_within=_REJOIN_S)
+    tokenizer = Tokenizer(open_model, chat_template)
+    conversation = Conversation(tokenizer, open_model, max_new_tokens, system, rendering)
+    spec = ClusterSpec(open_model.path, stages, answering_dtype(open_model, dtype, device), device=device, at_once=1,
+                       cache_rows=cache_rows(open_model.max_positions, 1, params, stages), rejoin_within=_REJOIN_S)
     with (ChatScreen() as screen,
           open_cluster(spec, local_processes(stages, device, clock_settings.profile)) as cluster,
           _inputs() as messages):
         screen.live = live
         chatting = ChatSession(conversation, tokenizer, screen, cluster, strategy, sampling, params,
                             any_seed="seed" not in explicit)
-        screen.note(f"{found.name}, {chosen.name}, {stages} stages; /help for help")
+        screen.note(f"{open_model.name}, {strategy_type.name}, {stages} stages; /help for help")
         if demonstration:
             screen.note('this model continues Python, such as "def fibonacci(n):", and was not trained to '
                         "chat; give one that was as --model (flowspec models list)")
         if plainly:
             screen.note("plain decoding, since D0 and the stage share the processors, where every drafted row takes "
                         f"time: --strategy {DEFAULT_STRATEGY} drafts")
-        if shared := shared_processors(clock_settings, chosen.name, stages, device):
+        if shared := shared_processors(clock_settings, strategy_type.name, stages, device):
             screen.note(sharing_note(shared))
         chatting.start()
         chatting.run(messages)

@@ -64,9 +64,9 @@ class ChatScreen(logging.Handler):
             self.write("\n")
         self._show_pending()
 
-    def working(self, what: str) -> AbstractContextManager[object]:
+    def working(self, message: str) -> AbstractContextManager[object]:
         """A spinner, if stderr is a terminal."""
-        return self._notes.status(what) if self._notes.is_terminal else nullcontext()
+        return self._notes.status(message) if self._notes.is_terminal else nullcontext()
 
     def note(self, text: str) -> None:
         self.end_line()
@@ -85,10 +85,10 @@ class ChatScreen(logging.Handler):
 
 
 def _answers(results: Sequence[Result]) -> Table:
-    made = frame([""], ["tokens", "tokens/s", "ALT", "ALR", "TTFT s", "drafted", "verified", "accepted",
-                        "rows reused"], "answers", wide=True)
+    table = frame([""], ["tokens", "tokens/s", "ALT", "ALR", "TTFT s", "drafted", "verified", "accepted",
+                         "rows reused"], "answers", wide=True)
     if not results:
-        return made
+        return table
     for name, some in (("the last", results[-1:]), (f"all {len(results)}", results)):
         stats = [result.stats for result in some]
         decoded = sum(max(0, len(result.tokens) - 1) for result in some)
@@ -98,17 +98,17 @@ def _answers(results: Sequence[Result]) -> Table:
                   sum(s.accepted for s in stats), sum(s.reused for s in stats)]
         firsts = [result.stats.ttft_s for result in some if result.tokens]
         rates.append(sum(firsts) / len(firsts) if firsts else None)
-        made.add_row(name, str(sum(len(result.tokens) for result in some)),
-                     *map(number, rates), *map(str, counts))
-    return made
+        table.add_row(name, str(sum(len(result.tokens) for result in some)),
+                      *map(number, rates), *map(str, counts))
+    return table
 
 
 def _stages(result: Result) -> Table:
-    made = frame([""], ["compute s", "wait s", "rows", "pruned", "MB in", "MB out"],
-                 "stages, for the last answer", wide=True)
+    table = frame([""], ["compute s", "wait s", "rows", "pruned", "MB in", "MB out"],
+                  "stages, for the last answer", wide=True)
     for place, counters in enumerate(result.stats.stages, start=1):
-        made.add_row(f"V{place}", f"{counters.get('compute_s', 0.0):.2f}",
-                     f"{counters.get('wait_s', 0.0):.2f}", f"{counters.get('rows', 0):.0f}",
-                     f"{counters.get('pruned_rows', 0):.0f}", f"{counters.get('bytes_in', 0) / 1e6:.2f}",
-                     f"{counters.get('bytes_out', 0) / 1e6:.2f}")
-    return made
+        table.add_row(f"V{place}", f"{counters.get('compute_s', 0.0):.2f}",
+                      f"{counters.get('wait_s', 0.0):.2f}", f"{counters.get('rows', 0):.0f}",
+                      f"{counters.get('pruned_rows', 0):.0f}", f"{counters.get('bytes_in', 0) / 1e6:.2f}",
+                      f"{counters.get('bytes_out', 0) / 1e6:.2f}")
+    return table

@@ -132,24 +132,24 @@ def generate(
     require_strategy(strategy)
     schema = _schema(json_schema, json_object)
     if cluster is not None:
-        chosen = strategy_class(strategy)
-        named = chosen.name if explicit_options(context, ["strategy"]) else None
+        strategy_type = strategy_class(strategy)
+        strategy_name = strategy_type.name if explicit_options(context, ["strategy"]) else None
         explicit = explicit_options(context, asdict(sampling))
-        generate_remotely(cluster, RemoteRequest(text, chat, system, named, max_new_tokens, sampling,
+        generate_remotely(cluster, RemoteRequest(text, chat, system, strategy_name, max_new_tokens, sampling,
                                                  explicit, schema, values), as_json)
         return
-    found = resolve_model(model)
+    open_model = resolve_model(model)
     clock_settings = choose_clock(clock, profile, emulate)
-    stages = stages_of(found, stages, clock_settings.profile)
+    stages = stages_of(open_model, stages, clock_settings.profile)
     if chat:
-        require_template(found, chat_template)
-    chosen = strategy_class(strategy)
-    params = with_a_draft(chosen.name, found, params)
-    require_runnable([chosen.name], found, params, clock_settings.clock, stages)
+        require_template(open_model, chat_template)
+    strategy_type = strategy_class(strategy)
+    params = with_a_draft(strategy_type.name, open_model, params)
+    require_runnable([strategy_type.name], open_model, params, clock_settings.clock, stages)
     if trace is not None:
         check_writable(trace)
-    device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages))
-    sampling, origins = choose_sampling(sampling, explicit_options(context, asdict(sampling)), found)
+    device = device_of(device, open_model, dtype_of(open_model, dtype), processes=clock_settings.processes(stages))
+    sampling, origins = choose_sampling(sampling, explicit_options(context, asdict(sampling)), open_model)
     if verbose:
         logging.basicConfig(format="%(message)s")  # to stderr
         logging.getLogger("flowspec_edge").setLevel(logging.INFO)
@@ -159,38 +159,39 @@ def generate(
     from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.model.text import TextStream, Tokenizer
 
-    tokenizer = Tokenizer(found, chat_template)
+    tokenizer = Tokenizer(open_model, chat_template)
     if chat:
         messages = [Message("system", system)] if system is not None else []
-        ids, before = tokenizer.chat([*messages, Message("user", text)], how=Rendering(values)), []
-        if unread := [name for name in values if not tokenizer.reads(name)]:
-            print(f"flowspec: note: the chat template of {found.name} does not read {', '.join(unread)}",
+        ids, before = tokenizer.chat([*messages, Message("user", text)], rendering=Rendering(values)), []
+        if unknown_values := [name for name in values if not tokenizer.reads(name)]:
+            print(f"flowspec: note: the chat template of {open_model.name} does not read {', '.join(unknown_values)}",
                   file=sys.stderr)
-        stops = found.stop_ids | tokenizer.chat_stop_ids
+        stops = open_model.stop_ids | tokenizer.chat_stop_ids
     else:
         ids = before = tokenizer.encode(text)
-        stops = found.stop_ids
-    require_fitting(len(ids), found, max_new_tokens)
-    if ignored := not_applied(found, sampling):
-        print(f"flowspec: note: {found.name} asks for options that are not applied here: "
+        stops = open_model.stop_ids
+    require_fitting(len(ids), open_model, max_new_tokens)
+    if ignored := not_applied(open_model, sampling):
+        print(f"flowspec: note: {open_model.name} asks for options that are not applied here: "
               f"{', '.join(ignored)}", file=sys.stderr)
     grammar = _grammar(tokenizer, schema, stops, json_schema)
-    request = Request(ids, chosen.name, max_new_tokens, sampling, params, stops, grammar=grammar)
+    request = Request(ids, strategy_type.name, max_new_tokens, sampling, params, stops, grammar=grammar)
     pieces: list[str] = []
     stream = TextStream(tokenizer.decode, pieces.append if as_json else _write, before)
-    about = {"model": found.name, "stages": stages, "clock": clock_settings.clock,
+    about = {"model": open_model.name, "stages": stages, "clock": clock_settings.clock,
              "profile": clock_settings.profile_name, "device": device}
     with (write_trace(trace, request, stages, about, tokenizer.decode, before) as watch,
-          open_cluster(ClusterSpec(found.path, stages, answering_dtype(found, dtype, device, clock_settings.clock),
+          open_cluster(ClusterSpec(open_model.path, stages,
+                                   answering_dtype(open_model, dtype, device, clock_settings.clock),
                                    device=device, observer=watch, at_once=1),
                        clock_settings.place(stages, device)) as devices):
         result = answer(devices, request, stream.push)
         stream.close()
         if not as_json:
             _write("\n")
-        shared = shared_processors(clock_settings, chosen.name, stages, device)
-        stopped = result.finish_reason == "cancelled"  # by Ctrl-C
-        compares = shared is not None and not (as_json or stopped or trace is not None)
+        shared = shared_processors(clock_settings, strategy_type.name, stages, device)
+        cancelled = result.finish_reason == "cancelled"  # by Ctrl-C
+        compares = shared is not None and not (as_json or cancelled or trace is not None)
         plain = plain_speed(devices, request, result) if compares else None
     if as_json:
         labels = {"clock": clock_settings.clock, "profile": clock_settings.profile_name,
@@ -202,22 +203,22 @@ def generate(
         from flowspec_edge.lab.bench.tables import timing as timing_label
 
         label = timing_label(clock_settings.clock, clock_settings.profile_name)
-        where = "" if device == "cpu" else f"{device}, "
-        how = f"{strategy}, {stages} stages, {where}{label}"
-        print(summary(result, how, sampling_note(sampling, origins), plain), file=sys.stderr)
+        device_text = "" if device == "cpu" else f"{device}, "
+        setup = f"{strategy}, {stages} stages, {device_text}{label}"
+        print(summary(result, setup, sampling_note(sampling, origins), plain), file=sys.stderr)
         if plain is not None and plain > (result.stats.tokens_per_second or plain):
             print(f"flowspec: note: plain decoding was faster, {shared}: try --strategy {PLAIN}, or fewer "
                   "--stages", file=sys.stderr)
-    if stopped:
+    if cancelled:
         raise typer.Exit(INTERRUPTED)
 
 
-def summary(result: Result, how: str, sampling: str = "", plain: float | None = None) -> str:
+def summary(result: Result, setup: str, sampling: str = "", plain: float | None = None) -> str:
     """``plain``: tokens/s of plain decoding, if it was measured."""
     stats = result.stats
     figures = figures_line(len(result.tokens), result.finish_reason, stats.tokens_per_second, stats.alt,
                            stats.alr, stats.ttft_s, stats.energy_j, plain)
-    return f"[{how}: {figures}{sampling and f'; {sampling}'}]"
+    return f"[{setup}: {figures}{sampling and f'; {sampling}'}]"
 
 
 def sampling_note(sampling: Sampling, origins: Mapping[str, Origin]) -> str:

@@ -99,22 +99,22 @@ def demo(
     if model is None and name == DEMO:
         print(f"flowspec: note: {ANSWERING}, which answers questions, is not on this machine (flowspec models fetch "
               f"{ANSWERING}: 98 MB); the small model of the tests continues a program instead", file=sys.stderr)
-    found, profile = resolve_model(name), load_profile(_PROFILE)
-    stages = stages_of(found, stages)
-    device = device_of(device, found, dtype_of(found, "auto"), processes=stages + 1)
+    open_model, profile = resolve_model(name), load_profile(_PROFILE)
+    stages = stages_of(open_model, stages)
+    device = device_of(device, open_model, dtype_of(open_model, "auto"), processes=stages + 1)
     # More processes than processors would not keep the boards' time.
     emulates = device != "cpu" or stages + 1 <= cores()
-    dtype = answering_dtype(found, "auto", device, "wall" if emulates else "virtual")
-    reference = plain_device_of(device, found, dtype, stages + 1)
-    params = with_a_draft(FLOWSPEC, found, Params())
+    dtype = answering_dtype(open_model, "auto", device, "wall" if emulates else "virtual")
+    reference = plain_device_of(device, open_model, dtype, stages + 1)
+    params = with_a_draft(FLOWSPEC, open_model, Params())
 
     from flowspec_edge.drivers.processes.clusters import open_cluster
     from flowspec_edge.model.text import TextStream, Tokenizer
 
-    tokenizer = Tokenizer(found)
+    tokenizer = Tokenizer(open_model)
     if question is None:
         question = _default_question(tokenizer.chats)
-    [request] = requests_for(tokenizer, found, [Prompt("", "", question)], max_new_tokens, Sampling(), params,
+    [request] = requests_for(tokenizer, open_model, [Prompt("", "", question)], max_new_tokens, Sampling(), params,
                              chat=tokenizer.chats)
     recorded = None if emulates else _recorded(name, request)
     place = local_processes(stages, device, profile) if emulates else Virtual(profile, recording=recorded)
@@ -125,45 +125,45 @@ def demo(
         about.append(f"played back, since this machine has {cores()} processors for {stages + 1} processes")
     if recorded:
         about.append("the answer and the head's drafts are recorded ones of this model")
-    console.print(f"[bold]{found.name}[/bold] on the paper's {stages + 1} boards: {'; '.join(about)}")
+    console.print(f"[bold]{open_model.name}[/bold] on the paper's {stages + 1} boards: {'; '.join(about)}")
     console.print(f"\n{question}\n", style="cyan", markup=False)
 
-    def working(what: str) -> AbstractContextManager[object]:
-        return console.status(what) if console.is_terminal else nullcontext()
+    def working(message: str) -> AbstractContextManager[object]:
+        return console.status(message) if console.is_terminal else nullcontext()
 
     results: dict[str, Result] = {}
     columns = SideBySide(console, ["plain pipelining", "FlowSpec"])
-    spec = ClusterSpec(found.path, stages, dtype, device=device, at_once=1)
+    spec = ClusterSpec(open_model.path, stages, dtype, device=device, at_once=1)
     with _late_emulation() as late, open_cluster(spec, place) as cluster:
-        asked = {strategy: replace(request, strategy=strategy) for strategy in (PLAIN, FLOWSPEC, *_OTHERS)}
+        requests = {strategy: replace(request, strategy=strategy) for strategy in (PLAIN, FLOWSPEC, *_OTHERS)}
         if emulates:
             with columns.shown():
                 for number, strategy in enumerate((PLAIN, FLOWSPEC)):
                     with columns.answer(number) as (write, count):
                         stream = TextStream(tokenizer.decode, write)
-                        results[strategy] = _streamed(cluster, asked[strategy], stream, count)
+                        results[strategy] = _streamed(cluster, requests[strategy], stream, count)
         else:
             for strategy in (PLAIN, FLOWSPEC):
                 with working(f"computing the answer of {strategy}"):
-                    results[strategy] = cluster.generate_many([asked[strategy]])[0]
+                    results[strategy] = cluster.generate_many([requests[strategy]])[0]
             with columns.shown():
                 _play([results[PLAIN], results[FLOWSPEC]], columns, tokenizer.decode, console.is_terminal)
         for strategy in _OTHERS:
             if time.monotonic() < end:
                 with working(f"measuring {strategy}"):
-                    results[strategy] = cluster.generate(asked[strategy])
+                    results[strategy] = cluster.generate(requests[strategy])
 
     with working("plain decoding by transformers"):
-        decode, explains = plain_decoding(found, dtype, reference)
-        types = {"dtype": dtype, "weights": weights_of(found, dtype)}
+        decode, explains = plain_decoding(open_model, dtype, reference)
+        types = {"dtype": dtype, "weights": weights_of(open_model, dtype)}
         report = BenchReport(None, clock, types)
         measure(_Finished(results, clock), decode, BenchPlan(list(results), [Workload("", [request])], [0.0]), report,
                 explains=explains)
     console.print(f"\n{_verdict(results[PLAIN], results[FLOWSPEC])}")
     if late:
-        how = f"--chat --model {found.name}" if tokenizer.chats else f"--model {found.name}"
+        options = f"--chat --model {open_model.name}" if tokenizer.chats else f"--model {open_model.name}"
         console.print("This machine is too slow or too busy to keep the boards' time, so these speeds are too low.  "
-                      f"Virtual time needs no fast machine: flowspec bench run {how} --limit 4")
+                      f"Virtual time needs no fast machine: flowspec bench run {options} --limit 4")
     console.print()
     show(console, table(report.rows, f"{label}, one answer, {types_of(types)}"))
     if missing := [name for name in _OTHERS if name not in results]:

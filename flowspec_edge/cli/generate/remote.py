@@ -53,8 +53,8 @@ class RemoteRequest:
         if self.strategy is not None:
             body["flowspec"]["strategy"] = self.strategy
         if self.schema is not None:
-            wanted = {"name": "answer", "schema": self.schema, "strict": True}
-            body["response_format"] = {"type": "json_schema", "json_schema": wanted}
+            schema = {"name": "answer", "schema": self.schema, "strict": True}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         if not self.chat:
             return body | {"prompt": self.text}
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
@@ -81,7 +81,7 @@ def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> N
     pieces: list[str] = []
     last: dict[str, Any] = {}
     figures: dict[str, Any] = {}  # tokens and statistics, and then the settings
-    with DraftClient(inventory, board, os.environ.get("FLOWSPEC_API_KEY")) as service, _said(pieces):
+    with DraftClient(inventory, board, os.environ.get("FLOWSPEC_API_KEY")) as service, _reporting_interrupt(pieces):
         model = service.model()
         for item in service.stream(request.path, request.body(model)):
             figures |= item.get("flowspec") or {}
@@ -112,7 +112,7 @@ def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> N
 
 
 @contextmanager
-def _said(pieces: Sequence[str]) -> Iterator[None]:
+def _reporting_interrupt(pieces: Sequence[str]) -> Iterator[None]:
     """Ctrl-C, which ends the connection and so the request, still says how much of the answer there is."""
     began = time.monotonic()
     try:

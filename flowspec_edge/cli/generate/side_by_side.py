@@ -67,23 +67,23 @@ class SideBySide:
     @contextmanager
     def answer(self, number: int) -> Iterator[tuple[Callable[[str], None], CountTokens]]:
         """Yield what to call with the answer's text, and with its tokens, as they come."""
-        shown = self._answers[number]
+        column = self._answers[number]
 
         def write(text: str) -> None:
-            shown.text += text
+            column.text += text
             if self._live is None:
                 self._console.print(text, markup=False, end="", soft_wrap=True)
 
         if self._live is None:
-            self._console.print(f"[bold]{shown.title}[/bold]")
-        yield write, shown.add
+            self._console.print(f"[bold]{column.title}[/bold]")
+        yield write, column.add
         if self._live is None:
-            self._console.print(f"\n[dim]{shown.speed}[/dim]\n")
+            self._console.print(f"\n[dim]{column.speed}[/dim]\n")
 
     def _render(self) -> RenderableType:
         width = self._console.width // len(self._answers) - 2
-        parts = [Group(Text(shown.title, style="bold"), Text(shown.text), Text(shown.speed, style="dim"))
-                 for shown in self._answers]
+        parts = [Group(Text(answer.title, style="bold"), Text(answer.text), Text(answer.speed, style="dim"))
+                 for answer in self._answers]
         if width < _NARROWEST:
             return Group(*parts)
         columns = Table.grid(padding=(0, 2), expand=True)

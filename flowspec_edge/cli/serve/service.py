@@ -75,38 +75,38 @@ class Service:
         from flowspec_edge.serving.server import log_to_stderr, serve_app, url_of
         from flowspec_edge.strategies.tree_strategy import TreeStrategy
 
-        served = ServedModel(self.model, Tokenizer(self.model, self.chat_template), self.name, self.strategy,
-                             self._runnable(), self.params, self.answer_tokens, self.context)
-        served.tokenizer.start()
+        served_model = ServedModel(self.model, Tokenizer(self.model, self.chat_template), self.name, self.strategy,
+                                   self._runnable(), self.params, self.answer_tokens, self.context)
+        served_model.tokenizer.start()
         about = Description(self.name, self.strategy, self.dtype, self._layers(), self.profile,
-                            self.api_key is not None, served.tokenizer.chats,
-                            issubclass(strategy_class(self.strategy), TreeStrategy), served.strategies,
-                            served.context_tokens)
-        admission = Admission(served.probe(), self.queue, self.ready_within, at_once=self.at_once)
+                            self.api_key is not None, served_model.tokenizer.chats,
+                            issubclass(strategy_class(self.strategy), TreeStrategy), served_model.strategies,
+                            served_model.context_tokens)
+        admission = Admission(served_model.probe(), self.queue, self.ready_within, at_once=self.at_once)
         log_to_stderr(log_json)
-        says = self._first_line(url_of(listener))
-        with board_meter(wanted=self.profile is None) as meter:
+        first_line = self._first_line(url_of(listener))
+        with board_meter(enabled=self.profile is None) as meter:
             stats, feed = SystemStats(meter=meter).read, Feed()
             metrics = Metrics(self.stages, stats, {
                 "model": self.name, "strategy": self.strategy, "stages": str(self.stages),
                 "dtype": self.dtype, "emulates": self.profile or ""}, feed.stats.fairness)
-            live = Live(feed, admission, about, served.tokenizer.decode, stats)
+            live = Live(feed, admission, about, served_model.tokenizer.decode, stats)
             spec = replace(
                 spec, at_once=self.at_once, rejoin_within=self.rejoin_within,
                 scheduling_policy=self.scheduling_policy,
                 cache_rows=cache_rows(self.context, self.at_once, self.params, self.stages), reserve=True,
                 observer=Observers([metrics, feed, *watchers]), meter=meter)
-            app = make_app(admission, served, self.api_key, metrics=metrics, live=live,
+            app = make_app(admission, served_model, self.api_key, metrics=metrics, live=live,
                            cors_origins=self.cors_origins)
-            serve_app(listener, app, admission, open_cluster(spec, place), lambda: ready(says),
+            serve_app(listener, app, admission, open_cluster(spec, place), lambda: ready(first_line),
                       self.forwarded_allow_ips)
 
     def _first_line(self, url: str) -> str:
-        where = f", cluster {self.cluster}" if self.cluster else ""
+        cluster_text = f", cluster {self.cluster}" if self.cluster else ""
         emulated = f", emulating {self.profile}" if self.profile else ""
         device = f", {self.device}" if self.device not in (None, "cpu") else ""
         return (f"flowspec: serving {self.name} ({self.strategy}, {self.stages} stages, {self.dtype}"
-                f"{device}{where}{emulated}) at {url}/v1, the page at {url}/")
+                f"{device}{cluster_text}{emulated}) at {url}/v1, the page at {url}/")
 
     def _layers(self) -> list[tuple[int, int]]:
         from flowspec_edge.stage.shard import stage_ranges
@@ -115,10 +115,10 @@ class Service:
 
     def _runnable(self) -> list[str]:
         """The strategies that need no other models than ``strategy``."""
-        chosen = strategy_class(self.strategy)
-        loaded = {None, NGRAM.name, draft_kind(chosen, self.params, self.model)}
+        strategy_type = strategy_class(self.strategy)
+        loaded = {None, NGRAM.name, draft_kind(strategy_type, self.params, self.model)}
         names = []
-        for name in dict.fromkeys([*STRATEGIES, chosen.name]):
+        for name in dict.fromkeys([*STRATEGIES, strategy_type.name]):
             try:
                 other = strategy_class(name)
                 require_runnable([other.name], self.model, self.params, "wall", self.stages)

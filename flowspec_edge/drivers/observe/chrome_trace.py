@@ -65,8 +65,8 @@ class _Writer:
         self._timeline = timeline
         self._stages = stages
         first = timeline.events[0] if timeline.events else None
-        self._begun = first.at if first else 0.0
-        self._latest = self._begun  # the last moment that is known of the request
+        self._began_at = first.at if first else 0.0
+        self._latest = self._began_at  # the last moment that is known of the request
         self._clocks = StageClocks()
         if not timeline.one_clock:
             for event in timeline.events:
@@ -92,10 +92,10 @@ class _Writer:
         if self._timeline.events:
             self._draw_request()
         self._events.sort(key=lambda event: event["ts"])  # stable: a flow stays behind its slice
-        own = {"complete": self._timeline.result is not None,
-               "clocks": _ONE_CLOCK if self._timeline.one_clock else _MAPPED}
+        trace_facts = {"complete": self._timeline.result is not None,
+                       "clocks": _ONE_CLOCK if self._timeline.one_clock else _MAPPED}
         return {"traceEvents": [*self._names(), *self._events], "displayTimeUnit": "ms",
-                "otherData": about | own}
+                "otherData": about | trace_facts}
 
     def _names(self) -> Iterator[Event]:
         for device in range(self._stages + 1):
@@ -117,9 +117,9 @@ class _Writer:
                 self._sent(event)
             case Pruned():
                 interval = f"{event.start} to {event.stop - 1}" if event.stop > event.start else "none"
-                self._instant("prune", event.at, HINTS, {"of the numbers": interval, "kept": len(event.kept)})
-                gone = set(range(event.start, event.stop)) - set(event.kept)
-                self._in_flight = {run: numbers - gone for run, numbers in self._in_flight.items()}
+                self._instant("prune", event.at, HINTS, {"of the numbers": interval, "kept": len(event.keep)})
+                pruned = set(range(event.start, event.stop)) - set(event.keep)
+                self._in_flight = {run: numbers - pruned for run, numbers in self._in_flight.items()}
                 self._count_in_flight(event.at)
             case Cancelled():
                 self._instant("cancel", event.at, HINTS, {"segments cancelled": list(event.runs)})
@@ -178,8 +178,8 @@ class _Writer:
         name = f"segment {sent.run}"
         ordered = sorted(segment.times, key=lambda times: times.stage)
         works = [(times, *self._clocks.times(times)) for times in ordered]
-        begun = works[0][1] if works and works[0][0].stage == 1 else sent.at
-        at_v1 = max(sent.at, begun if segment.next_sent is None else min(begun, segment.next_sent))
+        began_at = works[0][1] if works and works[0][0].stage == 1 else sent.at
+        at_v1 = max(sent.at, began_at if segment.next_sent is None else min(began_at, segment.next_sent))
         state = "" if sent.numbers else " (empty)"
         slices = [self._slice(f"{name}{state}", category, sent.at, at_v1, 0, SENDING, about)]
         for times, start, end in works:
@@ -211,8 +211,8 @@ class _Writer:
                                 "ended by": result.finish_reason if result else "being broken off"}
         end = self._timeline.events[-1].at if result else self._latest
         first = end if self._first_token_at is None else self._first_token_at
-        self._slice("request", "request", self._begun, end, 0, REQUEST, args)
-        self._slice("reading the prompt", "request", self._begun, first, 0, REQUEST, {})
+        self._slice("request", "request", self._began_at, end, 0, REQUEST, args)
+        self._slice("reading the prompt", "request", self._began_at, first, 0, REQUEST, {})
         if self._first_token_at is not None:
             self._slice("decoding", "request", first, end, 0, REQUEST, {})
 
@@ -237,7 +237,7 @@ class _Writer:
 
     def _ts(self, moment: float) -> float:
         """Microseconds since the request began."""
-        return round((moment - self._begun) * 1e6, 3)
+        return round((moment - self._began_at) * 1e6, 3)
 
 
 def _about(segment: _Segment) -> dict[str, Any]:

@@ -81,11 +81,11 @@ class PowerMeter:
 
 
 @contextmanager
-def board_meter(wanted: bool = True) -> Iterator[PowerMeter | None]:
-    """A running meter of this process' board; None without a known sensor or a unique board number, or if
-    not ``wanted``: under emulation it would measure the emulating machine."""
+def board_meter(enabled: bool = True) -> Iterator[PowerMeter | None]:
+    """Yield a running meter of this process's board. None without a known sensor or a unique board number, and if not
+    ``enabled``: under emulation it would measure the emulating machine."""
     root = system_root()
-    rails = total_rails(root, power_rails()) if wanted else ()
+    rails = total_rails(root, power_rails()) if enabled else ()
     number = board_number(root)
     if not rails or number is None:
         yield None
@@ -192,8 +192,8 @@ class SessionEnergy:
         self._updated = (now, joules)
         used, seconds = joules - before, now - since
         if self._shares:
-            own = [self._shares[n] for n in self._worked_for if n in self._shares]
-            sharing = own or self._shares.values()
+            working_shares = [self._shares[n] for n in self._worked_for if n in self._shares]
+            sharing = working_shares or self._shares.values()
             for share in sharing:
                 share.add(used / len(sharing), seconds / len(sharing))
         elif since >= self._quiet_from:

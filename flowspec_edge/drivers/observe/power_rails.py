@@ -32,13 +32,13 @@ def system_root() -> Path:
 
 def find_rails(root: Path) -> dict[str, Rail]:
     """Return the connected channels of all chips below ``root`` by label."""
-    found: dict[str, Rail] = {}
+    rails: dict[str, Rail] = {}
     for chip in sorted(root.glob(_CHIPS)):
         for channel in _CHANNELS:
             label = _text(chip / f"in{channel}_label")
             if label and label != _NOT_CONNECTED:
-                found.setdefault(label, Rail(chip / f"in{channel}_input", chip / f"curr{channel}_input"))
-    return found
+                rails.setdefault(label, Rail(chip / f"in{channel}_input", chip / f"curr{channel}_input"))
+    return rails
 
 
 def total_rails(root: Path, boards: Iterable[tuple[str, Sequence[str]]]) -> tuple[Rail, ...]:
@@ -46,10 +46,10 @@ def total_rails(root: Path, boards: Iterable[tuple[str, Sequence[str]]]) -> tupl
     of the device tree's model, labels to sum); on other boards VDD_IN or VIN is the total."""
     rails = find_rails(root)
     model = _text(root / "sys/firmware/devicetree/base/model")
-    named = next((labels for part, labels in boards if part in model), None)
-    if named is None:
-        named = [label for label in _TOTALS if label in rails][:1]
-    return tuple(rails[label] for label in named) if set(named) <= set(rails) else ()
+    chosen_labels = next((labels for part, labels in boards if part in model), None)
+    if chosen_labels is None:
+        chosen_labels = [label for label in _TOTALS if label in rails][:1]
+    return tuple(rails[label] for label in chosen_labels) if set(chosen_labels) <= set(rails) else ()
 
 
 def read_watts(rails: Sequence[Rail]) -> float | None:
@@ -57,10 +57,10 @@ def read_watts(rails: Sequence[Rail]) -> float | None:
     total = 0
     for rail in rails:
         try:  # a current of zero may read as some mA below zero
-            drawn = int(rail.voltage.read_bytes()) * max(0, int(rail.current.read_bytes()))
+            microwatts = int(rail.voltage.read_bytes()) * max(0, int(rail.current.read_bytes()))
         except (OSError, ValueError):
             return None
-        total += drawn
+        total += microwatts
     return total / 1e6 if rails and 0 <= total < _MAX_UW else None
 
 

@@ -49,7 +49,7 @@ def read_system_stats(root: Path = _ROOT) -> dict[str, float]:
     """
     memory = procfs.sizes(root / "proc/meminfo")
     load = procfs.text(root / "proc/loadavg").partition(" ")[0]
-    found = {
+    figures = {
         "memory_total": memory.get("MemTotal"),
         "memory_available": memory.get("MemAvailable"),
         "resident": procfs.sizes(root / "proc/self/status").get("VmRSS"),
@@ -57,7 +57,7 @@ def read_system_stats(root: Path = _ROOT) -> dict[str, float]:
         "load": float(load) if re.fullmatch(r"\d+\.\d+", load) else None,
         "cpus": _cores(procfs.text(root / "sys/devices/system/cpu/online")),
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in figures.items() if value is not None}
 
 
 def hottest(root: Path = _ROOT) -> float | None:
@@ -68,9 +68,9 @@ def hottest(root: Path = _ROOT) -> float | None:
     return max((round(d, 1) for d in degrees if _COLDEST_C < d < _HOTTEST_C), default=None)
 
 
-def _cores(listed: str) -> int | None:
+def _cores(ranges: str) -> int | None:
     """Number of cores in a list such as "0-3,5"."""
-    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", listed):
+    if not re.fullmatch(r"\d+(-\d+)?(,\d+(-\d+)?)*", ranges):
         return None
-    ends = [[int(end) for end in part.split("-")] for part in listed.split(",")]
+    ends = [[int(end) for end in part.split("-")] for part in ranges.split(",")]
     return sum(part[-1] - part[0] + 1 for part in ends)

@@ -61,8 +61,8 @@ class StageClocks:
 
     def learn(self, message: Computed, at: float) -> None:
         """A message arrived ``at`` seconds of D0's clock."""
-        seen = at - message.sent * 1e-6
-        self._offset[message.stage] = min(seen, self._offset.get(message.stage, seen) + self._forget)
+        difference = at - message.sent * 1e-6
+        self._offset[message.stage] = min(difference, self._offset.get(message.stage, difference) + self._forget)
 
     def times(self, message: Computed) -> tuple[float, float]:
         """Return start and end of the work in seconds of D0's clock; unknown stages share that clock."""

@@ -87,8 +87,8 @@ class EventLoop:
         worked = self.carry_out()
         self._links.flush()  # V1 may have connected, or made room, since the core last had something to send
         received = self._links.collect(self.core.feed)
-        if wrong := self._links.take_dropped():
-            self._observer.observe(MessagesDropped("frame", wrong))
+        if dropped_frames := self._links.take_dropped():
+            self._observer.observe(MessagesDropped("frame", dropped_frames))
         for session in self.core.closing:
             if self._links.members.all_reported(session):
                 self._report(session)

@@ -180,8 +180,8 @@ def _start(within: float, *args: object) -> tuple[ForkServerProcess, int]:
     """
     deadline, retry = time.monotonic() + within, True
     with _starting:
-        if (stopped := server_pid()) is not None and process_state(stopped) == STOPPED:
-            _kill(stopped)
+        if (stopped_server := server_pid()) is not None and process_state(stopped_server) == STOPPED:
+            _kill(stopped_server)
         while True:
             preload()
             server = server_pid()

@@ -132,8 +132,8 @@ class ProcessCluster:
         self._refresh()
         self.start()
         began = time.monotonic()
-        due = arrivals or [0.0] * len(requests)
-        waiting = deque(sorted((at, place) for place, at in enumerate(due)))
+        arrival_times = arrivals or [0.0] * len(requests)
+        waiting = deque(sorted((at, place) for place, at in enumerate(arrival_times)))
         handles: dict[int, RequestHandle] = {}
 
         def done() -> bool:

@@ -32,16 +32,16 @@ class Recovery:
     """Runs in the thread that drives the cluster; any thread may read ``status`` (RUNNING or RECOVERING)."""
 
     def __init__(self, links: StageLinks, workers: WorkerProcesses, within: float, observer: Observer,
-                 gone: Callable[[], str | None]) -> None:
-        """within  seconds until all stages must be back; 0: every loss is final
-        gone    returns why a stage that was started elsewhere has ended for good, or None
+                 why_ended: Callable[[], str | None]) -> None:
+        """within     seconds until all stages must be back; 0: every loss is final
+        why_ended  returns why a stage that was started elsewhere has ended for good, or None
         """
         self.status = ClusterStatus(ClusterState.RUNNING)
         self._links = links
         self._workers = workers
         self._within = within
         self._observer = observer
-        self._gone = gone
+        self._why_ended = why_ended
         self._lost_at = 0.0
         self._deadline = 0.0
         self._missing: set[int] = set()  # the stages that the observer was told of
@@ -60,7 +60,7 @@ class Recovery:
             self._failed_start = ""
         silent = self._links.members.silent(now)
         self._note_missing({*silent, *([error.stage] if isinstance(error, StageBroken) else ())})
-        if now >= self._deadline or self._gone() is not None:
+        if now >= self._deadline or self._why_ended() is not None:
             raise error
         outage = str(error).removesuffix(ADVICE)
         self.status = ClusterStatus(ClusterState.RECOVERING, outage)
@@ -88,8 +88,8 @@ class Recovery:
             self._restart({**{stage: f"V{stage} is silent" for stage in silent}, **broken,
                            **self._workers.ended()})
         self._note_missing({*silent, *broken})
-        if (gone := self._gone()) is not None:
-            raise PeerLost(gone + ADVICE)
+        if (reason := self._why_ended()) is not None:
+            raise PeerLost(reason + ADVICE)
         absent = members.absent()
         if not absent and self._links.reaches_v1 and not self._workers.ended():
             return True
@@ -121,10 +121,10 @@ class Recovery:
     def _restart(self, causes: Mapping[int, str]) -> None:
         """Restart these stages' processes, with exponential backoff."""
         now = time.monotonic()
-        due = {stage: cause for stage, cause in causes.items() if now >= self._start_at.get(stage, 0.0)}
-        if not due:
+        due_causes = {stage: cause for stage, cause in causes.items() if now >= self._start_at.get(stage, 0.0)}
+        if not due_causes:
             return
-        for stage, cause in due.items():
+        for stage, cause in due_causes.items():
             starts = self._starts.get(stage, 0)
             if starts == _MAX_STARTS:
                 self._deadline = now
@@ -132,7 +132,7 @@ class Recovery:
             if starts:
                 self._failed_start = f" ({cause})"
             log.warning("%s: restarting it", cause)
-        stages = sorted(due)
+        stages = sorted(due_causes)
         for stage in stages:
             self._start_at[stage] = now + _PAUSE_S * 2 ** self._starts.get(stage, 0)
             self._starts[stage] = self._starts.get(stage, 0) + 1

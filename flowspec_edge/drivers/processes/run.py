@@ -79,8 +79,8 @@ class ProcessRun:
                                     lambda beat, at: observer.observe(HeartbeatArrived(at, beat)),
                                     lambda session: core.find(session) is not None,
                                     core.charge)
-            own = undo.enter_context(board_meter(spec.meter is None and emulator is None))
-            self.meter = spec.meter or own
+            local_meter = undo.enter_context(board_meter(spec.meter is None and emulator is None))
+            self.meter = spec.meter or local_meter
             self.energy = SessionEnergy(self.meter)
             self.loop = EventLoop(core, self.links, emulator, observer, self.energy, self.timing)
             self.recovery = Recovery(self.links, self.workers, spec.rejoin_within, observer, watch)

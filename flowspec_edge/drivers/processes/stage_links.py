@@ -102,11 +102,11 @@ class StageLinks:
         before = self._hub.bytes_out
         for stage, instance in enumerate(self.members.instances, start=1):
             try:
-                taken = self._hub.send(instance, message)
+                accepted = self._hub.send(instance, message)
             except PeerLost as error:
                 self._blame_exit(stage)
                 raise PeerLost(f"V{stage} left the control channel{ADVICE}") from error
-            if not taken:
+            if not accepted:
                 raise PeerLost(f"V{stage} no longer takes control messages{ADVICE}")
         self._charge(message.session, self._hub.bytes_out - before)
 
@@ -186,8 +186,8 @@ class StageLinks:
 
     def sleep(self, max_s: float = _CHECK_S) -> None:
         """Wait up to ``max_s`` seconds for a message, room for a queued segment, or the next check."""
-        due = max(0.0, min(max_s, self._check_at - time.monotonic()))
-        self._transport.wait([self._output, self._hub], [self._first] if self._outbox else [], due)
+        wait_s = max(0.0, min(max_s, self._check_at - time.monotonic()))
+        self._transport.wait([self._output, self._hub], [self._first] if self._outbox else [], wait_s)
 
     # ---- losses --------------------------------------------------------------------------------
 

@@ -76,7 +76,7 @@ def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | 
             from flowspec_edge.drivers.stage.load import load_engine  # here: it imports torch
 
             engine, hello = load_engine(config)
-            with board_meter(wanted=parts.charge is None) as meter:
+            with board_meter(enabled=parts.charge is None) as meter:
                 signals.serving = True
                 Worker(config, links, engine, hello, notifier, meter, lambda: signals.arrived, release,
                        parts.charge).run()

@@ -71,8 +71,8 @@ class Notifier:
 def _watchdog_s(environment: Mapping[str, str]) -> float:
     """Return the watchdog's timeout in seconds; 0: none, or not for this process."""
     microseconds = environment.get("WATCHDOG_USEC", "")
-    meant = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-    return int(microseconds) * 1e-6 if meant and microseconds.isdigit() else 0.0
+    is_for_us = environment.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
+    return int(microseconds) * 1e-6 if is_for_us and microseconds.isdigit() else 0.0
 
 
 def _watchdog(seconds: float) -> str:

@@ -184,18 +184,18 @@ class Worker:
             case Idle() if self._core.has_room:
                 self._sleep()
 
-    def _work(self, begun: Pass) -> None:
+    def _work(self, running: Pass) -> None:
         start = time.monotonic()
-        self._energy.work_for(*(segment.session for segment in begun.segments))
+        self._energy.work_for(*(segment.session for segment in running.segments))
         try:
-            begun.compute(self._tick)
+            running.compute(self._tick)
             if self._charge:
-                self._wait_for(begun, self._charge, start)
+                self._wait_for(running, self._charge, start)
         except (KeyRefused, OtherRelease, PeerLost):
             raise
         except FlowspecError as error:  # rows that contradict each other, or do not fit
             self._give_up(error)
-            if not begun.results:
+            if not running.results:
                 return
         finally:
             self._energy.work_for()
@@ -203,15 +203,15 @@ class Worker:
         self._core.feed(Passed(start, end), end)
         self._step()  # before control messages are read: a Close's report counts this pass, so its times go first
 
-    def _wait_for(self, begun: Pass, charge: Charge, start: float) -> None:
+    def _wait_for(self, running: Pass, charge: Charge, start: float) -> None:
         """Wait until the emulated pass ends; a cancel may end it early."""
-        seconds = charge.seconds(begun.admitted_rows, begun.context, begun.alike)
+        seconds = charge.seconds(running.admitted_rows, running.context, running.alike)
         self._core.feed(Charged(start, seconds), time.monotonic())
-        if all(begun.cancelled):
+        if all(running.cancelled):
             return
-        self._counters.add_late(max(0.0, time.monotonic() - begun.end), begun.segments)
-        while (left := begun.end - time.monotonic()) > 0:
-            self._tick(left)
+        self._counters.add_late(max(0.0, time.monotonic() - running.end), running.segments)
+        while (remaining := running.end - time.monotonic()) > 0:
+            self._tick(remaining)
 
     def _emit(self, messages: Sequence[Outgoing]) -> None:
         for message in messages:
@@ -229,7 +229,7 @@ class Worker:
     def _send(self, link: ZmqClientLink, message: Outgoing) -> None:
         """Send ``message``, without the data of ended sessions; serve control messages while the peer has no
         room."""
-        while (left := self._core.left_of(message)) is not None and not link.send(left):
+        while (unsent := self._core.left_of(message)) is not None and not link.send(unsent):
             self._sleep(room=link)
             self._tick()
 
@@ -240,8 +240,8 @@ class Worker:
         start, waits = time.monotonic(), computing_s == math.inf
         data = waits and self._core.has_room
         incoming = [self._links.control, self._links.previous] if data else [self._links.control]
-        due = max(0.0, min(self._status.due_at - start, self._check_at - start, computing_s))
-        self._links.transport.wait(incoming, [room] if room else [], due)
+        wait_s = max(0.0, min(self._status.due_at - start, self._check_at - start, computing_s))
+        self._links.transport.wait(incoming, [room] if room else [], wait_s)
         if waits:
             self._read()
             self._counters.add_wait(time.monotonic() - start)

@@ -31,12 +31,12 @@ class EventClock:
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._made = 0
+        self._count = 0
 
     def at(self, time: float, event: Callable[[], None]) -> None:
         """Run ``event`` when the clock reaches ``time`` (seconds)."""
-        heapq.heappush(self._events, (time, self._made, event))
-        self._made += 1
+        heapq.heappush(self._events, (time, self._count, event))
+        self._count += 1
 
     def step(self) -> bool:
         """Run the next event; False if there is none."""

@@ -126,9 +126,9 @@ class DigestCache:
         return
 
     def keep(self, mask: Bool) -> None:
-        kept = np.flatnonzero(mask)
-        self.digests[: len(kept)] = self.digests[kept]
-        self._length = len(kept)
+        indexes = np.flatnonzero(mask)
+        self.digests[: len(indexes)] = self.digests[indexes]
+        self._length = len(indexes)
 
     def retain(self, rows: int) -> None:
         return
@@ -179,19 +179,19 @@ class RecordedStage:
 
     def _digests(self, part: Part) -> Payload:
         """Those of a segment's rows; they are kept behind the cache's last one."""
-        [held] = part.cache.parts
-        assert isinstance(held, DigestCache)
+        [cache] = part.cache.parts
+        assert isinstance(cache, DigestCache)
         tokens, positions = part.segment.tokens, part.segment.positions
         assert tokens is not None
         before = part.mask & (part.columns == positions[:, None] - 1)
         parents, has_parent = before.argmax(axis=1).tolist(), before.any(axis=1).tolist()
-        start, known = len(held), held.digests[: len(held)]
-        own: list[int] = []
+        start, cached_digests = len(cache), cache.digests[: len(cache)]
+        row_digests: list[int] = []
         for token, parent, has in zip(tokens.tolist(), parents, has_parent, strict=True):
-            above = 0 if not has else int(known[parent]) if parent < start else own[parent - start]
-            own.append(digest(above, token))
-        new = np.array(own, np.uint64)
-        held.digests[start : start + len(own)] = new
+            above = 0 if not has else int(cached_digests[parent]) if parent < start else row_digests[parent - start]
+            row_digests.append(digest(above, token))
+        new = np.array(row_digests, np.uint64)
+        cache.digests[start : start + len(row_digests)] = new
         return Payload(_WIRE, new.view(np.float16).reshape(-1, _WIDTH))
 
     def no_rows(self) -> Payload:
@@ -250,7 +250,7 @@ class RecordedTarget:
 
 
 @dataclass
-class Asked:
+class RequestedNodes:
     """The nodes whose children drafters were asked for.
 
     right    of them, those that are on the recorded text: only their children can become text
@@ -267,8 +267,8 @@ class RecordedDrafter(Drafter):
 
     taps = ()
 
-    def __init__(self, texts: Iterable[RecordedText], asked: Asked) -> None:
-        self._texts, self._asked = list(texts), asked
+    def __init__(self, texts: Iterable[RecordedText], requested: RequestedNodes) -> None:
+        self._texts, self._requested = list(texts), requested
         self.reset(Sampling(), "draft", 1.0)
 
     def reset(self, sampling: Sampling, rank: Rank, tau: float) -> None:
@@ -295,7 +295,7 @@ class RecordedDrafter(Drafter):
     def expand(self, request: DraftRequest) -> DraftOutput:
         if request.root != self._root:
             self._root = request.root
-            self._nodes = {node: own for node, own in self._nodes.items() if node > request.root}
+            self._nodes = {node: children for node, children in self._nodes.items() if node > request.root}
             self._places = {}
         if self._text is None:
             self._text = self._find()
@@ -313,10 +313,10 @@ class RecordedDrafter(Drafter):
                 continue  # the answer is complete: nothing below it can become text
             place = self._place(node.id, expansion.index)
             right = self._is_right(node.id)
-            self._asked.nodes += 1
-            self._asked.right += right
+            self._requested.nodes += 1
+            self._requested.right += right
             if place is None:
-                self._asked.missing += right
+                self._requested.missing += right
                 if right:
                     continue
                 place = _stand_in(node, expansion)
@@ -326,7 +326,7 @@ class RecordedDrafter(Drafter):
         return output
 
     def shares_passes_with(self, other: Drafter) -> bool:
-        return isinstance(other, RecordedDrafter) and other._asked is self._asked
+        return isinstance(other, RecordedDrafter) and other._requested is self._requested
 
     def _place(self, node: int, index: Mapping[tuple[int, int], int]) -> int | None:
         if node == self._root:
@@ -371,31 +371,31 @@ def _stand_in(node: DraftNode, expansion: Expansion) -> int:
     same = expansion.by_token.get(node.token)
     if same is not None:
         return same
-    return 1 + digest(node.id, node.token) % (len(expansion.own) - 1) if len(expansion.own) > 1 else 0
+    return 1 + digest(node.id, node.token) % (len(expansion.node_tokens) - 1) if len(expansion.node_tokens) > 1 else 0
 
 
 class RecordedSessions(DraftSessions):
-    """``asked``: what all requests' drafters were asked for."""
+    """``requested``: the nodes whose children the drafters of all requests were asked for."""
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(RecordedTarget(recording), _Drafts(recording), _MOST_POSITIONS)
         self._recording = recording
-        self.asked = Asked()
+        self.requested = RequestedNodes()
 
     def depths(self, stages: int) -> tuple[int, ...]:
         return ()
 
     def drafter(self, kind: str) -> Drafter:
-        return RecordedDrafter(self._recording.texts, self.asked)
+        return RecordedDrafter(self._recording.texts, self.requested)
 
     def check(self, request: Request) -> None:
-        recording, shown = self._recording, self._recording.shown
+        recording, name = self._recording, self._recording.display_name
         kind = require_drafts(strategy_class(request.strategy), request.params, recording)
         if request.penalties or request.restrictions or request.grammar or request.logprobs is not None:
-            raise UsageError(f"{shown} has texts without penalties, grammars, restrictions and probabilities")
+            raise UsageError(f"{name} has texts without penalties, grammars, restrictions and probabilities")
         if kind == recording.draft and not request.sampling.greedy and (
                 (request.params.rank, request.params.tau) != (recording.rank, recording.tau)):
-            raise UsageError(f"{shown} ranks children by rank={recording.rank} and tau={recording.tau:g}: leave "
+            raise UsageError(f"{name} ranks children by rank={recording.rank} and tau={recording.tau:g}: leave "
                              "--set rank and --set tau out, or measure with the model")
         answer_to(request, recording)
 
@@ -410,13 +410,13 @@ class _Drafts:
         return kind if kind == self.recording.draft else None
 
 
-def require_drafts(chosen: type[Strategy], params: Params, recording: Recording) -> str | None:
-    """Return the kind that ``chosen`` drafts with, as ``draft_choice.draft_kind``. UsageError if the recording has not
+def require_drafts(strategy: type[Strategy], params: Params, recording: Recording) -> str | None:
+    """Return the kind that ``strategy`` drafts with, as ``draft_choice.draft_kind``. UsageError if the recording lacks
     that kind's drafts."""
-    kind = draft_kind(chosen, params, _Drafts(recording))
+    kind = draft_kind(strategy, params, _Drafts(recording))
     if kind not in (None, NGRAM.name, recording.draft):
-        raise UsageError(f"{chosen.name} drafts with {DRAFT_KINDS[kind].title} here, and {recording.shown} has what "
-                         f"{recording.draft} said: leave --draft out, or leave {chosen.name} out")
+        raise UsageError(f"{strategy.name} drafts with {DRAFT_KINDS[kind].title} here, and {recording.display_name} "
+                         f"has what {recording.draft} said: leave --draft out, or leave {strategy.name} out")
     return kind
 
 
@@ -439,13 +439,13 @@ class RecordedModel:
 
     def note(self) -> str:
         """Say how much of what strategies asked for is not in the recording."""
-        asked = self.sessions.asked
-        if not asked.missing:
+        requested = self.sessions.requested
+        if not requested.missing:
             return ""
-        share = asked.missing / asked.right
+        share = requested.missing / requested.right
         advice = "; the figures are too low: record with more --nodes" if share > _MOST_MISSING else ""
-        return (f"{'warning' if advice else 'note'}: {self._recording.shown} lacks the children of {share:.1%} of the "
-                f"{asked.right:,} nodes on a text's path that were drafted below{advice}")
+        return (f"{'warning' if advice else 'note'}: {self._recording.display_name} lacks the children of {share:.1%} "
+                f"of the {requested.right:,} nodes on a text's path that were drafted below{advice}")
 
 
 def request_of(text: RecordedText, recording: Recording, max_new_tokens: int, **others: Any) -> Request:
@@ -463,6 +463,6 @@ def answer_to(request: Request, recording: Recording) -> tuple[list[int], str]:
                 return list(text.answer[: request.max_new_tokens]), "length"
             if text.reason == "stop":
                 return list(text.answer), "stop"
-            raise UsageError(f"{recording.shown} has {len(text.answer)} tokens after the prompt {text.name}, not "
-                             f"{request.max_new_tokens}: lower --max-new-tokens")
-    raise UsageError(f"{recording.shown} has no text of this prompt with {request.sampling}")
+            raise UsageError(f"{recording.display_name} has {len(text.answer)} tokens after the prompt {text.name}, "
+                             f"not {request.max_new_tokens}: lower --max-new-tokens")
+    raise UsageError(f"{recording.display_name} has no text of this prompt with {request.sampling}")

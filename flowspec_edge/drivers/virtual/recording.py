@@ -36,14 +36,14 @@ _MOST_BYTES = 2**31  # of an array; more is no recording
 class Expansion:
     """The head's children below one root, node by node; node 0 is the root.
 
-    parents  [n] int32: the node's parent among the nodes, which comes before it; the root's is -1
-    own      [n] int32: the node's token; the root's is ``ABSENT``. It may be one that the head did not name
-    tokens   [n, k] int32: each node's children, best first, ``ABSENT`` where there is none
-    scores   [n, k] float64, their log confidences given the node; -inf where there is none
+    parents      [n] int32: the node's parent among the nodes, which comes before it; the root's is -1
+    node_tokens  [n] int32: the node's token; the root's is ``ABSENT``. It may be one that the head did not name
+    tokens       [n, k] int32: each node's children, best first, ``ABSENT`` where there is none
+    scores       [n, k] float64, their log confidences given the node; -inf where there is none
     """
 
     parents: NDArray[np.int32]
-    own: NDArray[np.int32]
+    node_tokens: NDArray[np.int32]
     tokens: NDArray[np.int32]
     scores: NDArray[np.float64]
 
@@ -51,12 +51,12 @@ class Expansion:
     def index(self) -> dict[tuple[int, int], int]:
         """Nodes by their parent and token."""
         return {(parent, token): node for node, (parent, token) in
-                enumerate(zip(self.parents[1:].tolist(), self.own[1:].tolist(), strict=True), 1)}
+                enumerate(zip(self.parents[1:].tolist(), self.node_tokens[1:].tolist(), strict=True), 1)}
 
     @cached_property
     def by_token(self) -> dict[int, int]:
         """The last node with each token."""
-        return {token: node for node, token in enumerate(self.own[1:].tolist(), 1)}
+        return {token: node for node, token in enumerate(self.node_tokens[1:].tolist(), 1)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class Recording:
     stop_ids    end-of-sequence tokens
     draft       the kind of the head, whose time a profile knows
     rank, tau   how children were ranked at temperatures above 0 (``Params``)
-    made        provenance: digests, dtype, licence, prompts, the program's version
+    provenance  digests, dtype, licence, prompts and the program's version
     """
 
     model: str
@@ -108,7 +108,7 @@ class Recording:
     rank: str
     tau: float
     texts: tuple[RecordedText, ...]
-    made: dict[str, Any] = field(default_factory=dict)
+    provenance: dict[str, Any] = field(default_factory=dict)
     path: Path | None = None
 
     @property
@@ -133,14 +133,14 @@ class Recording:
 
     def at(self, temperature: float) -> list[RecordedText]:
         """The texts at a temperature. UsageError if there are none."""
-        found = [text for text in self.texts if text.sampling.temperature == temperature]
-        if not found:
+        texts = [text for text in self.texts if text.sampling.temperature == temperature]
+        if not texts:
             have = " and ".join(f"{value:g}" for value in self.temperatures)
-            raise UsageError(f"{self.shown} has no text at temperature {temperature:g}: it has {have}")
-        return found
+            raise UsageError(f"{self.display_name} has no text at temperature {temperature:g}: it has {have}")
+        return texts
 
     @property
-    def shown(self) -> str:
+    def display_name(self) -> str:
         """What messages call it."""
         return str(self.path) if self.path else f"the recording of {self.model}"
 
@@ -160,7 +160,7 @@ class Recording:
             "counts": np.array([len(root.parents) for root in roots], np.uint16),
             "parents": np.concatenate([root.parents for root in roots]).astype(np.int16),
             # Neighbours in a column are alike, and small: planes of bytes compress where whole numbers do not.
-            **_planes("own", (np.concatenate([root.own for root in roots]).astype(np.int64)[:, None] - ABSENT
+            **_planes("own", (np.concatenate([root.node_tokens for root in roots]).astype(np.int64)[:, None] - ABSENT
                               ).astype(np.uint32), 3),
             **_planes("token", (tokens - ABSENT).astype(np.uint32), 3),
             **_planes("step", np.diff(steps, axis=1, prepend=0).astype(np.uint32), 2),
@@ -168,7 +168,7 @@ class Recording:
         header = {
             "format": FORMAT, "model": self.model, "layers": self.layers, "vocabulary": self.vocabulary,
             "stop_ids": sorted(self.stop_ids), "draft": self.draft, "rank": self.rank, "tau": self.tau,
-            "made": self.made, "children": self.children,
+            "made": self.provenance, "children": self.children,
             "texts": [{"task": text.task, "name": text.name, "prompt": len(text.prompt), "answer": len(text.answer),
                        "roots": len(text.roots), "reason": text.reason, "stop": text.stop,
                        "sampling": asdict(text.sampling)}
@@ -231,10 +231,10 @@ def _recording(path: Path, header: dict[str, Any], arrays: dict[str, NDArray[Any
         raise ValueError(f"a token is outside the vocabulary of {vocabulary}")
     for entry in header["texts"]:
         prompt, answer, count = int(entry["prompt"]), int(entry["answer"]), int(entry["roots"])
-        own = text[at : at + prompt + answer].tolist()
+        token_ids = text[at : at + prompt + answer].tolist()
         texts.append(RecordedText(
-            str(entry["task"]), str(entry["name"]), tuple(own[:prompt]), tuple(own[prompt:]), entry["reason"],
-            entry["stop"], Sampling(**entry["sampling"]), tuple(expansions[root : root + count])))
+            str(entry["task"]), str(entry["name"]), tuple(token_ids[:prompt]), tuple(token_ids[prompt:]),
+            entry["reason"], entry["stop"], Sampling(**entry["sampling"]), tuple(expansions[root : root + count])))
         at, root = at + prompt + answer, root + count
     if not texts or at != len(text) or root != len(expansions):
         raise ValueError("its texts have other lengths than its header says")
@@ -263,10 +263,10 @@ def _planes(name: str, values: NDArray[np.uint32], count: int) -> dict[str, NDAr
 def _joined(planes: Sequence[NDArray[Any]]) -> NDArray[np.int64]:
     if any(plane.dtype != np.uint8 or plane.ndim != 2 for plane in planes):
         raise ValueError("its arrays have other types")
-    found = np.zeros(planes[0].shape, np.int64)
+    joined = np.zeros(planes[0].shape, np.int64)
     for i, plane in enumerate(planes):
-        found |= plane.astype(np.int64) << (8 * i)
-    return found
+        joined |= plane.astype(np.int64) << (8 * i)
+    return joined
 
 
 def _bytes_of(array: NDArray[Any]) -> bytes:
@@ -283,5 +283,5 @@ def _put(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
 def _array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
     if archive.getinfo(name).file_size > _MOST_BYTES:
         raise ValueError(f"{name} is too large")
-    found: NDArray[Any] = np.lib.format.read_array(BytesIO(archive.read(name)))
-    return found
+    array: NDArray[Any] = np.lib.format.read_array(BytesIO(archive.read(name)))
+    return array

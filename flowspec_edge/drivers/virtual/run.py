@@ -118,15 +118,15 @@ class VirtualRun:
         start()
 
     def run(self) -> None:
-        asked = False
+        pumped = False
         while self._core.busy or self._expected:
             if self._clock.step():
-                asked = False
-            elif asked:
+                pumped = False
+            elif pumped:
                 break
             else:  # nothing is under way: a strategy is asked a second time before its request fails
                 self._pump()
-                asked = True
+                pumped = True
         if self._core.busy:
             raise RuntimeError("virtual time stopped before the text was complete")
         if self._grouped:

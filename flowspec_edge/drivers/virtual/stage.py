@@ -53,11 +53,11 @@ class VirtualStage:
         self._running: Pass | None = None
 
     def work(self, session: int) -> SessionWork:
-        """What the stage has done for a session; a running pass counts with what is cancelled already."""
-        running, found = self._running, self._work[session]
-        cancelled = sum(gone and segment.session == session for segment, gone in
+        """Return what the stage has done for a session. What is cancelled of a running pass counts already."""
+        running, work = self._running, self._work[session]
+        cancelled = sum(is_cancelled and segment.session == session for segment, is_cancelled in
                         zip(running.segments, running.cancelled, strict=True)) if running else 0
-        return replace(found, cancelled=found.cancelled + cancelled)
+        return replace(work, cancelled=work.cancelled + cancelled)
 
     def receive(self, message: Segment | Batch | Open | Prune | Cancel | Close) -> None:
         if isinstance(message, Segment | Batch):
@@ -83,29 +83,29 @@ class VirtualStage:
                 case Reject(reason):
                     raise AssertionError(f"every Open comes before its segments here: {reason}")
 
-    def _begin(self, begun: Pass) -> None:
+    def _begin(self, running: Pass) -> None:
         # Compute now and charge the time: no message that arrives meanwhile changes the result, because
         # hints never change what a live row sees.
-        begun.compute(lambda: None)
+        running.compute(lambda: None)
         self.core.feed(Charged(self._clock.now, self._seconds(
-            begun.admitted_rows, begun.context, self._engine.correlation(begun.computed_rows), begun.alike)),
+            running.admitted_rows, running.context, self._engine.correlation(running.computed_rows), running.alike)),
             self._clock.now)
-        self._running = begun
-        self._clock.at(begun.end, lambda: self._finish(begun))
+        self._running = running
+        self._clock.at(running.end, lambda: self._finish(running))
 
-    def _finish(self, begun: Pass) -> None:
-        if self._running is not begun:
+    def _finish(self, running: Pass) -> None:
+        if self._running is not running:
             return  # it was cut short, and has ended already
         self._running = None
-        self.core.feed(Passed(begun.start, begun.end), self._clock.now)
-        for segment, result in zip(begun.segments, begun.results, strict=True):
+        self.core.feed(Passed(running.start, running.end), self._clock.now)
+        for segment, result in zip(running.segments, running.results, strict=True):
             work = self._work[segment.session]
-            work.compute_s += begun.end - begun.start
+            work.compute_s += running.end - running.start
             work.rows += result.rows
             work.segments += result.rows > 0
             work.cancelled += result.cancelled
-        if begun.end > begun.start:
-            self._spans.append(Span(self._index, "compute", begun.start, begun.end, begun.segments[0].run,
-                                    sum(len(segment.numbers) for segment in begun.segments),
-                                    all(begun.cancelled), begun.segments[0].session))
+        if running.end > running.start:
+            self._spans.append(Span(self._index, "compute", running.start, running.end, running.segments[0].run,
+                                    sum(len(segment.numbers) for segment in running.segments),
+                                    all(running.cancelled), running.segments[0].session))
         self._pump()

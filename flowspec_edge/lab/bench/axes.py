@@ -51,10 +51,10 @@ class Axis:
         if not self.fields:
             return params
         values = value if isinstance(value, tuple) else (value,) * len(self.fields)
-        known = all_parameters()
+        parameters = all_parameters()
         settings: dict[str, Any] = {
-            name: known[name].read(given) if isinstance(given, str) else given
-            for name, given in zip(self.fields, values, strict=True)}
+            name: parameters[name].read(setting) if isinstance(setting, str) else setting
+            for name, setting in zip(self.fields, values, strict=True)}
         return params.changed(**settings)
 
     def stages(self, stages: int, value: Value) -> int:
@@ -112,10 +112,10 @@ def axis_named(name: str) -> Axis:
 def parameter_axis(names: Sequence[str]) -> Axis:
     """Return the axis of one parameter of a strategy, or of two.  UsageError for a name that no strategy
     declares, and for more than two."""
-    known = all_parameters()
+    parameters = all_parameters()
     for name in names:
-        if name not in known:
-            every = [*AXES, *known]
+        if name not in parameters:
+            every = [*AXES, *parameters]
             raise UsageError(f"no axis and no strategy's parameter {name!r}; {did_you_mean(name, every)}"
                              f"the axes are {', '.join(AXES)}, and flowspec strategies NAME lists a "
                              "strategy's parameters")
@@ -125,6 +125,6 @@ def parameter_axis(names: Sequence[str]) -> Axis:
     if len(names) == 2:
         return Axis(",".join(names), "", title, fields=fields, replaces=fields, grid=(names[0], names[1]),
                     grid_labels=(names[0], names[1]))
-    ordered = known[names[0]].kind in (int, float)
+    is_numeric = parameters[names[0]].kind in (int, float)
     return Axis(names[0], "", title, title, fields=fields, replaces=fields,
-                share="last/first" if ordered else "")
+                share="last/first" if is_numeric else "")

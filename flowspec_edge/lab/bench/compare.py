@@ -64,16 +64,16 @@ class Comparison:
 
 def compare(paths: Sequence[Path], reports: Sequence[BenchReport]) -> Comparison:
     """Raise UsageError if no prompt of a method is in both."""
-    found = [_Prompts(report) for report in reports]
-    rows = [row for cell in found[0].cells if (row := _row(cell, *found)).prompts]
+    prompts = [_Prompts(report) for report in reports]
+    rows = [row for cell in prompts[0].cells if (row := _row(cell, *prompts)).prompts]
     if not rows:
         raise UsageError(f"{paths[0]} and {paths[1]} have no prompt with a speed of the same method, task "
                          "and temperature: nothing to compare")
     shared = {(row.strategy, row.task, row.temperature) for row in rows}
     alone = [[f"{name}, {task}, T = {temperature:g}" for name, task, temperature in one.cells
-              if (name, task, temperature) not in shared] for one in found]
+              if (name, task, temperature) not in shared] for one in prompts]
     files = [_about(path, report) for path, report in zip(paths, reports, strict=True)]
-    return Comparison(files, rows, alone, _differences(reports, [one.known for one in found]))
+    return Comparison(files, rows, alone, _differences(reports, [one.have_digests for one in prompts]))
 
 
 class _Prompts:
@@ -85,7 +85,7 @@ class _Prompts:
             self.cells.setdefault(sample.cell, []).append(sample)
         self._each: Mapping[str, Sequence[str]] = {task["name"]: task.get("each") or []
                                                    for task in report.settings["tasks"]}
-        self.known = all(self._each.values())
+        self.have_digests = all(self._each.values())
 
     def numbers(self, cell: Cell, texts: bool) -> dict[object, int]:
         """What identifies a prompt, its text or else its number → its number, of those whose answers have a
@@ -99,19 +99,19 @@ class _Prompts:
 
 
 def _row(cell: Cell, first: _Prompts, second: _Prompts) -> ComparedRow:
-    ours, theirs = first.cells.get(cell, []), second.cells.get(cell, [])
-    texts = first.known and second.known
+    samples_before, samples_after = first.cells.get(cell, []), second.cells.get(cell, [])
+    texts = first.have_digests and second.have_digests
     a, b = (one.numbers(cell, texts) for one in (first, second))
     both = [(a[key], b[key]) for key in a if key in b]
-    before, after = speeds(ours), speeds(theirs)
+    before, after = speeds(samples_before), speeds(samples_after)
     pairs = [(after[_at(cell, j)], before[_at(cell, i)]) for i, j in both]
     return ComparedRow(
-        *cell, drafts=(_draft(ours), _draft(theirs)), prompts=len(both),
+        *cell, drafts=(_draft(samples_before), _draft(samples_after)), prompts=len(both),
         first=mean([old for _, old in pairs]), second=mean([new for new, _ in pairs]),
         ratio=paired_ratio(pairs),
         only_first=sorted(a[key] for key in a.keys() - b.keys()),
         only_second=sorted(b[key] for key in b.keys() - a.keys()),
-        different_answers=_different(both, ours, theirs))
+        different_answers=_different(both, samples_before, samples_after))
 
 
 def _at(cell: Cell, prompt: int) -> Place:
@@ -122,9 +122,9 @@ def _draft(samples: Sequence[Sample]) -> str:
     return samples[0].draft if samples else ""
 
 
-def _different(both: Sequence[tuple[int, int]], ours: Sequence[Sample], theirs: Sequence[Sample]
+def _different(both: Sequence[tuple[int, int]], samples_before: Sequence[Sample], samples_after: Sequence[Sample]
                ) -> int | None:
-    one, other = ({(s.prompt, s.repeat): s.answer for s in samples} for samples in (ours, theirs))
+    one, other = ({(s.prompt, s.repeat): s.answer for s in samples} for samples in (samples_before, samples_after))
     if "" in (*one.values(), *other.values()):
         return None
     repeats = {repeat for _, repeat in one} & {repeat for _, repeat in other}
@@ -139,7 +139,7 @@ def _about(path: Path, report: BenchReport) -> dict[str, Any]:
             "complete": report.complete}
 
 
-def _differences(reports: Sequence[BenchReport], known: Sequence[bool]) -> list[str]:
+def _differences(reports: Sequence[BenchReport], have_digests: Sequence[bool]) -> list[str]:
     first, second = reports
     pairs: dict[str, tuple[object, object]] = {
         "clock": (first.clock, second.clock), "profile": (first.profile, second.profile)}
@@ -151,17 +151,17 @@ def _differences(reports: Sequence[BenchReport], known: Sequence[bool]) -> list[
     both = [report.settings.get("weights") for report in (first, second)]
     if None not in both:
         pairs["weights"] = both[0], both[1]
-    found = [f"{key}: {_short(before)} and {_short(after)}" for key, (before, after) in pairs.items()
-             if before != after]
+    differences = [f"{key}: {_short(before)} and {_short(after)}" for key, (before, after) in pairs.items()
+                   if before != after]
     values = [report.settings.get("profile") for report in (first, second)]
     if first.profile == second.profile and values[0] != values[1]:
-        found.append(f"profile: {first.profile} in both, with other values")
+        differences.append(f"profile: {first.profile} in both, with other values")
     digests = [{t["name"]: t.get("sha256") for t in report.settings["tasks"]} for report in (first, second)]
     other = [name for name in digests[0] if name in digests[1] and digests[0][name] != digests[1][name]]
-    if other and not all(known):
-        found.append(f"prompts of {', '.join(other)}: they are paired by their numbers, since a file is too "
-                     "old to have their digests")
-    return found
+    if other and not all(have_digests):
+        differences.append(f"prompts of {', '.join(other)}: they are paired by their numbers, since a file is too "
+                           "old to have their digests")
+    return differences
 
 
 def _short(value: object) -> str:
@@ -181,24 +181,24 @@ def about_text(about: Mapping[str, Any]) -> str:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    made = frame(["strategy", "draft", "task"], ["T", "prompts", "A tokens/s", "B tokens/s", "B / A",
-                                                 "other answers", "only in A", "only in B"])
+    table = frame(["strategy", "draft", "task"], ["T", "prompts", "A tokens/s", "B tokens/s", "B / A",
+                                                  "other answers", "only in A", "only in B"])
     for row in comparison.rows:
         before, after = (draft or NOTHING for draft in row.drafts)
-        made.add_row(plain(row.strategy), plain(before if before == after else f"{before}, {after}"),
-                     plain(row.task), f"{row.temperature:g}", str(row.prompts), _text(row.first),
-                     _text(row.second), _text(row.ratio), number(row.different_answers, 0),
-                     *map(_numbers, (row.only_first, row.only_second)))
-    return made
+        table.add_row(plain(row.strategy), plain(before if before == after else f"{before}, {after}"),
+                      plain(row.task), f"{row.temperature:g}", str(row.prompts), _text(row.first),
+                      _text(row.second), _text(row.ratio), number(row.different_answers, 0),
+                      *map(_numbers, (row.only_first, row.only_second)))
+    return table
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
     notes = ["tokens/s and B / A are of the prompts that both files have. "
              f"{METHOD}; in brackets the {MEDIAN}. Other answers: prompts whose text is not the same in "
              f"both. Not paired: {SHORT}."]
-    for name, found in zip("AB", comparison.alone, strict=True):
-        if found:
-            notes.append(f"Only in {name}: {'; '.join(found)}.")
+    for name, only_here in zip("AB", comparison.alone, strict=True):
+        if only_here:
+            notes.append(f"Only in {name}: {'; '.join(only_here)}.")
     return notes
 
 

@@ -56,22 +56,22 @@ def mean(values: Sequence[float]) -> Estimate | None:
 
 
 def average(parts: Sequence[Estimate | None]) -> Estimate | None:
-    """The mean of independent estimates, such as those of tasks; of a task that has none nothing is
-    counted."""
-    found = [part for part in parts if part is not None]
-    if not found:
+    """Return the mean of independent estimates, such as those of several tasks. A task without an estimate does not
+    count."""
+    estimates = [part for part in parts if part is not None]
+    if not estimates:
         return None
-    errors = [part.error for part in found if part.error is not None]
-    whole = sqrt(sum(error ** 2 for error in errors)) / len(found) if len(errors) == len(found) else None
-    return Estimate(fmean(part.value for part in found), whole)
+    errors = [part.error for part in estimates if part.error is not None]
+    whole = sqrt(sum(error ** 2 for error in errors)) / len(estimates) if len(errors) == len(estimates) else None
+    return Estimate(fmean(part.value for part in estimates), whole)
 
 
 def by_prompt(samples: Iterable[Sample], figure: Callable[[Sample], float]) -> dict[Place, float]:
     """Average each prompt over its repeats."""
-    found: dict[Place, list[float]] = {}
+    by_place: dict[Place, list[float]] = {}
     for sample in samples:
-        found.setdefault((sample.task, sample.prompt), []).append(figure(sample))
-    return {place: fmean(values) for place, values in found.items()}
+        by_place.setdefault((sample.task, sample.prompt), []).append(figure(sample))
+    return {place: fmean(values) for place, values in by_place.items()}
 
 
 def speeds(samples: Iterable[Sample]) -> dict[Place, float]:
@@ -81,16 +81,16 @@ def speeds(samples: Iterable[Sample]) -> dict[Place, float]:
 
 def speed(samples: Sequence[Sample]) -> Estimate | None:
     """Return the mean tokens/s."""
-    found = list(speeds(samples).values())
-    return _with_median(mean(found), found)
+    values = list(speeds(samples).values())
+    return _with_median(mean(values), values)
 
 
 def speedup(samples: Sequence[Sample], base: Sequence[Sample]) -> Estimate | None:
     """The ratio of the means, on the same prompts; without an error to itself."""
-    ours, theirs = speeds(samples), speeds(base)
-    if ours and theirs and samples[0].cell == base[0].cell:
+    rates, base_rates = speeds(samples), speeds(base)
+    if rates and base_rates and samples[0].cell == base[0].cell:
         return Estimate(1.0)
-    return paired_ratio([(ours[place], theirs[place]) for place in ours if place in theirs])
+    return paired_ratio([(rates[place], base_rates[place]) for place in rates if place in base_rates])
 
 
 def paired_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate | None:
@@ -98,8 +98,8 @@ def paired_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate | None:
     return _with_median(ratio([a for a, _ in pairs], [b for _, b in pairs]), [a / b for a, b in pairs if b])
 
 
-def _with_median(made: Estimate | None, values: Sequence[float]) -> Estimate | None:
-    return replace(made, median=median(values)) if made and len(values) > 1 else made
+def _with_median(estimate: Estimate | None, values: Sequence[float]) -> Estimate | None:
+    return replace(estimate, median=median(values)) if estimate and len(values) > 1 else estimate
 
 
 def per_turn(samples: Sequence[Sample]) -> Estimate | None:

@@ -53,11 +53,11 @@ def mark_of(different_answers: int | None, near_ties: int | None) -> str:
 
 
 def exactness(samples: Iterable[Sample]) -> Exactness:
-    found = list(samples)
-    differing = [s.different_tokens for s in found]
-    known = [count for count in differing if count is not None]
-    return Exactness(len(found), sum(not s.identical for s in found), sum(s.tokens for s in found),
-                     sum(known) if len(known) == len(differing) else None, sum(s.near_ties for s in found))
+    answers = list(samples)
+    differing = [s.different_tokens for s in answers]
+    counts = [count for count in differing if count is not None]
+    return Exactness(len(answers), sum(not s.identical for s in answers), sum(s.tokens for s in answers),
+                     sum(counts) if len(counts) == len(differing) else None, sum(s.near_ties for s in answers))
 
 
 def types_of(settings: Mapping[str, Any]) -> str:
@@ -67,12 +67,12 @@ def types_of(settings: Mapping[str, Any]) -> str:
 
 
 def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> str:
-    """A sentence over all methods; methods with differences are named."""
+    """Say in a sentence how exact the texts of all methods are, and name the methods with differences."""
     whole = exactness(samples)
-    said = (f"{whole.different_answers} of {whole.answers} answers and {_count(whole.different_tokens)} of "
-            f"{whole.tokens} tokens differ from plain decoding's ({types_of(settings)})")
+    summary = (f"{whole.different_answers} of {whole.answers} answers and {_count(whole.different_tokens)} of "
+               f"{whole.tokens} tokens differ from plain decoding's ({types_of(settings)})")
     if not whole.different_answers:
-        return f"{said}."
+        return f"{summary}."
     methods = {name: exactness(s for s in samples if s.strategy == name)
                for name in dict.fromkeys(s.strategy for s in samples)}
     each = ", ".join(f"{name} {one.answers_text} answers, {one.tokens_text} tokens"
@@ -80,7 +80,7 @@ def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> st
     each += _through_stages(samples)
     why = "near ties of 16 bits explain all of them (≈)" if whole.mark == "≈" else \
         f"near ties of 16 bits explain {whole.near_ties} of them (≈), nothing explains the others (≠)"
-    return f"{said}: {each}; {why}."
+    return f"{summary}: {each}; {why}."
 
 
 def _through_stages(samples: Sequence[Sample]) -> str:
@@ -92,8 +92,8 @@ def _through_stages(samples: Sequence[Sample]) -> str:
         return ""
     counts = []
     for name in dict.fromkeys(s.strategy for s in others):
-        mine = [s for s in others if s.strategy == name]
-        counts.append(f"{name} {sum(s.answer != answers[_place(s)] for s in mine)}/{len(mine)}")
+        of_strategy = [s for s in others if s.strategy == name]
+        counts.append(f"{name} {sum(s.answer != answers[_place(s)] for s in of_strategy)}/{len(of_strategy)}")
     return f"; answers that are not {PLAIN}'s through the same stages: {', '.join(counts)}"
 
 

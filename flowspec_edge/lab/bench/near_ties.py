@@ -31,16 +31,16 @@ class NearTies:
         ``reason`` "stop" counts as a token.  Near ties never explain a text that ends too early or too late.
         """
         stops = sorted(request.stop_ids)
-        ended = reason == "stop"
-        if not set(tokens).isdisjoint(stops) or (ended and not stops) \
-                or (len(tokens) >= request.max_new_tokens) == ended:
+        ends_with_stop = reason == "stop"
+        if not set(tokens).isdisjoint(stops) or (ends_with_stop and not stops) \
+                or (len(tokens) >= request.max_new_tokens) == ends_with_stop:
             return False
         logits = self._logits([*request.prompt, *tokens])[len(request.prompt) - 1 :]
         slack = TOLERANCE * float(logits.std())
-        chosen = [[token] for token in tokens] + ([stops] if ended else [])
+        expected = [[token] for token in tokens] + ([stops] if ends_with_stop else [])
         first = len(request.prompt) - 1
-        return all(_nearly_best(row, first + i, wanted, request, slack)
-                   for i, (row, wanted) in enumerate(zip(logits, chosen, strict=False)))
+        return all(_nearly_best(row, first + i, tokens_of_row, request, slack)
+                   for i, (row, tokens_of_row) in enumerate(zip(logits, expected, strict=False)))
 
     @torch.inference_mode()
     def _logits(self, text: list[int]) -> NDArray[np.float64]:
@@ -50,38 +50,38 @@ class NearTies:
         return np.asarray(logits.double().cpu().numpy())
 
 
-def _nearly_best(logits: NDArray[np.float64], position: int, wanted: list[int], request: Request,
+def _nearly_best(logits: NDArray[np.float64], position: int, candidates: list[int], request: Request,
                  slack: float) -> bool:
-    """Whether one of ``wanted`` could win in its row if every logit were off by up to half of ``slack``."""
+    """Whether one of ``candidates`` could win in its row if every logit were off by up to half of ``slack``."""
     sampling = request.sampling
     if sampling.greedy:
-        return bool(logits.max() - logits[wanted].max() <= slack)
+        return bool(logits.max() - logits[candidates].max() <= slack)
     scaled, off = logits / sampling.temperature, slack / sampling.temperature
-    may, must = _kept(scaled, sampling, off)
+    may, must = _after_filters(scaled, sampling, off)
     noisy = scaled + gumbel(sampling.seed, position + 1, len(logits))
     rivals = noisy[must].max() if must.any() else -np.inf
-    return any(may[token] and rivals - noisy[token] <= off for token in wanted)
+    return any(may[token] and rivals - noisy[token] <= off for token in candidates)
 
 
-def _kept(x: NDArray[np.float64], sampling: Sampling, off: float
-          ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Tokens that top-k, top-p and min-p may keep, and must keep, if logits / T are off by ``off``; bool
-    [V]."""
-    ordered = np.sort(x)[::-1]
+def _after_filters(x: NDArray[np.float64], sampling: Sampling, off: float
+                   ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Return two masks, bool [V]: the tokens that top-k, top-p and min-p may keep, and those that they must keep, if
+    the values logits / T are off by up to ``off``."""
+    descending = np.sort(x)[::-1]
     k = min(sampling.top_k or len(x), len(x))
     may, must = np.ones(len(x), bool), np.ones(len(x), bool)
     if k < len(x):
-        may, must = x >= ordered[k - 1] - off, x > ordered[k] + off
+        may, must = x >= descending[k - 1] - off, x > descending[k] + off
     if sampling.top_p < 1.0:
-        p = np.exp(ordered[:k] - ordered[0])
+        p = np.exp(descending[:k] - descending[0])
         mass = np.concatenate([[0.0], np.cumsum(p / p.sum()), np.ones(len(x) - k)])
         # A token is kept if the mass before it is less than top_p.
-        surely = mass[np.searchsorted(-ordered, -(x + off), "left")]
-        perhaps = mass[np.searchsorted(-ordered, -(x - off), "right") - 1]
+        surely = mass[np.searchsorted(-descending, -(x + off), "left")]
+        perhaps = mass[np.searchsorted(-descending, -(x - off), "right") - 1]
         may &= _shifted(surely, -off) < sampling.top_p
         must &= _shifted(perhaps, off) < sampling.top_p
-    may &= x - ordered[0] >= sampling.least_log - off
-    must &= x - ordered[0] >= sampling.least_log + off
+    may &= x - descending[0] >= sampling.least_log - off
+    must &= x - descending[0] >= sampling.least_log + off
     return may, must
 
 

@@ -50,8 +50,8 @@ def _paper_parts(reports: Sequence[BenchReport], only: Collection[str] | None,
                   f"{_TURNS} {_note(report, published)}"]
     parts.append("# Table III: ablation, tokens/s and SR")
     for report in reports:
-        shown = [name for name in _order(report, ABLATION, only) if name in ABLATION]
-        parts += [_heading(report), *_speed_tables(report, shown, published), _note(report, published)]
+        strategies = [name for name in _order(report, ABLATION, only) if name in ABLATION]
+        parts += [_heading(report), *_speed_tables(report, strategies, published), _note(report, published)]
     return parts
 
 
@@ -70,8 +70,8 @@ def _heading(report: BenchReport) -> str:
 
 def _order(report: BenchReport, first: Sequence[str], only: Collection[str] | None) -> list[str]:
     measured = dict.fromkeys(row.strategy for row in report.rows)
-    wanted = [name for name in measured if (name in only if only else name not in _LEFT_OUT)]
-    return [name for name in first if name in wanted] + [name for name in wanted if name not in first]
+    names = [name for name in measured if (name in only if only else name not in _LEFT_OUT)]
+    return [name for name in first if name in names] + [name for name in names if name not in first]
 
 
 def _speed_tables(report: BenchReport, strategies: Sequence[str], published: PaperResults | None
@@ -80,30 +80,30 @@ def _speed_tables(report: BenchReport, strategies: Sequence[str], published: Pap
         return ["None of its methods was measured."]
     rows = {(row.strategy, row.task, row.temperature): row for row in (*report.rows, *report.means)}
     tasks = [*dict.fromkeys(row.task for row in report.rows), MEAN]
-    found = []
+    tables = []
     for temperature in dict.fromkeys(row.temperature for row in report.rows):
-        theirs = published.speeds(report.profile, report.settings["stages"], temperature) if published else []
+        paper_speeds = published.speeds(report.profile, report.settings["stages"], temperature) if published else []
         header = ["method"]
-        for column in (*tasks, *(f"paper, {speed.model}" for speed in theirs)):
+        for column in (*tasks, *(f"paper, {speed.model}" for speed in paper_speeds)):
             header += [column, "SR"]
         body = []
         for name in strategies:
             line = [style_of(name).label]
             for task in tasks:
                 line += _speed(rows.get((name, task, temperature)))
-            for speed in theirs:
+            for speed in paper_speeds:
                 line += _published_speed(speed.means.get(name), speed.means[BASELINE])
             body.append(line)
-        found += [f"**T = {temperature:g}**", markdown_table(header, body)]
-    return found
+        tables += [f"**T = {temperature:g}**", markdown_table(header, body)]
+    return tables
 
 
 def _accepted_table(report: BenchReport, strategies: Sequence[str], published: PaperResults | None) -> str:
     rows = {(row.strategy, row.temperature): row for row in report.means}
     temperatures = list(dict.fromkeys(row.temperature for row in report.rows))
-    theirs = published.acceptances(report.profile, report.settings["stages"]) if published else []
+    paper_acceptances = published.acceptances(report.profile, report.settings["stages"]) if published else []
     header = ["method"]
-    for column in (*(f"T = {t:g}" for t in temperatures), *(f"paper, {a.model}" for a in theirs)):
+    for column in (*(f"T = {t:g}" for t in temperatures), *(f"paper, {a.model}" for a in paper_acceptances)):
         header += [f"ALT, {column}", f"ALR, {column}"]
     body = []
     for name in strategies:
@@ -111,7 +111,7 @@ def _accepted_table(report: BenchReport, strategies: Sequence[str], published: P
         for temperature in temperatures:
             row = rows.get((name, temperature))
             line += [number(row.alt), number(row.alr)] if row else [NOTHING, NOTHING]
-        for accepted in theirs:
+        for accepted in paper_acceptances:
             line += [f"{kind[name]:.2f}" if name in kind else NOTHING
                      for kind in (accepted.alt, accepted.alr)]
         body.append(line)
@@ -169,7 +169,7 @@ def _loops(report: BenchReport) -> list[str]:
     """How many answers repeat themselves, and the speeds of the others."""
     if not report.means or any(row.repeating is None for row in report.means):
         return []
-    found = []
+    lines = []
     for temperature in dict.fromkeys(row.temperature for row in report.means):
         rows = [row for row in report.means if row.temperature == temperature]
         counts = " or ".join(dict.fromkeys(f"{row.repeating} of {row.answers}" for row in rows))
@@ -177,5 +177,5 @@ def _loops(report: BenchReport) -> list[str]:
                            (f" (SR {row.speedup_other:.2f})" if row.speedup_other is not None else "")
                            for row in rows if row.repeating and row.tokens_per_second_other is not None)
         without = f"; without them, in tokens/s: {others}" if others else ""
-        found.append(f"T = {temperature:g}: {counts}{without}")
-    return [f"Answers of a method that repeat themselves ({LOOP}): {'. '.join(found)}."]
+        lines.append(f"T = {temperature:g}: {counts}{without}")
+    return [f"Answers of a method that repeat themselves ({LOOP}): {'. '.join(lines)}."]

@@ -192,14 +192,14 @@ class _Loaded:
         """Clusters of other devices take over the weights."""
         from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 
-        described = task.stages, task.profile, task.right_children
-        if self._cluster is None or self._described != described:
+        pipeline_key = task.stages, task.profile, task.right_children
+        if self._cluster is None or self._described != pipeline_key:
             w, profile = self._workplace, read_profile(task.profile)
             share = task.right_children
             self._cluster = (self._cluster.under(profile, task.stages, share) if self._cluster else
                              VirtualCluster(self._source, task.stages, profile, w.dtype, device=w.device,
                                             right_children=share))
-            self._described = described
+            self._described = pipeline_key
         return self._cluster.generate_many(task.requests, task.arrivals)
 
 
@@ -247,6 +247,6 @@ def plugins_of(names: Sequence[str]) -> tuple[str, ...]:
     """The strategies from outside among ``names``, as "package.module:Class"."""
     from flowspec_edge.strategies.registry import strategy_class
 
-    found = [strategy_class(name) for name in names]
-    return tuple(f"{cls.__module__}:{cls.__qualname__}" for cls in found
+    classes = [strategy_class(name) for name in names]
+    return tuple(f"{cls.__module__}:{cls.__qualname__}" for cls in classes
                  if not cls.__module__.startswith("flowspec_edge."))

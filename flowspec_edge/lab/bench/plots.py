@@ -94,11 +94,11 @@ def gantt(spans: Sequence[Span], stages: int, view: Window, caption: str, path: 
             continue
         line = {"draft": 0, "verify": 1}.get(span.kind, span.device + 1)
         start, end = max(span.start, view.start), min(span.end, view.end)
-        left, width = (start - view.start) / view.slot + view.skipped, (end - start) / view.slot
+        bar_start, width = (start - view.start) / view.slot + view.skipped, (end - start) / view.slot
         colour = _CANCELLED if span.cancelled else _RUNS[span.run % 6 if span.run >= 0 else 6]
-        axis.barh(line, width, left=left, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
+        axis.barh(line, width, left=bar_start, height=0.8, color=colour, edgecolor="white", linewidth=0.4)
         if span.device and width > 0.25:
-            axis.text(left + width / 2, line, str(span.run), ha="center", va="center", fontsize=7)
+            axis.text(bar_start + width / 2, line, str(span.run), ha="center", va="center", fontsize=7)
     axis.set_yticks(range(len(names)), names)
     axis.invert_yaxis()
     axis.set_xlim(view.skipped, view.skipped + view.turns)
@@ -139,15 +139,15 @@ def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: boo
     names = list(dict.fromkeys(row.strategy for row in rows))
     width = 0.84 / len(names)
     for name in names:
-        mine = [row for row in rows if row.strategy == name and row.tokens_per_second is not None]
-        if not mine:
+        of_strategy = [row for row in rows if row.strategy == name and row.tokens_per_second is not None]
+        if not of_strategy:
             continue
-        at = [groups.index(group(row)) + (names.index(name) - (len(names) - 1) / 2) * width for row in mine]
-        spread: Any = [row.tokens_per_second_se or 0.0 for row in mine]
-        bars = axis.bar(at, [_or_nan(row.tokens_per_second) for row in mine], width * 0.94,
-                        color=style_of(name).colour, label=_named(mine[0]), capsize=2,
+        at = [groups.index(group(row)) + (names.index(name) - (len(names) - 1) / 2) * width for row in of_strategy]
+        spread: Any = [row.tokens_per_second_se or 0.0 for row in of_strategy]
+        bars = axis.bar(at, [_or_nan(row.tokens_per_second) for row in of_strategy], width * 0.94,
+                        color=style_of(name).colour, label=_series_label(of_strategy[0]), capsize=2,
                         yerr=spread if any(spread) else None)
-        axis.bar_label(bars, [_label(row) for row in mine], fontsize=6, padding=1)
+        axis.bar_label(bars, [_label(row) for row in of_strategy], fontsize=6, padding=1)
     axis.set_xticks(range(len(groups)), groups)
     finish(axis, f"{caption}; above the bars: SR")
 
@@ -157,16 +157,16 @@ def _label(row: ReportRow) -> str:
     return f"{ratio} {row.exactness.mark}".strip()
 
 
-def _named(row: ReportRow) -> str:
+def _series_label(row: ReportRow) -> str:
     return f"{row.strategy} ({row.draft})" if row.draft else row.strategy
 
 
 def _draw_lines(axis: Axes, caption: str, lines: dict[str, list[tuple[int, ReportRow]]]) -> None:
     for name, points in lines.items():
-        shown = [(stages, row.tokens_per_second, row.tokens_per_second_se) for stages, row in points
-                 if row.tokens_per_second is not None]
-        if shown:
-            draw_curve(axis, name, shown, _named(points[0][1]))
+        measured = [(stages, row.tokens_per_second, row.tokens_per_second_se) for stages, row in points
+                    if row.tokens_per_second is not None]
+        if measured:
+            draw_curve(axis, name, measured, _series_label(points[0][1]))
     ticks(axis, sorted({stages for points in lines.values() for stages, _ in points}), "stages")
     finish(axis, caption)
 
@@ -247,32 +247,32 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
     from matplotlib.lines import Line2D
 
     figure, (axis,) = new_figure(1, 8.4, 4.4)
-    theirs = sweep.published if isinstance(sweep.published, BandwidthCurves) else None
+    curves = sweep.published if isinstance(sweep.published, BandwidthCurves) else None
     texts = [point.value for point in sweep.points if isinstance(point.value, str)]  # at equal distances
-    shown: set[float] = set()
+    values: set[float] = set()
     for name, rows in speeds.items():
         points = [(float(texts.index(value) if isinstance(value, str) else value), row.tokens_per_second,
                    row.tokens_per_second_se) for value, row in rows.items()
                   if not isinstance(value, tuple) and row.tokens_per_second is not None]
         marks = {row.exactness.mark for row in rows.values()}
-        wrong = next((f" {mark}" for mark in "≠≈" if mark in marks), "")
+        mark_text = next((f" {mark}" for mark in "≠≈" if mark in marks), "")
         if not points:
             continue
-        draw_curve(axis, name, points, f"{_named(next(iter(rows.values())))}{wrong}")
-        shown |= {value for value, _, _ in points}
-        if theirs and (curve := theirs.curve(name)):
+        draw_curve(axis, name, points, f"{_series_label(next(iter(rows.values())))}{mark_text}")
+        values |= {value for value, _, _ in points}
+        if curves and (curve := curves.curve(name)):
             _, colour, marker = style_of(name)
             axis.plot(list(curve), list(curve.values()), color=colour, marker=marker, **HOLLOW)
-            shown |= curve.keys()
+            values |= curve.keys()
     kinds = [Line2D([], [], color="black", label=measured_as(sweep), marker="o", markersize=5)]
-    if theirs:
-        kinds.append(Line2D([], [], color="black", label=f"published: {theirs.source}; {theirs.model}",
+    if curves:
+        kinds.append(Line2D([], [], color="black", label=f"published: {curves.source}; {curves.model}",
                             marker="o", **HOLLOW))
     if texts:
         ticks(axis, range(len(texts)), sweep.axis.label)
         axis.set_xticks(range(len(texts)), texts)
     else:
-        ticks(axis, sorted(shown), sweep.axis.label, log=len(shown) > 1 and min(shown) > 0)
+        ticks(axis, sorted(values), sweep.axis.label, log=len(values) > 1 and min(values) > 0)
     finish(axis, _caption(sweep))
     figure.legend(handles=kinds, fontsize=7, loc="outside lower left", frameon=False)
     return figure

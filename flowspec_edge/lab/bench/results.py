@@ -39,8 +39,8 @@ class Difference:
     repeat: int = 0
 
     def __str__(self) -> str:
-        where = f"{self.task} at T = {self.temperature:g}, repeat {self.repeat}, " if self.task else ""
-        return (f"{self.strategy}, {where}prompt {self.prompt}: token {self.position} is {_token(self.got)}, "
+        place = f"{self.task} at T = {self.temperature:g}, repeat {self.repeat}, " if self.task else ""
+        return (f"{self.strategy}, {place}prompt {self.prompt}: token {self.position} is {_token(self.got)}, "
                 f"plain decoding gives {_token(self.expected)}")
 
 
@@ -75,14 +75,14 @@ class Results(ABC):
         """Return the points with samples, in order."""
 
     @abstractmethod
-    def where(self, value: Value | None) -> str:
+    def label_of(self, value: Value | None) -> str:
         """Write the value as text; "" without an axis."""
 
     def different_texts(self) -> list[str]:
         """A line for each text that is not plain decoding's."""
-        places = [(self.where(point.value), point.report) for point in self.measured_points()]
-        return [f"at {where}: {found}" if where else str(found)
-                for where, report in places for found in report.differences]
+        places = [(self.label_of(point.value), point.report) for point in self.measured_points()]
+        return [f"at {label}: {difference}" if label else str(difference)
+                for label, report in places for difference in report.differences]
 
     @abstractmethod
     def as_json(self) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class BenchReport(Results):
     def measured_points(self) -> Sequence[Point]:
         return [Point(None, self)]
 
-    def where(self, value: Value | None) -> str:
+    def label_of(self, value: Value | None) -> str:
         return ""
 
     def as_json(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ class BenchReport(Results):
             "rows": [_row_json(row) for row in self.rows], "means": [_row_json(row) for row in self.means],
             "differences": [asdict(d) for d in self.differences],
             "samples": [_sample_json(sample) for sample in self.samples],
-            **({"first_tokens": [asdict(found) for found in self.first_tokens]} if self.first_tokens else {}),
+            **({"first_tokens": [*map(asdict, self.first_tokens)]} if self.first_tokens else {}),
         }
 
 
@@ -173,25 +173,25 @@ class Sweep(Results):
         for point in self.points:
             if point.value == value:
                 return point
-        made = Point(value, BenchReport(self.profile, self.clock))
-        self.points.append(made)
+        new_point = Point(value, BenchReport(self.profile, self.clock))
+        self.points.append(new_point)
         self.points.sort(key=lambda point: point.value, reverse=self.axis.falls)  # type: ignore[arg-type, return-value]
-        return made
+        return new_point
 
     def measured_points(self) -> Sequence[Point]:
         return [point for point in self.points if point.report.samples]
 
-    def where(self, value: Value | None) -> str:
+    def label_of(self, value: Value | None) -> str:
         return "" if value is None else self.axis.text(value)
 
     def speeds(self) -> dict[str, dict[Value, ReportRow]]:
         """Strategy → value → the row, or with several tasks their mean."""
-        found: dict[str, dict[Value, ReportRow]] = {}
+        rows: dict[str, dict[Value, ReportRow]] = {}
         for point in self.points:
             assert point.value is not None
             for row in point.report.means:
-                found.setdefault(row.strategy, {})[point.value] = row
-        return found
+                rows.setdefault(row.strategy, {})[point.value] = row
+        return rows
 
     def as_json(self) -> dict[str, Any]:
         """The ``flowspec sweep … --json`` object, without values that have not been measured yet."""
@@ -316,13 +316,13 @@ def load_sweep(path: Path) -> Sweep:
     return sweep
 
 
-def _read(path: Path, parse: Callable[[Any], File], what: str, command: str) -> File:
-    """Raise UsageError if the file cannot be read or parsed, or is no ``what``, which ``command`` writes."""
+def _read(path: Path, parse: Callable[[Any], File], file_kind: str, command: str) -> File:
+    """Raise UsageError if the file cannot be read or parsed, or is no ``file_kind``, which ``command`` writes."""
     data = read_json(path)
     try:
         return parse(data)
     except ValidationError as error:
-        raise UsageError(f"{path} is no {what} ({_first_fault(error)}); write one with: {command}") from error
+        raise UsageError(f"{path} is no {file_kind} ({_first_fault(error)}); write one with: {command}") from error
 
 
 def _first_fault(error: ValidationError) -> str:

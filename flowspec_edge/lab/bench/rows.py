@@ -118,10 +118,10 @@ def rows_of(samples: Iterable[Sample]) -> list[ReportRow]:
     if not cells:
         return []
     strategies, tasks, temperatures = _axes(cells)
-    found = [_row(cells[cell], cells.get((BASELINE, task, temperature), []))
-             for temperature in temperatures for task in tasks for name in strategies
-             if (cell := (name, task, temperature)) in cells]
-    return _with_speedup(found)
+    rows = [_row(cells[cell], cells.get((BASELINE, task, temperature), []))
+            for temperature in temperatures for task in tasks for name in strategies
+            if (cell := (name, task, temperature)) in cells]
+    return _with_speedup(rows)
 
 
 def task_means(samples: Sequence[Sample]) -> list[ReportRow]:
@@ -130,15 +130,15 @@ def task_means(samples: Sequence[Sample]) -> list[ReportRow]:
     if not single:
         return []
     strategies, tasks, temperatures = _axes(sample.cell for sample in samples)
-    found = []
+    means = []
     for temperature in temperatures:
         for name in strategies:
             parts = [row for row in single if (row.strategy, row.temperature) == (name, temperature)]
             if len(parts) == len(tasks):
-                mine, base = ([s for s in samples if (s.strategy, s.temperature) == (which, temperature)]
-                              for which in (name, BASELINE))
-                found.append(_mean(parts, mine, base))
-    return _with_speedup(found)
+                selected, base = ([s for s in samples if (s.strategy, s.temperature) == (which, temperature)]
+                                  for which in (name, BASELINE))
+                means.append(_mean(parts, selected, base))
+    return _with_speedup(means)
 
 
 def _row(samples: Sequence[Sample], base: Sequence[Sample]) -> ReportRow:
@@ -195,8 +195,8 @@ def _apart(samples: Sequence[Sample], decoded: Sequence[Sample]) -> dict[str, An
 
 def _mean_of(values: Iterable[float | None]) -> float | None:
     """Average the values that are not None."""
-    found = [value for value in values if value is not None]
-    return fmean(found) if found else None
+    present = [value for value in values if value is not None]
+    return fmean(present) if present else None
 
 
 def _mean(parts: Sequence[ReportRow], samples: Sequence[Sample], base: Sequence[Sample]) -> ReportRow:
@@ -245,19 +245,19 @@ def _over(total: float | None, count: int) -> float | None:
 
 
 def _whole_sum(counts: Iterable[int | None]) -> int | None:
-    found = _sum(counts)
-    return None if found is None else int(found)
+    total = _sum(counts)
+    return None if total is None else int(total)
 
 
-def _with_speedup(found: Sequence[ReportRow]) -> list[ReportRow]:
-    base = {(row.task, row.temperature): row for row in found if row.strategy == BASELINE}
+def _with_speedup(rows: Sequence[ReportRow]) -> list[ReportRow]:
+    base = {(row.task, row.temperature): row for row in rows if row.strategy == BASELINE}
 
     def ratio(row: ReportRow, name: str) -> float | None:
         fast, slow = getattr(row, name), getattr(base.get((row.task, row.temperature)), name, None)
         return fast / slow if fast is not None and slow else None
 
     return [replace(row, speedup=ratio(row, "tokens_per_second"),
-                    speedup_other=ratio(row, "tokens_per_second_other")) for row in found]
+                    speedup_other=ratio(row, "tokens_per_second_other")) for row in rows]
 
 
 def _axes(cells: Iterable[Cell]) -> tuple[list[str], list[str], list[float]]:
@@ -275,9 +275,9 @@ def _repeat_speed(samples: Iterable[Sample], repeat: int) -> float | None:
     for sample in samples:
         if sample.repeat == repeat:
             tasks.setdefault(sample.task, []).append(sample)
-    return _mean_of(_mean_of(s.tokens_per_second for s in mine if not is_short(s)) for mine in tasks.values())
+    return _mean_of(_mean_of(s.tokens_per_second for s in of_task if not is_short(s)) for of_task in tasks.values())
 
 
 def _deviation(speeds: Iterable[float | None]) -> float | None:
-    found = [speed for speed in speeds if speed is not None]
-    return stdev(found) if len(found) > 1 else None
+    present = [speed for speed in speeds if speed is not None]
+    return stdev(present) if len(present) > 1 else None

@@ -166,12 +166,12 @@ def measure_points(results: Results, plans: Plans, open_point: OpenPoint, plain:
     results.complete = False
     expected = cached(plain)
     for value, plan in plans.items():
-        point, where = results.point(value), results.where(value)
+        point, label = results.point(value), results.label_of(value)
         if not plan.missing(point.report):
             continue
 
-        def advance_here(what: str, where: str = f"{where}: " if where else "") -> None:
-            advance(f"{where}{what}")
+        def advance_here(step: str, label: str = f"{label}: " if label else "") -> None:
+            advance(f"{label}{step}")
 
         with open_point(value) as (cluster, point.measured_mbps):
             measure(cluster, expected, plan, point.report, advance_here, save, explains)
@@ -181,13 +181,13 @@ def measure_points(results: Results, plans: Plans, open_point: OpenPoint, plain:
 
 def cached(plain: PlainDecoding) -> PlainDecoding:
     """Plain decoding that runs each request once: no axis changes the text."""
-    known: dict[tuple[tuple[int, ...], int, Sampling, frozenset[int]], tuple[list[int], str]] = {}
+    answers: dict[tuple[tuple[int, ...], int, Sampling, frozenset[int]], tuple[list[int], str]] = {}
 
     def answer(request: Request) -> tuple[list[int], str]:
         key = tuple(request.prompt), request.max_new_tokens, request.sampling, request.stop_ids
-        if key not in known:
-            known[key] = plain(request)
-        return known[key]
+        if key not in answers:
+            answers[key] = plain(request)
+        return answers[key]
 
     return answer
 
@@ -209,15 +209,15 @@ def _answers(cluster: ClusterBackend, plan: BenchPlan, work: Workload, requests:
     groups = [replace(group, members=[first + member for member in group.members])
               for repeat, first in enumerate(range(0, len(requests), size))
               for group in plan.groups(work, repeat)]
-    yield from run_groups(cluster, requests, plan.pattern, groups, lambda what: advance(f"{name}, {what}"))
+    yield from run_groups(cluster, requests, plan.pattern, groups, lambda step: advance(f"{name}, {step}"))
 
 
 def _check(answer: MeasuredAnswer, expected: tuple[list[int], str], request: Request,
-           explains: NearTieJudge | None, where: Difference) -> tuple[Difference | None, bool]:
+           explains: NearTieJudge | None, place: Difference) -> tuple[Difference | None, bool]:
     """Return the difference from plain decoding's text, and whether there is one that near ties explain."""
     tied = False
     for result in filter(None, (answer.alone, answer.result)):
-        difference = _compare(expected, result, where)
+        difference = _compare(expected, result, place)
         if difference and not (explains and explains(request, result.tokens, result.finish_reason)):
             return difference, False
         tied |= difference is not None
@@ -237,20 +237,20 @@ def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: i
         near_ties=tied, energy_j=s.energy_j, energy_above_idle_j=s.energy_above_idle_j,
         repeating=repeats_itself(result.tokens), concurrent=timing,
         draft=s.draft, answer=answer_digest(result.tokens, result.finish_reason),
-        different_tokens=max(different_tokens(found.tokens, expected)
-                             for found in (answer.alone, result) if found),
+        different_tokens=max(different_tokens(timed.tokens, expected)
+                             for timed in (answer.alone, result) if timed),
     )
 
 
-def _compare(expected: tuple[list[int], str], result: Result, where: Difference) -> Difference | None:
+def _compare(expected: tuple[list[int], str], result: Result, place: Difference) -> Difference | None:
     tokens, reason = expected
     if result.tokens == tokens and result.finish_reason == reason:
         return None
-    got = result.tokens
-    unequal = (i for i, (a, b) in enumerate(zip(tokens, got, strict=False)) if a != b)
-    at = next(unequal, min(len(tokens), len(got)))
-    return replace(where, position=at, expected=tokens[at] if at < len(tokens) else None,
-                   got=got[at] if at < len(got) else None)
+    actual = result.tokens
+    unequal = (i for i, (a, b) in enumerate(zip(tokens, actual, strict=False)) if a != b)
+    at = next(unequal, min(len(tokens), len(actual)))
+    return replace(place, position=at, expected=tokens[at] if at < len(tokens) else None,
+                   got=actual[at] if at < len(actual) else None)
 
 
 @dataclass(frozen=True)

@@ -112,8 +112,8 @@ def figures_of(timings: Sequence[ConcurrentTiming]) -> ConcurrencyFigures:
     for timing in timings:
         if timing.token_s:
             groups.setdefault(timing.group, []).append(timing)
-    shares = [own / alone for timing in timings
-              if (own := speed(timing.token_s)) and (alone := timing.alone_tokens_per_second)]
+    shares = [rate / alone for timing in timings
+              if (rate := speed(timing.token_s)) and (alone := timing.alone_tokens_per_second)]
     seconds = sum(_seconds(group) for group in groups.values())
     gaps = [after - before for timing in timings for before, after in pairwise(timing.token_s)]
     # The cut points are percentiles as numpy's: linear between the sorted values.
@@ -130,8 +130,8 @@ def figures_of(timings: Sequence[ConcurrentTiming]) -> ConcurrencyFigures:
 def mean_figures(parts: Sequence[ConcurrencyFigures]) -> ConcurrencyFigures:
     """Average figures over tasks; of shares and fairness take the lowest."""
     def over_tasks(combine: Callable[[Iterable[float]], float], name: str) -> float | None:
-        found = [value for part in parts if (value := getattr(part, name)) is not None]
-        return combine(found) if found else None
+        values = [value for part in parts if (value := getattr(part, name)) is not None]
+        return combine(values) if values else None
 
     return ConcurrencyFigures(
         parts[0].clients, parts[0].arrival_rate, over_tasks(fmean, "total_tokens_per_second"),
@@ -145,7 +145,7 @@ def _seconds(group: Sequence[ConcurrentTiming]) -> float:
 
 
 def _fairness(group: Sequence[ConcurrentTiming]) -> float:
-    speeds = [own for timing in group if (own := speed(timing.token_s))]
+    speeds = [rate for timing in group if (rate := speed(timing.token_s))]
     return min(speeds) / max(speeds)
 
 

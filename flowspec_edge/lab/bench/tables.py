@@ -39,21 +39,21 @@ Columns = dict[str, Callable[[ReportRow], str]]  # from a heading to a row's cel
 def frame(text: Sequence[str], figures: Sequence[str], title: str = "", wide: bool = False) -> Table:
     """A table without rows: columns of text on the left, of figures on the right; ``wide``: without a space
     between them."""
-    made = Table(title=plain(title) or None, title_justify="left", box=SIMPLE_HEAD, show_edge=False,
-                 padding=0 if wide else (0, 1, 0, 0), caption_justify="left")
+    table = Table(title=plain(title) or None, title_justify="left", box=SIMPLE_HEAD, show_edge=False,
+                  padding=0 if wide else (0, 1, 0, 0), caption_justify="left")
     for name in text:
-        made.add_column(plain(name), no_wrap=True)
+        table.add_column(plain(name), no_wrap=True)
     for name in figures:
-        made.add_column(plain(name), justify="right", no_wrap=True)
-    return made
+        table.add_column(plain(name), justify="right", no_wrap=True)
+    return table
 
 
-def show(console: Console, made: Table) -> None:
+def show(console: Console, table: Table) -> None:
     """Print a table in full: a narrow terminal wraps lines instead of truncating figures."""
-    needed = console.measure(made, options=console.options.update(max_width=_WIDEST)).maximum
+    needed = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
     # print(made, width=…) is limited to the console's width.
     options = console.options.update(width=max(console.width, needed))
-    console.print(Segments(console.render(made, options)), soft_wrap=True, end="")
+    console.print(Segments(console.render(table, options)), soft_wrap=True, end="")
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -74,17 +74,17 @@ def number(value: float | None, digits: int = 2, unit: str = "") -> str:
     return NOTHING if value is None else f"{value:.{digits}f}{unit}"
 
 
-def first_token_table(found: Sequence[FirstToken]) -> Table:
-    made = frame((), ("prompt tokens", "first token s"))
-    made.add_column("")
-    for one in found:
-        made.add_row(f"{one.prompt_tokens:,}", number(one.seconds), plain(one.why))
-    return made
+def first_token_table(first_tokens: Sequence[FirstToken]) -> Table:
+    rendered = frame((), ("prompt tokens", "first token s"))
+    rendered.add_column("")
+    for one in first_tokens:
+        rendered.add_row(f"{one.prompt_tokens:,}", number(one.seconds), plain(one.why))
+    return rendered
 
 
 def title(clock: str, profile: str | None, stages: int, temperature: float, strategy: str = "") -> str:
-    what = f"{timing(clock, profile)}, {stages} stages, T = {temperature:g}"
-    return f"{strategy}, {what}" if strategy else what
+    conditions = f"{timing(clock, profile)}, {stages} stages, T = {temperature:g}"
+    return f"{strategy}, {conditions}" if strategy else conditions
 
 
 def timing(clock: str, profile: str | None) -> str:
@@ -110,22 +110,22 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
     columns |= {"answers ≠": lambda row: _alert(row, row.exactness.answers_text),
                 "tokens ≠": lambda row: row.exactness.tokens_text}
     notes += [MARKS, *filter(None, [groups_note(row.strategy for row in rows)])]
-    made = frame([*["task"] * several, "strategy", "draft"], list(columns), caption, wide=True)
+    rendered = frame([*["task"] * several, "strategy", "draft"], list(columns), caption, wide=True)
     previous = None
     for row in rows:
         cells = [plain(row.strategy), plain(row.draft or NOTHING), *(cell(row) for cell in columns.values())]
-        made.add_row(*["" if row.task == previous else plain(row.task)] * several, *cells)
+        rendered.add_row(*["" if row.task == previous else plain(row.task)] * several, *cells)
         previous = row.task
-    made.caption = "\n".join(notes) or None
-    return made
+    rendered.caption = "\n".join(notes) or None
+    return rendered
 
 
 def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
     """Make the columns of requests that ran one by one, and the notes that explain them."""
     errors = any(row.tokens_per_second_se is not None for row in rows)
     paired = any(row.speedup_median is not None for row in rows)
-    counted = any(row.repeating is not None for row in rows)
-    looped = any(row.repeating for row in rows)
+    has_loop_counts = any(row.repeating is not None for row in rows)
+    has_loops = any(row.repeating for row in rows)
     columns: Columns = {"tokens/s": _figure_of("tokens_per_second")}
     if errors:
         columns |= {"±": _figure_of("tokens_per_second_se"), "median": _figure_of("tokens_per_second_median")}
@@ -138,10 +138,10 @@ def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
                 "ITL s": _figure_of("itl_mean_s", 3)}
     if any(row.short for row in rows):
         columns["short"] = lambda row: f"{row.short}/{row.answers}"
-    if counted:
+    if has_loop_counts:
         columns["loops"] = (
             lambda row: NOTHING if row.repeating is None else f"{row.repeating}/{row.answers}")
-    if looped:
+    if has_loops:
         columns |= {"looping": _figure_of("tokens_per_second_repeating"),
                     "others": _figure_of("tokens_per_second_other")}
     energy = [name for name in _ENERGY if any(getattr(row, name) is not None for row in rows)]
@@ -149,9 +149,9 @@ def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
     notes = [METHOD, MEDIAN] if errors else []
     if "short" in columns:
         notes.append(f"short: {SHORT}")
-    if counted:
+    if has_loop_counts:
         notes.append(f"loops: answers with {LOOP}" +
-                     ("; looping, others: tokens/s of these answers and of all others" if looped else ""))
+                     ("; looping, others: tokens/s of these answers and of all others" if has_loops else ""))
     return columns, notes
 
 
@@ -216,11 +216,11 @@ def measured_as(sweep: Sweep) -> str:
     """The clock and the links of the figures; virtual and emulated time in capitals."""
     if sweep.clock == "virtual":
         return timing(sweep.clock, sweep.profile)
-    where = {"virtual": "virtual links", "namespaces": "shaped links of this machine",
+    links = {"virtual": "virtual links", "namespaces": "shaped links of this machine",
              "cluster": "a cluster's shaped links" if sweep.axis.link else "a cluster's links"}[sweep.links]
     if sweep.emulated:
-        return f"EMULATED: wall clock, {where}, real processes that compute as long as {sweep.profile} says"
-    return f"wall clock, {where}"
+        return f"EMULATED: wall clock, {links}, real processes that compute as long as {sweep.profile} says"
+    return f"wall clock, {links}"
 
 
 def sweep_title(sweep: Sweep, strategy: str = "") -> str:
@@ -234,38 +234,38 @@ def sweep_tables(sweep: Sweep) -> list[tuple[str, Table]]:
     """(caption, table): one table of all strategies, or a grid for each strategy if values are pairs."""
     speeds = sweep.speeds()
     if sweep.axis.grid:
-        return [(sweep_title(sweep, name), _grid(found, sweep.axis.grid)) for name, found in speeds.items()]
+        return [(sweep_title(sweep, name), _grid(rows, sweep.axis.grid)) for name, rows in speeds.items()]
     return [(sweep_title(sweep), _lines(sweep, speeds))] if speeds else []
 
 
 def sweep_notes(sweep: Sweep) -> list[str]:
-    s, found = sweep.settings, []
+    s, lines = sweep.settings, []
     tasks = "; ".join(f"{t['name']}: {t['prompts']} prompt{'s' * (t['prompts'] > 1)}" for t in s["tasks"])
     draft = f"; draft: {s['draft']}" if "draft" in s else ""  # it may be the axis
-    found.append(f"{tasks}; at most {s['max_new_tokens']} new tokens{draft}.")
+    lines.append(f"{tasks}; at most {s['max_new_tokens']} new tokens{draft}.")
     samples = [sample for point in sweep.measured_points() for sample in point.report.samples]
-    found.append(exactness_text(samples, s))
+    lines.append(exactness_text(samples, s))
     if any(row.tokens_per_second_se is not None for rows in sweep.speeds().values() for row in rows.values()):
-        found += [f"{METHOD}.", f"In brackets: {MEDIAN}."]
-    found += _short(sweep)
-    found += _loops(sweep)
+        lines += [f"{METHOD}.", f"In brackets: {MEDIAN}."]
+    lines += _short(sweep)
+    lines += _loops(sweep)
     if note := groups_note(sweep.speeds()):
-        found.append(f"{note}.")
+        lines.append(f"{note}.")
     if sweep.axis.grid:
-        found += [_extremes(name, rows, sweep.axis.grid) for name, rows in sweep.speeds().items()]
+        lines += [_extremes(name, rows, sweep.axis.grid) for name, rows in sweep.speeds().items()]
     elif len(sweep.points) > 1 and sweep.axis.share:
-        first, last = (sweep.where(sweep.points[at].value) for at in (0, -1))
-        found.append(f"{sweep.axis.share}: tokens/s at {last} as a share of those at {first}.")
+        first, last = (sweep.label_of(sweep.points[at].value) for at in (0, -1))
+        lines.append(f"{sweep.axis.share}: tokens/s at {last} as a share of those at {first}.")
     if sweep.axis.note:
-        found.append(sweep.axis.note)
+        lines.append(sweep.axis.note)
     match sweep.published:
         case BandwidthCurves() as theirs:
-            found.append(f"published: {theirs.source}; {theirs.model}, not measured here.")
+            lines.append(f"published: {theirs.source}; {theirs.model}, not measured here.")
         case DepthCells() as theirs:
-            found.append(published_depths(theirs))
+            lines.append(published_depths(theirs))
     if not sweep.complete:
-        found.append("INCOMPLETE: some values have not been measured.")
-    return found
+        lines.append("INCOMPLETE: some values have not been measured.")
+    return lines
 
 
 def _short(sweep: Sweep) -> list[str]:
@@ -285,54 +285,54 @@ def _loops(sweep: Sweep) -> list[str]:
     return [f"answers of a strategy that repeat themselves: {counts} ({LOOP})."]
 
 
-def published_depths(theirs: DepthCells) -> str:
-    best, worst = theirs.best, theirs.worst
+def published_depths(published: DepthCells) -> str:
+    best, worst = published.best, published.worst
     share = worst.tokens_per_second / best.tokens_per_second
-    return (f"published: {theirs.source}; {theirs.model}, not measured here: best ({best.depth}, "
+    return (f"published: {published.source}; {published.model}, not measured here: best ({best.depth}, "
             f"{best.expand_depth}) {best.tokens_per_second:.2f}, worst ({worst.depth}, {worst.expand_depth}) "
             f"{worst.tokens_per_second:.2f}, {share:.0%} of it.")
 
 
 def best_and_worst(rows: Mapping[Value, ReportRow]) -> tuple[Value, Value] | None:
     """None if no row has a speed."""
-    found = {value: speed for value, row in rows.items() if (speed := row.tokens_per_second) is not None}
-    if not found:
+    by_value = {value: speed for value, row in rows.items() if (speed := row.tokens_per_second) is not None}
+    if not by_value:
         return None
-    return max(found, key=lambda value: found[value]), min(found, key=lambda value: found[value])
+    return max(by_value, key=lambda value: by_value[value]), min(by_value, key=lambda value: by_value[value])
 
 
 def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Table:
     values = [point.value for point in sweep.points if point.value is not None]
     share = [sweep.axis.share] if sweep.axis.share else []
-    made = frame(["strategy", "draft"], [*map(sweep.axis.text, values), *share])
+    rendered = frame(["strategy", "draft"], [*map(sweep.axis.text, values), *share])
     for name, rows in speeds.items():
-        ours = [rows.get(value) for value in values]
-        figures = [row.tokens_per_second if row else None for row in ours]
+        measured = [rows.get(value) for value in values]
+        figures = [row.tokens_per_second if row else None for row in measured]
         draft = next(row.draft for row in rows.values())
-        made.add_row(plain(name), plain(draft or NOTHING), *map(_speed, ours),
-                     *(_retained(figures) for _ in share))
+        rendered.add_row(plain(name), plain(draft or NOTHING), *map(_speed, measured),
+                         *(_retained(figures) for _ in share))
         if isinstance(sweep.published, BandwidthCurves):
             curve = sweep.published.curve(name)
-            theirs = [curve.get(value) if isinstance(value, int | float) else None for value in values]
-            made.add_row(f"[dim]{PUBLISHED}[/dim]", "", *(f"[dim]{number(speed)}[/dim]" for speed in theirs),
-                         f"[dim]{_retained(theirs)}[/dim]")
+            published = [curve.get(value) if isinstance(value, int | float) else None for value in values]
+            rendered.add_row(f"[dim]{PUBLISHED}[/dim]", "", *(f"[dim]{number(speed)}[/dim]" for speed in published),
+                             f"[dim]{_retained(published)}[/dim]")
     if any(point.measured_mbps for point in sweep.points):
         slowest = [min(point.measured_mbps) if point.measured_mbps else None for point in sweep.points]
-        made.add_section()
-        made.add_row("measured Mbps, slowest device", "", *map(number, slowest), *("" for _ in share))
-    return made
+        rendered.add_section()
+        rendered.add_row("measured Mbps, slowest device", "", *map(number, slowest), *("" for _ in share))
+    return rendered
 
 
 def _grid(rows: Mapping[Value, ReportRow], names: tuple[str, str]) -> Table:
     """A row for each first value of the pairs, a column for each second one."""
     firsts, seconds = grid_axes(rows)
-    made = frame([" \\ ".join(names)], [label(second) for second in seconds])
+    rendered = frame([" \\ ".join(names)], [label(second) for second in seconds])
     ends = best_and_worst(rows)
     marks = {ends[1]: _WORST, ends[0]: _BEST} if ends and ends[0] != ends[1] else {}
     for first in firsts:
         cells = [f"{_speed(rows.get((first, second)))}{marks.get((first, second), ' ')}" for second in seconds]
-        made.add_row(label(first), *cells)
-    return made
+        rendered.add_row(label(first), *cells)
+    return rendered
 
 
 def grid_axes(rows: Mapping[Value, ReportRow]) -> tuple[list[Scalar], list[Scalar]]:

@@ -34,16 +34,16 @@ def load_prompts(path: Path, limit: int | None = None) -> list[Prompt]:
     return prompts
 
 
-def _parse(line: str, where: str, default_id: str) -> Prompt:
-    data = parse_json(line, where)
+def _parse(line: str, source: str, default_id: str) -> Prompt:
+    data = parse_json(line, source)
     if not isinstance(data, dict):
-        raise UsageError(f"{where}: not a JSON object")
+        raise UsageError(f"{source}: not a JSON object")
     text = data.get("prompt")
     turns = data.get("turns")
     if text is None and isinstance(turns, list) and turns:
         text = turns[0]
     if not isinstance(text, str) or not text:
-        raise UsageError(f"{where}: neither a prompt nor turns (a text, or a list that starts with one)")
+        raise UsageError(f"{source}: neither a prompt nor turns (a text, or a list that starts with one)")
     return Prompt(str(data.get("question_id", default_id)), str(data.get("category", "")), text)
 
 

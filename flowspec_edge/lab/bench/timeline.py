@@ -72,8 +72,8 @@ def draw(spans: Sequence[Span], stages: int, view: Window, turns: int) -> str:
     rows += [(f"V{i}", [s for s in spans if s.device == i and s.kind == "compute"])
              for i in range(1, stages + 1)]
     lines = [f"{'turn':<{_LABEL}}{_axis(columns, fine, view.skipped)}".rstrip()]
-    for name, mine in rows:
-        cells = _cells(mine, view.start, step, columns)
+    for name, of_device in rows:
+        cells = _cells(of_device, view.start, step, columns)
         lines.append(f"{name:<{_LABEL}}{_line(cells)}")
     lines.append(f"a column: 1/{fine} turn = {step * 1e3:.3g} ms; 12==: run 12; xx: cancelled; d: drafts; "
                  "v: lm_head, walk; .: idle")
@@ -89,16 +89,16 @@ def _axis(columns: int, fine: int, first: float) -> str:
 
 
 def _cells(spans: Sequence[Span], start: float, step: float, columns: int) -> list[Span | None]:
-    found: list[Span | None] = []
+    cells: list[Span | None] = []
     for column in range(columns):
-        left = start + column * step
+        column_start = start + column * step
         shares = [(share, s) for s in spans
-                  if (share := min(s.end, left + step) - max(s.start, left)) > _EPSILON]
+                  if (share := min(s.end, column_start + step) - max(s.start, column_start)) > _EPSILON]
         most, busiest = max(shares, key=lambda share: share[0], default=(0.0, None))
         idle = step - sum(share for share, _ in shares)
         shows = busiest is not None and (busiest.device == 0 or idle <= most)
-        found.append(busiest if shows else None)
-    return found
+        cells.append(busiest if shows else None)
+    return cells
 
 
 def _line(cells: Sequence[Span | None]) -> str:
@@ -131,23 +131,23 @@ _RUN_S = 600.0  # a run takes seconds
 Draw = Callable[[list[str]], str]  # from the arguments of ``bench timeline`` to its output
 
 
-def arguments(what: str) -> list[str]:
+def arguments(words: str) -> list[str]:
     """The arguments of ``flowspec bench timeline`` for a mark's words."""
-    name, *options = what.split()
+    name, *options = words.split()
     flags = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(options)]
     return ["--strategy", name, *flags]
 
 
 def update_timelines(text: str, draw: Draw) -> str:
     def block(match: re.Match[str]) -> str:
-        what = match["what"]
-        return f"<!-- timeline {what} -->\n```text\n{draw(arguments(what)).rstrip()}\n```\n"
+        words = match["what"]
+        return f"<!-- timeline {words} -->\n```text\n{draw(arguments(words)).rstrip()}\n```\n"
 
     return _MARK.sub(block, text)
 
 
-def _run(given: list[str]) -> str:
-    command = module_command("flowspec_edge", "bench", "timeline", *given)
+def _run(arguments: list[str]) -> str:
+    command = module_command("flowspec_edge", "bench", "timeline", *arguments)
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=_RUN_S).stdout
 
 

@@ -56,17 +56,18 @@ def weight_losses(sharded: OpenModel, checkpoint: OpenModel, texts: Sequence[Seq
     manifest = sharded.require_manifest()
     shape = checkpoint.layers, int(checkpoint.config["vocab_size"])
     if (manifest.layers, manifest.vocabulary) != shape:
-        raise UsageError(f"{sharded.path} was not made from {checkpoint.shown}: it has {manifest.layers} "
+        raise UsageError(f"{sharded.path} was not made from {checkpoint.display_path}: it has {manifest.layers} "
                          f"layers and {manifest.vocabulary} tokens, the checkpoint {shape[0]} and {shape[1]}")
     dtype = manifest.compute_dtype
     true = _hidden(checkpoint, checkpoint.layers, dtype, texts, device, advance)
-    found = _hidden(sharded, manifest.stages, dtype, texts, device, advance)
+    quantised = _hidden(sharded, manifest.stages, dtype, texts, device, advance)
     head = load_output_head(checkpoint, dtype, device)
     layers = manifest.quantisation.stored if manifest.quantisation else manifest.dtype
-    losses = [_compared(f"layers {layers}", texts, (true, head), (found, head))]
+    losses = [_compared(f"layers {layers}", texts, (true, head), (quantised, head))]
     if (scheme := head_scheme_of(sharded)) is not None:
-        own = load_output_head(sharded, dtype, device)
-        losses.append(_compared(f"layers {layers}, lm_head {scheme.kind}", texts, (true, head), (found, own)))
+        stored_head = load_output_head(sharded, dtype, device)
+        weights = f"layers {layers}, lm_head {scheme.kind}"
+        losses.append(_compared(weights, texts, (true, head), (quantised, stored_head)))
     return losses
 
 
@@ -105,25 +106,25 @@ def _chain(session: int, text: Sequence[int]) -> Segment:
 
 @torch.inference_mode()
 def _compared(weights: str, texts: Sequence[Sequence[int]], true: tuple[list[Tensor], OutputHead],
-              found: tuple[list[Tensor], OutputHead]) -> WeightLoss:
-    divergence = own = reference = 0.0
+              quantised: tuple[list[Tensor], OutputHead]) -> WeightLoss:
+    divergence = quantised_nll = reference = 0.0
     same = tokens = 0
-    for successors, p, q in _log_probs(texts, true, found):
+    for successors, p, q in _log_probs(texts, true, quantised):
         divergence += float((p.exp() * (p - q)).sum())
         reference -= float(p.gather(1, successors).sum())
-        own -= float(q.gather(1, successors).sum())
+        quantised_nll -= float(q.gather(1, successors).sum())
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
         tokens += len(successors)
-    return WeightLoss(weights, tokens, divergence / tokens, math.exp(own / tokens),
+    return WeightLoss(weights, tokens, divergence / tokens, math.exp(quantised_nll / tokens),
                       math.exp(reference / tokens), same / tokens)
 
 
 def _log_probs(texts: Sequence[Sequence[int]], true: tuple[list[Tensor], OutputHead],
-               found: tuple[list[Tensor], OutputHead]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+               quantised: tuple[list[Tensor], OutputHead]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Next tokens [n, 1], and both models' log-probabilities [n, V] in float64, some rows at a time."""
-    for text, a, b in zip(texts, true[0], found[0], strict=True):
+    for text, a, b in zip(texts, true[0], quantised[0], strict=True):
         for lo in range(0, len(text) - 1, _ROWS):
             rows = slice(lo, min(lo + _ROWS, len(text) - 1))
             p, q = (torch.log_softmax(head(states[rows]).double(), -1)
-                    for states, head in ((a, true[1]), (b, found[1])))
+                    for states, head in ((a, true[1]), (b, quantised[1])))
             yield torch.tensor(text[lo + 1:rows.stop + 1], device=p.device)[:, None], p, q

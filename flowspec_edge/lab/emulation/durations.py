@@ -46,9 +46,9 @@ class Emulation:
 
 def wait_until(start: float, seconds: float) -> float:
     """Wait until ``seconds`` after ``start`` (time.perf_counter); return by how many seconds it was late."""
-    left = start + seconds - time.perf_counter()
-    pause(left)
-    return max(0.0, -left)
+    remaining = start + seconds - time.perf_counter()
+    pause(remaining)
+    return max(0.0, -remaining)
 
 
 def pause(seconds: float) -> None:

@@ -34,19 +34,19 @@ class _Channel:
 
     def __init__(self, emulation: Emulation, seconds: Callable[[int], tuple[float, float]]) -> None:
         self._profile = emulation.devices.d0
-        self._made = emulation.links == "made"
+        self._emulated = emulation.links == "made"
         self._seconds = seconds
         self._free_at = self._next_free_at = 0.0
 
     def trailer(self, message: Message, size: int) -> Buffer:
         """Return the last frame of a message of ``size`` bytes."""
-        added = added_bytes(message, self._profile)
-        if not self._made:
-            if added < 0:
+        extra_bytes = added_bytes(message, self._profile)
+        if not self._emulated:
+            if extra_bytes < 0:
                 raise ProtocolError("the model's hidden states are wider than those of the profile")
-            return _ZEROS[:added + _STAMP.size] if added < len(_ZEROS) - _STAMP.size else bytes(
-                added + _STAMP.size)
-        occupied, latency = self._seconds(size + added)
+            return _ZEROS[:extra_bytes + _STAMP.size] if extra_bytes < len(_ZEROS) - _STAMP.size else bytes(
+                extra_bytes + _STAMP.size)
+        occupied, latency = self._seconds(size + extra_bytes)
         self._next_free_at = max(self._free_at, time.monotonic()) + occupied
         return _STAMP.pack(self._next_free_at + latency)
 
@@ -61,12 +61,12 @@ class _Emulated(Endpoint):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.channels: dict[str, _Channel] = {}  # by peer; a link has one, ""
-        self._held: deque[tuple[float, list[bytes]]] = deque()
+        self._delayed: deque[tuple[float, list[bytes]]] = deque()
         self._newest: _Channel | None = None
 
     @property
     def due(self) -> float:
-        return self._held[0][0] if self._held else math.inf
+        return self._delayed[0][0] if self._delayed else math.inf
 
     def _frames(self, message: Message, peer: str = "") -> list[Buffer]:
         frames = super()._frames(message, peer)
@@ -75,10 +75,10 @@ class _Emulated(Endpoint):
         return [*frames, trailer]
 
     def _send(self, frames: Sequence[Buffer], timeout: float) -> bool:
-        taken = super()._send(frames, timeout)
-        if taken and self._newest:
+        accepted = super()._send(frames, timeout)
+        if accepted and self._newest:
             self._newest.sent()
-        return taken
+        return accepted
 
     def _receive(self, timeout: float, most: int) -> list[bytes] | None:
         until, patience = time.monotonic() + timeout, 0.0
@@ -87,11 +87,11 @@ class _Emulated(Endpoint):
                 if len(frames[-1]) < _STAMP.size:
                     self._drop("it came without its emulated time")
                     continue
-                self._held.append((_STAMP.unpack_from(frames[-1])[0], frames[:-1]))
+                self._delayed.append((_STAMP.unpack_from(frames[-1])[0], frames[:-1]))
                 patience = 0.0
             now = time.monotonic()
             if self.due <= now:
-                return self._held.popleft()[1]
+                return self._delayed.popleft()[1]
             if now >= until:
                 return None
             patience = min(until, self.due) - now
@@ -139,8 +139,8 @@ class EmulatedTransport(ZmqTransport):
         return hub
 
     def wait(self, incoming: Sequence[Endpoint], outgoing: Sequence[Endpoint], timeout: float) -> None:
-        due = min((cast(_Emulated, end).due for end in incoming), default=math.inf)
-        timeout = min(timeout, due - time.monotonic())
+        due_at = min((cast(_Emulated, end).due for end in incoming), default=math.inf)
+        timeout = min(timeout, due_at - time.monotonic())
         if timeout >= _COARSE_S:
             super().wait(incoming, outgoing, math.floor(timeout * 1e3 - 1) / 1e3)  # ZeroMQ counts in ms
         else:

@@ -141,8 +141,8 @@ class NetnsTestbed:
                                  f"ip link set {_INTERFACE} gso_max_segs {_GSO_SEGMENTS} up"])
 
     def _script(self, place: int, lines: Sequence[Sequence[str] | str]) -> None:
-        where = f"device {place} of the testbed" if place < self._places else "the testbed's switch"
-        runner = LocalRunner(where, self._inside(place, []))
+        device_name = f"device {place} of the testbed" if place < self._places else "the testbed's switch"
+        runner = LocalRunner(device_name, self._inside(place, []))
         runner.run(["sh", "-es"], tc.script(lines))
 
     def _inside(self, place: int, command: Sequence[str]) -> list[str]:
@@ -218,6 +218,6 @@ def _measured(bed: NetnsTestbed, sender: int, receiver: int, seconds: float) -> 
 
     with ThreadPoolExecutor(2) as pool:
         serving, measuring = pool.submit(serve), pool.submit(measure)
-        found = measuring.result()  # both ends have deadlines of their own
+        measurement = measuring.result()  # both ends have deadlines of their own
         serving.result()
-    return found
+    return measurement

@@ -82,7 +82,7 @@ class DeviceShaping:
     def renew(self) -> None:
         """Restart the timer; FlowspecError if it has expired, so that the link was unshaped for a while."""
         if not self._armed:
-            raise FlowspecError(f"{self._runner.where}: the shaping of {self._interface} has not begun, "
+            raise FlowspecError(f"{self._runner.device_name}: the shaping of {self._interface} has not begun, "
                                 "or is over")
         late = f"the link was restored, because its shaping was not renewed for {self._after_s} s"
         self._run([f"[ -e {self._run_file} ] || {{ echo {shlex.quote(late)} >&2; exit 1; }}",
@@ -109,7 +109,7 @@ class DeviceShaping:
             return
         now = self._qdiscs()
         if [_comparable(entry) for entry in now] != [_comparable(entry) for entry in self._prior]:
-            raise FlowspecError(f"{self._runner.where}: {self._interface} is not as it was: see "
+            raise FlowspecError(f"{self._runner.device_name}: {self._interface} is not as it was: see "
                                 f"`tc qdisc show dev {self._interface}`")
 
     def __enter__(self) -> DeviceShaping:
@@ -123,25 +123,25 @@ class DeviceShaping:
         text = self._runner.run(["sh", "-es"], tc.script(
             [["tc", "-j", "qdisc", "show", "dev", self._interface]]))
         try:
-            found = json.loads(text)
+            disciplines = json.loads(text)
         except ValueError as error:
-            raise FlowspecError(f"{self._runner.where}: `tc -j qdisc show` gives no JSON; it needs "
+            raise FlowspecError(f"{self._runner.device_name}: `tc -j qdisc show` gives no JSON; it needs "
                                 "iproute2 5 or newer") from error
-        return list(found)
+        return list(disciplines)
 
     def _restore_script(self) -> str:
         """The restoring script; UsageError if the state cannot be restored reliably."""
-        where = f"{self._runner.where}: {self._interface}"
+        link_name = f"{self._runner.device_name}: {self._interface}"
         explicit = [entry for entry in self._prior
                     if entry["handle"] != "0:" and entry["kind"] not in ("ingress", "clsact")]
         if not explicit:  # the kernel restores its default itself
             return tc.removal(self._interface)
         root = explicit[0]
         if root["handle"] == tc.HANDLE:
-            raise UsageError(f"{where} is shaped already: {self._busy()}")
+            raise UsageError(f"{link_name} is shaped already: {self._busy()}")
         kind, handle = root["kind"], root["handle"]
         if len(explicit) > 1 or not root.get("root") or kind not in _RESTORABLE or not self._is_plain(root):
-            raise UsageError(f"{where} has a queueing discipline ({kind} {handle}) that could not be "
+            raise UsageError(f"{link_name} has a queueing discipline ({kind} {handle}) that could not be "
                              "restored; remove it first, or leave this board's link alone")
         add = ["tc", "qdisc", "add", "dev", self._interface, "root", "handle", handle, kind]
         return tc.removal(self._interface, add)

@@ -46,7 +46,7 @@ class Artefact:
 
     name: str
     paper: str
-    what: str
+    description: str
     minutes: int
     kind: Kind
     measurements: tuple[Measurement, ...]
@@ -101,7 +101,7 @@ ARTEFACTS = {artefact.name: artefact for artefact in (
 )}
 
 
-def chosen(names: Sequence[str]) -> list[Artefact]:
+def artefacts_named(names: Sequence[str]) -> list[Artefact]:
     """Raise UsageError for an unknown name; "all" names every one."""
     if "all" in names:
         return list(ARTEFACTS.values())

@@ -78,25 +78,25 @@ def _escaped(text: str) -> str:
     return "".join(_LATEX.get(letter, letter) for letter in text)
 
 
-def document_of(artefact: Artefact, found: Sequence[Measured], command: str) -> PaperDocument:
+def document_of(artefact: Artefact, results: Sequence[Measured], command: str) -> PaperDocument:
     paper = load_paper_results()
-    records = records_of(artefact, found, paper)
+    records = records_of(artefact, results, paper)
     return PaperDocument(artefact.name, f"{artefact.paper}, reproduced in virtual time",
-                         about(artefact, found, command), panels_of(artefact.kind, records),
-                         notes(artefact, found, records, paper), records)
+                         about(artefact, results, command), panels_of(artefact.kind, records),
+                         notes(artefact, results, records, paper), records)
 
 
-def write_all(artefact: Artefact, found: Sequence[Measured], document: PaperDocument, folder: Path
+def write_all(artefact: Artefact, results: Sequence[Measured], document: PaperDocument, folder: Path
               ) -> list[Path]:
     """Each file is replaced atomically, after all of them have been made."""
     head = [f"{document.title}. {document.about[0]}", *document.about[1:]]
-    figure = figure_of(artefact.kind, document.records, found, [*head, *document.notes])
+    figure = figure_of(artefact.kind, document.records, results, [*head, *document.notes])
     description = " ".join(head)
-    made: dict[str, str | bytes] = {
+    contents: dict[str, str | bytes] = {
         "csv": comma_separated(document), "md": markdown(document), "tex": latex(document),
         "pdf": figure_bytes(figure, "pdf", description), "svg": figure_bytes(figure, "svg", description)}
     paths = []
-    for suffix, data in made.items():
+    for suffix, data in contents.items():
         paths.append(folder / f"{artefact.name}.{suffix}")
         write_output(paths[-1], data)
     return paths

@@ -33,7 +33,7 @@ _LABELS = 92  # letters below an axis, at 7 points
 _SOURCE_MARKERS = ("o", "s", "^")
 
 
-def figure_of(kind: Kind, records: Sequence[Record], found: Sequence[Measured], caption: Sequence[str]
+def figure_of(kind: Kind, records: Sequence[Record], results: Sequence[Measured], caption: Sequence[str]
               ) -> Figure:
     """``caption``: lines below the figure."""
     records = [r for r in records if r.figure is not None]
@@ -42,8 +42,8 @@ def figure_of(kind: Kind, records: Sequence[Record], found: Sequence[Measured], 
         axis.axis("off")
         axis.text(0, 0.5, NO_SPEED, fontsize=8)
     elif kind == "depth":
-        assert isinstance(found[0].results, Sweep)
-        figure = grid_figure(found[0].results)
+        assert isinstance(results[0].results, Sweep)
+        figure = grid_figure(results[0].results)
         _add_published_cells(figure.axes[0], records)
     else:
         figure = _FIGURES[kind](records)
@@ -57,14 +57,14 @@ def figure_of(kind: Kind, records: Sequence[Record], found: Sequence[Measured], 
 def _add_published_cells(axis: Axes, records: Sequence[Record]) -> None:
     columns, rows = ([label.get_text() for label in labels]
                      for labels in (axis.get_xticklabels(), axis.get_yticklabels()))
-    theirs = [r for r in records if r.source != MEASURED]
-    for r in theirs:
+    published = [r for r in records if r.source != MEASURED]
+    for r in published:
         depth, _, expansion = r.at.partition(",")
         if depth in rows and expansion in columns:
             axis.text(columns.index(expansion), rows.index(depth) + 0.33, f"paper: {r.figure:.2f}",
                       ha="center", va="center", fontsize=6.5,
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
-    beside = "; in white: the paper's" if theirs else ""
+    beside = "; in white: the paper's" if published else ""
     axis.set_title(f"tokens/s of FlowSpec, VIRTUAL TIME under {_one_title(records)}{beside}", loc="left",
                    fontsize=8)
 
@@ -93,8 +93,8 @@ def _acceptance(records: Sequence[Record]) -> Figure:
         here = [r for r in records if (r.profile, r.acceptance, r.looks_up, r.quantity) == (
             profile, acceptance, looks_up, quantity)]
         drafts = f", {DRAFTS[looks_up]}" if both else ""
-        ours = {r.task for r in here if r.source == MEASURED}
-        task = MEAN if MEAN in ours else min(ours)
+        measured_tasks = {r.task for r in here if r.source == MEASURED}
+        task = MEAN if MEAN in measured_tasks else min(measured_tasks)
         here = [r for r in here if r.source != MEASURED or r.task == task]
         _grouped(axis, here, names[quantity], f"{profile}, {acceptance}{drafts}",
                  lambda r: f"T = {r.temperature:g}")
@@ -114,8 +114,8 @@ def _grouped(axis: Axes, records: Sequence[Record], unit: str, title: str,
         style = style_of(method)
         for record in (r for r in records if r.method == method):
             at = groups.index(group(record)) + (index - (len(methods) - 1) / 2) * width
-            ours = record.source == MEASURED
-            axis.bar(at, _value(record), width * 0.9, color=style.colour if ours else "none",
+            is_measured = record.source == MEASURED
+            axis.bar(at, _value(record), width * 0.9, color=style.colour if is_measured else "none",
                      edgecolor=style.colour, linewidth=1.0, yerr=record.standard_error, error_kw=ERRORS)
         axis.bar(0, 0, color=style.colour, label=style.label)
     axis.set_xticks(range(len(groups)), [_wrapped(name, _LABELS // len(groups)) for name in groups])
@@ -140,9 +140,9 @@ def _stages(records: Sequence[Record]) -> Figure:
     titles: dict[Quantity, str] = {
         "tokens_per_second": "tokens/s", "over_autoregressive": "speed / plain decoding",
         "over_stpp": "speed / static tree"}
-    shown: list[Quantity] = [q for q in titles if any(r.quantity == q for r in records)]
-    figure, axes = new_figure(len(shown), _WIDTH, 2.1)
-    for axis, quantity in zip(axes, shown, strict=True):
+    quantities: list[Quantity] = [q for q in titles if any(r.quantity == q for r in records)]
+    figure, axes = new_figure(len(quantities), _WIDTH, 2.1)
+    for axis, quantity in zip(axes, quantities, strict=True):
         _lines(axis, [r for r in records if r.quantity == quantity])
         _finish(axis, titles[quantity], _one_title(records))
         _ticks(axis, records, "stages")
@@ -152,8 +152,8 @@ def _stages(records: Sequence[Record]) -> Figure:
 def _law(records: Sequence[Record]) -> Figure:
     figure, (axis,) = new_figure(1, _WIDTH, 3.2)
     _lines(axis, [r for r in records if r.quantity == "acceptance_length"])
-    ours = _of_one_task([r for r in records if r.source == MEASURED])
-    rates = [(_value(r), r.stages) for r in ours if r.quantity == "acceptance"]
+    measured = _of_one_task([r for r in records if r.source == MEASURED])
+    rates = [(_value(r), r.stages) for r in measured if r.quantity == "acceptance"]
     most = max(r.stages for r in records)
     for (rate, stages), line in ((max(rates), "--"), (min(rates), ":")):
         axis.plot(range(1, most + 1), [law(n, rate) for n in range(1, most + 1)], line, color="#777777",
@@ -164,9 +164,9 @@ def _law(records: Sequence[Record]) -> Figure:
 
 
 def _lines(axis: Axes, records: Sequence[Record]) -> None:
-    ours = _of_one_task([r for r in records if r.source == MEASURED])
-    for method in dict.fromkeys(r.method for r in ours):
-        points = [(float(r.at), _value(r), r.standard_error) for r in ours if r.method == method]
+    measured = _of_one_task([r for r in records if r.source == MEASURED])
+    for method in dict.fromkeys(r.method for r in measured):
+        points = [(float(r.at), _value(r), r.standard_error) for r in measured if r.method == method]
         draw_curve(axis, method, points, style_of(method).label)
     _published_lines(axis, [r for r in records if r.source != MEASURED])
 
@@ -176,9 +176,9 @@ def _published_lines(axis: Axes, records: Sequence[Record]) -> None:
     measured one method: a marker and an entry for each."""
     sources = list(dict.fromkeys(r.source for r in records))
     for source, method in dict.fromkeys((r.source, r.method) for r in records):
-        style, mine = style_of(method), [r for r in records if (r.source, r.method) == (source, method)]
+        style, of_method = style_of(method), [r for r in records if (r.source, r.method) == (source, method)]
         marker = style.marker if len(sources) == 1 else _SOURCE_MARKERS[sources.index(source)]
-        axis.plot([float(r.at) for r in mine], [_value(r) for r in mine], color=style.colour, marker=marker,
+        axis.plot([float(r.at) for r in of_method], [_value(r) for r in of_method], color=style.colour, marker=marker,
                   **HOLLOW)
     for source, marker in zip(sources, _SOURCE_MARKERS, strict=False):
         colour = "#444444" if len(sources) == 1 else style_of(records[0].method).colour
@@ -200,8 +200,8 @@ def _ticks(axis: Axes, records: Sequence[Record], label: str, log: bool = False)
 
 
 def _one_title(records: Sequence[Record]) -> str:
-    ours = _of_one_task([r for r in records if r.source == MEASURED])
-    return f"{ours[0].profile}, T = {ours[0].temperature:g}, {ours[0].task}"
+    measured = _of_one_task([r for r in records if r.source == MEASURED])
+    return f"{measured[0].profile}, T = {measured[0].temperature:g}, {measured[0].task}"
 
 
 def _finish(axis: Axes, unit: str, title: str) -> None:

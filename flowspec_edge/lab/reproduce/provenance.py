@@ -19,12 +19,12 @@ from flowspec_edge.model.opened import DEMO
 from flowspec_edge.strategies.registry import groups_note
 
 
-def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[str]:
+def about(artefact: Artefact, results: Sequence[Measured], command: str) -> list[str]:
     """Lines for the head of every file."""
-    lines = [f"{artefact.what[0].upper()}{artefact.what[1:]}. VIRTUAL TIME: real tokens of the model "
+    lines = [f"{artefact.description[0].upper()}{artefact.description[1:]}. VIRTUAL TIME: real tokens of the model "
              "below, every duration charged by a profile; nothing was timed on such devices."]
     profiles: dict[str, list[str]] = {}  # by everything else that a measurement says about itself
-    for measured in found:
+    for measured in results:
         s = measured.settings
         tasks = "; ".join(f"{t['name']}: {t['prompts']} prompts, SHA-256 {t['sha256'][:12]}"
                           for t in s["tasks"])
@@ -41,7 +41,7 @@ def about(artefact: Artefact, found: Sequence[Measured], command: str) -> list[s
     return [*lines, f"flowspec-edge {versions()['flowspec-edge']}{revision}; {command}"]
 
 
-def notes(artefact: Artefact, found: Sequence[Measured], records: Sequence[Record], paper: PaperResults
+def notes(artefact: Artefact, results: Sequence[Measured], records: Sequence[Record], paper: PaperResults
           ) -> list[str]:
     """Footnotes of the tables, each once."""
     lines = [f"{METHOD}; in brackets the {MEDIAN}."] if any(
@@ -53,20 +53,20 @@ def notes(artefact: Artefact, found: Sequence[Measured], records: Sequence[Recor
     lines += _counted(records, "repeating", f"Answers of a method that repeat themselves ({LOOP})")
     if note := groups_note(r.method for r in records if r.source == MEASURED):
         lines.append(f"{note}.")
-    lines += _left_out(artefact, found)
-    lines += _deviations(records, all(measured.settings.get("model") == DEMO for measured in found))
-    for measured in found:
+    lines += _left_out(artefact, results)
+    lines += _deviations(records, all(measured.settings.get("model") == DEMO for measured in results))
+    for measured in results:
         lines.append(f"{measured.measurement.name}: " + exactness_text(
             [s for _, _, report in measured.points() for s in report.samples], measured.settings))
-    if any(not measured.results.complete for measured in found):
+    if any(not measured.results.complete for measured in results):
         lines.append("INCOMPLETE: the measurement was interrupted.")
-    if artefact.kind == "speed" and any(len(m.settings["tasks"]) < 2 for m in found):
+    if artefact.kind == "speed" and any(len(m.settings["tasks"]) < 2 for m in results):
         lines.append("The paper's columns are means over its six tasks.")
     if artefact.kind == "depth" and any(r.source != MEASURED for r in records):
         text = published_depths(paper.depth[0])
         lines.append(text[0].upper() + text[1:])
     elif any(r.source != MEASURED for r in records):
-        lines.append(f"Published, not measured here: {_source(artefact, found, paper)}; other models and "
+        lines.append(f"Published, not measured here: {_source(artefact, results, paper)}; other models and "
                      "prompts than ours.")
     return lines
 
@@ -86,53 +86,53 @@ _EXPLAINED: dict[Kind, str] = {
 }
 
 
-def _counted(records: Sequence[Record], field: Literal["short", "repeating"], what: str) -> list[str]:
-    """How many answers are ``what``; at one temperature every method gives the same answers, up to near
-    ties."""
-    found = {}
+def _counted(records: Sequence[Record], field: Literal["short", "repeating"], property_name: str) -> list[str]:
+    """Say how many answers of each task have a property. At one temperature every method gives the same answers, up to
+    near ties."""
+    counts_by_task = {}
     for r in records:
         count = getattr(r, field)
         if r.source == MEASURED and count is not None:
-            found[r.task, r.temperature] = (count, r.answers)
-    if not found or (field == "short" and not any(count for count, _ in found.values())):
+            counts_by_task[r.task, r.temperature] = (count, r.answers)
+    if not counts_by_task or (field == "short" and not any(count for count, _ in counts_by_task.values())):
         return []
     counts = "; ".join(f"T = {temperature:g}: " + ", ".join(
-        f"{task} {count} of {answers}" for (task, t), (count, answers) in found.items()
-        if t == temperature and task != MEAN) for temperature in dict.fromkeys(t for _, t in found))
-    return [f"{what}: {counts}."]
+        f"{task} {count} of {answers}" for (task, t), (count, answers) in counts_by_task.items()
+        if t == temperature and task != MEAN) for temperature in dict.fromkeys(t for _, t in counts_by_task))
+    return [f"{property_name}: {counts}."]
 
 
-def _left_out(artefact: Artefact, found: Sequence[Measured]) -> list[str]:
-    """The package's methods that a table of all methods has not."""
+def _left_out(artefact: Artefact, results: Sequence[Measured]) -> list[str]:
+    """Name the package's methods that are missing in a table of all methods."""
     if not artefact.every_method:
         return []
     missing = {DRAFTS[measured.looks_up]:
                [name for name in METHODS if name not in measured.measurement.strategies]
-               for measured in found}
-    said = "; ".join(f"{way}: {', '.join(names)}" for way, names in missing.items() if names)
-    return [f"Left out: {said}." if said else f"All {len(METHODS)} methods of the package are here."]
+               for measured in results}
+    omissions = "; ".join(f"{way}: {', '.join(names)}" for way, names in missing.items() if names)
+    return [f"Left out: {omissions}." if omissions else f"All {len(METHODS)} methods of the package are here."]
 
 
 def _deviations(records: Sequence[Record], of_the_demo: bool) -> list[str]:
-    """Figures that are more than two standard errors from the paper's, each kind with the likely reason; the head's
-    reasons are those of the demonstration model."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for theirs in (r for r in records if r.source != MEASURED and r.quantity in _BECAUSE):
+    """Name the figures that are more than two standard errors from the paper's, each kind with its likely reason.
+    Reasons that concern the head hold for the demonstration model."""
+    deviations: dict[tuple[str, str], list[str]] = {}
+    for published in (r for r in records if r.source != MEASURED and r.quantity in _BECAUSE):
         same = [r for r in records if r.source == MEASURED and all(
-            getattr(r, name) == getattr(theirs, name)
+            getattr(r, name) == getattr(published, name)
             for name in ("conditions", "method", "at", "quantity"))]
-        ours = next((r for r in same if r.task == MEAN), same[0] if same else None)
-        if ours is None or ours.estimate is None or theirs.figure is None or not ours.standard_error:
+        measured = next((r for r in same if r.task == MEAN), same[0] if same else None)
+        if measured is None or measured.estimate is None or published.figure is None or not measured.standard_error:
             continue
-        if abs(ours.estimate.value - theirs.figure) > 2 * ours.standard_error:
-            found.setdefault((ours.quantity, ours.acceptance), []).append(
-                f"{style_of(ours.method).label} {ours.estimate.text()} against {theirs.figure:.2f} "
-                f"({theirs.source}, T = {theirs.temperature:g})")
+        if abs(measured.estimate.value - published.figure) > 2 * measured.standard_error:
+            deviations.setdefault((measured.quantity, measured.acceptance), []).append(
+                f"{style_of(measured.method).label} {measured.estimate.text()} against {published.figure:.2f} "
+                f"({published.source}, T = {published.temperature:g})")
     return [" ".join(filter(None, (
         f"More than two standard errors from the paper's {_NAMES[quantity]}, with {acceptance}: "
         f"{', '.join(which)}.", _BECAUSE[quantity],
         (_HEADS if acceptance == OF_THE_HEAD else _CALIBRATED) if of_the_demo else "")))
-        for (quantity, acceptance), which in found.items()]
+        for (quantity, acceptance), which in deviations.items()]
 
 
 _NAMES = {"alt": "ALT", "alr": "ALR", "speedup": "SR", "tokens_per_second": "tokens/s"}
@@ -149,7 +149,7 @@ _BECAUSE = {
 }
 
 
-def _source(artefact: Artefact, found: Sequence[Measured], paper: PaperResults) -> str:
+def _source(artefact: Artefact, results: Sequence[Measured], paper: PaperResults) -> str:
     if artefact.kind == "bandwidth":
         return paper.bandwidth[0].source
     if artefact.kind == "stages":

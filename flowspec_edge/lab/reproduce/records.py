@@ -123,14 +123,14 @@ Found = dict[Quantity, Estimate | None]  # None: no answer has one
 Figures = Callable[[Sequence[Sample], Others, int], Found]  # the number of stages last
 
 
-def records_of(artefact: Artefact, found: Sequence[Measured], paper: PaperResults) -> list[Record]:
-    made: list[Record] = []
-    for measured in found:
+def records_of(artefact: Artefact, results: Sequence[Measured], paper: PaperResults) -> list[Record]:
+    records: list[Record] = []
+    for measured in results:
         for value, stages, report in measured.points():
             here = _Point(measured, value, stages, report)
-            made += here.records(_FIGURES[artefact.kind])
-        made += _published(artefact.kind, measured, paper)
-    return made
+            records += here.records(_FIGURES[artefact.kind])
+        records += _published(artefact.kind, measured, paper)
+    return records
 
 
 def position(axis: str | None, value: Value | None) -> str:
@@ -155,23 +155,23 @@ class _Point:
                 parts: list[Found] = []
                 whole = [s for s in samples if (s.strategy, s.temperature) == (method, temperature)]
                 for task in tasks:
-                    mine = [s for s in whole if s.task == task]
-                    if not mine:
+                    of_task = [s for s in whole if s.task == task]
+                    if not of_task:
                         continue
 
-                    def others(name: str, where: tuple[str, float] = (task, temperature)) -> list[Sample]:
-                        return [s for s in samples if s.cell == (name, *where)]
+                    def others(name: str, task: str = task, temperature: float = temperature) -> list[Sample]:
+                        return [s for s in samples if s.cell == (name, task, temperature)]
 
-                    parts.append(figures(mine, others, self.stages))
-                    yield from self._made(temperature, method, task, mine, parts[-1])
+                    parts.append(figures(of_task, others, self.stages))
+                    yield from self._records_of(temperature, method, task, of_task, parts[-1])
                 if len(tasks) > 1 and len(parts) == len(tasks):
                     means: Found = {name: average([part[name] for part in parts]) for name in parts[0]
                                     if all(name in part for part in parts)}
-                    yield from self._made(temperature, method, MEAN, whole, means)
+                    yield from self._records_of(temperature, method, MEAN, whole, means)
 
-    def _made(self, temperature: float, method: str, task: str, samples: Sequence[Sample],
-              figures: Found) -> Iterator[Record]:
-        known = all(s.repeating is not None for s in samples)
+    def _records_of(self, temperature: float, method: str, task: str, samples: Sequence[Sample],
+                    figures: Found) -> Iterator[Record]:
+        all_judged = all(s.repeating is not None for s in samples)
         exact = exactness(samples)
         axis = self.measured.measurement.axis
         for quantity, estimate in figures.items():
@@ -181,46 +181,46 @@ class _Point:
                 estimate.error if estimate else None, estimate.median if estimate else None,
                 prompts=len({(s.task, s.prompt) for s in samples}), answers=len(samples),
                 short=sum(map(is_short, samples)),
-                repeating=sum(bool(s.repeating) for s in samples) if known else None,
+                repeating=sum(bool(s.repeating) for s in samples) if all_judged else None,
                 identical=not exact.different_answers, different_answers=exact.different_answers,
                 tokens=exact.tokens, different_tokens=exact.different_tokens, near_ties=exact.near_ties,
                 acceptance=self.measured.acceptance, draft=samples[0].draft,
                 looks_up=self.measured.looks_up)
 
 
-def _speeds(mine: Sequence[Sample], others: Others, stages: int) -> Found:
+def _speeds(samples: Sequence[Sample], others: Others, stages: int) -> Found:
     base = others(BASELINE)
-    found: Found = {"tokens_per_second": speed(mine)}
+    figures: Found = {"tokens_per_second": speed(samples)}
     if base:
-        found["speedup"] = speedup(mine, base)
-    ours, theirs = _not_repeating(mine), _not_repeating(base)
-    if ours and any(s.repeating for s in mine):
-        found["tokens_per_second_other"] = speed(ours)
-        if theirs:
-            found["speedup_other"] = speedup(ours, theirs)
-    return found
+        figures["speedup"] = speedup(samples, base)
+    not_repeating, base_not_repeating = _not_repeating(samples), _not_repeating(base)
+    if not_repeating and any(s.repeating for s in samples):
+        figures["tokens_per_second_other"] = speed(not_repeating)
+        if base_not_repeating:
+            figures["speedup_other"] = speedup(not_repeating, base_not_repeating)
+    return figures
 
 
 def _not_repeating(samples: Sequence[Sample]) -> list[Sample]:
     return [s for s in samples if s.repeating is False and not is_short(s)]
 
 
-def _acceptance(mine: Sequence[Sample], others: Others, stages: int) -> Found:
-    return {"alt": per_turn(mine), "alr": per_round(mine)}
+def _acceptance(samples: Sequence[Sample], others: Others, stages: int) -> Found:
+    return {"alt": per_turn(samples), "alr": per_round(samples)}
 
 
-def _ratios(mine: Sequence[Sample], others: Others, stages: int) -> Found:
-    found: Found = {"tokens_per_second": speed(mine)}
+def _ratios(samples: Sequence[Sample], others: Others, stages: int) -> Found:
+    figures: Found = {"tokens_per_second": speed(samples)}
     if plain := others("autoregressive"):
-        found["over_autoregressive"] = speedup(mine, plain)
+        figures["over_autoregressive"] = speedup(samples, plain)
     if static := others("stpp"):
-        found["over_stpp"] = speedup(mine, static)
-    return found
+        figures["over_stpp"] = speedup(samples, static)
+    return figures
 
 
-def _law(mine: Sequence[Sample], others: Others, stages: int) -> Found:
+def _law(samples: Sequence[Sample], others: Others, stages: int) -> Found:
     """n N / K with K counted in time, and what the law says for the counted acceptance a."""
-    if mine[0].strategy != "spd":
+    if samples[0].strategy != "spd":
         return {}
 
     def cycles(sample: Sample) -> float:
@@ -228,7 +228,7 @@ def _law(mine: Sequence[Sample], others: Others, stages: int) -> Found:
         misses = sample.tokens - 1 - sample.accepted
         return sample.turns - (sample.rounds - misses) * (stages - 1)
 
-    decoded = [s for s in mine if not is_short(s)]
+    decoded = [s for s in samples if not is_short(s)]
     tokens = list(by_prompt(decoded, lambda s: s.tokens - 1).values())
     a = ratio(list(by_prompt(decoded, lambda s: s.accepted).values()), tokens)
     length = ratio([stages * n for n in tokens], list(by_prompt(decoded, cycles).values()))

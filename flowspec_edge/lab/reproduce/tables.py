@@ -38,13 +38,13 @@ def _first(records: Sequence[Record], quantity: Quantity, **fields: object) -> s
     return NOTHING
 
 
-def _beside(theirs: Sequence[Record], ours: Sequence[Record]) -> str:
+def _beside(published: Sequence[Record], measured: Sequence[Record]) -> str:
     """The published figure, and in brackets ours over it."""
-    if not theirs or theirs[0].figure is None:
+    if not published or published[0].figure is None:
         return NOTHING
-    mine = ours[0].figure if ours else None
-    over = "" if mine is None else f" [{mine / theirs[0].figure:.2f}]"
-    return f"{theirs[0].figure:.2f}{over}"
+    figure = measured[0].figure if measured else None
+    over = "" if figure is None else f" [{figure / published[0].figure:.2f}]"
+    return f"{published[0].figure:.2f}{over}"
 
 
 def _matching(records: Sequence[Record], **fields: object) -> list[Record]:
@@ -55,8 +55,8 @@ def _distinct(records: Sequence[Record], field: str) -> list[object]:
     return list(dict.fromkeys(getattr(record, field) for record in records))
 
 
-def _where(profile: object, temperature: object = None, acceptance: object = "", looks_up: bool | None = None,
-           ) -> str:
+def _heading(profile: object, temperature: object = None, acceptance: object = "", looks_up: bool | None = None,
+             ) -> str:
     parts = [f"virtual time under {profile}", f"T = {temperature:g}" if temperature is not None else "",
              str(acceptance), "" if looks_up is None else DRAFTS[looks_up]]
     return ", ".join(filter(None, parts))
@@ -69,28 +69,28 @@ def _speed_panels(records: Sequence[Record]) -> list[PaperPanel]:
     for conditions in dict.fromkeys(r.conditions for r in records):
         profile, acceptance, looks_up, temperature = conditions
         here = _matching(records, conditions=conditions)
-        ours = _matching(here, source=MEASURED)
-        tasks, papers = _distinct(ours, "task"), [s for s in _distinct(here, "source") if s != MEASURED]
+        measured = _matching(here, source=MEASURED)
+        tasks, papers = _distinct(measured, "task"), [s for s in _distinct(here, "source") if s != MEASURED]
         header = ["method", "draft", *(cell for title in (*map(str, tasks), *(f"paper, {p}" for p in papers))
                                        for cell in (title, "SR"))]
         quantities: tuple[Quantity, ...] = ("tokens_per_second", "speedup")
-        rows = [[style_of(str(method)).label, _draft(ours, method),
-                 *(_first(ours, quantity, task=task, method=method) for task in tasks
+        rows = [[style_of(str(method)).label, _draft(measured, method),
+                 *(_first(measured, quantity, task=task, method=method) for task in tasks
                    for quantity in quantities),
                  *(_beside(_matching(here, source=source, quantity=quantity, method=method),
-                           _matching(ours, task=_whole(ours), quantity=quantity, method=method))
+                           _matching(measured, task=_whole(measured), quantity=quantity, method=method))
                    for source in papers for quantity in quantities)]
-                for method in _distinct(ours, "method")]
-        where = _where(profile, temperature, acceptance, looks_up if both else None)
-        panels.append(PaperPanel(where, header, rows))
-        others = [r for r in ours if r.quantity in ("tokens_per_second_other", "speedup_other")]
+                for method in _distinct(measured, "method")]
+        heading_start = _heading(profile, temperature, acceptance, looks_up if both else None)
+        panels.append(PaperPanel(heading_start, header, rows))
+        others = [r for r in measured if r.quantity in ("tokens_per_second_other", "speedup_other")]
         if others:
             tasks = _distinct(others, "task")
-            rows = [[style_of(str(method)).label, _draft(ours, method),
+            rows = [[style_of(str(method)).label, _draft(measured, method),
                      *(_first(others, quantity, task=task, method=method) for task in tasks
                        for quantity in ("tokens_per_second_other", "speedup_other"))]
                     for method in _distinct(others, "method")]
-            heading = f"{where}, without answers that repeat themselves"
+            heading = f"{heading_start}, without answers that repeat themselves"
             header = ["method", "draft", *(cell for task in tasks for cell in (str(task), "SR"))]
             panels.append(PaperPanel(heading, header, rows))
     return panels
@@ -102,26 +102,26 @@ def _acceptance_panels(records: Sequence[Record]) -> list[PaperPanel]:
     for profile, acceptance, looks_up in dict.fromkeys(
             (r.profile, r.acceptance, r.looks_up) for r in records):
         here = _matching(records, profile=profile, acceptance=acceptance, looks_up=looks_up)
-        ours = _matching(here, source=MEASURED)
-        temperatures, task = _distinct(ours, "temperature"), _whole(ours)
+        measured = _matching(here, source=MEASURED)
+        temperatures, task = _distinct(measured, "temperature"), _whole(measured)
         papers = [source for source in _distinct(here, "source") if source != MEASURED]
         titles = (*(f"T = {t:g}" for t in temperatures), *(f"paper, {source}" for source in papers))
         header = ["method", "draft", *(f"{name}, {title}" for title in titles for name in ("ALT", "ALR"))]
         quantities: tuple[Quantity, ...] = ("alt", "alr")
-        rows = [[style_of(str(method)).label, _draft(ours, method),
-                 *(_first(ours, quantity, method=method, task=task, temperature=t) for t in temperatures
+        rows = [[style_of(str(method)).label, _draft(measured, method),
+                 *(_first(measured, quantity, method=method, task=task, temperature=t) for t in temperatures
                    for quantity in quantities),
                  *(_beside(_matching(here, source=source, quantity=quantity, method=method),
-                           _matching(ours, task=task, quantity=quantity, method=method))
+                           _matching(measured, task=task, quantity=quantity, method=method))
                    for source in papers for quantity in quantities)]
-                for method in _distinct(ours, "method")]
-        where = _where(profile, acceptance=acceptance, looks_up=looks_up if both else None)
-        panels.append(PaperPanel(where, header, rows))
+                for method in _distinct(measured, "method")]
+        heading = _heading(profile, acceptance=acceptance, looks_up=looks_up if both else None)
+        panels.append(PaperPanel(heading, header, rows))
     return panels
 
 
-def _draft(ours: Sequence[Record], method: object) -> str:
-    return _matching(ours, method=method)[0].draft or NOTHING
+def _draft(measured: Sequence[Record], method: object) -> str:
+    return _matching(measured, method=method)[0].draft or NOTHING
 
 
 def _whole(records: Sequence[Record]) -> object:
@@ -131,73 +131,73 @@ def _whole(records: Sequence[Record]) -> object:
 
 
 def _bandwidth_panels(records: Sequence[Record]) -> list[PaperPanel]:
-    ours = [r for r in records if r.source == MEASURED]
-    values, task = _distinct(ours, "at"), _whole(ours)
+    measured = [r for r in records if r.source == MEASURED]
+    values, task = _distinct(measured, "at"), _whole(measured)
     rows = []
-    for method in _distinct(ours, "method"):
+    for method in _distinct(measured, "method"):
         label = style_of(str(method)).label
-        rows.append([label, _draft(ours, method), *(
-            _first(ours, "tokens_per_second", method=method, at=at, task=task) for at in values)])
+        rows.append([label, _draft(measured, method), *(
+            _first(measured, "tokens_per_second", method=method, at=at, task=task) for at in values)])
         for source in (s for s in _distinct(records, "source") if s != MEASURED):
             rows.append([f"{label}, paper, {source}", "", *(
                 _beside(_matching(records, source=source, method=method, at=at),
-                        _matching(ours, quantity="tokens_per_second", method=method, at=at, task=task))
+                        _matching(measured, quantity="tokens_per_second", method=method, at=at, task=task))
                 for at in values)])
-    heading = f"tokens/s, {_where(ours[0].profile, ours[0].temperature)}"
+    heading = f"tokens/s, {_heading(measured[0].profile, measured[0].temperature)}"
     return [PaperPanel(heading, ["method", "draft", *(f"{at} Mbps" for at in values)], rows)]
 
 
 def _depth_panels(records: Sequence[Record]) -> list[PaperPanel]:
     """d0 × d_exp, with the paper's cells in brackets."""
-    ours = [r for r in records if r.source == MEASURED]
-    task = _whole(ours)
-    cells = {tuple(map(int, r.at.split(","))): r for r in ours
+    measured = [r for r in records if r.source == MEASURED]
+    task = _whole(measured)
+    cells = {tuple(map(int, r.at.split(","))): r for r in measured
              if (r.quantity, r.task) == ("tokens_per_second", task)}
-    theirs = {tuple(map(int, r.at.split(","))): r for r in records if r.source != MEASURED}
+    published_cells = {tuple(map(int, r.at.split(","))): r for r in records if r.source != MEASURED}
     depths, expansions = (sorted({key[i] for key in cells}) for i in (0, 1))
 
     def cell(depth: int, expansion: int) -> str:
-        mine, published = cells.get((depth, expansion)), theirs.get((depth, expansion))
-        text = mine.estimate.text() if mine and mine.estimate else NOTHING
-        return f"{text}; {_beside([published], [mine] if mine else [])}" if published else text
+        own_cell, published = cells.get((depth, expansion)), published_cells.get((depth, expansion))
+        text = own_cell.estimate.text() if own_cell and own_cell.estimate else NOTHING
+        return f"{text}; {_beside([published], [own_cell] if own_cell else [])}" if published else text
 
     rows = [[f"d0 = {depth}", *(cell(depth, e) for e in expansions)] for depth in depths]
-    heading = (f"tokens/s of FlowSpec, drafts of {ours[0].draft}, "
-               f"{_where(ours[0].profile, ours[0].temperature)}; second figure: the paper's")
+    heading = (f"tokens/s of FlowSpec, drafts of {measured[0].draft}, "
+               f"{_heading(measured[0].profile, measured[0].temperature)}; second figure: the paper's")
     return [PaperPanel(heading, ["", *(f"d_exp = {e}" for e in expansions)], rows)]
 
 
 def _stages_panels(records: Sequence[Record]) -> list[PaperPanel]:
-    ours = [r for r in records if r.source == MEASURED]
-    values, task = _distinct(ours, "at"), _whole(ours)
+    measured = [r for r in records if r.source == MEASURED]
+    values, task = _distinct(measured, "at"), _whole(measured)
     panels = []
     headings: dict[Quantity, str] = {
         "tokens_per_second": "tokens/s", "over_autoregressive": "speed over plain decoding (PP)",
         "over_stpp": "speed over a static tree (STPP)"}
     for quantity, heading in headings.items():
-        rows = [[style_of(str(method)).label, _draft(ours, method),
-                 *(_first(ours, quantity, method=method, at=at, task=task) for at in values)]
-                for method in _distinct(ours, "method")]
+        rows = [[style_of(str(method)).label, _draft(measured, method),
+                 *(_first(measured, quantity, method=method, at=at, task=task) for at in values)]
+                for method in _distinct(measured, "method")]
         for source in (s for s in _distinct(records, "source") if s != MEASURED):
             ranges = {at: [number(r.figure) for r in records if (r.source, r.at, r.quantity) == (
                 source, at, quantity)] for at in values}
             if any(ranges.values()):
                 rows.append([f"PipeDec, paper, {source}", "", *(" to ".join(ranges[at]) or NOTHING
                                                             for at in values)])
-        panels.append(PaperPanel(f"{heading}, {_where(ours[0].profile, ours[0].temperature)}",
+        panels.append(PaperPanel(f"{heading}, {_heading(measured[0].profile, measured[0].temperature)}",
                                  ["method", "draft", *(f"{at} stages" for at in values)], rows))
     return panels
 
 
 def _law_panels(records: Sequence[Record]) -> list[PaperPanel]:
-    ours = [r for r in records if r.source == MEASURED]
-    task, theirs = _whole(ours), [s for s in _distinct(records, "source") if s != MEASURED]
-    rows = [[f"n = {at}", *(_first(ours, quantity, at=at, task=task)
+    measured = [r for r in records if r.source == MEASURED]
+    task, papers = _whole(measured), [s for s in _distinct(records, "source") if s != MEASURED]
+    rows = [[f"n = {at}", *(_first(measured, quantity, at=at, task=task)
                             for quantity in ("acceptance", "acceptance_length", "law")),
-             *(_first(records, "acceptance_length", source=source, at=at) for source in theirs)]
-            for at in _distinct(ours, "at")]
-    header = ["stages", "acceptance a", "n·N/K", "n/(n(1−a)+a)", *(f"paper, {s}" for s in theirs)]
-    return [PaperPanel(f"{_where(ours[0].profile, ours[0].temperature)}", header, rows)]
+             *(_first(records, "acceptance_length", source=source, at=at) for source in papers)]
+            for at in _distinct(measured, "at")]
+    header = ["stages", "acceptance a", "n·N/K", "n/(n(1−a)+a)", *(f"paper, {s}" for s in papers)]
+    return [PaperPanel(f"{_heading(measured[0].profile, measured[0].temperature)}", header, rows)]
 
 
 _BUILDERS: dict[Kind, Callable[[Sequence[Record]], list[PaperPanel]]] = {
@@ -207,7 +207,7 @@ _BUILDERS: dict[Kind, Callable[[Sequence[Record]], list[PaperPanel]]] = {
 
 
 def terminal(panel: PaperPanel) -> Table:
-    made = frame(panel.header[:1], panel.header[1:], panel.heading)
+    table = frame(panel.header[:1], panel.header[1:], panel.heading)
     for row in panel.rows:
-        made.add_row(*map(plain, row))
-    return made
+        table.add_row(*map(plain, row))
+    return table

@@ -119,11 +119,11 @@ class SpdDrafter(Drafter):
             at = indices(bare, embeddings.device)
             features[at] = self._module.newest(embeddings[at])
         if len(bare) < len(stale):
-            known = [(i, row, depth) for i, (row, depth) in enumerate(stale) if depth]
-            at = indices([i for i, _, _ in known], embeddings.device)
-            deepest = torch.stack([self._rows.state(row, depth) for _, row, depth in known])
+            with_states = [(i, row, depth) for i, (row, depth) in enumerate(stale) if depth]
+            at = indices([i for i, _, _ in with_states], embeddings.device)
+            deepest = torch.stack([self._rows.state(row, depth) for _, row, depth in with_states])
             middle = torch.stack([self._rows.state(row, depth // 2) if depth // 2 else embeddings[i]
-                                  for i, row, depth in known])
+                                  for i, row, depth in with_states])
             features[at] = self._module.feature(embeddings[at], middle, deepest)
         rows = [row for row, _ in stale]
         cache = KVPass(self._cache, indices([row.slot for row in rows], self._device), self._rows.slots)

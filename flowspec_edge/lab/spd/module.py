@@ -144,9 +144,10 @@ FIRST_CAPACITY = 256  # slots
 class SpdRow:
     """A text position or a tree node.
 
-    number  -1: unknown
-    slot    of its keys and values; -1: the row is gone
-    known   depth, in layers, of the state that they were computed from; -1: not computed
+    number          -1: unknown
+    slot            of its keys and values; -1: the row is gone
+    computed_depth  the depth, in layers, of the state from which its keys and values were computed; -1: they were
+                    not computed
     """
 
     token: int
@@ -154,7 +155,7 @@ class SpdRow:
     parent: SpdRow | None
     slot: int
     number: int = _UNKNOWN
-    known: int = _UNKNOWN
+    computed_depth: int = _UNKNOWN
     is_text: bool = False
     children: dict[int, SpdRow] = field(default_factory=dict)
 
@@ -210,7 +211,7 @@ class RowStore:
         if number in (_UNKNOWN, row.number):
             return
         if row.number != _UNKNOWN:  # resent under another number, with other states
-            row.known = _UNKNOWN
+            row.computed_depth = _UNKNOWN
             self._awaited.discard(row.number)
         row.number = number
         if row.is_text:
@@ -240,12 +241,12 @@ class RowStore:
         for query in queries:
             older.update((row.slot, row) for row in self._guesses_above(query))
         newest = self.text[-1] if all(query.is_text for query in queries) else None
-        found = ((row, self.depth(row)) for row in older.values() if row is not newest)
-        return [(row, depth) for row, depth in found if depth > row.known]
+        depths = ((row, self.depth(row)) for row in older.values() if row is not newest)
+        return [(row, depth) for row, depth in depths if depth > row.computed_depth]
 
     def mark_computed(self, rows: Sequence[tuple[SpdRow, int]]) -> None:
         for row, depth in rows:
-            row.known = depth
+            row.computed_depth = depth
             if row.is_text and depth == self._layers:
                 self._open.pop(row.slot, None)
                 self._awaited.discard(row.number)

@@ -76,8 +76,8 @@ def depths(layers: int, stages: int) -> tuple[int, ...]:
     For an inner stage that ends at the last layer (all later ones are empty) it is the layer before: the
     last state is known only after the final norm, as an output.
     """
-    passed = [hi for _, hi in split_layers(layers, stages, allow_empty=True)]
-    return (*(min(hi, layers - 1) for hi in passed[:-1]), layers)
+    ends = [hi for _, hi in split_layers(layers, stages, allow_empty=True)]
+    return (*(min(hi, layers - 1) for hi in ends[:-1]), layers)
 
 
 def visibility(rows: int, stages: int, fill: Tensor) -> Tensor:
@@ -91,8 +91,8 @@ def visibility(rows: int, stages: int, fill: Tensor) -> Tensor:
     age = at[:, None] - at[None]  # [t, T]
     depth = torch.where(age < fill[:, None, None], age, stages).masked_fill(age < 0, -1)  # [B, t, T]
     blocks = torch.arange(stages, -1, -1, device=fill.device)
-    seen = depth[:, :, None] == blocks[:, None]  # [B, t, block, T]
-    return seen.flatten(2)[:, None]
+    visible = depth[:, :, None] == blocks[:, None]  # [B, t, block, T]
+    return visible.flatten(2)[:, None]
 
 
 def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int], fill: Tensor) -> Tensor:
@@ -138,9 +138,9 @@ def train_module(recipe: SpdRecipe, target: Any, text: Tensor, held_out: Tensor,
     def micro_loss(rows: Tensor, fill: Tensor, levels: tuple[int, ...]) -> Tensor:
         with torch.no_grad():
             out = target.model(input_ids=rows, use_cache=False, output_hidden_states=True)
-            wanted = target.lm_head(out.last_hidden_state).float().log_softmax(-1)
+            target_log_probs = target.lm_head(out.last_hidden_state).float().log_softmax(-1)
         logits = module.lm_head(speculate(module, out.hidden_states, levels, fill)).float()
-        divergence = F.kl_div(logits.log_softmax(-1), wanted, reduction="sum", log_target=True)
+        divergence = F.kl_div(logits.log_softmax(-1), target_log_probs, reduction="sum", log_target=True)
         return divergence / rows.numel()
 
     step_loss = compiled(micro_loss, loop.compile)

@@ -46,18 +46,18 @@ class BlockRecipe(HeadRecipe):
 
 
 def new_block_head(target: Any, recipe: BlockRecipe, mask_token: int) -> BlockHead:
-    """An untrained head of the target's shape, with its (frozen) embedding; it ranks by the target's lm_head
-    and begins with its final norm."""
+    """Make an untrained head of the target's shape. It has the target's embedding, which is frozen, ranks by the
+    target's lm_head, and begins with the target's final norm."""
     config, layers = target.config, target.config.num_hidden_layers
     shape = layer_shape(config)
     layer = layer_config({
         **shape, "num_hidden_layers": recipe.layers, "tie_word_embeddings": False,
         "head_dim": shape.get("head_dim") or config.hidden_size // config.num_attention_heads}, "the target", QWEN3)
-    own = BlockConfig(
+    head_config = BlockConfig(
         **vars(layer), captured=default_layers(layers, min(recipe.states, layers)), block_size=recipe.depth,
         mask_token_id=mask_token, from_root=True, causal=(False,) * recipe.layers, windows=(None,) * recipe.layers,
         markov_rank=recipe.rank, draft_vocab_size=config.vocab_size)
-    head = BlockHead(own).requires_grad_(True)
+    head = BlockHead(head_config).requires_grad_(True)
     head.embed_tokens.weight = frozen_embedding(target)
     head.norm.weight.data.copy_(target.model.norm.weight)
     if head.markov_head is not None:
@@ -93,9 +93,9 @@ class Block(Student):
         tokens[:, :, 0] = rows[:, anchors + 1]
         positions = (anchors[:, None] + 1 + torch.arange(slots, device=rows.device)).flatten()
         before = (text[None] <= anchors[:, None]).repeat_interleave(slots, 0)
-        own = torch.eye(count, dtype=torch.bool, device=rows.device)
-        own = own.repeat_interleave(slots, 0).repeat_interleave(slots, 1)
-        mask = torch.cat((before, own), 1)[None, None]
+        same_block = torch.eye(count, dtype=torch.bool, device=rows.device)
+        same_block = same_block.repeat_interleave(slots, 0).repeat_interleave(slots, 1)
+        mask = torch.cat((before, same_block), 1)[None, None]
         out = self._pass(head.embed_tokens(tokens.flatten(1)), positions[None].expand(batch, -1),
                          [mask] * len(head.layers), ContextCache(context))
         hidden: Tensor = out.view(batch, count, slots, -1)
@@ -114,9 +114,9 @@ class Block(Student):
                   depth: int) -> Tensor:
         states, features = reading
         with torch.no_grad():
-            wanted = self.target_logits(features).softmax(-1)[:, self._places(anchors)]
+            target_probs = self.target_logits(features).softmax(-1)[:, self._places(anchors)]
         logits = self.logits(self.hidden(states[:, :-1] + noise, rows, anchors), rows, anchors)
-        costs = (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean((0, 1))
+        costs = (logits.logsumexp(-1) - (target_probs * logits).sum(-1)).mean((0, 1))
         weights = fade ** torch.arange(len(costs), device=costs.device)
         return (weights * costs).sum() / weights.sum()
 

@@ -64,7 +64,7 @@ class _Step:
 
     config: Any
     windows: int
-    what: str
+    description: str
 
 
 def training_cost(config: Any, kind: str, recipe: HeadRecipe, free: int) -> TrainingCost:
@@ -83,7 +83,7 @@ def training_cost(config: Any, kind: str, recipe: HeadRecipe, free: int) -> Trai
         if unrolled / rate <= _SECONDS and memory <= _MEMORY_SHARE * free:
             break
     seconds = _timed(step, kind, recipe, dev)
-    return TrainingCost(str(dev), recipe, whole / unrolled * seconds, step.what, step is real,
+    return TrainingCost(str(dev), recipe, whole / unrolled * seconds, step.description, step is real,
                         seconds, needed, free)
 
 
@@ -110,8 +110,8 @@ def _smaller(real: _Step) -> Iterator[_Step]:
 
 
 def _changed(config: Any, **fields: int) -> Any:
-    kept = {key: value for key, value in config.to_dict().items() if key not in ("layer_types", "model_type")}
-    return type(config)(**{**kept, **fields})
+    fields_before = {key: value for key, value in config.to_dict().items() if key not in ("layer_types", "model_type")}
+    return type(config)(**{**fields_before, **fields})
 
 
 def _counted(step: _Step, kind: str, recipe: HeadRecipe, depth: int) -> tuple[float, int]:
@@ -136,12 +136,12 @@ def _counted(step: _Step, kind: str, recipe: HeadRecipe, depth: int) -> tuple[fl
             short, long = sorted(p.shape)
             total += 5 * (4 * short**2 * long + 2 * short**3)
     embeddings = config.vocab_size * config.hidden_size
-    kept = (layers + 2 * embeddings) * (2 if device().type == "cuda" else 4)
+    weight_bytes = (layers + 2 * embeddings) * (2 if device().type == "cuda" else 4)
     batch = min(tokens, recipe.micro_batch)
     # In fp32: the head's embeddings; its weights, gradients, momentum and two temporary copies; logits of
     # target and head, their softmax and gradients.
-    own = embeddings + 5 * sum(p.numel() for p in trained) + 6 * batch * ranked
-    return total, kept + 4 * own
+    training_values = embeddings + 5 * sum(p.numel() for p in trained) + 6 * batch * ranked
+    return total, weight_bytes + 4 * training_values
 
 
 def _timed(step: _Step, kind: str, recipe: HeadRecipe, dev: torch.device) -> float:

@@ -41,9 +41,9 @@ class ContextCache:
 
 def norm(of: nn.Module, x: Tensor) -> Tensor:
     """[..., width] to the same shape."""
-    own, wide = cast(Norm, of), x.float()
+    module, wide = cast(Norm, of), x.float()
     # Not F.rms_norm, whose fused kernel on CUDA has a gradient from PyTorch 2.9 on.
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + own.eps)).to(x.dtype) * own.weight
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)).to(x.dtype) * module.weight
 
 
 class Attention:
@@ -87,8 +87,8 @@ class Attention:
 
 def mlp(of: Any, x: Tensor) -> Tensor:
     """[..., H] to [..., H]."""
-    made: Tensor = of.down_proj(of.activation(of.gate_proj(x)) * of.up_proj(x))
-    return made
+    out: Tensor = of.down_proj(of.activation(of.gate_proj(x)) * of.up_proj(x))
+    return out
 
 
 class Eagle2Pass:

@@ -77,10 +77,10 @@ class Eagle2(UnrolledStudent):
         cross = torch.zeros(wide, head.config.hidden_size, dtype=torch.float64)
         with torch.no_grad():
             for tokens, features in zip(rows, reading.features, strict=True):
-                given = torch.cat((head.embed_tokens(tokens[1:]).cpu().double(), features[:-1].double(),
-                                   torch.ones(len(tokens) - 1, 1, dtype=torch.float64)), dim=-1)
-                gram += given.mT @ given
-                cross += given.mT @ features[1:].double()
+                inputs = torch.cat((head.embed_tokens(tokens[1:]).cpu().double(), features[:-1].double(),
+                                    torch.ones(len(tokens) - 1, 1, dtype=torch.float64)), dim=-1)
+                gram += inputs.mT @ inputs
+                cross += inputs.mT @ features[1:].double()
             gram += torch.eye(wide, dtype=torch.float64) * (_RIDGE * gram.diagonal().mean())
             solved = torch.linalg.solve(gram, cross)
             head.fc.weight.copy_(solved[:-1].mT)
@@ -96,9 +96,9 @@ class Eagle2(UnrolledStudent):
         return features.float(), self._logits(features).softmax(-1)
 
     def loss(self, out: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        features, wanted = targets
+        features, target_probs = targets
         logits = self._logits(out)
-        soft = (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
+        soft = (logits.logsumexp(-1) - (target_probs * logits).sum(-1)).mean()
         return F.smooth_l1_loss(out.float(), features) + self._soft_weight * soft
 
     def best(self, out: Tensor) -> Tensor:
@@ -180,10 +180,10 @@ class Eagle3(UnrolledStudent):
         return logits[..., self._ids].softmax(-1), self._drafted[logits.argmax(-1)]
 
     def loss(self, out: Tensor, targets: tuple[Tensor, ...]) -> Tensor:
-        wanted, counted = targets
+        target_probs, loss_mask = targets
         logits = self._pass.logits(out).float()
-        cost = logits.logsumexp(-1) - (wanted * logits).sum(-1)
-        return (cost * counted).sum() / counted.sum().clamp(min=1)
+        cost = logits.logsumexp(-1) - (target_probs * logits).sum(-1)
+        return (cost * loss_mask).sum() / loss_mask.sum().clamp(min=1)
 
     def best(self, out: Tensor) -> Tensor:
         return self._ids[self._pass.logits(out).argmax(-1)]

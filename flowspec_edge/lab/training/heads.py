@@ -104,8 +104,8 @@ class HeadTrainer:
 def trainer_of(kind: str) -> HeadTrainer:
     """Import the trainer of a kind of ``draft_kinds.trained_kinds``."""
     module, _, name = DRAFT_KINDS[kind].trainer.partition(":")
-    found: HeadTrainer = getattr(import_module(module), name)
-    return found
+    trainer: HeadTrainer = getattr(import_module(module), name)
+    return trainer
 
 
 class Student(ABC):
@@ -208,11 +208,11 @@ def train_head(recipe: HeadRecipe, student: Student, text: Tensor, held_out: Ten
     step_loss = compiled(partial(student.step_loss, recipe.fade), loop.compile)
     count, batch = (len(text) - 1) // recipe.window, recipe.tokens_per_step // recipe.window
     epochs = recipe.steps * batch / count
-    readings = Readings(student, text, recipe.window, work, kept=epochs > 1)
+    readings = Readings(student, text, recipe.window, work, on_disk=epochs > 1)
     checkpoint = work / f"{student.name}.pt"
     if untrained and not checkpoint.exists():
-        wanted = -(-_START_ROWS * 2 * student.target.config.hidden_size // recipe.window)
-        numbers = window_batch(count, 0, min(count, wanted), seed)
+        windows = -(-_START_ROWS * 2 * student.target.config.hidden_size // recipe.window)
+        numbers = window_batch(count, 0, min(count, windows), seed)
         student.first_weights(cut_windows(text, recipe.window, numbers).to(dev), readings.take(numbers))
 
     def loss(step: int, total: int) -> float:
@@ -249,14 +249,14 @@ class Readings:
     the readings of its last checkpoint again.
     """
 
-    def __init__(self, student: Student, text: Tensor, length: int, work: Path, kept: bool) -> None:
+    def __init__(self, student: Student, text: Tensor, length: int, work: Path, on_disk: bool) -> None:
         self._student, self._text, self._length = student, text, length
         self._count = (len(text) - 1) // length
         hidden = student.target.config.hidden_size
         self._states = 0 if student.states_are_features else student.states_width()
         self._file, self._done_file = work / f"{student.name}-readings.bin", work / f"{student.name}-read.npy"
         shape = (self._count, length + 1, self._states + hidden)
-        self._stored = _reserved(self._file, shape) if kept else None
+        self._stored = _reserved(self._file, shape) if on_disk else None
         self._done = np.zeros(self._count, dtype=bool)
         if self._stored is not None and self._done_file.exists():
             self._done = np.load(self._done_file)
@@ -272,7 +272,7 @@ class Readings:
             for number, row in fresh.items():
                 self._stored[number] = row.numpy()
                 self._done[number] = True
-        rows = torch.stack([fresh[number] if number in fresh else self._kept(number) for number in numbers])
+        rows = torch.stack([fresh[number] if number in fresh else self._from_file(number) for number in numbers])
         features = rows[..., self._states :]
         return Reading(rows[..., : self._states] if self._states else features, features)
 
@@ -289,7 +289,7 @@ class Readings:
         self._done_file.unlink(missing_ok=True)
         self._file.unlink(missing_ok=True)
 
-    def _kept(self, number: int) -> Tensor:
+    def _from_file(self, number: int) -> Tensor:
         assert self._stored is not None
         return torch.from_numpy(np.array(self._stored[number]))
 
@@ -354,8 +354,8 @@ def _agreement(student: Student, held_out: Tensor, greedy: bool, limit: int, pro
     for rows in texts.split(8):  # logits over a large vocabulary are large
         states, features = student.read(rows)
         best = student.target_logits(features[:, 1:]).argmax(-1)
-        for d, chosen in enumerate(student.drafts(states, rows, anchors, DEPTHS)):
-            hits[d] += (chosen == best[:, anchors + d]).sum().item()
+        for d, drafted in enumerate(student.drafts(states, rows, anchors, DEPTHS)):
+            hits[d] += (drafted == best[:, anchors + d]).sum().item()
     shares: list[float] = (hits / (len(texts) * len(anchors))).tolist()
     return shares
 
@@ -395,8 +395,8 @@ def visibility(rows: int, anchors: Tensor, depth: int) -> Tensor:
     ``depth``, of which a chain sees its own.
     """
     text = torch.arange(rows, device=anchors.device)[None] <= anchors[:, None]
-    own = torch.eye(len(anchors), dtype=torch.bool, device=anchors.device)
-    return torch.cat((text, own.repeat(1, depth - 1)), dim=1)
+    chain_rows = torch.eye(len(anchors), dtype=torch.bool, device=anchors.device)
+    return torch.cat((text, chain_rows.repeat(1, depth - 1)), dim=1)
 
 
 def unroll(head: Head, hidden: Tensor, tokens: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:
@@ -416,7 +416,7 @@ def unroll(head: Head, hidden: Tensor, tokens: Tensor, anchors: Tensor, depth: i
     for d in range(1, depth + 1):
         if d > 1:
             at, mask = anchors + d - 1, visibility(n, anchors, d)
-        positions, shown = at[None].expand(batch, -1), mask[None, None].expand(batch, 1, -1, -1)
-        out = head(hidden, tokens[:, at], positions, shown, cache)
+        positions, batch_mask = at[None].expand(batch, -1), mask[None, None].expand(batch, 1, -1, -1)
+        out = head(hidden, tokens[:, at], positions, batch_mask, cache)
         yield out
         hidden = out[:, anchors] if d == 1 else out

@@ -74,10 +74,10 @@ class Optimiser:
         decay_from  fraction of the run after which the rate falls linearly to zero
         warmup      steps in which the rate rises, but never more than a tenth of the run
         """
-        named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-        hidden = [p for n, p in named if p.ndim == 2 and not any(table in n for table in _TABLES)]
+        trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+        hidden = [p for n, p in trainable if p.ndim == 2 and not any(table in n for table in _TABLES)]
         ids = {id(p) for p in hidden}
-        rest = [p for _, p in named if id(p) not in ids]
+        rest = [p for _, p in trainable if id(p) not in ids]
         self._rates = (muon_lr, adam_lr)
         self._optimisers: tuple[torch.optim.Optimizer, ...] = (
             Muon(hidden, muon_lr, weight_decay=0.01),
@@ -87,8 +87,8 @@ class Optimiser:
 
     def step(self, step: int, total: int) -> float:
         """Take one step and return the factor on the learning rates."""
-        left = (total - step) / max(1.0, total * (1 - self._decay_from))
-        factor = min(1.0, (step + 1) / max(1.0, min(self._warmup, total / 10)), left)
+        remaining = (total - step) / max(1.0, total * (1 - self._decay_from))
+        factor = min(1.0, (step + 1) / max(1.0, min(self._warmup, total / 10)), remaining)
         for optimiser, rate in zip(self._optimisers, self._rates, strict=True):
             for group in optimiser.param_groups:
                 group["lr"] = rate * factor
@@ -165,8 +165,8 @@ def train(run: Run) -> None:
             if done % run.report_every == 0 or last:
                 progress.console.print(f"{line}  {run.report()}", soft_wrap=True)
             elif not progress.console.is_terminal and now - logged > _LOG_EVERY_S:
-                left = timedelta(seconds=round((now - began) / (done - start) * (run.steps - done)))
-                progress.console.print(f"{line}  about {left} left", soft_wrap=True)
+                remaining = timedelta(seconds=round((now - began) / (done - start) * (run.steps - done)))
+                progress.console.print(f"{line}  about {remaining} left", soft_wrap=True)
                 logged = now
             if last or now - saved > run.checkpoint_every_s:
                 _save(run, done)
@@ -210,11 +210,11 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def compiled(function: Callable[..., Tensor], wanted: bool) -> Callable[..., Tensor]:
-    """torch.compile, if ``wanted`` and its compiler exists: g++ for CPUs, Triton for GPUs (not on Jetson)."""
+def compiled(function: Callable[..., Tensor], enabled: bool) -> Callable[..., Tensor]:
+    """torch.compile, if ``enabled`` and its compiler exists: g++ for CPUs, Triton for GPUs (not on Jetson)."""
     on_gpu = device().type == "cuda"
     installed = importlib.util.find_spec("triton") if on_gpu else shutil.which("g++")
-    return torch.compile(function) if wanted and installed else function
+    return torch.compile(function) if enabled and installed else function
 
 
 def window_batch(count: int, step: int, batch: int, seed: int) -> list[int]:

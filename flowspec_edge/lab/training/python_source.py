@@ -154,17 +154,17 @@ def _version(source: str) -> str:
 def _build(work: Path, seed: int, meta_path: Path, limit: int | None, make: MakeTokenizer) -> None:
     work.mkdir(parents=True, exist_ok=True)
     train: list[SourceFile] = []
-    held: list[SourceFile] = []
+    held_out: list[SourceFile] = []
     size = 0
     for document in track(documents(), description="reading source files"):
         if is_held_out(document.group):
-            held.append(document)
+            held_out.append(document)
         else:
             train.append(document)
             size += len(document.text)
-        if limit is not None and size >= limit and held:
+        if limit is not None and size >= limit and held_out:
             break
-    if size < min(_MIN_CORPUS, limit or _MIN_CORPUS) or not held:
+    if size < min(_MIN_CORPUS, limit or _MIN_CORPUS) or not held_out:
         raise FlowspecError(
             "too little text to train on: the standard library's .py files were not found under "
             f"{sysconfig.get_path('stdlib')}; use a Python that ships its source")
@@ -173,7 +173,7 @@ def _build(work: Path, seed: int, meta_path: Path, limit: int | None, make: Make
     tokenizer, eos = make([d.text for d in train[: len(train) // 3]])
     tokenizer.save(str(work / "tokenizer.json"))
     np.save(work / "train.npy", _encode(tokenizer, eos, train, "tokenizing"))
-    np.save(work / "held_out.npy", _encode(tokenizer, eos, held, "tokenizing held-out"))
+    np.save(work / "held_out.npy", _encode(tokenizer, eos, held_out, "tokenizing held-out"))
     by_source: dict[str, int] = {}
     for d in train:
         by_source[d.source] = by_source.get(d.source, 0) + len(d.text.encode())
@@ -183,9 +183,9 @@ def _build(work: Path, seed: int, meta_path: Path, limit: int | None, make: Make
         "train_bytes": sum(by_source.values()),
         "train_bytes_by_source": by_source,
         "licences": {s.name: s.licence for s in SOURCES if s.name in by_source},
-        "held_out_files": len(held),
-        "held_out_groups": sorted({d.group for d in held}),
-        "held_out_bytes": sum(len(d.text.encode()) for d in held),
+        "held_out_files": len(held_out),
+        "held_out_groups": sorted({d.group for d in held_out}),
+        "held_out_bytes": sum(len(d.text.encode()) for d in held_out),
     }
     meta_path.write_text(json.dumps(meta, indent=1))
 

@@ -18,7 +18,7 @@ from flowspec_edge.model.decoder_config import DecoderConfig
 from flowspec_edge.model.families import LLAMA, Family
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.model.weights.checkpoint import digest
-from flowspec_edge.model.weights.located import shown
+from flowspec_edge.model.weights.located import display_path
 from flowspec_edge.stage.shard import load_lm_head
 from flowspec_edge.util.tensors import no_loading_bars
 
@@ -30,7 +30,7 @@ _SHAPE = ("attention_bias", "head_dim", "hidden_act", "hidden_size", "intermedia
 def check_target(model: OpenModel) -> int:
     """The end-of-text id; UsageError without one, and if the model is sharded or cannot run on stages."""
     if model.sharded:
-        raise UsageError(f"{model.shown} is cut into shards, and training needs the whole model: "
+        raise UsageError(f"{model.display_path} is cut into shards, and training needs the whole model: "
                          "give the checkpoint that it was made from")
     _ = model.decoder  # refuses what stages cannot run
     if not model.stop_ids:
@@ -49,7 +49,7 @@ def load_target(model: OpenModel) -> Any:
             target = AutoModelForCausalLM.from_pretrained(
                 model.target, dtype=dtype, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and safetensors raise many types
-        raise FlowspecError(f"{shown(model.target)}: the model cannot be loaded: {first_line(error)}") from error
+        raise FlowspecError(f"{display_path(model.target)}: the model cannot be loaded: {first_line(error)}") from error
     return target.to(dev).eval().requires_grad_(False)
 
 
@@ -57,14 +57,15 @@ def load_tokenizer(model: OpenModel) -> Any:
     try:
         return AutoTokenizer.from_pretrained(model.target, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises a bare Exception
-        raise UsageError(f"the tokenizer in {shown(model.target)} cannot be loaded: {first_line(error)}") from error
+        raise UsageError(f"the tokenizer in {display_path(model.target)} cannot be loaded: {first_line(error)}"
+                         ) from error
 
 
 def load_fast_tokenizer(model: OpenModel) -> Tokenizer:
     """Raise UsageError if the model has only a slow tokenizer."""
     fast = getattr(load_tokenizer(model), "backend_tokenizer", None)
     if not isinstance(fast, Tokenizer):
-        raise UsageError(f"the tokenizer in {shown(model.target)} is too slow for so much text: "
+        raise UsageError(f"the tokenizer in {display_path(model.target)} is too slow for so much text: "
                          "put its tokenizer.json beside it")
     return fast
 
@@ -73,7 +74,7 @@ def check_tokens(model: OpenModel, *texts: Tensor) -> None:
     """Raise UsageError for a token id outside the model's vocabulary."""
     largest, vocabulary = max(int(text.max()) for text in texts), int(model.config["vocab_size"])
     if largest >= vocabulary:
-        raise UsageError(f"the tokenizer in {shown(model.target)} makes token {largest} of the text, but the "
+        raise UsageError(f"the tokenizer in {display_path(model.target)} makes token {largest} of the text, but the "
                          f"model's vocabulary has {vocabulary} tokens: they do not belong together")
 
 

@@ -53,19 +53,19 @@ class TrainingText:
     described: list[str]
 
 
-def data_files(given: Sequence[Path]) -> list[Path]:
+def data_files(paths: Sequence[Path]) -> list[Path]:
     """Files, and those in directories, without hidden ones; UsageError for a path without usable files."""
     files: list[Path] = []
-    for path in given:
+    for path in paths:
         if not path.exists():
             raise UsageError(f"no training text at {path}: give files or directories that are there")
         if path.is_dir():
-            found = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file()
-                           and not any(part.startswith(".") for part in file.relative_to(path).parts))
-            if not found:
+            matches = sorted(file for file in path.rglob("*") if file.suffix in _SUFFIXES and file.is_file()
+                             and not any(part.startswith(".") for part in file.relative_to(path).parts))
+            if not matches:
                 raise UsageError(f"{path} has no {', '.join(_SUFFIXES[:-1])} or {_SUFFIXES[-1]} file in it; "
                                  "give another directory")
-            files += found
+            files += matches
         else:
             files.append(path)
     return files
@@ -101,34 +101,34 @@ def prepare_files(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, w
     ``eos`` ends every text; ``window`` and ``held_out`` are minimum token counts.  UsageError for unusable
     files, and for too little text.
     """
-    made, wanted = work / "text.json", digest(files)
-    if not made.is_file() or read_json_object(made).get("digest") != wanted:
-        made.unlink(missing_ok=True)
+    marker, files_digest = work / "text.json", digest(files)
+    if not marker.is_file() or read_json_object(marker).get("digest") != files_digest:
+        marker.unlink(missing_ok=True)
         _build(work, files, tokenizer, eos, window, held_out)
         size = sum(file.stat().st_size for file in files)
         names = ", ".join(dict.fromkeys(file.name for file in files[:8])) + (", …" if len(files) > 8 else "")
-        facts = {"digest": wanted, "described": [f"{len(files)} file(s), {size} bytes: {names}"]}
-        write_atomically(made, json.dumps(facts))
-    train, held = (torch.from_numpy(np.load(work / f"text-{part}.npy")) for part in ("train", "held-out"))
-    return TrainingText(train, held, read_json_object(made)["described"])
+        facts = {"digest": files_digest, "described": [f"{len(files)} file(s), {size} bytes: {names}"]}
+        write_atomically(marker, json.dumps(facts))
+    train, held_out_ids = (torch.from_numpy(np.load(work / f"text-{part}.npy")) for part in ("train", "held-out"))
+    return TrainingText(train, held_out_ids, read_json_object(marker)["described"])
 
 
-def split(texts: list[np.ndarray[Any, Any]], keys: Sequence[bytes], wanted: int
+def split(texts: list[np.ndarray[Any, Any]], keys: Sequence[bytes], held_out: int
           ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """(training tokens, ``wanted`` held-out tokens), independent of the order of the texts.
+    """(training tokens, ``held_out`` held-out tokens), independent of the order of the texts.
 
     Holds out whole texts in the order of their ``keys``, and the end of the last one.
     """
-    held: list[np.ndarray[Any, Any]] = []
-    kept = list(texts)
+    held_texts: list[np.ndarray[Any, Any]] = []
+    training_texts = list(texts)
     for index in sorted(range(len(texts)), key=lambda i: keys[i]):
-        if not wanted:
+        if not held_out:
             break
-        cut = max(0, len(texts[index]) - wanted)
-        kept[index], taken = texts[index][:cut], texts[index][cut:]
-        held.append(taken)
-        wanted -= len(taken)
-    return np.concatenate(kept), np.concatenate(held)
+        cut = max(0, len(texts[index]) - held_out)
+        training_texts[index], tail = texts[index][:cut], texts[index][cut:]
+        held_texts.append(tail)
+        held_out -= len(tail)
+    return np.concatenate(training_texts), np.concatenate(held_texts)
 
 
 def _build(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, window: int, held_out: int) -> None:
@@ -136,19 +136,19 @@ def _build(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, window: 
     keys: list[bytes] = []
     for document in track(documents(files, tokenizer), description="tokenizing"):
         special = not document.templated
-        found = tokenizer(document.text, add_special_tokens=special, verbose=False)["input_ids"]
-        if found[-1:] != [eos]:
-            found.append(eos)
-        ids.append(np.asarray(found, dtype=np.int32))
+        token_ids = tokenizer(document.text, add_special_tokens=special, verbose=False)["input_ids"]
+        if token_ids[-1:] != [eos]:
+            token_ids.append(eos)
+        ids.append(np.asarray(token_ids, dtype=np.int32))
         keys.append(document.key)
-    total = sum(len(found) for found in ids)
+    total = sum(len(token_ids) for token_ids in ids)
     if total < window + held_out:
         names = ", ".join(map(str, files[:3])) + (", …" if len(files) > 3 else "")
         raise UsageError(f"too little text to train on: {names} has {total} tokens in all, and {window} for "
                          f"a window and {held_out} to be held out are needed; give more text")
-    train, held = split(ids, keys, max(held_out, total // HELD_OUT_ONE_IN))
+    train, held_ids = split(ids, keys, max(held_out, total // HELD_OUT_ONE_IN))
     np.save(work / "text-train.npy", train)
-    np.save(work / "text-held-out.npy", held)
+    np.save(work / "text-held-out.npy", held_ids)
 
 
 def _text(file: Path) -> str:
@@ -217,13 +217,13 @@ def _conversation(messages: list[dict[str, str]], tokenizer: Any) -> Document:
         raise _UnusableLine(f"the tokenizer's chat template refuses it ({first_line(error)})") from error
 
 
-def bind(path: Path, wanted: dict[str, Any], what: str) -> None:
-    """Bind a work directory to ``wanted``; UsageError if the file ``path`` in it says otherwise."""
-    wanted = json.loads(json.dumps(wanted))  # as a reader gets it: tuples become lists
+def bind(path: Path, settings: dict[str, Any], other_work: str) -> None:
+    """Bind a work directory to ``settings``; UsageError if the file ``path`` in it says otherwise."""
+    settings = json.loads(json.dumps(settings))  # as a reader gets it: tuples become lists
     if not path.exists():
-        write_atomically(path, json.dumps(wanted, indent=1))
-    elif read_json(path) != wanted:
-        raise UsageError(f"{path.parent} holds the work of {what}; give another --work, or delete it")
+        write_atomically(path, json.dumps(settings, indent=1))
+    elif read_json(path) != settings:
+        raise UsageError(f"{path.parent} holds the work of {other_work}; give another --work, or delete it")
 
 
 def work_beside(out: Path) -> Path:

@@ -80,17 +80,17 @@ def train_head_part(model: OpenModel, kind: str, options: HeadOptions, date: str
     if work is None:
         return
     bound, others = work / f"{kind}.json", "another model, recipe or data"
-    wanted = {"recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
-              "data": digest(files) if files else "python"}
+    settings = {"recipe": asdict(recipe), "draft_vocabulary": drafted, "target": fingerprint(model),
+                "data": digest(files) if files else "python"}
     seed = _SEED
     if start:
         begins = tensors_digest({n: w for n, w in start.state_dict().items() if "embed" not in n})
-        wanted["start"] = begins
+        settings["start"] = begins
         seed = int(begins[:8], 16)  # so that the text has another order than in the previous training
     if bound.exists():
-        bind(bound, wanted, others)
+        bind(bound, settings, others)
     text = _text(model, eos, work, files, recipe, options.quick)  # unusable text must not bind ``work``
-    bind(bound, wanted, others)
+    bind(bound, settings, others)
 
     def part(directory: Path) -> None:
         target = load_target(model)
@@ -112,7 +112,7 @@ def train_head_part(model: OpenModel, kind: str, options: HeadOptions, date: str
 
 def _place(model: OpenModel, kind: str) -> Path:
     if model.target == model.path:
-        raise UsageError(f"{model.shown} is a plain checkpoint, which has no place for a head: say where it "
+        raise UsageError(f"{model.display_path} is a plain checkpoint, which has no place for a head: say where it "
                          "goes with --out DIR, and bring it to the boards with models shard --draft DIR")
     check_place(model.path)
     return model.path / DRAFT_KINDS[kind].directory
@@ -160,9 +160,9 @@ def _drafted(model: OpenModel, kind: str, requested: int | None) -> int | None:
     return requested or min(vocabulary, most)
 
 
-def _having(what: Callable[[HeadTrainer], object]) -> str:
+def _having(feature: Callable[[HeadTrainer], object]) -> str:
     """List the kinds whose trainers have it."""
-    return " and ".join(kind.name for kind in trained_kinds() if what(trainer_of(kind.name)))
+    return " and ".join(kind.name for kind in trained_kinds() if feature(trainer_of(kind.name)))
 
 
 @dataclass(frozen=True)
@@ -195,9 +195,9 @@ def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: Tr
            windows: int) -> dict[str, Any]:
     student = trainer_of(kind).stored(directory, target)
     head = student.head
-    what = "a block drafter" if DRAFT_KINDS[kind].is_block else "an EAGLE head"
+    head_kind = "a block drafter" if DRAFT_KINDS[kind].is_block else "an EAGLE head"
     facts: dict[str, Any] = {
-        "summary": f"{what} for one target; a demonstration, trained by flowspec; not for real use",
+        "summary": f"{head_kind} for one target; a demonstration, trained by flowspec; not for real use",
         "kind": kind,
         "date": date,
         "parameters": sum(p.numel() for name, p in head.named_parameters() if "embed_tokens" not in name),
@@ -211,14 +211,14 @@ def _facts(directory: Path, kind: str, target: Any, recipe: HeadRecipe, text: Tr
         ids = student.head.target_ids()
         share = torch.isin(text.held_out.to(ids.device), ids).float().mean().item()
         facts |= {"draft_vocabulary": len(ids), "held_out_tokens_in_it": round(share, 4)}
-    for where, greedy in (("greedy", True), ("text", False)):
+    for text_kind, greedy in (("greedy", True), ("text", False)):
         shares = agreement(student, text.held_out, greedy, windows)
-        facts[f"agreement_{where}"] = [round(share, 4) for share in shares]
+        facts[f"agreement_{text_kind}"] = [round(share, 4) for share in shares]
     return facts
 
 
 def _print(console: Console, facts: dict[str, Any]) -> None:
     console.print("how often the head's best token is the target's, by depth")
     console.print(f"  {'depth':30}" + "".join(f"{depth:>7}" for depth in range(1, DEPTHS + 1)))
-    for key, where in (("greedy", "along the target's own text"), ("text", "along the held-out text")):
-        console.print(f"  {where:30}" + "".join(f"{share:7.3f}" for share in facts[f"agreement_{key}"]))
+    for key, description in (("greedy", "along the target's own text"), ("text", "along the held-out text")):
+        console.print(f"  {description:30}" + "".join(f"{share:7.3f}" for share in facts[f"agreement_{key}"]))

@@ -48,11 +48,11 @@ class Fields:
         """Return a field's value; None if it is left out."""
         return self._fields.get(key)
 
-    def unusable(self, key: str, value: Any, wanted: str) -> FlowspecError:
+    def unusable(self, key: str, value: Any, expected: str) -> FlowspecError:
         if value is None:
             return FlowspecError(f"{self.path} does not state {key}: it is no language model, or damaged")
-        shown = f"{len(value)} numbers" if isinstance(value, np.ndarray) else repr(value)[:60]
-        return FlowspecError(f"{self.path} states {shown} for {key}, which must be {wanted}")
+        value_text = f"{len(value)} numbers" if isinstance(value, np.ndarray) else repr(value)[:60]
+        return FlowspecError(f"{self.path} states {value_text} for {key}, which must be {expected}")
 
 
 def family_in(fields: Fields) -> Family:
@@ -61,9 +61,9 @@ def family_in(fields: Fields) -> Family:
     for family in FAMILIES.values():
         if family.gguf and family.gguf.architecture == fields.architecture and family.sparse == sparse:
             return family
-    known = dict.fromkeys(family.gguf.architecture for family in FAMILIES.values() if family.gguf)
+    supported = dict.fromkeys(family.gguf.architecture for family in FAMILIES.values() if family.gguf)
     raise UsageError(f"{fields.path}: a GGUF file of the architecture {fields.architecture!r} cannot be read, only "
-                     f"of {', '.join(known)}: take the checkpoint of which it was made")
+                     f"of {', '.join(supported)}: take the checkpoint of which it was made")
 
 
 def config_of(fields: Fields, names: Collection[str], vocabulary: int, rope_factors: NDArray[np.float32] | None
@@ -152,8 +152,8 @@ def _llama3(fields: Fields, factors: NDArray[np.float32], config: Mapping[str, A
     """Find the factor of which Llama 3.1's rule makes these ``factors``; its other constants are the same in all
     published models."""
     scaling = {"rope_type": "llama3", "factor": float(str(np.float32(factors.max()))), **_LLAMA3}
-    wanted = llama3_factors(config["rope_theta"], config["head_dim"], scaling)
-    if len(factors) != len(wanted) or not np.allclose(factors, wanted, rtol=1e-4):
+    expected = llama3_factors(config["rope_theta"], config["head_dim"], scaling)
+    if len(factors) != len(expected) or not np.allclose(factors, expected, rtol=1e-4):
         raise UsageError(f"{fields.path}: the tensor {ROPE_FACTORS} divides the frequencies of positions in a way that "
                          "is not Llama 3's: take the checkpoint of which the file was made")
     return scaling

@@ -20,11 +20,11 @@ def gguf_in(path: Path) -> Path | None:
         return path
     if not path.is_dir() or (path / "config.json").is_file() or (path / "target").is_dir():
         return None
-    found = {_first(file) for file in path.glob(f"*{SUFFIX}")}
-    if len(found) > 1:
+    candidates = {_first(file) for file in path.glob(f"*{SUFFIX}")}
+    if len(candidates) > 1:
         raise UsageError(f"{path} has several GGUF files: give one of them: "
-                         f"{', '.join(sorted(file.name for file in found)[:3])}")
-    return found.pop() if found else None
+                         f"{', '.join(sorted(file.name for file in candidates)[:3])}")
+    return candidates.pop() if candidates else None
 
 
 def parts_of(file: Path) -> list[Path]:

@@ -97,19 +97,19 @@ class _Reader:
             if key in fields:
                 raise ValueError(f"{key} is there twice")
             fields[key] = self._value(self._number("<u4"))
-        stated = [self._tensor() for _ in range(tensors)]
+        relative = [self._tensor() for _ in range(tensors)]
         alignment = fields.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment is {alignment!r}")
         begin = -(-self._file.tell() // alignment) * alignment
-        found = tuple(GgufTensor(tensor.name, tensor.shape, tensor.type, begin + tensor.at) for tensor in stated)
-        if len({tensor.name for tensor in found}) < len(found):
+        located = tuple(GgufTensor(tensor.name, tensor.shape, tensor.type, begin + tensor.at) for tensor in relative)
+        if len({tensor.name for tensor in located}) < len(located):
             raise ValueError("a tensor is there twice")
-        for tensor in found:
+        for tensor in located:
             if tensor.at % alignment or tensor.at + tensor.nbytes > self._size:
                 raise ValueError(f"tensor {tensor.name} from byte {tensor.at} to {tensor.at + tensor.nbytes}, and the "
                                  f"file has {self._size}")
-        return GgufHeader(self._path, self._size, fields, found)
+        return GgufHeader(self._path, self._size, fields, located)
 
     def _tensor(self) -> GgufTensor:
         name = self._string(_KEY_BYTES)
@@ -128,7 +128,7 @@ class _Reader:
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
-            return self._string(self._left())
+            return self._string(self._remaining())
         if kind in _NUMBERS:
             number = self._number(_NUMBERS[kind])
             if _NUMBERS[kind] == "<f4":
@@ -138,7 +138,7 @@ class _Reader:
             raise ValueError(f"a value of the type {kind}")
         inner = self._number("<u4")
         if inner == _STRING:
-            return [self._string(self._left()) for _ in range(self._count(8))]
+            return [self._string(self._remaining()) for _ in range(self._count(8))]
         if inner not in _NUMBERS:
             raise ValueError(f"an array of the type {inner}")
         dtype = np.dtype(_NUMBERS[inner])
@@ -147,14 +147,14 @@ class _Reader:
     def _count(self, each: int) -> int:
         """Read how many items follow, of at least ``each`` bytes."""
         count: int = self._number("<u8")
-        if count * each > self._left():
-            raise ValueError(f"{count} items of {each} bytes or more, and {self._left()} bytes are left")
+        if count * each > self._remaining():
+            raise ValueError(f"{count} items of {each} bytes or more, and {self._remaining()} bytes are left")
         return count
 
     def _string(self, most: int) -> str:
         length = self._number("<u8")
-        if length > min(most, self._left()):
-            raise ValueError(f"a text of {length} bytes, and {self._left()} bytes are left")
+        if length > min(most, self._remaining()):
+            raise ValueError(f"a text of {length} bytes, and {self._remaining()} bytes are left")
         return self._bytes(length).decode()
 
     def _number(self, dtype: str) -> Any:
@@ -167,7 +167,7 @@ class _Reader:
             raise ValueError(f"it ends after {self._size} bytes")
         return data
 
-    def _left(self) -> int:
+    def _remaining(self) -> int:
         return self._size - self._file.tell()
 
 

@@ -49,20 +49,20 @@ def home_of(file: Path, name: str | None = None) -> Path:
         return home
     try:
         home.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(dir=home.parent))
+        building = Path(tempfile.mkdtemp(dir=home.parent))
     except OSError as error:
         raise FlowspecError(f"cannot write {home.parent}: {error.strerror}: make room there, or set XDG_CACHE_HOME"
                             ) from error
     try:
-        _write(parts, beside, made)
-        made.chmod(0o755)
-        os.replace(made, home)
+        _write(parts, beside, building)
+        building.chmod(0o755)
+        os.replace(building, home)
     except OSError as error:
         if not (home / GGUF_TABLE).is_file():  # else another process made it meanwhile
             raise FlowspecError(f"cannot write {home}: {error.strerror}: make room there, or set XDG_CACHE_HOME"
                                 ) from error
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(building, ignore_errors=True)
     return home
 
 
@@ -89,11 +89,11 @@ def _write(parts: Sequence[Path], beside: Sequence[Path], directory: Path) -> No
 def _table(headers: Sequence[GgufHeader], config: dict[str, Any]) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     for number, header in enumerate(headers):
-        held = [tensor for tensor in header.tensors if tensor.name != ROPE_FACTORS]
-        for tensor in held:
+        stored = [tensor for tensor in header.tensors if tensor.name != ROPE_FACTORS]
+        for tensor in stored:
             _check(header.path, tensor)
         tensors |= {place.name: {"file": number, "at": place.at, "type": place.type, "shape": place.shape,
-                                 "heads": place.heads, "offset": place.offset} for place in places(held, config)}
+                                 "heads": place.heads, "offset": place.offset} for place in places(stored, config)}
     types = {tensor.type.name: [tensor.type.values, tensor.type.size] for header in headers
              for tensor in header.tensors}
     return {"files": [_state(header.path) for header in headers], "types": types, "tensors": tensors}
@@ -124,8 +124,8 @@ def _beside(file: Path) -> list[Path]:
     """Return what a user put beside the file: draft models, and a tokenizer of its own."""
     drafts = [file.parent / kind.directory for kind in stored_kinds() if kind.directory]
     drafts = [path for path in drafts if (path / "config.json").is_file()]
-    own = [path for name in _OWN_TOKENIZER if (path := file.parent / name).is_file()]
-    return drafts + (own if (file.parent / "tokenizer.json") in own else [])
+    tokenizer_files = [path for name in _OWN_TOKENIZER if (path := file.parent / name).is_file()]
+    return drafts + (tokenizer_files if (file.parent / "tokenizer.json") in tokenizer_files else [])
 
 
 def _state(path: Path) -> dict[str, Any]:

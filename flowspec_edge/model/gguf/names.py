@@ -46,8 +46,8 @@ class Place:
 
 
 def places(tensors: Iterable[GgufTensor], config: dict[str, Any]) -> Iterator[Place]:
-    """Name each tensor as checkpoints of ``config``'s family do; one that has no place in such a model keeps its own
-    name, by which loaders refuse it."""
+    """Name each tensor as the checkpoints of ``config``'s family do. A tensor without a place in such a model keeps its
+    own name, by which loaders refuse it."""
     family = FAMILIES[config["model_type"]]
     stored = family.gguf
     assert stored is not None
@@ -55,13 +55,13 @@ def places(tensors: Iterable[GgufTensor], config: dict[str, Any]) -> Iterator[Pl
     for tensor in tensors:
         name, heads, offset = tensor.name, 0, 0.0
         stem, _, part = name.rpartition(".")
-        found = _LAYER.fullmatch(name)
+        match = _LAYER.fullmatch(name)
         if stem.endswith("_norm"):
             offset = stored.norm_offset
         if stem in _WHOLE and part == "weight":
             name = f"{_WHOLE[stem]}.weight"
-        elif found is not None:
-            layer, inner, part = f"model.layers.{int(found[1])}", found[2], found[3]
+        elif match is not None:
+            layer, inner, part = f"model.layers.{int(match[1])}", match[2], match[3]
             stacked = _EXPERTS.fullmatch(inner)
             if inner in modules:
                 name = f"{layer}.{modules[inner]}.{part}"
@@ -70,10 +70,10 @@ def places(tensors: Iterable[GgufTensor], config: dict[str, Any]) -> Iterator[Pl
             elif experts is not None and inner == _ROUTER:
                 name = f"{layer}.{experts.block}.gate.{part}"
             elif experts is not None and stacked is not None and len(tensor.shape) == 3:
-                own = {"gate": experts.gate, "up": experts.up, "down": experts.down}[stacked[1]]
+                matrix = {"gate": experts.gate, "up": experts.up, "down": experts.down}[stacked[1]]
                 size = tensor.shape[1] * tensor.row_bytes
                 for expert in range(tensor.shape[0]):
-                    yield Place(f"{layer}.{experts.block}.experts.{expert}.{own}.{part}", tensor.shape[1:],
+                    yield Place(f"{layer}.{experts.block}.experts.{expert}.{matrix}.{part}", tensor.shape[1:],
                                 tensor.type.name, tensor.at + expert * size)
                 continue
         yield Place(name, tensor.shape, tensor.type.name, tensor.at, heads, offset)

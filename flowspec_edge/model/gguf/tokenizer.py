@@ -66,18 +66,19 @@ def tokenizer_of(fields: Fields) -> Tokenizer:
         raise UsageError(f"{fields.path}: a tokenizer of the kind {kind!r} cannot be read: put the model's "
                          "tokenizer.json beside the file")
     tokens = _spelled(fields)
-    made = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens)
+    tokenizer = _byte_level(fields, tokens) if kind == "gpt2" else _sentencepiece(fields, tokens)
     types = fields.get("tokenizer.ggml.token_type")
     types = [] if types is None else types.tolist()
-    made.add_tokens([AddedToken(token, normalized=_SPACE in token, special=what == _CONTROL)
-                     for token, what in zip(tokens, types, strict=False) if what in (_CONTROL, _USER_DEFINED)])
+    tokenizer.add_tokens([AddedToken(token, normalized=_SPACE in token, special=token_type == _CONTROL)
+                          for token, token_type in zip(tokens, types, strict=False)
+                          if token_type in (_CONTROL, _USER_DEFINED)])
     begins = fields.get("tokenizer.ggml.add_bos_token")
     bos = _id(fields, "bos_token_id", len(tokens))
     if bos is not None and (kind == "llama" if begins is None else begins):
         first = processors.TemplateProcessing(single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A {tokens[bos]} $B",
                                               special_tokens=[(tokens[bos], bos)])
-        made.post_processor = first if kind == "llama" else processors.Sequence([made.post_processor, first])
-    return made
+        tokenizer.post_processor = first if kind == "llama" else processors.Sequence([tokenizer.post_processor, first])
+    return tokenizer
 
 
 def _spelled(fields: Fields) -> list[str]:
@@ -100,17 +101,17 @@ def _byte_level(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
         raise UsageError(f"{fields.path}: its tokenizer cuts texts as {name!r}, which is not known here (known: "
                          f"{', '.join(_PATTERNS)}): put the model's tokenizer.json beside the file")
     pattern, digits = _PATTERNS[name]
-    made = Tokenizer(models.BPE(_numbered(tokens), _merges(fields), ignore_merges=name in _WHOLE_WORDS_FIRST))
+    tokenizer = Tokenizer(models.BPE(_numbered(tokens), _merges(fields), ignore_merges=name in _WHOLE_WORDS_FIRST))
     cuts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if digits else []
     if pattern:
         cuts.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
     cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not pattern))
-    made.pre_tokenizer = pre_tokenizers.Sequence(cuts) if len(cuts) > 1 else cuts[0]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts) if len(cuts) > 1 else cuts[0]
     if name in _COMPOSED:
-        made.normalizer = normalizers.NFC()
-    made.decoder = decoders.ByteLevel()
-    made.post_processor = processors.ByteLevel(trim_offsets=False)
-    return made
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return tokenizer
 
 
 def _sentencepiece(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
@@ -118,16 +119,16 @@ def _sentencepiece(fields: Fields, tokens: Sequence[str]) -> Tokenizer:
     if scores is None or len(scores) != len(tokens):
         raise fields.unusable("tokenizer.ggml.scores", scores, f"{len(tokens)} numbers, one for each token")
     types = fields.get("tokenizer.ggml.token_type")
-    unknown = next((token for token, what in zip(tokens, types if types is not None else (), strict=False)
-                    if what == _UNKNOWN), None)
-    made = Tokenizer(models.BPE(_numbered(tokens), _merges_by_score(tokens, scores.tolist()), unk_token=unknown,
-                                fuse_unk=True, byte_fallback=True))
+    unknown = next((token for token, token_type in zip(tokens, types if types is not None else (), strict=False)
+                    if token_type == _UNKNOWN), None)
+    tokenizer = Tokenizer(models.BPE(_numbered(tokens), _merges_by_score(tokens, scores.tolist()), unk_token=unknown,
+                                     fuse_unk=True, byte_fallback=True))
     prefixed = _is_prefixed(fields)
     changes: list[Any] = [normalizers.Replace(" ", _SPACE)]
-    made.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *changes] if prefixed else changes)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), *changes] if prefixed else changes)
     back: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    made.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if prefixed else back)
-    return made
+    tokenizer.decoder = decoders.Sequence([*back, decoders.Strip(" ", 1, 0)] if prefixed else back)
+    return tokenizer
 
 
 def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tuple[str, str]]:
@@ -140,10 +141,10 @@ def _merges_by_score(tokens: Sequence[str], scores: Sequence[float]) -> list[tup
 
 
 def _merges(fields: Fields) -> list[tuple[str, str]]:
-    stated = fields.get("tokenizer.ggml.merges")
-    if not isinstance(stated, list):
-        raise fields.unusable("tokenizer.ggml.merges", stated, "pairs of tokens")
-    pairs = [merge.split(" ") for merge in stated]
+    merges = fields.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise fields.unusable("tokenizer.ggml.merges", merges, "pairs of tokens")
+    pairs = [merge.split(" ") for merge in merges]
     if any(len(pair) != 2 for pair in pairs):
         raise FlowspecError(f"{fields.path} is damaged: a merge of its tokenizer is no pair of tokens")
     return [(left, right) for left, right in pairs]

@@ -99,8 +99,8 @@ JOBS: dict[str, Callable[[], Job]] = {"grammar": _grammar_job, "template": _temp
 
 
 def main() -> None:
-    kind, given = sys.argv[1:]
-    limits = json.loads(given)
+    kind, limits_json = sys.argv[1:]
+    limits = json.loads(limits_json)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_STACK, (limits["stack"], limits["stack"]))
     do = JOBS[kind]()

@@ -51,8 +51,8 @@ class Limits:
 class LimitExceeded(UsageError):
     """A job needs too much; the message says of what. ``certain``: the same job will always do so."""
 
-    def __init__(self, what: str, certain: bool = True) -> None:
-        super().__init__(what)
+    def __init__(self, message: str, certain: bool = True) -> None:
+        super().__init__(message)
         self.certain = certain
 
 
@@ -163,12 +163,12 @@ class _Process:
     """Takes a job as its length (8 bytes, big-endian) and JSON, and replies alike."""
 
     def __init__(self, kind: str, limits: Limits) -> None:
-        self._socket, theirs = socket.socketpair()
-        with theirs:
+        self._socket, child_end = socket.socketpair()
+        with child_end:
             try:
                 self._process = subprocess.Popen(
                     module_command(__package__, kind, json.dumps(asdict(limits))),
-                    stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                    stdin=child_end.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                     start_new_session=True)  # Ctrl-C is for the program, which ends its processes
             except BaseException:
                 self._socket.close()
@@ -208,10 +208,10 @@ class _Process:
         self._socket.close()
 
     def _send(self, data: bytes, deadline: float) -> None:
-        left = memoryview(data)
-        while left:
+        remaining = memoryview(data)
+        while remaining:
             self._wait(select.POLLOUT, deadline)
-            left = left[self._socket.send(left):]
+            remaining = remaining[self._socket.send(remaining):]
 
     def _receive(self, size: int, deadline: float) -> bytes:
         data = bytearray()
@@ -223,10 +223,10 @@ class _Process:
             data += piece
         return bytes(data)
 
-    def _wait(self, what: int, deadline: float) -> None:
+    def _wait(self, events: int, deadline: float) -> None:
         """Wait for the socket; poll, because select has no descriptors above 1023."""
         poll = select.poll()
-        poll.register(self._socket, what)
+        poll.register(self._socket, events)
         cancelled = _cancelled.get()
         while not poll.poll(_LOOK_S * 1000):
             if cancelled is not None and cancelled.is_set():

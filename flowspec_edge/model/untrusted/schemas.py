@@ -38,7 +38,7 @@ class _Trial:
         self.problems: list[Problem] = []
         self._root = root
         self._fails_uncached = fails
-        self._known: dict[str, str] = {}  # most keywords are like many others
+        self._failures: dict[str, str] = {}  # most keywords are like many others
 
     def checked(self, node: Any, at: str, contradictions: bool = False) -> Any:
         """``node`` without what cannot be enforced; ``at``: where it is. ``contradictions``: look also for
@@ -56,8 +56,8 @@ class _Trial:
                 self.problems.append((place, reason))
             else:
                 rest[keyword] = nested
-        given, patterns = node.get("patternProperties"), rest.get("patternProperties", {})
-        if isinstance(given, dict) and len(patterns) < len(given):
+        stated_patterns, patterns = node.get("patternProperties"), rest.get("patternProperties", {})
+        if isinstance(stated_patterns, dict) and len(patterns) < len(stated_patterns):
             rest.pop("additionalProperties", None)  # it would forbid what a lost pattern allows
         if contradictions and (reason := self._fails(_alone(rest))):
             self.problems.append((at, reason))
@@ -99,9 +99,9 @@ class _Trial:
 
     def _fails(self, schema: dict[str, Any]) -> str:
         key = json.dumps(schema)
-        if key not in self._known:
-            self._known[key] = self._fails_uncached(schema)
-        return self._known[key]
+        if key not in self._failures:
+            self._failures[key] = self._fails_uncached(schema)
+        return self._failures[key]
 
 
 def _alone(node: dict[str, Any]) -> dict[str, Any]:
@@ -127,15 +127,15 @@ def _resolves(reference: Any, root: dict[str, Any]) -> bool:
         return False
     if not reference.startswith("#/"):
         return True  # the schema itself, or an anchor
-    found: Any = root
+    target: Any = root
     for step in _steps(reference):
-        if isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
-        elif isinstance(found, dict) and step in found:
-            found = found[step]
+        if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+            target = target[int(step)]
+        elif isinstance(target, dict) and step in target:
+            target = target[step]
         else:
             return False
-    return isinstance(found, (dict, bool))
+    return isinstance(target, (dict, bool))
 
 
 def _steps(pointer: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.weights.files import WeightFiles
 from flowspec_edge.model.weights.gguf_file import GgufFile
-from flowspec_edge.model.weights.located import INDEX, PICKLED, SAFE, locate, shown
+from flowspec_edge.model.weights.located import INDEX, PICKLED, SAFE, display_path, locate
 from flowspec_edge.model.weights.stacked import StackedExperts, stacks
 from flowspec_edge.util.weight_file import (
     MTP,
@@ -62,9 +62,9 @@ class Checkpoint:
         return name in self._files
 
     @cached_property
-    def shown(self) -> Path:
+    def display_path(self) -> Path:
         """What messages call it: a GGUF file, or the directory."""
-        return shown(self.directory)
+        return display_path(self.directory)
 
     @property
     def names(self) -> list[str]:
@@ -137,37 +137,37 @@ class Checkpoint:
         return self._files[name]
 
     def _locate(self) -> dict[str, Path]:
-        found = locate(self.directory)
-        if found is None:
+        location = locate(self.directory)
+        if location is None:
             raise UsageError(f"no model at {self.directory}: neither {SAFE} nor {SAFE}{INDEX} nor {PICKLED} "
                              "is there")
-        if found.indexed is None or any(map(is_written_otherwise, found.indexed)):
-            named = self._named(found.files)
+        if location.indexed is None or any(map(is_written_otherwise, location.indexed)):
+            paths = self._paths_by_name(location.files)
         else:
-            named = found.indexed
-        if _is_bare_decoder(named):
-            named = self._of_a_whole_model(named)
-        if _has_embeddings_as_output(named):
-            named = self._renamed(named, {"lm_head.weight": "model.embed_tokens.weight"})
-        return named
+            paths = location.indexed
+        if _is_bare_decoder(paths):
+            paths = self._of_a_whole_model(paths)
+        if _has_embeddings_as_output(paths):
+            paths = self._renamed(paths, {"lm_head.weight": "model.embed_tokens.weight"})
+        return paths
 
-    def _named(self, paths: Iterable[Path]) -> dict[str, Path]:
-        found: dict[str, Path] = {}
+    def _paths_by_name(self, paths: Iterable[Path]) -> dict[str, Path]:
+        paths_by_name: dict[str, Path] = {}
         for path in paths:
             file = self._weights.open(path)
             use_own_names(file)
-            found |= dict.fromkeys(file.tensors, path)
-        return found
+            paths_by_name |= dict.fromkeys(file.tensors, path)
+        return paths_by_name
 
-    def _of_a_whole_model(self, named: Mapping[str, Path]) -> dict[str, Path]:
+    def _of_a_whole_model(self, paths: Mapping[str, Path]) -> dict[str, Path]:
         """Name a bare decoder's tensors as a causal language model's; transformers loads either."""
-        names = {name: name if name.startswith(_BESIDE_THE_DECODER) else f"model.{name}" for name in named}
-        return self._renamed(named, names)
+        names = {name: name if name.startswith(_BESIDE_THE_DECODER) else f"model.{name}" for name in paths}
+        return self._renamed(paths, names)
 
-    def _renamed(self, named: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, Path]:
-        for path in dict.fromkeys(named.values()):
+    def _renamed(self, paths: Mapping[str, Path], names: Mapping[str, str]) -> dict[str, Path]:
+        for path in dict.fromkeys(paths.values()):
             self._weights.open(path).rename(names)
-        return {names.get(name, name): path for name, path in named.items()}
+        return {names.get(name, name): path for name, path in paths.items()}
 
 
 # Tensors of a causal language model that are not its decoder's.
@@ -193,7 +193,7 @@ def _has_embeddings_as_output(names: Collection[str]) -> bool:
 
 
 def missing_tensor(directory: Path, name: str) -> FlowspecError:
-    directory = shown(directory)
+    directory = display_path(directory)
     if name == "lm_head.weight":
         return FlowspecError(f"{directory} has no tensor {name}, and config.json does not tie it to the "
                              "embeddings: save the whole language model (…ForCausalLM), not its decoder")
@@ -204,7 +204,7 @@ def missing_tensor(directory: Path, name: str) -> FlowspecError:
 def check_shape(directory: Path, name: str, stored: torch.Size, shape: torch.Size) -> None:
     """FlowspecError unless ``stored`` is the ``shape`` that the model's configuration requires."""
     if stored != shape:
-        raise FlowspecError(f"{shown(directory)}: tensor {name} has shape {list(stored)}, "
+        raise FlowspecError(f"{display_path(directory)}: tensor {name} has shape {list(stored)}, "
                             f"config.json asks for {list(shape)}")
 
 

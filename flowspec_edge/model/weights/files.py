@@ -30,33 +30,33 @@ class WeightFiles:
 
     def __init__(self, sha256: Mapping[Path, str] | None = None) -> None:
         """``sha256``: of the files that have to be compared."""
-        self._wanted = sha256 or {}
+        self._digests = sha256 or {}
         self._open: dict[Path, WeightFile | None] = {}
 
     def open(self, path: Path) -> WeightFile:
         """FlowspecError for a missing or damaged file, and for PyTorch's format from before version 1.6."""
         if (file := self._open.get(path)) is None:
             self._open[path] = None  # begun, should it fail
-            self._open[path] = file = _open(path, path in self._wanted)
+            self._open[path] = file = _open(path, path in self._digests)
         return file
 
     @contextmanager
     def compared(self) -> Iterator[None]:
         """Compare the files' sha256 after the block, all of them, whether the block has read them or not.
         FlowspecError that names one that was altered, also instead of an error that follows from it."""
-        self._compare(path for path in self._wanted if path.suffix != SAFETENSORS)
+        self._compare(path for path in self._digests if path.suffix != SAFETENSORS)
         try:
             yield
         except Exception:
-            self._compare(path for path in self._open if path in self._wanted)
+            self._compare(path for path in self._open if path in self._digests)
             raise
-        self._compare(path for path in self._wanted if path.suffix == SAFETENSORS)
+        self._compare(path for path in self._digests if path.suffix == SAFETENSORS)
 
     def _compare(self, paths: Iterable[Path]) -> None:
         for path in paths:
             file = self._open.get(path)
-            found = file.file.sha256() if isinstance(file, SafetensorsFile) else sha256_of(path)
-            if found != self._wanted[path]:
+            digest = file.file.sha256() if isinstance(file, SafetensorsFile) else sha256_of(path)
+            if digest != self._digests[path]:
                 raise altered(path)
 
 
@@ -77,30 +77,30 @@ class _PickledFile(WeightFile):
     def __init__(self, path: Path) -> None:
         self.path = path
         with file_errors(path):
-            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        named = _by_name(held)
-        if named is None:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        values = _by_name(content)
+        if values is None:
             raise FlowspecError(f"{path} does not hold tensors by name: it is not a weight file")
-        self._held: dict[str, Tensor] = named
-        self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in named.items()}
+        self._values: dict[str, Tensor] = values
+        self.tensors = {name: TensorInfo(tensor.shape, tensor.dtype) for name, tensor in values.items()}
 
     def rename(self, names: Mapping[str, str]) -> None:
         super().rename(names)
-        self._held = {names.get(name, name): tensor for name, tensor in self._held.items()}
+        self._values = {names.get(name, name): tensor for name, tensor in self._values.items()}
 
     def read(self, name: str, lo: int = 0, hi: int | None = None, buffer: Tensor | None = None) -> Tensor:
-        tensor = self._held[name].detach()
+        tensor = self._values[name].detach()
         return tensor[lo:hi] if tensor.shape else tensor
 
 
-def _by_name(held: object) -> dict[str, Tensor] | None:
+def _by_name(content: object) -> dict[str, Tensor] | None:
     """The tensors by name in what a file holds: at the top, or nested as training frameworks store them, with
     other things beside them; None if there are none."""
-    if not isinstance(held, Mapping):
+    if not isinstance(content, Mapping):
         return None
-    if all(isinstance(value, Tensor) for value in held.values()):
-        return dict(held)
-    return next((found for key in _NESTED if (found := _by_name(held.get(key)))), None)
+    if all(isinstance(value, Tensor) for value in content.values()):
+        return dict(content)
+    return next((nested for key in _NESTED if (nested := _by_name(content.get(key)))), None)
 
 
 def _open(path: Path, hashed: bool) -> WeightFile:

@@ -32,11 +32,11 @@ class GgufFile(WeightFile):
     def __init__(self, table: Path) -> None:
         """FlowspecError for a table that cannot be read, and for a file that was altered since it was written."""
         self.path = table
-        stated = read_json_object(table)
+        table_fields = read_json_object(table)
         try:
-            self._files = [_unaltered(file) for file in stated["files"]]
-            self._types = {name: BlockType(name, *block) for name, block in stated["types"].items()}
-            self._places: dict[str, Mapping[str, Any]] = dict(stated["tensors"])
+            self._files = [_unaltered(file) for file in table_fields["files"]]
+            self._types = {name: BlockType(name, *block) for name, block in table_fields["types"].items()}
+            self._places: dict[str, Mapping[str, Any]] = dict(table_fields["tensors"])
             self.tensors = {name: TensorInfo(torch.Size(place["shape"]), _FLOATS.get(place["type"], torch.float32))
                             for name, place in self._places.items()}
         except (KeyError, TypeError, ValueError) as error:
@@ -82,13 +82,13 @@ class GgufFile(WeightFile):
         return data
 
 
-def _unaltered(stated: Mapping[str, Any]) -> UncachedFile:
-    path = Path(stated["path"])
+def _unaltered(file_entry: Mapping[str, Any]) -> UncachedFile:
+    path = Path(file_entry["path"])
     try:
         now = path.stat()
     except OSError as error:
         raise FlowspecError(f"cannot read {path}: {error.strerror}: give the GGUF file's new place as the model"
                             ) from error
-    if (now.st_size, now.st_mtime_ns) != (stated["size"], stated["mtime_ns"]):
+    if (now.st_size, now.st_mtime_ns) != (file_entry["size"], file_entry["mtime_ns"]):
         raise FlowspecError(f"{path} has changed since it was first read: give the file as the model again")
     return UncachedFile(path)

@@ -60,7 +60,7 @@ def locate(directory: Path) -> LocatedWeights | None:
     return None
 
 
-def shown(directory: Path) -> Path:
+def display_path(directory: Path) -> Path:
     """Return what users know a model's directory by: the GGUF file of which it was made, else itself."""
     try:
         return Path(read_json(directory / GGUF_TABLE)["files"][0]["path"])
@@ -85,19 +85,19 @@ def _by_index(index: Path) -> LocatedWeights:
 
 def warn_of_unread(directory: Path) -> None:
     """Warn once, in one line each, of files that look like weights of the model and are not read."""
-    found = locate(directory)
-    if found is None:
+    location = locate(directory)
+    if location is None:
         return
-    others = sorted(path.name for path in directory.iterdir() if path not in found.files
-                    and path.suffix == found.files[0].suffix and _WEIGHT_FILE.fullmatch(path.name))
-    index = directory / f"{found.source.name}{INDEX}"
-    if index.is_file() and {path.name for path in _files_of(index)} != {found.source.name}:
+    others = sorted(path.name for path in directory.iterdir() if path not in location.files
+                    and path.suffix == location.files[0].suffix and _WEIGHT_FILE.fullmatch(path.name))
+    index = directory / f"{location.source.name}{INDEX}"
+    if index.is_file() and {path.name for path in _files_of(index)} != {location.source.name}:
         others.insert(0, index.name)
     if others:
-        _warn(f"{directory}: the weights are those of {found.source.name}; not read: {_listed(others)}; "
+        _warn(f"{directory}: the weights are those of {location.source.name}; not read: {_listed(others)}; "
               "delete what is out of date")
     if (directory / ADAPTER).is_file():
-        _warn(f"{directory}: the weights are those of {found.source.name}; the adapter beside them "
+        _warn(f"{directory}: the weights are those of {location.source.name}; the adapter beside them "
               f"({ADAPTER}) is not applied: merge it into the model first")
 
 
@@ -124,13 +124,13 @@ def _warn(message: str) -> None:
 
 
 def stored_names(directory: Path) -> frozenset[str]:
-    """Names of the tensors in ``directory``, by an index or headers; empty if there are no weights, or they
-    cannot be read.  Of a PyTorch file it has further strings."""
+    """Return the names of the tensors in ``directory``, from an index or from headers. The set is empty if there are no
+    weights, or if they cannot be read. For a PyTorch file it has further strings."""
     try:
-        found = locate(directory)
-        if found is None:
+        location = locate(directory)
+        if location is None:
             return frozenset()
-        return frozenset(found.indexed or _names_in(found.source))
+        return frozenset(location.indexed or _names_in(location.source))
     except (FlowspecError, OSError, ValueError, TypeError, zipfile.BadZipFile):
         return frozenset()
 

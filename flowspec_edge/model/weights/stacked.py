@@ -37,11 +37,11 @@ _BIAS = 127
 
 def stacks(names: Iterable[str]) -> dict[str, list[str]]:
     """The stacked tensors among ``names`` by the prefix of their layer's experts."""
-    found: dict[str, list[str]] = {}
+    by_prefix: dict[str, list[str]] = {}
     for name in names:
         if match := _STACKED.fullmatch(name):
-            found.setdefault(match[1], []).append(name)
-    return found
+            by_prefix.setdefault(match[1], []).append(name)
+    return by_prefix
 
 
 class StackedExperts(WeightFile):
@@ -52,25 +52,25 @@ class StackedExperts(WeightFile):
         shape."""
         self._file_of = file_of
         self._names = set(names)
-        self._held: tuple[str, int, Tensor] | None = None
+        self._last_slab: tuple[str, int, Tensor] | None = None
         self.tensors = {}
         self._sources: dict[str, tuple[str, int, str]] = {}  # (stack, expert, matrix) of each tensor
         counts = {}
-        for own, (stack, _, step) in _PLACES.items():
+        for matrix, (stack, _, step) in _PLACES.items():
             name = f"{prefix}.{stack}"
             experts, rows, columns, dtype = self._shape(name)
             counts[name] = experts
             bias = self._info(f"{name}_bias")
             if tuple(bias.shape) != (experts, rows):
-                raise self._wrong(f"{name}_bias", bias, f"[{experts}, {rows}]")
+                raise self._shape_error(f"{name}_bias", bias, f"[{experts}, {rows}]")
             for expert in range(experts):
-                one = f"{prefix}.{expert}.{own}"
+                one = f"{prefix}.{expert}.{matrix}"
                 self.tensors[f"{one}.weight"] = TensorInfo(torch.Size((rows // step, columns)), dtype)
                 self.tensors[f"{one}.bias"] = TensorInfo(torch.Size((rows // step,)), bias.dtype)
-                self._sources |= {f"{one}.{part}": (name, expert, own) for part in ("weight", "bias")}
+                self._sources |= {f"{one}.{part}": (name, expert, matrix) for part in ("weight", "bias")}
         if len(set(counts.values())) > 1:
-            found = " and ".join(f"{name} has {count} experts" for name, count in counts.items())
-            raise FlowspecError(f"{self.path.parent}: {found}: the checkpoint is incomplete")
+            counts_text = " and ".join(f"{name} has {count} experts" for name, count in counts.items())
+            raise FlowspecError(f"{self.path.parent}: {counts_text}: the checkpoint is incomplete")
         in_turn = sorted(self.tensors, key=lambda name: self._sources[name][1])  # so that a slab is read once
         self.tensors = {name: self.tensors[name] for name in in_turn}
 
@@ -82,12 +82,12 @@ class StackedExperts(WeightFile):
         """The stacked tensors that hold a tensor."""
         stack = self._sources[name][0]
         parts = ("_bias",) if name.endswith(".bias") else ("", "_blocks", "_scales")
-        wanted = [stack + part for part in parts]
-        return [stacked for stacked in wanted if stacked in self._names]
+        candidates = [stack + part for part in parts]
+        return [stacked for stacked in candidates if stacked in self._names]
 
     def read(self, name: str, lo: int = 0, hi: int | None = None, buffer: Tensor | None = None) -> Tensor:
-        stack, expert, own = self._sources[name]
-        _, first, step = _PLACES[own]
+        stack, expert, matrix = self._sources[name]
+        _, first, step = _PLACES[matrix]
         if name.endswith(".bias"):
             return self._slab(f"{stack}_bias", expert)[first::step][lo:hi]
         if f"{stack}_blocks" not in self._names:
@@ -98,26 +98,26 @@ class StackedExperts(WeightFile):
 
     def _slab(self, name: str, expert: int) -> Tensor:
         """The tensor's part of one expert; the last large one stays in memory for its other rows."""
-        if self._held is None or self._held[:2] != (name, expert):
+        if self._last_slab is None or self._last_slab[:2] != (name, expert):
             slab = self._file_of(name).read(name, expert, expert + 1)[0]
             if name.endswith(("_bias", "_scales")):
                 return slab
-            self._held = name, expert, slab
-        return self._held[2]
+            self._last_slab = name, expert, slab
+        return self._last_slab[2]
 
     def _shape(self, name: str) -> tuple[int, int, int, torch.dtype]:
         """Of a stack: experts, rows and columns of each, dtype."""
         if name in self._names:
             info = self._info(name)
             if len(info.shape) != 3:
-                raise self._wrong(name, info, "[experts, columns, rows]")
+                raise self._shape_error(name, info, "[experts, columns, rows]")
             experts, columns, rows = info.shape
             return experts, rows, columns, info.dtype
         blocks, scales = self._info(f"{name}_blocks"), self._info(f"{name}_scales")
         if len(blocks.shape) != 4 or blocks.shape[3] != _BLOCK // 2 or blocks.dtype != torch.uint8:
-            raise self._wrong(f"{name}_blocks", blocks, f"uint8 [experts, rows, blocks, {_BLOCK // 2}]")
+            raise self._shape_error(f"{name}_blocks", blocks, f"uint8 [experts, rows, blocks, {_BLOCK // 2}]")
         if scales.shape != blocks.shape[:3] or scales.dtype != torch.uint8:
-            raise self._wrong(f"{name}_scales", scales, f"uint8 {list(blocks.shape[:3])}, one for each block")
+            raise self._shape_error(f"{name}_scales", scales, f"uint8 {list(blocks.shape[:3])}, one for each block")
         experts, rows, count, _ = blocks.shape
         return experts, rows, count * _BLOCK, torch.bfloat16
 
@@ -127,10 +127,10 @@ class StackedExperts(WeightFile):
                                 "not of this architecture")
         return self._file_of(name).info(name)
 
-    def _wrong(self, name: str, info: TensorInfo, wanted: str) -> FlowspecError:
+    def _shape_error(self, name: str, info: TensorInfo, expected: str) -> FlowspecError:
         kind = str(info.dtype).removeprefix("torch.")
         return FlowspecError(f"{self._file_of(name).path}: tensor {name} is {kind} {list(info.shape)}, and "
-                             f"must be {wanted}: copy the model again")
+                             f"must be {expected}: copy the model again")
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:

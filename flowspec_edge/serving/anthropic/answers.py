@@ -63,8 +63,9 @@ class MessageAnswer(Answer):
     def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None,
                 stop: str | None = None) -> list[dict[str, Any]]:
         self._details = extra or {}
-        stopped = finish == "stop" and stop is not None
-        self._reason, self._stop = "stop_sequence" if stopped else _REASONS[finish], stop if stopped else None
+        by_stop_string = finish == "stop" and stop is not None
+        self._reason = "stop_sequence" if by_stop_string else _REASONS[finish]
+        self._stop = stop if by_stop_string else None
         return self._finished()
 
     def counts(self, usage: dict[str, Any], figures: dict[str, Any]) -> list[dict[str, Any]]:
@@ -72,29 +73,29 @@ class MessageAnswer(Answer):
         return [{"type": "message_delta", "delta": delta, "usage": usage, "flowspec": figures | self._details},
                 {"type": "message_stop"}]
 
-    def usage(self, tokens: int, results: Sequence[Result | None], thought: int = 0) -> dict[str, Any]:
+    def usage(self, tokens: int, results: Sequence[Result | None], reasoning_tokens: int = 0) -> dict[str, Any]:
         """``input_tokens``: those that did not come from the cache."""
         cached = sum(result.stats.reused for result in results if result is not None)
-        details = {"output_tokens_details": {"thinking_tokens": thought}} if self.prepared.reasoning else {}
+        details = {"output_tokens_details": {"thinking_tokens": reasoning_tokens}} if self.prepared.reasoning else {}
         return {"input_tokens": self.prepared.prompt_tokens - cached, "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": cached, "output_tokens": tokens, **details}
 
     def _events(self, piece: AnswerPiece) -> list[dict[str, Any]]:
         if isinstance(piece, CallPiece):
-            begun = list[dict[str, Any]]()
+            events = list[dict[str, Any]]()
             if piece.name is not None:
                 block: dict[str, Any] = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
-                begun = [*self._finished(), *self._begin(block)]
+                events = [*self._finished(), *self._begin(block)]
             self._arguments += piece.arguments
             delta = {"type": "input_json_delta", "partial_json": piece.arguments}
-            return [*begun, *([self._delta(delta)] if piece.arguments else [])]
+            return [*events, *([self._delta(delta)] if piece.arguments else [])]
         if isinstance(piece, ReasoningPiece):
-            begun = self._begin_unless_open({"type": "thinking", "thinking": "", "signature": ""})
+            events = self._begin_unless_open({"type": "thinking", "thinking": "", "signature": ""})
             self._blocks[-1]["thinking"] += piece.text
-            return [*begun, self._delta({"type": "thinking_delta", "thinking": piece.text})]
-        begun = self._begin_unless_open({"type": "text", "text": ""})
+            return [*events, self._delta({"type": "thinking_delta", "thinking": piece.text})]
+        events = self._begin_unless_open({"type": "text", "text": ""})
         self._blocks[-1]["text"] += piece
-        return [*begun, self._delta({"type": "text_delta", "text": piece})]
+        return [*events, self._delta({"type": "text_delta", "text": piece})]
 
     def _begin_unless_open(self, block: dict[str, Any]) -> list[dict[str, Any]]:
         if self._open and self._blocks[-1]["type"] == block["type"]:

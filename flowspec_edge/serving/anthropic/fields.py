@@ -9,22 +9,22 @@ from flowspec_edge.serving.openai.field_table import FieldTable, RequestField, V
 _ONE_TIER = "there is one model on one pipeline, for every caller"
 
 
-def _field(name: str, verdict: Verdict, says: str, example: Any, *neutral: Any) -> RequestField:
+def _field(name: str, verdict: Verdict, explanation: str, example: Any, *neutral: Any) -> RequestField:
     done = verdict == "implemented"
     return RequestField(name, ("Anthropic",), ("messages",) if done else (), "refused" if done else verdict,
-                        says, example, neutral)
+                        explanation, example, neutral)
 
 
-def _does(name: str, says: str, example: Any) -> RequestField:
-    return _field(name, "implemented", says, example)
+def _does(name: str, explanation: str, example: Any) -> RequestField:
+    return _field(name, "implemented", explanation, example)
 
 
-def _refused(name: str, says: str, example: Any, *neutral: Any) -> RequestField:
-    return _field(name, "refused", says, example, *neutral)
+def _refused(name: str, explanation: str, example: Any, *neutral: Any) -> RequestField:
+    return _field(name, "refused", explanation, example, *neutral)
 
 
-def _harmless(name: str, says: str, example: Any) -> RequestField:
-    return _field(name, "no effect", says, example)
+def _harmless(name: str, explanation: str, example: Any) -> RequestField:
+    return _field(name, "no effect", explanation, example)
 
 
 TABLE = FieldTable((

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flowspec_edge.serving.anthropic.fields import TABLE
-from flowspec_edge.serving.door import changes_effort, effort_to_think, given, list_of, object_of
+from flowspec_edge.serving.door import changes_effort, effort_to_think, list_of, object_of, without_none
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.prepare import ServedModel
 from flowspec_edge.serving.openai.schemas import ChatBody, body_of, parsed
@@ -19,20 +19,20 @@ NAMES = (("stop", "stop_sequences"), ("response_format", "output_config.format")
          (r"tools\[(\d+)\]\.function", r"tools[\1]"))
 
 
-def read_messages(served: ServedModel, data: bytes) -> ChatBody:
+def read_messages(served_model: ServedModel, data: bytes) -> ChatBody:
     """POST /v1/messages."""
     fields = parsed(data)
     if fields.get("max_tokens") is None:
         raise ApiError(400, "max_tokens: is required", "max_tokens")
-    return _chat(served, fields)
+    return _chat(served_model, fields)
 
 
-def read_counted(served: ServedModel, data: bytes) -> ChatBody:
+def read_counted(served_model: ServedModel, data: bytes) -> ChatBody:
     """POST /v1/messages/count_tokens."""
-    return _chat(served, {**parsed(data), "max_tokens": None, "stream": None})
+    return _chat(served_model, {**parsed(data), "max_tokens": None, "stream": None})
 
 
-def _chat(served: ServedModel, fields: dict[str, Any]) -> ChatBody:
+def _chat(served_model: ServedModel, fields: dict[str, Any]) -> ChatBody:
     ignored = [*TABLE.ignored("messages", fields)]
     turns = _turns(list_of(fields.get("messages"), "messages"))
     if not turns:
@@ -44,16 +44,17 @@ def _chat(served: ServedModel, fields: dict[str, Any]) -> ChatBody:
     if other := next((name for name in config if name not in ("effort", "format") and config[name] is not None), None):
         raise ApiError(400, f"output_config.{other} is not supported by this server: leave it out",
                        f"output_config.{other}", "unsupported_parameter")
-    chat = {name: fields[name] for name in _SAME if fields.get(name) is not None} | given(
+    chat = {name: fields[name] for name in _SAME if fields.get(name) is not None} | without_none(
         messages=turns, continue_final_message=goes_on or None, stop=fields.get("stop_sequences"),
         response_format=_format(config.get("format") or fields.get("output_format")),
         user=object_of(fields.get("metadata"), "metadata").get("user_id"))
-    return body_of(ChatBody, chat | _tools(fields) | _thinking(served, fields, config.get("effort"), ignored), ignored)
+    chat |= _tools(fields) | _thinking(served_model, fields, config.get("effort"), ignored)
+    return body_of(ChatBody, chat, ignored)
 
 
-def _thinking(served: ServedModel, fields: dict[str, Any], effort: Any, ignored: list[str]) -> dict[str, Any]:
+def _thinking(served_model: ServedModel, fields: dict[str, Any], effort: Any, ignored: list[str]) -> dict[str, Any]:
     """What has no effect is added to ``ignored``."""
-    if effort is not None and not changes_effort(served):
+    if effort is not None and not changes_effort(served_model):
         ignored.append("output_config.effort")
         effort = None
     thinking = object_of(fields.get("thinking"), "thinking")
@@ -65,33 +66,34 @@ def _thinking(served: ServedModel, fields: dict[str, Any], effort: Any, ignored:
     if kind == "disabled":
         effort = "none"
     elif kind == "enabled":
-        effort = effort or effort_to_think(served)
-    return given(reasoning_effort=effort, include_reasoning=False if thinking.get("display") == "omitted" else None)
+        effort = effort or effort_to_think(served_model)
+    return without_none(reasoning_effort=effort,
+                        include_reasoning=False if thinking.get("display") == "omitted" else None)
 
 
-def _format(wanted: Any) -> dict[str, Any] | None:
-    wanted = object_of(wanted, "output_config.format")
-    if not wanted:
+def _format(value: Any) -> dict[str, Any] | None:
+    value = object_of(value, "output_config.format")
+    if not value:
         return None
-    if wanted.get("type") != "json_schema" or not isinstance(wanted.get("schema"), dict):
+    if value.get("type") != "json_schema" or not isinstance(value.get("schema"), dict):
         raise ApiError(400, 'output_config.format: must be {"type": "json_schema", "schema": {…}}',
                        "output_config.format")
-    return {"type": "json_object", "schema": wanted["schema"]}
+    return {"type": "json_object", "schema": value["schema"]}
 
 
 def _tools(fields: dict[str, Any]) -> dict[str, Any]:
     tools = [_tool(tool, f"tools[{at}]") for at, tool in enumerate(list_of(fields.get("tools"), "tools"))]
     choice = object_of(fields.get("tool_choice"), "tool_choice")
     kind = choice.get("type")
-    wanted: Any = None
+    tool_choice: Any = None
     if kind == "tool":
-        wanted = {"type": "function", "function": {"name": choice.get("name")}}
+        tool_choice = {"type": "function", "function": {"name": choice.get("name")}}
     elif choice:
         if kind not in _CHOICES:
             raise ApiError(400, "tool_choice.type: must be auto, any, tool or none", "tool_choice.type")
-        wanted = _CHOICES[kind]
-    return given(tools=tools or None, tool_choice=wanted,
-                 parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None)
+        tool_choice = _CHOICES[kind]
+    return without_none(tools=tools or None, tool_choice=tool_choice,
+                        parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None)
 
 
 def _tool(tool: Any, name: str) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def _tool(tool: Any, name: str) -> dict[str, Any]:
     if not isinstance(tool.get("input_schema"), dict):
         raise ApiError(400, f"{name}.input_schema: must be a JSON schema that is an object",
                        f"{name}.input_schema")
-    return {"type": "function", "function": given(
+    return {"type": "function", "function": without_none(
         name=tool.get("name"), description=tool.get("description"), parameters=tool["input_schema"],
         strict=tool.get("strict"))}
 
@@ -133,54 +135,55 @@ def _of_message(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not blocks:
         raise ApiError(400, f"{name}.content: must be a string, or a list of blocks", f"{name}.content")
-    said: list[str] = []
-    thought: list[str] = []
+    texts: list[str] = []
+    thinking: list[str] = []
     calls: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     for at, block in enumerate(blocks):
-        where = f"{name}.content[{at}]"
+        block_name = f"{name}.content[{at}]"
         kind = block.get("type") if isinstance(block, dict) else None
         if kind == "text":
-            said.append(_text(block, "text", where))
+            texts.append(_text(block, "text", block_name))
         elif kind == "thinking" and role == "assistant":
-            thought.append(_text(block, "thinking", where))
+            thinking.append(_text(block, "thinking", block_name))
         elif kind == "redacted_thinking" and role == "assistant":
             continue  # Anthropic encrypts it for its own models, so the served model cannot read it
         elif kind == "tool_use" and role == "assistant":
-            calls.append(_call(block, where))
+            calls.append(_call(block, block_name))
         elif kind == "tool_result" and role == "user":
-            results.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", where),
-                            "content": _texts(block.get("content") or "", f"{where}.content")})
+            results.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", block_name),
+                            "content": _texts(block.get("content") or "", f"{block_name}.content")})
         else:
-            raise ApiError(400, f"{where}: blocks of the type {str(kind)[:40]!r} are not supported in a message of the "
-                                f"{role}: this server reads text, thinking, tool_use and tool_result", where,
-                           "unsupported_parameter")
-    turn = {"role": role, "content": "\n".join(said)} | given(
-        tool_calls=calls or None, reasoning_content="\n".join(thought) or None)
-    return [*results, *([turn] if said or calls or thought else [])]
+            raise ApiError(400, f"{block_name}: blocks of the type {str(kind)[:40]!r} are not supported in a message "
+                                f"of the {role}: this server reads text, thinking, tool_use and tool_result",
+                           block_name, "unsupported_parameter")
+    turn = {"role": role, "content": "\n".join(texts)} | without_none(
+        tool_calls=calls or None, reasoning_content="\n".join(thinking) or None)
+    return [*results, *([turn] if texts or calls or thinking else [])]
 
 
-def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
-    function = {"name": _text(block, "name", where), "arguments": object_of(block.get("input"), f"{where}.input")}
-    return {"id": _text(block, "id", where), "type": "function", "function": function}
+def _call(block: dict[str, Any], block_name: str) -> dict[str, Any]:
+    function = {"name": _text(block, "name", block_name),
+                "arguments": object_of(block.get("input"), f"{block_name}.input")}
+    return {"id": _text(block, "id", block_name), "type": "function", "function": function}
 
 
 def _texts(content: Any, name: str) -> str:
     """Return a text, or the text of text blocks."""
     if isinstance(content, str):
         return content
-    found = []
+    texts = []
     for at, block in enumerate(list_of(content, name)):
-        where = f"{name}[{at}]"
+        block_name = f"{name}[{at}]"
         if not isinstance(block, dict) or block.get("type") != "text":
-            raise ApiError(400, f"{where}: must be a text block: this server reads text only", where,
+            raise ApiError(400, f"{block_name}: must be a text block: this server reads text only", block_name,
                            "unsupported_parameter")
-        found.append(_text(block, "text", where))
-    return "\n".join(found)
+        texts.append(_text(block, "text", block_name))
+    return "\n".join(texts)
 
 
-def _text(block: dict[str, Any], field: str, where: str) -> str:
+def _text(block: dict[str, Any], field: str, block_name: str) -> str:
     value = block.get(field)
     if not isinstance(value, str):
-        raise ApiError(400, f"{where}.{field}: must be a string", f"{where}.{field}")
+        raise ApiError(400, f"{block_name}.{field}: must be a string", f"{block_name}.{field}")
     return value

@@ -102,11 +102,11 @@ class TreeEvents:
         trunk = _trunk(last, now)
         root = trunk[-1]
         alive = () if now.over else now.nodes
-        shown = {node.id for node in (*trunk, *alive)}
+        visible = {node.id for node in (*trunk, *alive)}
         pruned = []
         for node in (*(last.nodes if last else ()), *(now.nodes if now.over else ())):  # parents first
-            if node.id not in shown and node.parent in shown:
-                shown.add(node.id)
+            if node.id not in visible and node.parent in visible:
+                visible.add(node.id)
                 pruned.append(node)
         nodes = [self._node(node, root, "accepted") for node in trunk]
         nodes += [self._node(node, root, "pruned") for node in pruned]
@@ -133,13 +133,13 @@ def _trunk(last: Snapshot | None, now: Snapshot) -> list[NodeState]:
     if last is None:
         return [now.root]
     trunk = [NodeState(last.root.id, -1, last.root.token, last.root.position, last.root.score, True)]
-    seen = {(node.parent, node.token): node for node in (*last.nodes, *(now.nodes if now.over else ()))}
+    nodes_by_place = {(node.parent, node.token): node for node in (*last.nodes, *(now.nodes if now.over else ()))}
     for token in now.text:
         before = trunk[-1]
         position = before.position + 1
         if position > now.root.position:
             break
-        node = seen.get((before.id, token)) or NodeState(-1 - position, before.id, token, position, 0.0, True)
+        node = nodes_by_place.get((before.id, token)) or NodeState(-1 - position, before.id, token, position, 0.0, True)
         if position == now.root.position:
             node = NodeState(now.root.id, before.id, token, position, now.root.score, True)
         trunk.append(node)
@@ -167,7 +167,7 @@ class Feed(Observer):
         self.loss_reason: str | None = None  # why the stages cannot continue; None while they can
         self._trees: deque[Snapshot] = deque(maxlen=_MAX_TREES)
         self._open: dict[int, DraftSession] = {}  # by session, the oldest first
-        self._seen: tuple[int, int] | None = None  # session and root's position of the newest snapshot
+        self._newest_root: tuple[int, int] | None = None  # session and root's position of the newest snapshot
         self._due = 0.0  # when the next snapshot is
 
     @property
@@ -192,33 +192,33 @@ class Feed(Observer):
                 self._open.pop(event.session, None)
             case StagesLost():
                 self.loss_reason = event.reason
-                if (shown := self._shown()) is not None:
-                    self._leave_tree(shown.builder.session, event.at)
+                if (displayed := self._displayed_session()) is not None:
+                    self._leave_tree(displayed.builder.session, event.at)
                 self._open.clear()  # requests that continue are opened again
             case StagesBack():
                 self.loss_reason = None
 
-    def _shown(self) -> DraftSession | None:
+    def _displayed_session(self) -> DraftSession | None:
         """Return the oldest request that has a tree to show: beside it others may guess without one."""
         return next(filter(with_tree, self._open.values()), None)
 
     def _snap_if_due(self, at: float) -> None:
-        if at >= self._due and (shown := self._shown()) is not None:
-            self._snap(shown, at)
+        if at >= self._due and (draft_session := self._displayed_session()) is not None:
+            self._snap(draft_session, at)
 
     def _leave_tree(self, session: int, at: float) -> None:
         """Nothing of this session's tree becomes text any more."""
-        shown = self._shown()
-        if self.watched and shown is not None and shown.builder.session == session:
-            self._snap(shown, at, over=True)
+        draft_session = self._displayed_session()
+        if self.watched and draft_session is not None and draft_session.builder.session == session:
+            self._snap(draft_session, at, over=True)
 
     def _snap(self, draft_session: DraftSession, at: float, over: bool = False) -> None:
         session = draft_session.builder.session
-        since = self._seen[1] if self._seen and self._seen[0] == session else None
+        since = self._newest_root[1] if self._newest_root and self._newest_root[0] == session else None
         snapshot = take_snapshot(draft_session, at, since, over)
         if snapshot is not None:
             self._due = at + _TREE_S
-            self._seen = (session, snapshot.root.position)
+            self._newest_root = (session, snapshot.root.position)
             self._trees.append(snapshot)
 
     # ---- in the event loop's thread ----------------------------------------------------------------
@@ -256,7 +256,7 @@ class FlowEvents:
             case OutputArrived():
                 about = {"kind": "returned", "run": event.run, "rows": event.rows, "at": event.at}
             case Pruned():
-                about = {"kind": "pruned", "kept": len(event.kept), "at": event.at}
+                about = {"kind": "pruned", "kept": len(event.keep), "at": event.at}
             case Cancelled():
                 about = {"kind": "cancelled", "runs": list(event.runs), "at": event.at}
             case SessionEnded():

@@ -112,13 +112,13 @@ class Live:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send events until the viewer has disconnected or the server ends."""
         viewer = Viewer()
-        gone = asyncio.ensure_future(sse.disconnected(receive))
+        disconnection = asyncio.ensure_future(sse.disconnected(receive))
         try:
             self._add_viewer(viewer)
             await sse.begin(send)
-            while not gone.done() and self._ticker and not self._ticker.done():
+            while not disconnection.done() and self._ticker and not self._ticker.done():
                 coming = asyncio.ensure_future(viewer.take())
-                either: set[asyncio.Future[Any]] = {coming, gone, self._ticker}
+                either: set[asyncio.Future[Any]] = {coming, disconnection, self._ticker}
                 try:
                     await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                     if coming.done():
@@ -127,7 +127,7 @@ class Live:
                     coming.cancel()
             await send({"type": "http.response.body", "body": b""})
         finally:
-            gone.cancel()
+            disconnection.cancel()
             self._remove_viewer(viewer)
 
     def _add_viewer(self, viewer: Viewer) -> None:
@@ -180,7 +180,7 @@ class Live:
         with self._guard():
             self._send_cluster()
         with self._guard():
-            flow = [shown for event in self._feed.take_flow() if (shown := self._flow.event(event))]
+            flow = [flow_event for event in self._feed.take_flow() if (flow_event := self._flow.event(event))]
             if flow:
                 self._send("flow", {"at": now, "events": flow})
         with self._guard():

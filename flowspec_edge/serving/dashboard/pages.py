@@ -34,10 +34,10 @@ def page_routes() -> list[Route]:
     async def index(http: Request) -> Response:
         return files["index.html"]
 
-    async def named(http: Request) -> Response:
+    async def page_file(http: Request) -> Response:
         try:
             return files[http.path_params["name"]]
         except KeyError:
             raise HTTPException(404) from None
 
-    return [Route("/", index), Route("/page/{name}", named)]
+    return [Route("/", index), Route("/page/{name}", page_file)]

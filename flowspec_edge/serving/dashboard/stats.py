@@ -106,7 +106,7 @@ class RequestStats(Observer):
         self._joules: float | None = None  # per token of the newest answer
         self._total = {"requests": 0, "tokens": 0, "drafted": 0, "accepted": 0}
         self._sent: deque[tuple[float, int, int]] = deque(maxlen=_SEGMENTS)  # when, session, rows
-        self._begun = 0  # requests
+        self._last_number = 0  # requests
         self.changes = 0  # beginnings and ends of requests
 
     def observe(self, event: RunEvent) -> None:
@@ -128,15 +128,15 @@ class RequestStats(Observer):
         assert draft_session is not None  # it has just been opened
         number = 0  # of a probe
         if request.max_new_tokens > 1:
-            self._begun += 1
+            self._last_number += 1
             self.changes += 1
-            number = self._begun
+            number = self._last_number
         self._running[event.session] = _Progress(
             number, request.strategy, draft_session.drafter is not None, with_tree(draft_session) is not None,
-            request.priority, event.at, event.made, event.made)
+            request.priority, event.at, event.answer_tokens, event.answer_tokens)
 
     def _verified(self, event: DraftDeviceWork) -> None:
-        session, tokens, at = event.session, event.made, event.at
+        session, tokens, at = event.session, event.answer_tokens, event.at
         progress = self._running.get(session)
         if progress is None or tokens == progress.tokens_before:
             return
@@ -158,7 +158,7 @@ class RequestStats(Observer):
                 self._shown["alt"] = generated * self._slot_s / seconds
 
     def _ended(self, event: SessionEnded) -> None:
-        shown, result = self._is_shown(event.session), event.result
+        is_shown, result = self._is_shown(event.session), event.result
         progress = self._running.pop(event.session, None)
         self.changes += 1
         if result is None:
@@ -169,8 +169,8 @@ class RequestStats(Observer):
             return
         if progress is not None and not progress.tokens_before:
             # The end of the text ends a round.
-            self._add_round(progress, stats.accepted - progress.accepted, shown)
-        if shown:
+            self._add_round(progress, stats.accepted - progress.accepted, is_shown)
+        if is_shown:
             self._shown = {"tokens_per_second": stats.tokens_per_second, "alt": stats.alt,
                            "alr": stats.alr, "ttft_s": stats.ttft_s}
         self._joules = None if stats.energy_j is None else stats.energy_j / len(result.tokens)
@@ -179,12 +179,12 @@ class RequestStats(Observer):
         self._total["drafted"] += stats.drafted
         self._total["accepted"] += stats.accepted
 
-    def _add_round(self, progress: _Progress, accepted: int, shown: bool) -> None:
-        """A round ended: strategies differ in what is right, so each has rounds of its own. ``shown``: the
+    def _add_round(self, progress: _Progress, accepted: int, is_shown: bool) -> None:
+        """A round ended: strategies differ in what is right, so each has rounds of its own. ``is_shown``: the
         figures are this request's."""
         if progress.drafts:
             self._rounds.setdefault(progress.strategy, deque(maxlen=_ROUNDS)).append(accepted)
-            if shown:
+            if is_shown:
                 self._guessing = progress.strategy
 
     def fairness(self) -> float | None:
@@ -317,10 +317,10 @@ class Boards(Observer):
         with self._lock:
             beats = {place: list(newest) for place, newest in self._beats.items()}
         boards = {place: _board(place, newest, now) for place, newest in sorted(beats.items())}
-        counted = once_per_board({place: beats[place][-1][1] for place in boards})
+        distinct_counters = once_per_board({place: beats[place][-1][1] for place in boards})
         hosts: dict[float, int] = {}
         for place, board in boards.items():
-            board["watts"] = counted[place].get("watts")
+            board["watts"] = distinct_counters[place].get("watts")
             machine = beats[place][-1][1].get("machine")
             board["host"] = place if machine is None else hosts.setdefault(machine, place)
         if 0 in boards and len(boards) > 1:
@@ -332,13 +332,13 @@ class Boards(Observer):
 def _board(place: int, beats: list[tuple[float, HeartbeatCounters]], now: float) -> dict[str, Any]:
     at, newest = beats[-1]
     first = next((i for i in reversed(range(len(beats))) if at - beats[i][0] >= 0.9 * _WINDOW_S), 0)
-    grown, seconds = dict.fromkeys(RATES.values(), 0.0), at - beats[first][0]
+    totals, seconds = dict.fromkeys(RATES.values(), 0.0), at - beats[first][0]
     for (_, before), (_, after) in pairwise(beats[first:]):
-        for key, added in increase(before, after, grown).items():
-            grown[key] += added
+        for key, amount in increase(before, after, totals).items():
+            totals[key] += amount
     current = seconds > 0 and now - at < _SILENT_S
     board: dict[str, Any] = {"place": place}
     board |= {name: newest.get(name) for name in SYSTEM_STATS}
-    board |= {name: grown[key] / seconds if current else 0.0 for name, key in RATES.items()}
+    board |= {name: totals[key] / seconds if current else 0.0 for name, key in RATES.items()}
     board["busy"] = min(1.0, board["busy"])  # a long segment is counted when it ends
     return board

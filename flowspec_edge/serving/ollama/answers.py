@@ -42,7 +42,7 @@ class ChatAnswer(Answer):
         return json.dumps(item, ensure_ascii=False).encode() + b"\n"
 
     def keep_alive(self, status: str) -> bytes:
-        return self.encoded(self._line(self._said("")))
+        return self.encoded(self._line(self._text_part("")))
 
     def failure(self, error: ApiError) -> dict[str, Any]:
         return error.ollama_body
@@ -54,7 +54,7 @@ class ChatAnswer(Answer):
                ) -> list[dict[str, Any]]:
         parts = [part for piece in pieces for part in self._parts(piece)]
         return [self._line(part, () if at else logprobs)
-                for at, part in enumerate(parts or ([self._said("")] if logprobs else []))]
+                for at, part in enumerate(parts or ([self._text_part("")] if logprobs else []))]
 
     def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None,
                 stop: str | None = None) -> list[dict[str, Any]]:
@@ -62,16 +62,16 @@ class ChatAnswer(Answer):
         return [self._line(part) for part in self._called()]
 
     def counts(self, usage: dict[str, Any], figures: dict[str, Any]) -> list[dict[str, Any]]:
-        return [self._line(self._said("")) | self._end(usage, figures | self._details)]
+        return [self._line(self._text_part("")) | self._end(usage, figures | self._details)]
 
     def choice(self, index: int, pieces: Sequence[AnswerPiece], finish: Finish | None,
                logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None,
                stop: str | None = None) -> dict[str, Any]:
         self._finish = finish or "stop"
         parts = [part for piece in pieces for part in self._parts(piece)] + self._called()
-        whole = self._said("".join(piece for piece in pieces if isinstance(piece, str)))
+        whole = self._text_part("".join(piece for piece in pieces if isinstance(piece, str)))
         if thinking := "".join(piece.text for piece in pieces if isinstance(piece, ReasoningPiece)):
-            whole = self._thought(thinking, whole)
+            whole = self._reasoning_part(thinking, whole)
         if calls := [call for part in parts for call in part.get("message", {}).get("tool_calls", ())]:
             whole["message"]["tool_calls"] = calls
         return self._line(whole, logprobs)
@@ -80,15 +80,15 @@ class ChatAnswer(Answer):
                  extra: dict[str, Any] | None = None) -> dict[str, Any]:
         return choices[0] | self._end(usage, figures | (extra or {}))
 
-    def usage(self, tokens: int, results: Sequence[Result | None], thought: int = 0) -> dict[str, Any]:
+    def usage(self, tokens: int, results: Sequence[Result | None], reasoning_tokens: int = 0) -> dict[str, Any]:
         """Return the counts and times. ``load_duration`` is the wait in the queue; after a stop string it is counted
         as a part of ``prompt_eval_duration``."""
         end = time.monotonic()
         first = self._first or end
         result = results[0]
-        waited = first - self._start
-        reading = waited if result is None else min(result.stats.ttft_s, waited)
-        seconds = {"total_duration": end - self._start, "load_duration": waited - reading,
+        wait_s = first - self._start
+        reading = wait_s if result is None else min(result.stats.ttft_s, wait_s)
+        seconds = {"total_duration": end - self._start, "load_duration": wait_s - reading,
                    "prompt_eval_duration": reading, "eval_duration": end - first}
         return {**{name: round(value * _NS) for name, value in seconds.items()},
                 "prompt_eval_count": self.prepared.prompt_tokens, "eval_count": tokens}
@@ -96,9 +96,9 @@ class ChatAnswer(Answer):
     def _parts(self, piece: AnswerPiece) -> list[dict[str, Any]]:
         """Return what a piece adds to the answer."""
         if isinstance(piece, str):
-            return [self._said(piece)]
+            return [self._text_part(piece)]
         if isinstance(piece, ReasoningPiece):
-            return [self._thought(piece.text, self._said(""))]
+            return [self._reasoning_part(piece.text, self._text_part(""))]
         if piece.name is None and self._call is not None:
             self._call = CallPiece(self._call.index, self._call.arguments + piece.arguments, self._call.id,
                                    self._call.name)
@@ -118,15 +118,15 @@ class ChatAnswer(Answer):
             return []
         self._calls += 1
         function = {"index": self._calls - 1, "name": call.name, "arguments": arguments}
-        said = self._said("")
-        said["message"]["tool_calls"] = [{"id": call.id, "function": function}]
-        return [said]
+        part = self._text_part("")
+        part["message"]["tool_calls"] = [{"id": call.id, "function": function}]
+        return [part]
 
-    def _said(self, text: str) -> dict[str, Any]:
+    def _text_part(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text}}
 
-    def _thought(self, text: str, said: dict[str, Any]) -> dict[str, Any]:
-        return {"message": said["message"] | {"thinking": text}}
+    def _reasoning_part(self, text: str, part: dict[str, Any]) -> dict[str, Any]:
+        return {"message": part["message"] | {"thinking": text}}
 
     def _line(self, part: dict[str, Any], logprobs: Sequence[TokenLogprob] = ()) -> dict[str, Any]:
         likely = {"logprobs": chat_logprobs(logprobs)["content"]} if logprobs else {}
@@ -140,8 +140,8 @@ class ChatAnswer(Answer):
 class GenerateAnswer(ChatAnswer):
     """Of /api/generate, which has no tools."""
 
-    def _said(self, text: str) -> dict[str, Any]:
+    def _text_part(self, text: str) -> dict[str, Any]:
         return {"response": text}
 
-    def _thought(self, text: str, said: dict[str, Any]) -> dict[str, Any]:
-        return said | {"thinking": text}
+    def _reasoning_part(self, text: str, part: dict[str, Any]) -> dict[str, Any]:
+        return part | {"thinking": text}

@@ -13,29 +13,29 @@ _TEXT_ONLY = "this server reads and writes text only"
 _RULE = "it would choose tokens by another rule; use temperature, top_k, top_p and min_p"
 
 
-def _field(name: str, endpoints: tuple[Endpoint, ...], elsewhere: Verdict, says: str, example: Any,
+def _field(name: str, endpoints: tuple[Endpoint, ...], elsewhere: Verdict, explanation: str, example: Any,
            *neutral: Any) -> RequestField:
-    return RequestField(name, ("Ollama",), endpoints, elsewhere, says, example, neutral)
+    return RequestField(name, ("Ollama",), endpoints, elsewhere, explanation, example, neutral)
 
 
-def _chats(name: str, says: str, example: Any) -> RequestField:
-    return _field(name, ("api/chat",), "refused", says, example, [])
+def _chats(name: str, explanation: str, example: Any) -> RequestField:
+    return _field(name, ("api/chat",), "refused", explanation, example, [])
 
 
-def _generates(name: str, says: str, example: Any, *neutral: Any) -> RequestField:
-    return _field(name, ("api/generate",), "refused", says, example, *neutral)
+def _generates(name: str, explanation: str, example: Any, *neutral: Any) -> RequestField:
+    return _field(name, ("api/generate",), "refused", explanation, example, *neutral)
 
 
-def _does(name: str, says: str, example: Any) -> RequestField:
-    return _field(name, _BOTH, "refused", says, example)
+def _does(name: str, explanation: str, example: Any) -> RequestField:
+    return _field(name, _BOTH, "refused", explanation, example)
 
 
-def _refused(name: str, says: str, example: Any, *neutral: Any) -> RequestField:
-    return _field(name, (), "refused", says, example, *neutral)
+def _refused(name: str, explanation: str, example: Any, *neutral: Any) -> RequestField:
+    return _field(name, (), "refused", explanation, example, *neutral)
 
 
-def _harmless(name: str, says: str, example: Any) -> RequestField:
-    return _field(name, (), "no effect", says, example)
+def _harmless(name: str, explanation: str, example: Any) -> RequestField:
+    return _field(name, (), "no effect", explanation, example)
 
 
 TABLE = FieldTable((
@@ -65,8 +65,8 @@ TABLE = FieldTable((
 ), len(_BOTH))
 
 
-def _option(name: str, says: str, example: Any) -> RequestField:
-    return _field(name, ("options",), "refused", says, example)
+def _option(name: str, explanation: str, example: Any) -> RequestField:
+    return _field(name, ("options",), "refused", explanation, example)
 
 
 OPTIONS = FieldTable((

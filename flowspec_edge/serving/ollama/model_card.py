@@ -16,12 +16,12 @@ _API_VERSION = "0.12.0"
 class ModelCard:
     """The one model, as Ollama's clients see models. Its size is not told: D0 may have a part of it only."""
 
-    def __init__(self, served: ServedModel) -> None:
-        config = served.model.target / "config.json"
+    def __init__(self, served_model: ServedModel) -> None:
+        config = served_model.model.target / "config.json"
         modified = datetime.fromtimestamp(config.stat().st_mtime, timezone.utc)
-        self._served = served
-        self._family = str(served.model.config.get("model_type", ""))
-        self._entry = {"name": served.name, "model": served.name,
+        self._served = served_model
+        self._family = str(served_model.model.config.get("model_type", ""))
+        self._entry = {"name": served_model.name, "model": served_model.name,
                        "modified_at": modified.isoformat().replace("+00:00", "Z"),
                        "digest": hashlib.sha256(config.read_bytes()).hexdigest(),
                        "details": {"parent_model": "", "format": "safetensors", "family": self._family,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime, timezone
 from typing import Any, ClassVar
 
-from flowspec_edge.serving.door import Ready, effort_to_think, given, list_of, object_of
+from flowspec_edge.serving.door import Ready, effort_to_think, list_of, object_of, without_none
 from flowspec_edge.serving.ollama.fields import OPTIONS, TABLE
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.field_table import Endpoint
@@ -28,50 +28,50 @@ class RawBody(CompletionBody):
     short: ClassVar[bool] = False
 
 
-def read_chat(served: ServedModel, data: bytes) -> Body | Ready:
+def read_chat(served_model: ServedModel, data: bytes) -> Body | Ready:
     """POST /api/chat."""
     fields = parsed(data)
-    common, ignored = _common(served, "api/chat", fields)
+    common, ignored = _common(served_model, "api/chat", fields)
     turns = [_turn(turn) for turn in list_of(fields.get("messages"), "messages")]
     if not turns:
-        return _loaded(served, common["model"], {"message": {"role": "assistant", "content": ""}})
+        return _loaded(served_model, common["model"], {"message": {"role": "assistant", "content": ""}})
     last = turns[-1]
     goes_on = isinstance(last, dict) and last.get("role") == "assistant" and not last.get("tool_calls")
-    return body_of(ChatBody, common | _thinking(served, fields) | given(
+    return body_of(ChatBody, common | _thinking(served_model, fields) | without_none(
         messages=turns, tools=_tools(fields), continue_final_message=goes_on or None,
         logprobs=fields.get("logprobs"), top_logprobs=fields.get("top_logprobs")), ignored)
 
 
-def read_generate(served: ServedModel, data: bytes) -> Body | Ready:
+def read_generate(served_model: ServedModel, data: bytes) -> Body | Ready:
     """POST /api/generate. A model without a chat template continues the prompt."""
     fields = parsed(data)
-    common, ignored = _common(served, "api/generate", fields)
+    common, ignored = _common(served_model, "api/generate", fields)
     prompt, system, raw = (fields.get(name) for name in ("prompt", "system", "raw"))
     for name, value, kind in (("prompt", prompt, str), ("system", system, str), ("raw", raw, bool)):
         if value is not None and not isinstance(value, kind):
             raise ApiError(400, f"{name}: must be a {'string' if kind is str else 'boolean'}", name)
     if not prompt:
-        return _loaded(served, common["model"], {"response": ""})
+        return _loaded(served_model, common["model"], {"response": ""})
     if raw and system:
         raise ApiError(400, "system: with raw the prompt stays as it is: leave one out", "system")
-    if raw or not (served.tokenizer.chats or system):
+    if raw or not (served_model.tokenizer.chats or system):
         if fields.get("think"):
             raise ApiError(400, "think: a text that is continued has no reasoning apart: leave out raw", "think")
         alternatives = fields.get("top_logprobs") or 0 if fields.get("logprobs") else None
-        return body_of(RawBody, common | given(prompt=prompt, logprobs=alternatives), ignored)
+        return body_of(RawBody, common | without_none(prompt=prompt, logprobs=alternatives), ignored)
     turns = [{"role": "system", "content": system}] if system else []
-    return body_of(ChatBody, common | _thinking(served, fields) | given(
+    return body_of(ChatBody, common | _thinking(served_model, fields) | without_none(
         messages=[*turns, {"role": "user", "content": prompt}],
         logprobs=fields.get("logprobs"), top_logprobs=fields.get("top_logprobs")), ignored)
 
 
-def named(served: ServedModel, name: Any) -> str:
+def model_name(served_model: ServedModel, name: Any) -> str:
     """The served model's name, which may have the tag latest; ApiError if it is another one's."""
     if not isinstance(name, str):
         raise ApiError(400, "model: must be a string", "model")
-    own = name.removesuffix(_LATEST) if name == served.name + _LATEST else name
-    served.check_name(own)
-    return own
+    plain_name = name.removesuffix(_LATEST) if name == served_model.name + _LATEST else name
+    served_model.check_name(plain_name)
+    return plain_name
 
 
 def now() -> str:
@@ -79,24 +79,25 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat().replace("+00:00", "Z")
 
 
-def _loaded(served: ServedModel, model: str, empty: dict[str, Any]) -> Ready:
+def _loaded(served_model: ServedModel, model: str, empty: dict[str, Any]) -> Ready:
     """Answer a request without a prompt, by which clients load the model."""
     return Ready({"model": model, "created_at": now(), **empty, "done": True, "done_reason": "load"})
 
 
-def _common(served: ServedModel, endpoint: Endpoint, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _common(served_model: ServedModel, endpoint: Endpoint, fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Fields of both endpoints as a chat's, and those that have no effect."""
     options = object_of(fields.get("options"), "options")
     ignored = [*TABLE.ignored(endpoint, fields), *OPTIONS.ignored("options", options)]
-    common = given(model=named(served, fields.get("model")), response_format=_format(fields.get("format")),
-                   max_tokens=_limit(options.get("num_predict")), flowspec=fields.get("flowspec"),
-                   repetition_penalty=_penalty(options), **{name: options.get(name) for name in _SAME})
+    common = without_none(model=model_name(served_model, fields.get("model")),
+                          response_format=_format(fields.get("format")),
+                          max_tokens=_limit(options.get("num_predict")), flowspec=fields.get("flowspec"),
+                          repetition_penalty=_penalty(options), **{name: options.get(name) for name in _SAME})
     stream = fields.get("stream")
     return common | {"stream": True if stream is None else stream}, ignored
 
 
-def _limit(wanted: Any) -> Any:
-    return None if isinstance(wanted, int) and wanted < 0 else wanted
+def _limit(value: Any) -> Any:
+    return None if isinstance(value, int) and value < 0 else value
 
 
 def _penalty(options: dict[str, Any]) -> Any:
@@ -111,22 +112,22 @@ def _penalty(options: dict[str, Any]) -> Any:
     return penalty
 
 
-def _format(wanted: Any) -> dict[str, Any] | None:
-    if wanted is None or wanted == "":
+def _format(value: Any) -> dict[str, Any] | None:
+    if value is None or value == "":
         return None
-    if wanted == "json":
+    if value == "json":
         return {"type": "json_object"}
-    if not isinstance(wanted, dict):
+    if not isinstance(value, dict):
         raise ApiError(400, 'format: must be "json", or a JSON schema that is an object', "format")
-    return {"type": "json_object", "schema": wanted}
+    return {"type": "json_object", "schema": value}
 
 
-def _thinking(served: ServedModel, fields: dict[str, Any]) -> dict[str, Any]:
+def _thinking(served_model: ServedModel, fields: dict[str, Any]) -> dict[str, Any]:
     think = fields.get("think")
     if think is None:
         return {}
     if isinstance(think, bool):
-        return given(reasoning_effort=effort_to_think(served) if think else "none")
+        return without_none(reasoning_effort=effort_to_think(served_model) if think else "none")
     if think not in _EFFORTS:
         raise ApiError(400, f"think: must be true, false, or one of {', '.join(_EFFORTS)}", "think")
     return {"reasoning_effort": think}
@@ -134,7 +135,7 @@ def _thinking(served: ServedModel, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _tools(fields: dict[str, Any]) -> list[Any] | None:
     tools = list_of(fields.get("tools"), "tools")
-    return [{"type": "function", **given(**tool)} if isinstance(tool, dict) else tool for tool in tools] or None
+    return [{"type": "function", **without_none(**tool)} if isinstance(tool, dict) else tool for tool in tools] or None
 
 
 def _turn(turn: Any) -> Any:
@@ -142,5 +143,5 @@ def _turn(turn: Any) -> Any:
     if not isinstance(turn, dict):
         return turn
     names = {"thinking": "reasoning_content", "tool_name": "name"}
-    named = {names.get(name, name): value for name, value in turn.items() if value is not None}
-    return {"content": "", **named}
+    renamed = {names.get(name, name): value for name, value in turn.items() if value is not None}
+    return {"content": "", **renamed}

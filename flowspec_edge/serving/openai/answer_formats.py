@@ -27,59 +27,60 @@ class AnswerFormat:
 
 
 def wanted_answer(body: Body) -> AnswerFormat | None:
-    """None: any text. ApiError if several fields ask for something, or one is wrong."""
-    found = [format for format in (_response_format(body), *_structured(body)) if format is not None]
+    """Return the format that an answer must have; None: any text. ApiError if several fields ask for a format, or if
+    one is wrong."""
+    formats = [format for format in (_response_format(body), *_structured(body)) if format is not None]
     for field, value in (("guided_json", body.guided_json), ("json_schema", body.json_schema)):
         if value is not None:
-            found.append(_json(field, value))
+            formats.append(_json(field, value))
     for field, text in (("guided_regex", body.guided_regex), ("regex", body.regex)):
         if text is not None:
-            found.append(_regex(field, text))
+            formats.append(_regex(field, text))
     if body.guided_choice is not None:
-        found.append(_choice("guided_choice", body.guided_choice))
+        formats.append(_choice("guided_choice", body.guided_choice))
     written = {"guided_grammar": body.guided_grammar, "ebnf": body.ebnf,
                "grammar": body.grammar or None}  # llama.cpp's clients send an empty one for none
     for field, text in written.items():
         if text is not None:
-            found.append(_grammar(field, text))
-    if len(found) > 1:
-        first, second = found[0].field, found[1].field
+            formats.append(_grammar(field, text))
+    if len(formats) > 1:
+        first, second = formats[0].field, formats[1].field
         raise ApiError(400, f"{second}: {first} says already what the answer must match: leave one out",
                        second)
-    return found[0] if found else None
+    return formats[0] if formats else None
 
 
 def _response_format(body: Body) -> AnswerFormat | None:
-    """A schema without ``strict`` is enforced as far as it can be, as OpenAI has it; without a place for
-    ``strict``, all of it."""
-    wanted = body.answer_format
-    if wanted is None or wanted.type == "text":
+    """Read ``response_format``. A schema without ``strict`` is enforced as far as it can be, as OpenAI does; where
+    there is no place for ``strict``, all of it is enforced."""
+    response_format = body.answer_format
+    if response_format is None or response_format.type == "text":
         return None
-    given = wanted.given
-    if given.content is None:
+    schema = response_format.schema_settings
+    if schema.content is None:
         return AnswerFormat(body.format_name, json_value(_ANY_OBJECT))
-    strict = bool(given.strict) if wanted.type == "json_schema" else given.strict is not False
-    return AnswerFormat(body.format_name, json_value(given.content or _ANY_OBJECT, strict))
+    strict = bool(schema.strict) if response_format.type == "json_schema" else schema.strict is not False
+    return AnswerFormat(body.format_name, json_value(schema.content or _ANY_OBJECT, strict))
 
 
 def _structured(body: Body) -> list[AnswerFormat]:
-    wanted = body.structured_outputs
-    if wanted is None:
+    outputs = body.structured_outputs
+    if outputs is None:
         return []
-    name, found = "structured_outputs", list[AnswerFormat]()
-    if wanted.content is not None:
-        found.append(_json(f"{name}.json", wanted.content))
-    if wanted.regex is not None:
-        found.append(_regex(f"{name}.regex", wanted.regex))
-    if wanted.choice is not None:
-        found.append(_choice(f"{name}.choice", wanted.choice))
-    if wanted.grammar is not None:
-        found.append(_grammar(f"{name}.grammar", wanted.grammar))
-    if wanted.json_object:
-        found.append(AnswerFormat(f"{name}.json_object", json_value(_ANY_OBJECT)))
-    if not found:
+    name, formats = "structured_outputs", list[AnswerFormat]()
+    if outputs.content is not None:
+        formats.append(_json(f"{name}.json", outputs.content))
+    if outputs.regex is not None:
+        formats.append(_regex(f"{name}.regex", outputs.regex))
+    if outputs.choice is not None:
+        formats.append(_choice(f"{name}.choice", outputs.choice))
+    if outputs.grammar is not None:
+        formats.append(_grammar(f"{name}.grammar", outputs.grammar))
+    if outputs.json_object:
+        formats.append(AnswerFormat(f"{name}.json_object", json_value(_ANY_OBJECT)))
+    if not formats:
         raise ApiError(400, f"{name}: give one of json, regex, choice, grammar, json_object", name)
-    return found
+    return formats
 
 
 def _json(field: str, value: dict[str, Any] | str) -> AnswerFormat:

@@ -22,32 +22,32 @@ class StopMatcher:
             raise ValueError("a stop string must not be empty")
         self._stops = tuple(stops)
         self._keeps = keeps
-        self._held = ""
+        self._pending = ""
         self.stop: str | None = None  # the one that was found
 
     @property
-    def found(self) -> bool:
+    def stopped(self) -> bool:
         return self.stop is not None
 
     def push(self, piece: str, may_stop: bool = True) -> str:
         """Return the text that may be sent now; empty after a stop string. ``may_stop``: a stop string that
         is complete now counts."""
-        if self.found:
+        if self.stopped:
             return ""
-        text = self._held + piece
+        text = self._pending + piece
         matches = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if matches and may_stop:
             end, start = min(matches)
-            self.stop, self._held = text[start:end], ""
+            self.stop, self._pending = text[start:end], ""
             return text[: end if self._keeps else start]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
+        self._pending = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def close(self) -> str:
         """Return the text held back, because no stop string can follow any more."""
-        held, self._held = self._held, ""
-        return held
+        pending, self._pending = self._pending, ""
+        return pending
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -74,7 +74,7 @@ class Detokenizer:
     @property
     def stopped(self) -> bool:
         """Whether a stop string ended the text."""
-        return self._stops.found
+        return self._stops.stopped
 
     @property
     def stop(self) -> str | None:
@@ -175,8 +175,8 @@ class ToolCallParser:
             self._take(len(word))
             self._step = self._head
         else:
-            held = next((n for n in range(len(word) - 1, 0, -1) if self._buffer.endswith(word[:n])), 0)
-            text = self._take(len(self._buffer[:len(self._buffer) - held].rstrip()))
+            prefix = next((n for n in range(len(word) - 1, 0, -1) if self._buffer.endswith(word[:n])), 0)
+            text = self._take(len(self._buffer[:len(self._buffer) - prefix].rstrip()))
         yield "" if self.calls else text
 
     def _head(self) -> Iterator[str | CallPiece]:

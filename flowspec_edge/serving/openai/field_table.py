@@ -23,7 +23,7 @@ Source = Literal["OpenAI", "vLLM", "SGLang", "llama.cpp", "others", "Ollama", "A
 
 _SIMILAR = 0.85  # difflib's ratio, from which a name is taken for a misspelt one
 _GOES_WITH = re.compile(r"it goes with (\w+)(?:, which is refused)?")
-_MAX_TOLD, _MAX_NAME = 8, 40  # ignored names that an answer tells, and their characters
+_MOST_NAMES, _MAX_NAME = 8, 40  # ignored names that an answer tells, and their characters
 _PATHS: dict[Endpoint, str] = {
     "chat": "/v1/chat/completions", "completions": "/v1/completions", "responses": "/v1/responses",
     "api/chat": "/api/chat", "api/generate": "/api/generate", "options": "/api", "messages": "/v1/messages",
@@ -35,7 +35,7 @@ class RequestField:
     """sources      who documents it
     implemented  the endpoints that do what it asks for
     elsewhere    what it gets at the others
-    says         what it does here; else why not, and what to use instead
+    explanation  what it does here; or why it does nothing, and what to use instead
     example      a value that asks for something
     neutral      values that ask for nothing, besides null
     """
@@ -44,7 +44,7 @@ class RequestField:
     sources: tuple[Source, ...]
     implemented: tuple[Endpoint, ...]
     elsewhere: Verdict
-    says: str
+    explanation: str
     example: Any
     neutral: tuple[Any, ...] = ()
 
@@ -58,9 +58,9 @@ class RequestField:
                 for other in self.neutral):
             return
         advice = f", or send {json.dumps(self.neutral[0])}" if self.neutral else ""
-        where = _PATHS[endpoint] if self.implemented else "this server"
+        refuser = _PATHS[endpoint] if self.implemented else "this server"
         name = parent + self.name
-        raise ApiError(400, f"{name} is not supported by {where} ({self.says}): leave it out{advice}", name,
+        raise ApiError(400, f"{name} is not supported by {refuser} ({self.explanation}): leave it out{advice}", name,
                        "unsupported_parameter")
 
 
@@ -81,8 +81,8 @@ class FieldTable:
                 field.check(endpoint, value, self._parent)
             elif name.startswith("speculative."):  # llama.cpp's
                 continue
-            elif meant := self._meant(name, endpoint):
-                raise ApiError(400, f"{self._parent}{name} is no field of a request: did you mean {meant}?",
+            elif suggestion := self._similar_field(name, endpoint):
+                raise ApiError(400, f"{self._parent}{name} is no field of a request: did you mean {suggestion}?",
                                self._parent + name, "unknown_parameter")
             else:
                 unknown.append(self._parent + name)
@@ -92,37 +92,38 @@ class FieldTable:
         """Yield the lists of docs/reference/fields.md, one for each verdict; fields of which the same is said share a
         line."""
         for verdict in get_args(Verdict):
-            named: dict[str, list[str]] = {}
+            names_by_text: dict[str, list[str]] = {}
             for field in sorted(self.fields.values(), key=lambda field: field.name):
                 if verdict == ("implemented" if field.implemented else field.elsewhere):
-                    named.setdefault(self._described(field, verdict), []).append(f"`{field.name}`")
-            if named:
+                    names_by_text.setdefault(self._described(field, verdict), []).append(f"`{field.name}`")
+            if names_by_text:
                 yield from (f"{verdict.capitalize()}:", "")
-                yield from (f"- {', '.join(names)}: {said}" for said, names in named.items())
+                yield from (f"- {', '.join(names)}: {text}" for text, names in names_by_text.items())
                 yield ""
 
     def _described(self, field: RequestField, verdict: Verdict) -> str:
         """Say what becomes of a field. Without effect it is said only where the user has another way to the effect."""
-        if verdict == "no effect" and not re.search(r"\bsee\b|\buse\b|--|^it goes with|usage|refused", field.says):
+        names_another_way = re.search(r"\bsee\b|\buse\b|--|^it goes with|usage|refused", field.explanation)
+        if verdict == "no effect" and not names_another_way:
             return "the answer is the same"
         everywhere = len(field.implemented) in (0, self._endpoints)
-        where = "" if everywhere else f"({', '.join(field.implemented)}) "
-        if goes := _GOES_WITH.fullmatch(field.says):
+        endpoints = "" if everywhere else f"({', '.join(field.implemented)}) "
+        if goes := _GOES_WITH.fullmatch(field.explanation):
             return f"goes with {goes[1]}"
-        return where + field.says
+        return endpoints + field.explanation
 
-    def _meant(self, name: str, endpoint: Endpoint) -> str | None:
+    def _similar_field(self, name: str, endpoint: Endpoint) -> str | None:
         """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""
-        known = {_letters(field.name): field.name for field in self.fields.values()
+        names = {_letters(field.name): field.name for field in self.fields.values()
                  if endpoint in field.implemented}
-        close = difflib.get_close_matches(_letters(name[:_MAX_NAME]), known, 1, _SIMILAR)
-        return known[close[0]] if close else None
+        close = difflib.get_close_matches(_letters(name[:_MAX_NAME]), names, 1, _SIMILAR)
+        return names[close[0]] if close else None
 
 
-def told(names: Iterable[str]) -> list[str]:
+def printable_names(names: Iterable[str]) -> list[str]:
     """List ignored names for an answer: printable ASCII, and not too many."""
-    shown = [re.sub(r"[^ -+\--~]", "?", name[:_MAX_NAME]) for name in names]
-    return shown[:_MAX_TOLD] + (["…and more"] if len(shown) > _MAX_TOLD else [])
+    printable = [re.sub(r"[^ -+\--~]", "?", name[:_MAX_NAME]) for name in names]
+    return printable[:_MOST_NAMES] + (["…and more"] if len(printable) > _MOST_NAMES else [])
 
 
 def _letters(name: str) -> str:

@@ -12,24 +12,24 @@ _SOURCES: dict[str, Source] = {"o": "OpenAI", "v": "vLLM", "s": "SGLang", "l": "
 _LETTERS: dict[str, Endpoint] = {"c": "chat", "t": "completions", "r": "responses"}
 
 
-def _field(name: str, sources: str, implemented: str, elsewhere: Verdict, says: str, example: Any,
+def _field(name: str, sources: str, implemented: str, elsewhere: Verdict, explanation: str, example: Any,
            *neutral: Any) -> RequestField:
     return RequestField(name, tuple(_SOURCES[letter] for letter in sources),
-                        tuple(_LETTERS[letter] for letter in implemented), elsewhere, says, example, neutral)
+                        tuple(_LETTERS[letter] for letter in implemented), elsewhere, explanation, example, neutral)
 
 
-def _does(name: str, sources: str, says: str, example: Any, endpoints: str = "ctr", *neutral: Any
+def _does(name: str, sources: str, explanation: str, example: Any, endpoints: str = "ctr", *neutral: Any
           ) -> RequestField:
     """Implemented at some endpoints, refused at the others."""
-    return _field(name, sources, endpoints, "refused", says, example, *neutral)
+    return _field(name, sources, endpoints, "refused", explanation, example, *neutral)
 
 
-def _refused(name: str, sources: str, says: str, example: Any, *neutral: Any) -> RequestField:
-    return _field(name, sources, "", "refused", says, example, *neutral)
+def _refused(name: str, sources: str, explanation: str, example: Any, *neutral: Any) -> RequestField:
+    return _field(name, sources, "", "refused", explanation, example, *neutral)
 
 
-def _harmless(name: str, sources: str, says: str, example: Any) -> RequestField:
-    return _field(name, sources, "", "no effect", says, example)
+def _harmless(name: str, sources: str, explanation: str, example: Any) -> RequestField:
+    return _field(name, sources, "", "no effect", explanation, example)
 
 
 _FIGURES = 'figures are under "flowspec", beside usage'

@@ -17,18 +17,18 @@ from flowspec_edge.serving import sse
 from flowspec_edge.serving.admission import Admission, Event, PendingRequest
 from flowspec_edge.serving.openai.detokenize import ToolCallParser
 from flowspec_edge.serving.openai.errors import ApiError, api_error
-from flowspec_edge.serving.openai.field_table import told
+from flowspec_edge.serving.openai.field_table import printable_names
 from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.reasoning import ReasoningPiece
 from flowspec_edge.serving.openai.responses import Answer, AnswerPiece, Finish, TokenDecoder, TokenLogprob
 
 
 class Choice:
-    """pending  its place in the queue or the cluster
-    finish   None if it is incomplete
-    result   None if it is incomplete, or a stop string ended it
-    ids      its token ids, without those after a stop string
-    thought  how many of them are reasoning, if that is apart
+    """pending           its place in the queue or the cluster
+    finish            None if it is incomplete
+    result            None if it is incomplete, or a stop string ended it
+    ids               its token ids, without those after a stop string
+    reasoning_tokens  how many of them are reasoning; 0 if the model's reasoning is not told apart
     """
 
     def __init__(self, index: int, request: Request, prepared: PreparedRequest, pending: PendingRequest
@@ -39,7 +39,7 @@ class Choice:
         self.ids: list[int] = []
         self._detokenizer = prepared.detokenizer(request)
         self._shown_ends = prepared.shown_ends
-        self.thought = 0
+        self.reasoning_tokens = 0
         self._reasoning, self._silent = prepared.reasoning_parser(), prepared.silent
         self._parser = ToolCallParser(prepared.calls) if prepared.calls else None
         self._token_decoder = TokenDecoder(prepared.decode)
@@ -54,9 +54,9 @@ class Choice:
             assert event.finish_reason != "cancelled"  # nothing of such a request is delivered
             self.result = event
             self.finish = "stop" if self._detokenizer.stopped else event.finish_reason
-            ended = event.stop_id in self._shown_ends and not self._detokenizer.stopped
-            shown = self._detokenizer.end(event.stop_id) if ended and event.stop_id is not None else ""
-            return self._parsed(shown + self._detokenizer.close(), last=True)
+            stop_is_shown = event.stop_id in self._shown_ends and not self._detokenizer.stopped
+            ending = self._detokenizer.end(event.stop_id) if stop_is_shown and event.stop_id is not None else ""
+            return self._parsed(ending + self._detokenizer.close(), last=True)
         before = self.tokens
         pieces: list[AnswerPiece] = []
         for tokens in [[token] for token in event] if self._reasoning else [event]:  # to count them
@@ -65,7 +65,7 @@ class Choice:
                 self.finish = "stop"
             pieces += self._parsed(text, last=self._detokenizer.stopped)
             if self._reasoning and self._reasoning.inside:
-                self.thought += 1
+                self.reasoning_tokens += 1
             if self._detokenizer.stopped:
                 break
         self.ids += event[:self.tokens - before]
@@ -78,13 +78,13 @@ class Choice:
             pieces = [piece for piece in split if isinstance(piece, str) or not self._silent]
         if self._parser is None:
             return pieces
-        found: list[AnswerPiece] = []
+        parsed: list[AnswerPiece] = []
         for piece in pieces:
-            found += self._parser.push(piece) if isinstance(piece, str) else [piece]
-        found += self._parser.close() if last else []
+            parsed += self._parser.push(piece) if isinstance(piece, str) else [piece]
+        parsed += self._parser.close() if last else []
         if self.finish == "stop" and self._parser.calls:
             self.finish = "tool_calls"
-        return found
+        return parsed
 
     @property
     def stop(self) -> str | None:
@@ -145,9 +145,9 @@ class ResponseHandler:
 
     async def complete(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer in one piece; raises ApiError or ClientDisconnect."""
-        async with self._events(receive) as (events, gone):
+        async with self._events(receive) as (events, disconnection):
             answers: list[list[AnswerPiece]] = [[] for _ in self.choices]
-            async for choice, pieces in self._pieces(events, gone):
+            async for choice, pieces in self._pieces(events, disconnection):
                 if choice is not None:
                     answers[choice.index] += pieces
         texts = [self._answer.choice(choice.index, pieces, choice.finish, choice.new_logprobs(),
@@ -161,10 +161,10 @@ class ResponseHandler:
     async def stream(self, receive: Receive, send: Send) -> None:
         """Answer as tokens come; the errors are the same until the first event or comment sends the headers.
         A later error is the stream's last event. Comments keep the connection alive while no token comes."""
-        async with self._events(receive) as (events, gone):
+        async with self._events(receive) as (events, disconnection):
             started, opened = False, set[int]()
             try:
-                async for choice, pieces in self._pieces(events, gone, self._keep_alive_s):
+                async for choice, pieces in self._pieces(events, disconnection, self._keep_alive_s):
                     if not started:
                         await sse.begin(send, self._headers())
                         started = True
@@ -191,20 +191,20 @@ class ResponseHandler:
         if data := b"".join(map(self._answer.encoded, objects)):
             await sse.send_data(send, data)
 
-    async def _pieces(self, events: asyncio.Queue[_Arrival], gone: asyncio.Future[None],
+    async def _pieces(self, events: asyncio.Queue[_Arrival], disconnection: asyncio.Future[None],
                       patience: float | None = None
                       ) -> AsyncIterator[tuple[Choice | None, list[AnswerPiece]]]:
         """Yield what is certain of each choice, starting with the first token; None after ``patience`` idle
         seconds."""
         while any(choice.finish is None for choice in self.choices):
-            arrival = await sse.unless_gone(events.get(), gone, patience)
+            arrival = await sse.unless_gone(events.get(), disconnection, patience)
             if arrival is None:
                 yield None, []
                 continue
             index, event = arrival
             choice = self.choices[index]
-            ended, before = choice.finish is not None, choice.tokens
-            if ended:
+            is_finished, before = choice.finish is not None, choice.tokens
+            if is_finished:
                 continue  # it came while the stop string was found
             pieces = choice.read(event)
             if choice.tokens > before:
@@ -221,7 +221,7 @@ class ResponseHandler:
     def _headers(self) -> dict[str, str]:
         """The request id that OpenAI's clients show, the place in the queue at arrival, and the request's
         fields that have no effect."""
-        ignored = ", ".join(told(self._prepared.ignored)).replace("…", "...")
+        ignored = ", ".join(printable_names(self._prepared.ignored)).replace("…", "...")
         return {**self._answer.headers, "x-request-id": self._answer.id,
                 "x-flowspec-position": str(self.choices[0].pending.position),
                 **({"x-flowspec-ignored": ignored} if ignored else {})}
@@ -234,8 +234,8 @@ class ResponseHandler:
     def energy_j(self) -> float | None:
         """Of the whole run; None if not measured, or if a stop string ended an answer."""
         spent = [choice.result.stats.energy_j if choice.result else None for choice in self.choices]
-        known = [joules for joules in spent if joules is not None]
-        return sum(known) if known and len(known) == len(spent) else None
+        measured = [joules for joules in spent if joules is not None]
+        return sum(measured) if measured and len(measured) == len(spent) else None
 
     def _details(self, choice: Choice) -> dict[str, Any]:
         return self._answer.details(choice.ids, choice.result) if self._prepared.details else {}
@@ -245,7 +245,7 @@ class ResponseHandler:
 
     def _usage(self) -> dict[str, Any]:
         return self._answer.usage(self.completion_tokens, [choice.result for choice in self.choices],
-                                  sum(choice.thought for choice in self.choices))
+                                  sum(choice.reasoning_tokens for choice in self.choices))
 
     @asynccontextmanager
     async def _events(self, receive: Receive) -> AsyncIterator[tuple[asyncio.Queue[_Arrival],
@@ -258,7 +258,7 @@ class ResponseHandler:
             with suppress(RuntimeError):  # the loop has ended, and all connections with it
                 loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        gone = asyncio.ensure_future(sse.disconnected(receive))
+        disconnection = asyncio.ensure_future(sse.disconnected(receive))
         try:
             requests = self._prepared.choices()
             if len(requests) > (places := self._admission.places):
@@ -268,8 +268,8 @@ class ResponseHandler:
             for index, request in enumerate(requests):
                 pending = self._admission.submit(request, self._caller, partial(deliver, index))
                 self.choices.append(Choice(index, request, self._prepared, pending))
-            yield events, gone
+            yield events, disconnection
         finally:
             for choice in self.choices:
                 self._admission.cancel(choice.pending)
-            gone.cancel()
+            disconnection.cancel()

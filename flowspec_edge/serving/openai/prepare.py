@@ -145,7 +145,7 @@ class ServedModel:
             ids = self.tokenizer.chat([_message(turn) for turn in body.turns], tools, rendering)
         except UsageError as error:
             # Written for the command line: clients know neither paths nor options.
-            message = str(error).replace(str(self.model.shown), f"the model {self.name}")
+            message = str(error).replace(str(self.model.display_path), f"the model {self.name}")
             message += " to the server" if message.endswith("Jinja template") else ""
             raise ApiError(400, message, body.messages_name) from error
         stops = self.model.stop_ids | self.tokenizer.chat_stop_ids
@@ -165,8 +165,8 @@ class ServedModel:
         if self.tokenizer.hides(form.words):
             prepared = replace(prepared, decode=partial(self.tokenizer.decode, special=True))
         if prepared.continues:
-            begun = body.turns[-1].content
-            thinks = begun.rfind(form.open) > begun.rfind(form.close)
+            prefix = body.turns[-1].content
+            thinks = prefix.rfind(form.open) > prefix.rfind(form.close)
         else:
             end = self.tokenizer.decode(prepared.request.prompt[-_OPENING:], special=True)
             thinks = end.rstrip().endswith(form.open)
@@ -188,18 +188,18 @@ class ServedModel:
         if body.effort is not None:
             field = "reasoning_effort" if body.reasoning_effort else "reasoning.effort"
             values = self._with_effort(body.effort, values, field)
-        unread = [name for name in values if not self.tokenizer.reads(name)]
+        unknown_values = [name for name in values if not self.tokenizer.reads(name)]
         if self.tokenizer.always_thinks and any(values.get(name) is False for name in THINKING):
-            own = "chat_template_kwargs" if body.enable_thinking is None else "enable_thinking"
-            raise ApiError(400, f"{own}: the model's chat template always lets it think", own)
+            param = "chat_template_kwargs" if body.enable_thinking is None else "enable_thinking"
+            raise ApiError(400, f"{param}: the model's chat template always lets it think", param)
         try:
             check_values(values)
         except UsageError as error:
             raise ApiError(400, f"chat_template_kwargs: {error}", "chat_template_kwargs") from error
         opens = body.add_generation_prompt is not False and not continues
-        read = {name: value for name, value in values.items() if name not in unread}
+        read = {name: value for name, value in values.items() if name not in unknown_values}
         return (Rendering(read, opens, continues, bool(body.add_special_tokens)),
-                [f"chat_template_kwargs.{name}" for name in unread])
+                [f"chat_template_kwargs.{name}" for name in unknown_values])
 
     def _with_effort(self, effort: str, values: dict[str, Any], field: str) -> dict[str, Any]:
         """A reasoning effort as the template's variables: its own, and whether to think at all."""
@@ -326,12 +326,12 @@ class ServedModel:
                                ignored=body.ignored)
 
     def _strategy(self, body: Body) -> str:
-        own, beside = body.flowspec.strategy, body.strategy
-        field = "flowspec.strategy" if own is not None else "strategy"
-        if own is not None and beside is not None and own != beside:
-            raise ApiError(400, f"strategy: {beside!r} is not flowspec.strategy, {own!r}: leave one out",
+        extension, beside = body.flowspec.strategy, body.strategy
+        field = "flowspec.strategy" if extension is not None else "strategy"
+        if extension is not None and beside is not None and extension != beside:
+            raise ApiError(400, f"strategy: {beside!r} is not flowspec.strategy, {extension!r}: leave one out",
                            "strategy")
-        strategy = own or beside or self.strategy
+        strategy = extension or beside or self.strategy
         if strategy not in self.strategies:
             raise ApiError(400, f"the strategy {strategy!r} does not run here; there are "
                                 f"{', '.join(self.strategies)}", field)
@@ -341,15 +341,15 @@ class ServedModel:
         """The longest answer to a prompt of so many tokens."""
         context = self.context_tokens
         room = context - prompt
-        wanted = body.limit or min(usual, max(1, room))
-        if wanted > room:
+        requested = body.limit or min(usual, max(1, room))
+        if requested > room:
             message = (f"the model's context is {context} tokens here; the prompt has {prompt}, "
-                       f"and {wanted} more are asked for")
+                       f"and {requested} more are asked for")
             raise ApiError(400, message, code="context_length_exceeded")
-        if (body.min_tokens or 0) > wanted:
-            raise ApiError(400, f"min_tokens: {body.min_tokens} are more than the answer may have, {wanted}",
+        if (body.min_tokens or 0) > requested:
+            raise ApiError(400, f"min_tokens: {body.min_tokens} are more than the answer may have, {requested}",
                            "min_tokens")
-        return wanted
+        return requested
 
     def _penalties(self, body: Body) -> Penalties | None:
         self._check_ids(body.logit_bias or (), "logit_bias")
@@ -370,12 +370,12 @@ class ServedModel:
 
     def sampling(self, body: Body) -> Sampling:
         """The client's settings, else the model's generation config, else greedy; seeds default to random."""
-        given: dict[str, Any] = {name: value for name, value in (
+        settings: dict[str, Any] = {name: value for name, value in (
             ("temperature", body.temperature), ("top_p", body.top_p), ("min_p", body.min_p),
             ("top_k", None if body.top_k is None else max(0, body.top_k))) if value is not None}
         seed = secrets.randbelow(_DRAWN_SEEDS) if body.seed is None else body.seed % _SEEDS
         try:
-            return choose_sampling(Sampling(**given, seed=seed), given, self.model)[0]
+            return choose_sampling(Sampling(**settings, seed=seed), settings, self.model)[0]
         except UsageError as error:
             raise ApiError(400, str(error), "temperature" if "temperature" in str(error) else None) from error
 

@@ -21,10 +21,10 @@ Piece = str | ReasoningPiece  # content, or reasoning
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
-def reasoning_parser(form: ReasoningFormat, begun: bool, call: str = "") -> ReasoningParser:
-    """The parser for answers in a format. ``begun``: the prompt has begun the reasoning; ``call``: the word
+def reasoning_parser(form: ReasoningFormat, starts_inside: bool, call: str = "") -> ReasoningParser:
+    """The parser for answers in a format. ``starts_inside``: the prompt has begun the reasoning; ``call``: the word
     that begins a tool call, which ends the reasoning, too."""
-    return ChannelParser() if form.channels else ThinkParser(form, begun, call)
+    return ChannelParser() if form.channels else ThinkParser(form, starts_inside, call)
 
 
 class ReasoningParser(ABC):
@@ -40,12 +40,12 @@ class ReasoningParser(ABC):
     def push(self, text: str) -> list[Piece]:
         """Return what is certain now; no piece is empty."""
         self._buffer += text
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         step = None
         while step != self._step:  # until a step needs more text
             step = self._step
-            found += step()
-        return found
+            pieces += step()
+        return pieces
 
     def close(self) -> list[Piece]:
         """Return the rest: the text has ended."""
@@ -69,12 +69,12 @@ class ReasoningParser(ABC):
 class ThinkParser(ReasoningParser):
     """Reasoning between two words, with which the answer may begin. The space around it belongs to neither."""
 
-    def __init__(self, form: ReasoningFormat, begun: bool, call: str) -> None:
+    def __init__(self, form: ReasoningFormat, starts_inside: bool, call: str) -> None:
         super().__init__()
         self._open, self._close = form.open, form.close
         self._ends = [word for word in (form.close, call) if word]
-        self._begun = self.inside = begun
-        self._said = False  # reasoning
+        self._starts_inside = self.inside = starts_inside
+        self._has_reasoning = False  # reasoning
 
     def _first(self) -> Iterator[Piece]:
         """Some models begin the reasoning again that the prompt has begun."""
@@ -83,11 +83,11 @@ class ThinkParser(ReasoningParser):
             self._buffer = text[len(self._open):]
             self.inside, self._step = True, self._reasoning
         elif text and not self._open.startswith(text):
-            self._step = self._reasoning if self._begun else self._content
+            self._step = self._reasoning if self._starts_inside else self._content
         return iter(())
 
     def _reasoning(self) -> Iterator[Piece]:
-        if not self._said:
+        if not self._has_reasoning:
             self._buffer = self._buffer.lstrip()
         at, word = min(((at, word) for word in self._ends if (at := self._buffer.find(word)) >= 0),
                        default=(-1, ""))
@@ -96,9 +96,10 @@ class ThinkParser(ReasoningParser):
             self._take(len(word) if word == self._close else 0)
             self.inside, self._step = False, self._between
         else:
-            text = self._take(len(self._buffer[:len(self._buffer) - _begun(self._buffer, self._ends)].rstrip()))
+            certain = len(self._buffer) - _partial_length(self._buffer, self._ends)
+            text = self._take(len(self._buffer[:certain].rstrip()))
         if text:
-            self._said = True
+            self._has_reasoning = True
             yield ReasoningPiece(text)
 
     def _between(self) -> Iterator[Piece]:
@@ -125,7 +126,7 @@ class ChannelParser(ReasoningParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self._said: set[bool] = set()  # which kinds there were: reasoning, or not
+        self._kinds_read: set[bool] = set()  # which kinds there were: reasoning, or not
         self._begins = True
 
     def _first(self) -> Iterator[Piece]:
@@ -147,7 +148,7 @@ class ChannelParser(ReasoningParser):
     def _body(self) -> Iterator[Piece]:
         at, word = min(((at, word) for word in self._ENDS if (at := self._buffer.find(word)) >= 0),
                        default=(-1, ""))
-        yield from self._part(self._take(at if word else len(self._buffer) - _begun(self._buffer, self._ENDS)))
+        yield from self._part(self._take(at if word else len(self._buffer) - _partial_length(self._buffer, self._ENDS)))
         if word:
             if word not in ("<|start|>", "<|channel|>"):  # which belong to the next head
                 self._take(len(word))
@@ -156,10 +157,10 @@ class ChannelParser(ReasoningParser):
     def _part(self, text: str) -> list[Piece]:
         if not text:
             return []
-        if self._begins and self.inside in self._said:
+        if self._begins and self.inside in self._kinds_read:
             text = f"\n\n{text}"
         self._begins = False
-        self._said.add(self.inside)
+        self._kinds_read.add(self.inside)
         return [ReasoningPiece(text)] if self.inside else [text]
 
     def _rest(self, text: str) -> list[Piece]:
@@ -167,6 +168,6 @@ class ChannelParser(ReasoningParser):
         return [] if in_head else self._part(text)
 
 
-def _begun(text: str, words: Sequence[str]) -> int:
+def _partial_length(text: str, words: Sequence[str]) -> int:
     """Length of the longest beginning of one of ``words`` that ``text`` ends with."""
     return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from flowspec_edge.d0.request import Likelihood, Result
 from flowspec_edge.serving.openai.detokenize import CallPiece
 from flowspec_edge.serving.openai.errors import ApiError
-from flowspec_edge.serving.openai.field_table import told
+from flowspec_edge.serving.openai.field_table import printable_names
 from flowspec_edge.serving.openai.prepare import PreparedRequest
 from flowspec_edge.serving.openai.reasoning import ReasoningPiece
 from flowspec_edge.serving.openai.schemas import Body, ChatBody
@@ -126,20 +126,20 @@ class Answer:
             details |= {"frequency_penalty": penalties.frequency, "presence_penalty": penalties.presence,
                         "repetition_penalty": penalties.repetition, "logit_bias": penalties.logit_bias}
         if self.prepared.ignored:
-            details["ignored"] = told(self.prepared.ignored)
+            details["ignored"] = printable_names(self.prepared.ignored)
         figures = [_figures(result) for result in results]
         return details | (figures[0] if len(figures) == 1 else {"choices": figures})
 
-    def usage(self, tokens: int, results: Sequence[Result | None], thought: int = 0) -> dict[str, Any]:
+    def usage(self, tokens: int, results: Sequence[Result | None], reasoning_tokens: int = 0) -> dict[str, Any]:
         """Token counts of all choices, in OpenAI's fields alone; ``results`` as for :meth:`figures`.
-        ``thought``: how many of the tokens are reasoning."""
+        ``reasoning_tokens``: how many of the tokens are reasoning."""
         prompt = self.prepared.prompt_tokens
         details: dict[str, Any] = {}
         reused = [result.stats.reused for result in results[::self.prepared.n] if result is not None]
         if len(reused) == len(self.prepared.prompts):
             details = {"prompt_tokens_details": {"cached_tokens": sum(reused)}}
         if self.prepared.reasoning is not None:
-            details["completion_tokens_details"] = {"reasoning_tokens": thought}
+            details["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens,
                 **details}
 
@@ -155,8 +155,8 @@ class Answer:
     def _choice(self, index: int, content: dict[str, Any], finish: Finish | None,
                 logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
         shape = chat_logprobs if self.chat else completion_logprobs
-        shown = shape(logprobs) if logprobs else None
-        return {"index": index, **content, "logprobs": shown, "finish_reason": finish}
+        shaped = shape(logprobs) if logprobs else None
+        return {"index": index, **content, "logprobs": shaped, "finish_reason": finish}
 
     def _object(self, kind: str, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model,

@@ -48,8 +48,8 @@ def _messages(value: Any) -> Any:
                           "content": _texts(item.get("output"))})
         elif kind == "message":
             turn = {"role": item.get("role"), "content": _texts(item.get("content"))}
-            thought = turns.pop() if turn["role"] == "assistant" and _only_thought(turns) else {}
-            turns.append({**thought, **turn})
+            reasoning = turns.pop() if turn["role"] == "assistant" and _only_thought(turns) else {}
+            turns.append({**reasoning, **turn})
         elif kind == "reasoning":
             turns.append({"role": "assistant", "content": None, "reasoning_content": _thought(item)})
         else:
@@ -183,10 +183,10 @@ class ResponseAnswer(Answer):
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         """A message is open from the start, unless a call or reasoning may come in its place."""
-        begun = [self._event(name, response=self._response("in_progress", []))
-                 for name in ("created", "in_progress")]
+        events = [self._event(name, response=self._response("in_progress", []))
+                  for name in ("created", "in_progress")]
         closed = self.prepared.calls or self.prepared.reasoning
-        return begun if closed else [*begun, *self._begin(_text_item("message"))]
+        return events if closed else [*events, *self._begin(_text_item("message"))]
 
     def pieces(self, index: int, pieces: Sequence[AnswerPiece], logprobs: Sequence[TokenLogprob] = ()
                ) -> list[dict[str, Any]]:
@@ -211,8 +211,8 @@ class ResponseAnswer(Answer):
     def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None,
                 stop: str | None = None) -> list[dict[str, Any]]:
         self._finish, self._details = finish, extra or {}
-        begun = [] if self._output else self._begin(_text_item("message"))
-        return [*begun, *self._finished(self._status)]
+        events = [] if self._output else self._begin(_text_item("message"))
+        return [*events, *self._finished(self._status)]
 
     def counts(self, usage: dict[str, Any], figures: dict[str, Any]) -> list[dict[str, Any]]:
         return [self._event(self._status, response=self._response(self._status, self._output, usage)
@@ -251,12 +251,12 @@ class ResponseAnswer(Answer):
         failed = {"error": {"code": error.code or "server_error", "message": str(error)}}
         return self._event("failed", response=self._response("failed", []) | failed)
 
-    def usage(self, tokens: int, results: Sequence[Result | None], thought: int = 0) -> dict[str, Any]:
-        chat = super().usage(tokens, results, thought)
+    def usage(self, tokens: int, results: Sequence[Result | None], reasoning_tokens: int = 0) -> dict[str, Any]:
+        chat = super().usage(tokens, results, reasoning_tokens)
         cached = chat.get("prompt_tokens_details", {"cached_tokens": 0})
         return {"input_tokens": chat["prompt_tokens"],
                 "input_tokens_details": {**cached, "cache_write_tokens": 0},
-                "output_tokens": tokens, "output_tokens_details": {"reasoning_tokens": thought},
+                "output_tokens": tokens, "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
                 "total_tokens": chat["total_tokens"]}
 
     @property
@@ -267,8 +267,8 @@ class ResponseAnswer(Answer):
                   ) -> dict[str, Any]:
         body, sampling = self._body, self.prepared.request.sampling
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        wanted = body.text and body.text.format
-        form = wanted.model_dump(by_alias=True, exclude_unset=True) if wanted else {"type": "text"}
+        text_format = body.text and body.text.format
+        form = text_format.model_dump(by_alias=True, exclude_unset=True) if text_format else {"type": "text"}
         return {"id": self.id, "object": "response", "created_at": self.created, "status": status,
                 "background": False, "error": None, "incomplete_details": cut,
                 "instructions": body.instructions, "max_output_tokens": body.max_output_tokens,

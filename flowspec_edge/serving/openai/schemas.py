@@ -180,7 +180,7 @@ class ResponseFormat(JsonSchema):
         return self
 
     @property
-    def given(self) -> JsonSchema:
+    def schema_settings(self) -> JsonSchema:
         return self.json_schema or self
 
 

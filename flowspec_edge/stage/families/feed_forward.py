@@ -48,8 +48,8 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[N, H] to [N, H]."""
-        made: Tensor = self.down_proj(self._inner(x))
-        return made
+        out: Tensor = self.down_proj(self._inner(x))
+        return out
 
     def add_to(self, rows: Tensor, x: Tensor) -> None:
         """Add the output for normed rows ``x`` to ``rows``."""

@@ -78,8 +78,8 @@ _FIRST_POSITIONS = 4096
 
 def _frequencies(rope: Mapping[str, Any], width: int, positions: int) -> tuple[Tensor, float]:
     """Angles a position [d / 2] in float32, and a factor of cosines and sines."""
-    turned, kind = int(width * rope["partial_rotary_factor"]), rope["rope_type"]
-    powers = rope["rope_theta"] ** (torch.arange(0, turned, 2, dtype=torch.float32, device="cpu") / turned)
+    rotary_width, kind = int(width * rope["partial_rotary_factor"]), rope["rope_type"]
+    powers = rope["rope_theta"] ** (torch.arange(0, rotary_width, 2, dtype=torch.float32, device="cpu") / rotary_width)
     if kind == "linear":
         return 1.0 / powers / rope["factor"], 1.0
     if kind == "llama3":
@@ -93,30 +93,30 @@ def _llama3(frequencies: Tensor, rope: Mapping[str, Any]) -> Tensor:
     """Long waves are stretched by the factor, short ones are not, those between in part."""
     low, high, text = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
     turns = text * frequencies / (2 * math.pi)
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * (kept + (1 - kept) / rope["factor"])
+    unchanged = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (unchanged + (1 - unchanged) / rope["factor"])
 
 
 def _yarn(powers: Tensor, rope: Mapping[str, Any], positions: int) -> tuple[Tensor, float]:
-    text, turned = rope["original_max_position_embeddings"], 2 * len(powers)
+    text, rotary_width = rope["original_max_position_embeddings"], 2 * len(powers)
     factor = positions / text if rope.get("factor") is None else rope["factor"]
 
     def place(turns: float) -> float:
         """Of the frequency that turns so often in the original text."""
-        return turned * math.log(text / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
+        return rotary_width * math.log(text / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
 
     first, last = place(rope.get("beta_fast") or 32), place(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, turned - 1)
+    first, last = max(first, 0), min(last, rotary_width - 1)
     ramp = (torch.arange(len(powers), dtype=torch.float32, device="cpu") - first) / (last - first or 0.001)
-    kept = 1 - ramp.clamp(0, 1)
-    return (1 - kept) / (factor * powers) + kept / powers, _attention_factor(rope, factor)
+    unchanged = 1 - ramp.clamp(0, 1)
+    return (1 - unchanged) / (factor * powers) + unchanged / powers, _attention_factor(rope, factor)
 
 
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
-    if (given := rope.get("attention_factor")) is not None:
-        return float(given)
+    if (stated_factor := rope.get("attention_factor")) is not None:
+        return float(stated_factor)
     of, all_of = rope.get("mscale"), rope.get("mscale_all_dim")
     return _grown(factor, of) / _grown(factor, all_of) if of and all_of else _grown(factor, 1.0)
 

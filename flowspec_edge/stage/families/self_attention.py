@@ -70,10 +70,10 @@ class SelfAttention(nn.Module):
                 split[:, : self._heads] *= rotation.scale
             return Projected(split[:, : self._heads], split[:, self._heads :], None)
         pairs = 2 * self._heads  # each head's query, then its gate
-        turned = torch.cat((split[:, :pairs:2], split[:, pairs : pairs + self._kv_heads]), 1)
-        self._turn(turned, rotation)
-        cached = torch.cat((turned[:, self._heads :], split[:, pairs + self._kv_heads :]), 1)
-        return Projected(turned[:, : self._heads], cached, split[:, 1:pairs:2])
+        queries_keys = torch.cat((split[:, :pairs:2], split[:, pairs : pairs + self._kv_heads]), 1)
+        self._turn(queries_keys, rotation)
+        cached = torch.cat((queries_keys[:, self._heads :], split[:, pairs + self._kv_heads :]), 1)
+        return Projected(queries_keys[:, : self._heads], cached, split[:, 1:pairs:2])
 
     def _turn(self, queries_keys: Tensor, rotation: Rotation) -> None:
         if self._head_norms is not None:
@@ -83,8 +83,8 @@ class SelfAttention(nn.Module):
     def attend(self, projected: Projected, mask: Mask, cache: KVCache | BatchCache, new: int) -> Tensor:
         """Add the keys and values of the first ``new`` rows to the cache; [N, heads * d]."""
         queries, cached, _ = projected
-        held = cache.write(cached[:new].unflatten(1, (2, self._kv_heads)), self._index)
-        return attend(queries, held, mask, self._scaling, self.sinks).flatten(1)
+        keys_values = cache.write(cached[:new].unflatten(1, (2, self._kv_heads)), self._index)
+        return attend(queries, keys_values, mask, self._scaling, self.sinks).flatten(1)
 
     @property
     def projection(self) -> nn.Module:

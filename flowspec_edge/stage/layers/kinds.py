@@ -83,7 +83,7 @@ def layer_kinds(config: DecoderConfig, kept_in: CacheBits = "16bit") -> list[Key
 
 def by_kind(kinds: Iterable[CacheKind], first: int = 0) -> dict[CacheKind, list[int]]:
     """The layers of each kind, counted from ``first``, in the order of their first layers."""
-    found: dict[CacheKind, list[int]] = {}
+    layers_of: dict[CacheKind, list[int]] = {}
     for layer, kind in enumerate(kinds, first):
-        found.setdefault(kind, []).append(layer)
-    return found
+        layers_of.setdefault(kind, []).append(layer)
+    return layers_of

@@ -157,14 +157,14 @@ class StageCache:
 
     def rows(self) -> list[Tensor]:
         """What each layer holds, in the order of the layers."""
-        held = {layer: tensor for part in self.parts for layer, tensor in part.rows().items()}
-        return [held[layer] for layer in sorted(held)]
+        by_layer = {layer: tensor for part in self.parts for layer, tensor in part.rows().items()}
+        return [by_layer[layer] for layer in sorted(by_layer)]
 
     def slots(self, numbers: Int32) -> NDArray[np.int64] | None:
         """The indexes [n] of ``numbers`` [n], increasing; None if one is missing."""
-        held = self.numbers
-        at = held.searchsorted(numbers)
-        if len(at) and (at.max() >= len(held) or (held[at] != numbers).any() or (at[1:] <= at[:-1]).any()):
+        cached = self.numbers
+        at = cached.searchsorted(numbers)
+        if len(at) and (at.max() >= len(cached) or (cached[at] != numbers).any() or (at[1:] <= at[:-1]).any()):
             return None
         return at
 
@@ -297,9 +297,9 @@ class StageMemory:
 
     def missing(self, capacity: int, tentative: int, of: StageCache | None = None) -> int:
         """Bytes by which the memory must grow for a cache, or ``of``, to hold ``capacity`` rows."""
-        held = of.parts if of else (None,) * len(self.arenas)
+        parts = of.parts if of else (None,) * len(self.arenas)
         return sum(arena.missing(kind.rows(capacity, tentative), part) * arena.row_bytes
-                   for (kind, arena), part in zip(self.arenas.items(), held, strict=True))
+                   for (kind, arena), part in zip(self.arenas.items(), parts, strict=True))
 
     def take(self, capacity: int, tentative: int) -> StageCache:
         """An empty cache for ``capacity`` rows, of which ``tentative`` may be uncommitted.  May move the

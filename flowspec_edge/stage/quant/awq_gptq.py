@@ -55,8 +55,8 @@ def importer(config: Mapping[str, Any]) -> Importer | None:
         return AwqImporter(group)
     layout = str(facts.get("checkpoint_format") or facts.get("format") or "gptq").lower()
     if layout not in ("gptq", "gptq_v2") or facts.get("is_marlin_format"):
-        found = "marlin" if facts.get("is_marlin_format") else layout
-        raise UsageError(f"GPTQ checkpoints in the layout {found!r} cannot be read, "
+        layout_name = "marlin" if facts.get("is_marlin_format") else layout
+        raise UsageError(f"GPTQ checkpoints in the layout {layout_name!r} cannot be read, "
                          "only 'gptq' and 'gptq_v2'")
     return GptqImporter(group, zeros_less_one=layout == "gptq")
 
@@ -83,12 +83,12 @@ class Importer(ABC):
         """The weight tensors of a linear; none if it is in 16 bits.  FlowspecError if one is missing."""
         if f"{prefix}.qweight" not in checkpoint:
             return []
-        wanted = [f"{prefix}.{suffix}" for suffix in self.suffixes]
-        for name in wanted:
+        required = [f"{prefix}.{suffix}" for suffix in self.suffixes]
+        for name in required:
             if name not in checkpoint:
                 raise FlowspecError(f"the checkpoint has {prefix}.qweight but no {name}: it is incomplete")
-        return wanted + [name for suffix in self.optional
-                         if (name := f"{prefix}.{suffix}") in checkpoint]
+        return required + [name for suffix in self.optional
+                           if (name := f"{prefix}.{suffix}") in checkpoint]
 
     def scheme_of(self, prefix: str) -> Scheme:
         """Return how a linear is stored: all of them in the one group."""
@@ -104,20 +104,20 @@ class Importer(ABC):
         ``tensors`` are those of ``names``, by full name or by suffix.  FlowspecError that names a tensor of
         another shape; UsageError for groups that do not fit.
         """
-        found = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
+        stored = {name.rpartition(".")[2]: tensor for name, tensor in tensors.items()}
         scheme = GroupedScheme(self.group)
         group = scheme.group_of(rows, columns)
         source = columns if self._stated == -1 else self._stated
         if columns % source or source % group:
             raise UsageError(f"groups of {source} do not cut {columns} inputs into runs of {group}")
         groups = columns // source
-        self._check(found, rows, columns, groups)
+        self._check(stored, rows, columns, groups)
         repeats = source // group
         parts: list[dict[str, Tensor]] = []
         for lo, hi in slices(rows, columns):
-            codes = self._codes(found["qweight"], lo, hi)
-            zeros = self._zeros(found["qzeros"], lo, hi).float()
-            scales = found["scales"][:, lo:hi].t().float()
+            codes = self._codes(stored["qweight"], lo, hi)
+            zeros = self._zeros(stored["qzeros"], lo, hi).float()
+            scales = stored["scales"][:, lo:hi].t().float()
             parts.append({
                 "qweight": pack(codes),
                 "scales": scales.to(torch.bfloat16).repeat_interleave(repeats, 1),
@@ -125,13 +125,13 @@ class Importer(ABC):
             })
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
-    def _check(self, found: Mapping[str, Tensor], rows: int, columns: int, groups: int) -> None:
+    def _check(self, stored: Mapping[str, Tensor], rows: int, columns: int, groups: int) -> None:
         shapes = {"qweight": self._qweight_shape(rows, columns), "scales": (groups, rows),
                   "qzeros": (groups, rows // _IN_WORD)}
         for name, shape in shapes.items():
-            if tuple(found[name].shape) != shape:
+            if tuple(stored[name].shape) != shape:
                 raise FlowspecError(f"{name} of a quantised matrix of {rows} x {columns} has shape "
-                                    f"{list(found[name].shape)}, and should have {list(shape)}")
+                                    f"{list(stored[name].shape)}, and should have {list(shape)}")
 
     @abstractmethod
     def _qweight_shape(self, rows: int, columns: int) -> tuple[int, int]: ...
@@ -166,9 +166,9 @@ class GptqImporter(Importer):
         super().__init__(group_size)
         self._less = int(zeros_less_one)
 
-    def _check(self, found: Mapping[str, Tensor], rows: int, columns: int, groups: int) -> None:
-        super()._check(found, rows, columns, groups)
-        order = found.get("g_idx")
+    def _check(self, stored: Mapping[str, Tensor], rows: int, columns: int, groups: int) -> None:
+        super()._check(stored, rows, columns, groups)
+        order = stored.get("g_idx")
         if order is not None and not torch.equal(
                 order.long(), torch.arange(columns, device=order.device) // (columns // groups)):
             raise UsageError("the GPTQ checkpoint was quantised with act-order (desc_act), which puts inputs "

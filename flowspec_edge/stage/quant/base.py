@@ -116,19 +116,19 @@ class QuantLinear(nn.Module, ABC):
                 f"bias={self.bias is not None}")
 
     def _check(self, stored: Mapping[str, Tensor], bias: Tensor | None, rows: int) -> None:
-        what = f"a {self.scheme.kind} matrix of {rows} x {self.in_features}"
-        wanted = self.scheme.stored(rows, self.in_features)
-        if stored.keys() != wanted.keys():
-            raise FlowspecError(f"{what} is stored as {', '.join(wanted)}, not as {', '.join(stored)}")
-        for name, (shape, dtype) in wanted.items():
-            found = stored[name]
-            if tuple(found.shape) != shape or found.dtype != dtype:
-                raise FlowspecError(f"{name} of {what} must be {dtype} {list(shape)}, "
-                                    f"and is {found.dtype} {list(found.shape)}")
+        matrix = f"a {self.scheme.kind} matrix of {rows} x {self.in_features}"
+        expected = self.scheme.stored(rows, self.in_features)
+        if stored.keys() != expected.keys():
+            raise FlowspecError(f"{matrix} is stored as {', '.join(expected)}, not as {', '.join(stored)}")
+        for name, (shape, dtype) in expected.items():
+            tensor = stored[name]
+            if tuple(tensor.shape) != shape or tensor.dtype != dtype:
+                raise FlowspecError(f"{name} of {matrix} must be {dtype} {list(shape)}, "
+                                    f"and is {tensor.dtype} {list(tensor.shape)}")
         if (bias is None) != (self.bias is None):
-            raise FlowspecError(f"{what} must {'not ' if self.bias is None else ''}have a bias")
+            raise FlowspecError(f"{matrix} must {'not ' if self.bias is None else ''}have a bias")
         if bias is not None and bias.shape != (rows,):
-            raise FlowspecError(f"the bias of {what} has shape {list(bias.shape)}")
+            raise FlowspecError(f"the bias of {matrix} has shape {list(bias.shape)}")
 
 
 class Scheme(ABC):

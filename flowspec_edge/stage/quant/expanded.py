@@ -43,8 +43,8 @@ def pairs_by_operations(order: Tensor, codes: Tensor, both: Tensor, shift: Tenso
 @cache
 def _pairs_at_once() -> Pairs:
     """One kernel, which PyTorch compiles when it is first called."""
-    made: Any = torch.cuda.jiterator._create_jit_fn(_PAIR)
-    return cast(Pairs, made)
+    kernel: Any = torch.cuda.jiterator._create_jit_fn(_PAIR)
+    return cast(Pairs, kernel)
 
 
 def rows_of_tiles(packed: Tensor, scales_zeros: Tensor, group: int, pairs: Pairs | None = None) -> Tensor:
@@ -63,8 +63,8 @@ def rows_of_tiles(packed: Tensor, scales_zeros: Tensor, group: int, pairs: Pairs
     both = (scales_zeros.view(torch.int32).view(runs // wide, narrow, tiles, _TILE).permute(2, 3, 0, 1)
             [:, :, :, None, :, None, None, None].expand(shape))
     shift = torch.arange(0, 16, 4, dtype=torch.int32, device=packed.device)[:, None].expand(shape)
-    made = (pairs or _pairs_at_once())(_order(shape, packed.device), codes, both, shift)
-    return made.view(tiles * _TILE, runs * words * _WORD // 2).view(torch.bfloat16)
+    words_of_pairs = (pairs or _pairs_at_once())(_order(shape, packed.device), codes, both, shift)
+    return words_of_pairs.view(tiles * _TILE, runs * words * _WORD // 2).view(torch.bfloat16)
 
 
 def _order(shape: tuple[int, ...], device: torch.device) -> Tensor:
@@ -84,7 +84,7 @@ def expands_tiles(inner: int, group: int, device: torch.device) -> bool:
     packed = torch.ops.aten._convert_weight_to_int4pack(codes.view(rows, columns // 2), inner)
     scales = torch.rand(columns // group, rows, 2, device=device).to(torch.bfloat16)
     scale, zero = scales.permute(2, 1, 0).float().repeat_interleave(group, -1)
-    wanted = torch.stack([codes >> 4, codes & 15], -1).view(rows, columns).float().sub_(8).mul_(scale).add_(zero)
-    found = rows_of_tiles(packed, scales.contiguous(), group).float()
+    expected = torch.stack([codes >> 4, codes & 15], -1).view(rows, columns).float().sub_(8).mul_(scale).add_(zero)
+    expanded = rows_of_tiles(packed, scales.contiguous(), group).float()
     # The kernel's multiplication and addition round once, these twice.
-    return bool(((found - wanted).abs() <= 2**-8 * wanted.abs() + 1e-6).all())
+    return bool(((expanded - expected).abs() <= 2**-8 * expected.abs() + 1e-6).all())

@@ -64,12 +64,12 @@ class GgufImporter:
 
     def pieces(self, prefix: str, checkpoint: StoredTensors, rows: int, columns: int) -> Iterator[dict[str, Tensor]]:
         """Yield the linear [rows, columns] in the layout of its scheme, some MB of rows at a time."""
-        name, how = f"{prefix}.weight", self.scheme_of(prefix)
-        assert how is not None
-        how.group_of(rows, columns)
+        name, scheme = f"{prefix}.weight", self.scheme_of(prefix)
+        assert scheme is not None
+        scheme.group_of(rows, columns)
         for lo, hi in slices(rows, columns):
-            yield (repacked(self._file.type_of(name), self._file.blocks(name, lo, hi)) if how is self._int4
-                   else how.quantise(self._file.read(name, lo, hi)))
+            yield (repacked(self._file.type_of(name), self._file.blocks(name, lo, hi)) if scheme is self._int4
+                   else scheme.quantise(self._file.read(name, lo, hi)))
 
 
 def repacked(kind: str, blocks: Tensor) -> dict[str, Tensor]:

@@ -236,17 +236,17 @@ def draft_scheme(lm_head: HeadBits) -> Scheme | None:
 
 
 @torch.no_grad()
-def quantise_linears(module: nn.Module, how: Scheme, device: torch.device) -> None:
+def quantise_linears(module: nn.Module, scheme: Scheme, device: torch.device) -> None:
     """Replace the linears of ``module`` whose shape the scheme takes; they compute on ``device``, in the
     dtype of the weight that they replace.  Linears on the meta device stay."""
     for path in [path for path, part in module.named_modules() if isinstance(part, nn.Linear)]:
         linear = cast(nn.Linear, module.get_submodule(path))  # no list holds those that are replaced
-        if how.fits(*linear.weight.shape) is None or any(p.is_meta for p in linear.parameters()):
+        if scheme.fits(*linear.weight.shape) is None or any(p.is_meta for p in linear.parameters()):
             continue
         rows, columns = linear.weight.shape
-        packed = how.linear(rows, columns, linear.bias is not None, linear.weight.dtype, device)
+        packed = scheme.linear(rows, columns, linear.bias is not None, linear.weight.dtype, device)
         for lo, hi in slices(rows, columns):
-            packed.fill_rows(lo, how.quantise(linear.weight[lo:hi].to(device)))
+            packed.fill_rows(lo, scheme.quantise(linear.weight[lo:hi].to(device)))
         if packed.bias is not None:
             packed.bias.copy_(linear.bias)
         parent, _, child = path.rpartition(".")

@@ -24,20 +24,22 @@ _JOINED = ".joined.weight"  # of matrices that are side by side (``_join``)
 
 def schemes_of(model: OpenModel) -> LayerSchemes | None:
     """Of a model whose layers' matrices are stored in 4 bits, or some in 8, else None."""
-    how = model.manifest.quantisation if model.manifest else None
-    return LayerSchemes(scheme(how.kind, how.group), frozenset(how.int8)) if how else None
+    quantisation = model.manifest.quantisation if model.manifest else None
+    if quantisation is None:
+        return None
+    return LayerSchemes(scheme(quantisation.kind, quantisation.group), frozenset(quantisation.int8))
 
 
 def head_scheme_of(model: OpenModel) -> Scheme | None:
     """The scheme of a model whose lm_head is stored in 8 or 4 bits, else None."""
-    how = model.manifest.lm_head if model.manifest else None
-    return scheme(how.kind, how.group) if how else None
+    lm_head = model.manifest.lm_head if model.manifest else None
+    return scheme(lm_head.kind, lm_head.group) if lm_head else None
 
 
 def draft_scheme_of(model: OpenModel) -> Scheme | None:
     """The scheme to which a model's draft heads are brought when they are loaded; None if they stay as stored."""
-    how = model.manifest.lm_head if model.manifest else None
-    return draft_scheme(how.kind) if how else None
+    lm_head = model.manifest.lm_head if model.manifest else None
+    return draft_scheme(lm_head.kind) if lm_head else None
 
 
 def shard_digest(manifest: Manifest, index: int) -> str:
@@ -62,18 +64,18 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
         places = _joined(prefix, module, dtype, device)
         state = module.state_dict()
         values = {key: value for key, value in state.items() if key.endswith(_JOINED)}
-        wanted = {f"{prefix}.{key}": value.shape for key, value in state.items() if key not in values}
-        wanted |= {name: place.shape for name, place in places.items()}
+        shapes = {f"{prefix}.{key}": value.shape for key, value in state.items() if key not in values}
+        shapes |= {name: place.shape for name, place in places.items()}
         transposed = {f"{prefix}.{name}.weight" if name else f"{prefix}.weight"
                       for name, linear in module.named_modules()
                       if isinstance(linear, nn.Linear) and is_transposed(dtype, device)}
-        for name in checkpoint.in_file_order(dict.fromkeys([*wanted, *packed])):  # with experts, thousands
+        for name in checkpoint.in_file_order(dict.fromkeys([*shapes, *packed])):  # with experts, thousands
             if name in packed:
                 tensor = checkpoint.tensors([name])[name]
-                check_finite(tensor, tensor.dtype, f"{checkpoint.shown}: tensor {name}")
+                check_finite(tensor, tensor.dtype, f"{checkpoint.display_path}: tensor {name}")
                 packed[name].add(name, tensor)
             else:
-                value = load_tensor(checkpoint, name, wanted[name], dtype, device, name in transposed, buffer,
+                value = load_tensor(checkpoint, name, shapes[name], dtype, device, name in transposed, buffer,
                                     places.get(name))
                 if name not in places:
                     values[name.removeprefix(f"{prefix}.")] = value
@@ -93,7 +95,7 @@ def load_tensor(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: tor
     check_shape(checkpoint.directory, name, checkpoint.stored([name])[name].shape, shape)
     value = _empty(shape, dtype, device, transposed) if into is None else into
     for lo, piece in checkpoint.pieces(name, buffer=buffer):
-        check_finite(piece, dtype, f"{checkpoint.shown}: tensor {name}")
+        check_finite(piece, dtype, f"{checkpoint.display_path}: tensor {name}")
         (value[lo : lo + len(piece)] if shape else value).copy_(piece)
     return value
 
@@ -117,46 +119,47 @@ class _PackedMatrix:
     """Fills its rows of a QuantLinear once it has all tensors: files hold the small ones of all matrices
     first."""
 
-    def __init__(self, where: str, linear: QuantLinear, names: Mapping[str, str], bias: str | None,
+    def __init__(self, source: str, linear: QuantLinear, names: Mapping[str, str], bias: str | None,
                  first: int, rows: int) -> None:
-        self._where, self._linear, self._bias = where, linear, bias
+        self._source, self._linear, self._bias = source, linear, bias
         self._first, self._rows = first, rows
         self._names = names  # of the tensors, by suffix
-        self._found: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     def add(self, name: str, tensor: Tensor) -> None:
-        self._found[name] = tensor
-        if len(self._found) < len(self._names) + (self._bias is not None):
+        self._tensors[name] = tensor
+        if len(self._tensors) < len(self._names) + (self._bias is not None):
             return
         try:
-            self._linear.fill({suffix: self._found[full] for suffix, full in self._names.items()},
-                              None if self._bias is None else self._found[self._bias],
+            self._linear.fill({suffix: self._tensors[full] for suffix, full in self._names.items()},
+                              None if self._bias is None else self._tensors[self._bias],
                               self._first, self._rows)
         except FlowspecError as error:
-            raise FlowspecError(f"{self._where}: {error}") from error
-        self._found.clear()
+            raise FlowspecError(f"{self._source}: {error}") from error
+        self._tensors.clear()
 
 
 def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: LayerSchemes, dtype: torch.dtype,
             device: torch.device) -> dict[str, _PackedMatrix]:
-    """Puts QuantLinears in the place of linears that are not stored in plain form; by name of each tensor."""
-    found: dict[str, _PackedMatrix] = {}
+    """Put QuantLinears in the place of linears that are stored quantised. The result has the matrix that each stored
+    tensor is a part of, by the tensor's name."""
+    matrices: dict[str, _PackedMatrix] = {}
 
     def fill(path: str, packed: QuantLinear, first: int, rows: int) -> None:
         name = f"{prefix}.{path}"
         names = {suffix: f"{name}.{suffix}" for suffix in packed.scheme.stored(rows, packed.in_features)}
         bias = f"{name}.bias" if packed.bias is not None else None
-        matrix = _PackedMatrix(f"{checkpoint.shown}: {name}", packed, names, bias, first, rows)
-        found.update(dict.fromkeys([*names.values(), *([bias] if bias else [])], matrix))
+        matrix = _PackedMatrix(f"{checkpoint.display_path}: {name}", packed, names, bias, first, rows)
+        matrices.update(dict.fromkeys([*names.values(), *([bias] if bias else [])], matrix))
 
     def is_packed(path: str, linear: object) -> bool:
         return isinstance(linear, nn.Linear) and f"{prefix}.{path}.weight" not in checkpoint
 
     for parent, paths, rows, columns in _side_by_side(module):
-        how, *others = [schemes.of(f"{prefix}.{path}") for path in paths]
+        layer_scheme, *others = [schemes.of(f"{prefix}.{path}") for path in paths]
         if (all(is_packed(path, module.get_submodule(path)) for path in paths)
-                and all(other is how for other in others) and how.joins(rows, columns)):
-            packed = how.linear(sum(rows), columns, False, dtype, device)
+                and all(other is layer_scheme for other in others) and layer_scheme.joins(rows, columns)):
+            packed = layer_scheme.linear(sum(rows), columns, False, dtype, device)
             for path, first, count in zip(paths, accumulate([0, *rows]), rows, strict=False):
                 fill(path, packed, first, count)
             _join(parent, packed)
@@ -167,7 +170,7 @@ def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: Lay
             fill(path, packed, 0, rows)
             owner, _, child = path.rpartition(".")
             setattr(module.get_submodule(owner), child, packed)
-    return found
+    return matrices
 
 
 def _joined(prefix: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.model.weights.located import shown
+from flowspec_edge.model.weights.located import display_path
 
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
@@ -29,18 +29,18 @@ def whole_model(core: Any) -> set[str]:
     return {*(f"model.{name}" for name in core.state_dict()), LM_HEAD}
 
 
-def missing(wanted: Iterable[str], stored: Iterable[str], tied: bool) -> list[str]:
+def missing(expected: Iterable[str], stored: Iterable[str], tied: bool) -> list[str]:
     """The wanted tensors that are not stored, sorted; lm_head may be absent if ``tied``."""
-    return sorted(set(wanted) - set(stored) - ({LM_HEAD} if tied else set()))
+    return sorted(set(expected) - set(stored) - ({LM_HEAD} if tied else set()))
 
 
 def is_ignorable(name: str) -> bool:
     return any(pattern.fullmatch(name) for pattern in _IGNORABLE)
 
 
-def check_no_unexpected(directory: Path, stored: Iterable[str], wanted: Iterable[str]) -> None:
+def check_no_unexpected(directory: Path, stored: Iterable[str], expected: Iterable[str]) -> None:
     """FlowspecError that names a stored tensor which is neither wanted nor ignorable."""
-    for name in sorted(set(stored) - set(wanted)):
+    for name in sorted(set(stored) - set(expected)):
         if not is_ignorable(name):
-            raise FlowspecError(f"{shown(directory)}: no module of the model has a place for tensor {name}: "
+            raise FlowspecError(f"{display_path(directory)}: no module of the model has a place for tensor {name}: "
                                 "the weights are not those of its config.json")

@@ -185,6 +185,7 @@ def test_a_cluster_file_for_an_image(docker: DockerFacts, said: str, problem: st
              for name in ("orin-0", "orin-1")]
     assert describe_software(found[0]) == said
     assert [fault.startswith(problem) for fault in found[0].faults] == [True] * bool(problem)
-    text = render_cluster_toml(found, "lab", "lab.toml", given={"runtime": "image", "image": "/lab/image.tar"})
+    settings = {"runtime": "image", "image": "/lab/image.tar"}
+    text = render_cluster_toml(found, "lab", "lab.toml", cluster_settings=settings)
     cluster = parse_toml(text.encode(), Path("lab.toml"), Inventory).cluster
     assert (cluster.in_image, cluster.image, cluster.torch_device) == (True, "/lab/image.tar", "cuda")

@@ -289,7 +289,7 @@ def test_a_power_mode_that_a_board_lacks_is_refused_with_those_it_has() -> None:
 def test_all_boards_get_a_part_and_the_one_with_the_most_memory_drafts(tmp_path: Path) -> None:
     boards = [other_board(name, total_mb=mb) for name, mb in (("a", 8e3), ("b", 64e3), ("c", 64e3))]
     file, given = tmp_path / "lab.toml", {"power_mode": "25W"}
-    file.write_text(render_cluster_toml(boards, "lab", str(file), given=given, all_boards=True))
+    file.write_text(render_cluster_toml(boards, "lab", str(file), cluster_settings=given, all_boards=True))
     found = load_inventory(file)
     assert [device.role for device in found.device] == ["verify", "draft", "verify"]
     assert found.decided

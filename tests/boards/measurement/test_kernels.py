@@ -126,7 +126,7 @@ def test_after_an_unusable_context_comes_a_new_process(
     (tmp_path / "losing_context.py").write_text(LOSES_ITS_CONTEXT, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
     found = compute([Computation(kind, "losing_context:use", {"kind": kind}) for kind in "abcd"])
-    assert [(result.name, bool(result.fault), result.said) for result in found.values()] == [
+    assert [(result.name, bool(result.fault), result.message) for result in found.values()] == [
         ("a", False, "a"), ("b", True, ""), ("c", True, ""), ("d", False, "d")]
     assert "illegal memory access" in found["c"].fault  # which only shows when it is waited for
 

@@ -17,10 +17,10 @@ from flowspec_edge.boards.services.keys import (
     held_keys,
     key_command,
     key_to_use,
+    public_keys,
     record,
     recorded,
     rotation,
-    shown,
 )
 from flowspec_edge.cli.main import main
 from flowspec_edge.errors import FlowspecError, UsageError
@@ -64,16 +64,16 @@ def test_keys_are_made_once_and_compared_with_the_recorded(boards: ssh_boards.Bo
         secret = json.loads(on(boards, place, "cat", PATH))["secret"]
         assert all(secret not in file.read_text() for file in here.iterdir())
         assert on(boards, place, "stat", "-c", "%a %U", PATH).split() == ["400", "root"]
-    assert make(boards) == found == shown(inventory, devices, pythons(boards), here, PATH)
+    assert make(boards) == found == public_keys(inventory, devices, pythons(boards), here, PATH)
 
     on(boards, 1, "rm", PATH)
     make(boards)
-    changed = shown(inventory, devices, pythons(boards), here, PATH)
+    changed = public_keys(inventory, devices, pythons(boards), here, PATH)
     assert [bool(key.error) for key in changed] == [False, True]
     assert changed[1].error.startswith("board-1: its key has changed: it has ")
     assert f"{here / 'board-1.pub'} says {publics['board-1'][:10]}…: if you replaced" in changed[1].error
     (here / "board-1.pub").unlink()
-    assert not any(key.error for key in shown(inventory, devices, pythons(boards), here, PATH))
+    assert not any(key.error for key in public_keys(inventory, devices, pythons(boards), here, PATH))
 
 
 class Rotation:
@@ -152,7 +152,7 @@ def test_a_board_that_cannot_be_asked_is_named(boards: ssh_boards.Boards, tmp_pa
     assert [key.error.split(" (")[0] for key in found] == ["", "board-1"]
     with pytest.raises(FlowspecError, match=r"^board-1 \(.*\): exit code 1$"):
         held_keys(boards.inventory, devices, {**pythons(boards), "board-1": "/usr/bin/false"}, PATH)
-    found = shown(boards.inventory, devices, {**pythons(boards), "board-1": "/usr/bin/true"}, tmp_path, PATH)
+    found = public_keys(boards.inventory, devices, {**pythons(boards), "board-1": "/usr/bin/true"}, tmp_path, PATH)
     assert "is not a compatible flowspec" in found[1].error
 
 

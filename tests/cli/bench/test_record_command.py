@@ -24,8 +24,8 @@ def test_what_a_recording_says_of_itself(recording: Path) -> None:
     found = load_recording(recording)
     assert (found.model, found.draft, found.temperatures) == ("demo", "eagle2", [0.0, 1.0])
     assert len(found.texts) == 2
-    assert found.made["licence"] == "ours"
-    assert len(found.made["digest"]) == len(found.made["head"]) == 64
+    assert found.provenance["licence"] == "ours"
+    assert len(found.provenance["digest"]) == len(found.provenance["head"]) == 64
     assert not recording.with_name("demo.flowrec.work").exists()
 
 

@@ -165,7 +165,7 @@ def test_a_quantised_heads_matrices_are_joined(tmp_path, bits):
                            "num_attention_heads": 2, "num_key_value_heads": 1}, "a head")
     save_head(EagleHead(config), tmp_path, torch.float32)
     lm_head, features, found = torch.randn(V, 128), torch.randn(6, 128), []
-    quantise = partial(quantise_linears, how=head_scheme(bits), device=torch.device("cpu"))
+    quantise = partial(quantise_linears, scheme=head_scheme(bits), device=torch.device("cpu"))
     packed, plain = (load_head(tmp_path, None, torch.float32, quantise=how) for how in (quantise, lambda module: None))
     with torch.inference_mode():
         for name, own in plain.named_modules():

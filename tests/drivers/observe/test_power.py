@@ -68,7 +68,7 @@ def test_a_board_without_a_sensor_has_no_meter(tmp_path: Path, monkeypatch: pyte
         assert meter is None
     assert "watts" not in SystemStats(tmp_path, meter=meter).read()
     board(tmp_path, 10.0)
-    with board_meter(wanted=False) as meter:
+    with board_meter(enabled=False) as meter:
         assert meter is None
     with board_meter() as meter:
         assert meter is not None

@@ -69,5 +69,5 @@ def test_a_loaded_stage_has_memory_for_its_caches_and_no_session(where: str, wor
     engine, hello = load_engine(config)
     assert hello.layers == (0, 2)
     assert isinstance(engine, StageEngine)
-    assert (engine.cache_rows, engine.sessions, engine.kept) == (400, (), {})
+    assert (engine.cache_rows, engine.sessions, engine.retained) == (400, (), {})
     assert set(engine.counters.values()) == {0}

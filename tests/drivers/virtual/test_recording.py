@@ -150,7 +150,7 @@ def test_what_a_recording_lacks_is_counted(recorded: Recording) -> None:
     text = bare.texts[0]
     assert cluster.generate(request_of(text, bare, TOKENS, strategy="flowspec", params=PARAMS)
                             ).tokens == list(text.answer)
-    asked = cluster._model.sessions.asked
+    asked = cluster._model.sessions.requested
     assert 0 < asked.missing < asked.right < asked.nodes
     assert f"of {asked.missing / asked.right:.1%} of the" in cluster.note()
     assert "--nodes" in cluster.note()
@@ -239,7 +239,7 @@ def test_the_expander_takes_levels_the_text_and_the_likeliest(seed: int, nodes: 
             depths.append(depths[parent] + 1 if parent >= 0 else 0)
         expander.add(places, output)
     found = expander.expansion()
-    expanded = [*zip(found.parents.tolist(), found.own.tolist(), strict=True)]
+    expanded = [*zip(found.parents.tolist(), found.node_tokens.tolist(), strict=True)]
     assert len({*expanded}) == len(expanded)
     assert all(parent < place for place, parent in enumerate(found.parents.tolist()))
     assert nodes <= len(expanded) <= nodes + len(text) or children == 1
@@ -370,5 +370,5 @@ def test_processes_record_what_virtual_time_does(tmp_path: Path) -> None:
     [mine], [theirs] = one.texts, two.texts
     assert mine.answer == theirs.answer
     for here, there in zip(mine.roots, theirs.roots, strict=True):
-        np.testing.assert_array_equal(here.own, there.own)
+        np.testing.assert_array_equal(here.node_tokens, there.node_tokens)
         np.testing.assert_allclose(here.scores, there.scores, atol=2e-3)

@@ -362,8 +362,8 @@ def test_a_row_that_is_sent_again_is_computed_again() -> None:
     store.begin(7)
     row = store.child(store.text[0], 3)
     store.number(row, 1)
-    row.known = 2
+    row.computed_depth = 2
     store.number(row, 1)
-    assert row.known == 2
+    assert row.computed_depth == 2
     store.number(row, 9)  # its states are those of another place now
-    assert (row.number, row.known) == (9, -1)
+    assert (row.number, row.computed_depth) == (9, -1)

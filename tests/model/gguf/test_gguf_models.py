@@ -306,7 +306,7 @@ def test_messages_name_the_file_that_was_given(tmp_path: Path) -> None:
     given = tmp_path / "given.gguf"
     given.symlink_to(file.rename(tmp_path / "5f0a"))
     model = resolve_model(given)
-    assert (model.name, model.shown, model.checkpoint().shown) == ("given", given, given)
+    assert (model.name, model.display_path, model.checkpoint().display_path) == ("given", given, given)
     with pytest.raises(UsageError, match=re.escape(f"which {given} does not have")):
         require_draft(strategy_class("pipedec"), TreeParameters(), model)
     _, note = with_a_draft(strategy_class("flowspec"), TreeParameters(), model)

@@ -24,7 +24,7 @@ def brute_force(text: str, stops: list[str]) -> tuple[str, bool]:
 def test_the_text_up_to_the_first_stop_string_comes_out(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     out = "".join(map(matcher.push, pieces))
-    assert (out + matcher.close(), matcher.found) == brute_force("".join(pieces), stops)
+    assert (out + matcher.close(), matcher.stopped) == brute_force("".join(pieces), stops)
 
 
 @given(st.text("abc"), STOPS)
@@ -32,7 +32,7 @@ def test_nothing_is_sent_too_early_nor_held_for_nothing(text: str, stops: list[s
     matcher, out = StopMatcher(stops), ""
     for end, letter in enumerate(text, start=1):
         out += matcher.push(letter)
-        if matcher.found:
+        if matcher.stopped:
             break
         held = text[len(out) : end]
         assert out == text[: len(out)]

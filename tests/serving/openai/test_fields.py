@@ -148,7 +148,7 @@ def test_a_refused_field_is_named_with_what_to_do(server: Running, endpoint: End
         assert (answer.status_code, error.get("param"), error.get("code")) == \
                (400, name, "unsupported_parameter"), (name, value, answer.text)
         assert error["message"].startswith(f"{name} is not supported by ")
-        assert field.says in error["message"]
+        assert field.explanation in error["message"]
         assert "leave it out" in error["message"]
 
 

@@ -113,9 +113,9 @@ def units(state: BoardState, facts: BoardFacts) -> Action:
     """Install the release's units where systemd reads them."""
     there = facts.releases.get(state.release)
     files = file_digests(state) if state.files else there.files if there else {}
-    wanted = {path.removeprefix("units/"): sha256 for path, sha256 in files.items()
-              if path.startswith("units/")}
-    changed = sorted(name for name, sha256 in wanted.items() if facts.units.get(name) != sha256)
+    digests = {path.removeprefix("units/"): sha256 for path, sha256 in files.items()
+               if path.startswith("units/")}
+    changed = sorted(name for name, sha256 in digests.items() if facts.units.get(name) != sha256)
     new = {name: f"{paths.UNITS}/.{name}.new" for name in changed}
     place = f"{paths.release_dir(state.release)}/units"
     # The copies are synced before they are renamed: otherwise a power failure could leave an empty unit file,
@@ -156,19 +156,19 @@ def tidy(state: BoardState, facts: BoardFacts) -> Action:
     switched = facts.current != paths.release_dir(state.release)
     used = {state.release, _name(_before(state, facts) if switched and facts.current else facts.previous)}
     spare = [name for name in facts.releases if name not in used and not name.endswith((".partial", ".old"))]
-    kept = used | {*spare[:_KEPT]}
-    in_use = {_name(release.venv) for name, release in facts.releases.items() if name in kept}
+    retained = used | {*spare[:_KEPT]}
+    in_use = {_name(release.venv) for name, release in facts.releases.items() if name in retained}
     if state.environment:
         in_use.add(state.environment.digest)
-    releases = [paths.release_dir(name) for name in facts.releases if name not in kept]
+    releases = [paths.release_dir(name) for name in facts.releases if name not in retained]
     venvs = [f"{paths.VENVS}/{name}" for name in facts.venvs if name not in in_use]
     # The mark is removed first, because half an environment must not count as complete.
     marks = (quote("rm", "-f", "--", *(f"{venv}/.complete" for venv in venvs)),) if venvs else ()
-    gone = (quote("rm", "-rf", "--", *releases, *venvs),) if releases or venvs else ()
+    removal = (quote("rm", "-rf", "--", *releases, *venvs),) if releases or venvs else ()
     tags = {facts.venv_images[digest] for digest in in_use if digest in facts.venv_images}
     if isinstance(state.environment, Image):
         tags.add(state.environment.tag)
-    return Action("old releases", (*marks, *gone, *images_removed([tag for tag in facts.images if tag not in tags])))
+    return Action("old releases", (*marks, *removal, *images_removed([tag for tag in facts.images if tag not in tags])))
 
 
 def unused_keys(state: BoardState, facts: BoardFacts) -> Action:
@@ -187,11 +187,11 @@ def old_parts(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     if state.parts is None:
         return
     models = {part.partition("/")[0] for part in state.parts}
-    gone = {part if (model := part.partition("/")[0]) in models else model for part in facts.parts
-            if part not in state.parts and part not in models}
-    if gone:
+    unneeded = {part if (model := part.partition("/")[0]) in models else model for part in facts.parts
+                if part not in state.parts and part not in models}
+    if unneeded:
         yield Action("old shards", (quote("rm", "-rf", "--", *(f"{paths.MODELS}/{name}" for name in
-                                                               sorted(gone))),))
+                                                               sorted(unneeded))),))
 
 
 def _others_gone(state: BoardState, facts: BoardFacts) -> Action:
@@ -207,8 +207,8 @@ def _before(state: BoardState, facts: BoardFacts) -> str:
     """The target of ``previous`` once ``current`` points at the new release: the draft device's release, not
     that of an interrupted rollout.  A stage that restarts before the draft device has switched must return to
     the draft device's."""
-    kept = state.before in facts.releases and state.before != state.release
-    return paths.release_dir(state.before) if kept else facts.current
+    is_there = state.before in facts.releases and state.before != state.release
+    return paths.release_dir(state.before) if is_there else facts.current
 
 
 def _outdated(state: BoardState, facts: BoardFacts) -> bool:

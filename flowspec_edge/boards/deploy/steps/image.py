@@ -47,26 +47,26 @@ def lacks(environment: Environment | Image | None, facts: BoardFacts) -> Image |
     return environment if isinstance(environment, Image) and environment.tag not in facts.images else None
 
 
-def image(wanted: Image, facts: BoardFacts) -> Iterator[Action]:
+def image(target: Image, facts: BoardFacts) -> Iterator[Action]:
     """Load the image that was sent, and make and check its programs."""
-    name = f"{paths.IMAGE_NAME}:{wanted.tag}"
+    name = f"{paths.IMAGE_NAME}:{target.tag}"
     yield Action("image", (
-        quote("sh", "-efc", _LOAD, "sh", f"{paths.IMAGES}/{wanted.tag}/{FILE}", name, " ".join(wanted.ids),
-              " ".join(wanted.names)),
-        quote("rm", "-rf", paths.IMAGES)) if lacks(wanted, facts) else (), timeout_s=_TIMEOUT_S)
-    if facts.venvs.get(wanted.digest) and not lacks(wanted, facts):
+        quote("sh", "-efc", _LOAD, "sh", f"{paths.IMAGES}/{target.tag}/{FILE}", name, " ".join(target.ids),
+              " ".join(target.names)),
+        quote("rm", "-rf", paths.IMAGES)) if lacks(target, facts) else (), timeout_s=_TIMEOUT_S)
+    if facts.venvs.get(target.digest) and not lacks(target, facts):
         yield Action("environment")
         return
-    venv = f"{paths.VENVS}/{wanted.digest}"
-    python = wanted.python if wanted.python.startswith("/") else f"/usr/bin/env {wanted.python}"
+    venv = f"{paths.VENVS}/{target.digest}"
+    python = target.python if target.python.startswith("/") else f"/usr/bin/env {target.python}"
     program = f"#!{python}\n{inspect.getsource(launcher)}"
-    check = code_command(_CHECK.read_text(), "cuda" if wanted.runtime else "cpu", version("flowspec-edge"),
+    check = code_command(_CHECK.read_text(), "cuda" if target.runtime else "cpu", version("flowspec-edge"),
                          python=f"{venv}/bin/python")
     yield Action("environment", (
         f"rm -rf {venv} && mkdir {venv}", f"tar -xf - --no-same-owner -C {venv}", f"chmod 755 {venv}/bin/*",
         f"{quote('env', f'FLOWSPEC_USER={paths.USER}', *check)} < /dev/null", quote("sync", "-f", venv),
-        f"{quote('echo', wanted.digest)} > {quote(f'{venv}/.complete')}",
-    ), {"image.json": json.dumps({"image": name, "runtime": wanted.runtime}) + "\n", "bin/flowspec": program,
+        f"{quote('echo', target.digest)} > {quote(f'{venv}/.complete')}",
+    ), {"image.json": json.dumps({"image": name, "runtime": target.runtime}) + "\n", "bin/flowspec": program,
         "bin/python": program}, timeout_s=_TIMEOUT_S)
 
 

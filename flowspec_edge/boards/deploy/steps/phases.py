@@ -62,8 +62,8 @@ def bring_about(inventory: Inventory, phase: Phase, boards: Sequence[tuple[Devic
                 dry_run: bool = False, on_step: Callable[[Step], None] = lambda step: None,
                 on_error: Callable[[str, str], None] = lambda board, error: None) -> list[BoardOutcome]:
     """Decide from the boards' present facts, and run one phase on all boards; parameters as for ``run``."""
-    asked = ask_boards(inventory, [(device, state, None) for device, state in boards], not dry_run)
+    answers = ask_boards(inventory, [(device, state, None) for device, state in boards], not dry_run)
     return run(inventory, [
         (device, decide(phase, state, facts) if isinstance(facts, BoardFacts) else [
             Action("connect", error=str(facts))])
-        for (device, state), facts in zip(boards, asked, strict=True)], dry_run, on_step, on_error)
+        for (device, state), facts in zip(boards, answers, strict=True)], dry_run, on_step, on_error)

@@ -40,14 +40,14 @@ def power_script(mode: str) -> str:
 
 def power(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     """Set the power mode, and the highest clocks in it."""
-    wanted = state.power_mode
-    if not wanted:
+    mode = state.power_mode
+    if not mode:
         return
     modes = mode_numbers(facts.power_modes)
-    if wanted not in modes:
+    if mode not in modes:
         yield Action("power mode", error=(
-            f"{_MODES} knows no {wanted}, but {', '.join(modes)}" if modes else
-            f"{wanted} is wanted, and this machine has none: there is no {_MODES}"))
+            f"{_MODES} knows no {mode}, but {', '.join(modes)}" if modes else
+            f"{mode} is wanted, and this machine has none: there is no {_MODES}"))
         return
     # In a new directory, because jetson_clocks asks before it overwrites a file.
     keep = () if facts.power_kept else (
@@ -55,8 +55,8 @@ def power(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
         f"nvpmodel -q | tail -n 1 > {_BEFORE}.new/mode",
         f"! command -v jetson_clocks >/dev/null || jetson_clocks --store {_BEFORE}.new/clocks",
         f"sync -f {_BEFORE}.new && mv -T {_BEFORE}.new {_BEFORE}")
-    done = facts.power_kept and facts.power_number == modes[wanted]
-    yield Action("power mode", () if done else (*keep, f"sh -ec {quote(power_script(wanted))}"))
+    done = facts.power_kept and facts.power_number == modes[mode]
+    yield Action("power mode", () if done else (*keep, f"sh -ec {quote(power_script(mode))}"))
 
 
 def power_at_boot(state: BoardState, facts: BoardFacts, switched: bool) -> Iterator[Action]:

@@ -82,15 +82,15 @@ def account(facts: BoardFacts) -> Action:
 
 def environment(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     """Build and check the environment."""
-    wanted = state.environment
-    if not isinstance(wanted, Environment):
+    target = state.environment
+    if not isinstance(target, Environment):
         return
-    if facts.venvs.get(wanted.digest):
+    if facts.venvs.get(target.digest):
         yield Action("environment")
         return
-    yield wheels(wanted, facts)
-    venv = f"{paths.VENVS}/{wanted.digest}"
-    pip, *others = sorted(wanted.wheels, key=lambda name: not name.startswith("pip-"))
+    yield wheels(target, facts)
+    venv = f"{paths.VENVS}/{target.digest}"
+    pip, *others = sorted(target.wheels, key=lambda name: not name.startswith("pip-"))
     install = quote(
         f"{venv}/bin/python", f"{paths.WHEELS}/{pip}/pip", "install", "--quiet", "--no-index", "--no-deps",
         "--no-compile", "--no-cache-dir", "--ignore-installed", "--disable-pip-version-check",
@@ -99,25 +99,25 @@ def environment(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     yield Action("environment", (
         quote("rm", "-rf", venv),
         quote(*module_command("venv", "--system-site-packages", "--without-pip", venv,
-                                   python=wanted.python)),
+                                   python=target.python)),
         install,
         quote(*code_command(_CHECK.read_text(), python=f"{venv}/bin/python")),
         # A sync first, because the mark must not survive a power failure without the files.  Most of the some
         # 300 MB are on the disk by now; the rest takes seconds on an SD card.
         quote("sync", "-f", venv),
-        f"{quote('echo', wanted.digest)} > {quote(f'{venv}/.complete')}",
+        f"{quote('echo', target.digest)} > {quote(f'{venv}/.complete')}",
     ), timeout_s=_TIMEOUT_S)
 
 
-def wheels(wanted: Environment, facts: BoardFacts) -> Action:
+def wheels(environment: Environment, facts: BoardFacts) -> Action:
     """Bring exactly the environment's wheels into the board's cache."""
-    missing = [name for name, sha256 in sorted(wanted.wheels.items()) if facts.wheels.get(name) != sha256]
-    stale = sorted(set(facts.wheels) - set(wanted.wheels))
-    step = f"wheels ({len(missing)} of {len(wanted.wheels)})"
+    missing = [name for name, sha256 in sorted(environment.wheels.items()) if facts.wheels.get(name) != sha256]
+    stale = sorted(set(facts.wheels) - set(environment.wheels))
+    step = f"wheels ({len(missing)} of {len(environment.wheels)})"
     remove = [quote("rm", "-f", "--", *stale)] if stale else []
-    listed = "".join(f"{wanted.wheels[name]}  {name}\n" for name in missing)
+    checksums = "".join(f"{environment.wheels[name]}  {name}\n" for name in missing)
     receive = ["tar -xf - --no-same-owner",
-               f"{quote('printf', '%s', listed)} | sha256sum --check --quiet --strict -"] if missing else []
+               f"{quote('printf', '%s', checksums)} | sha256sum --check --quiet --strict -"] if missing else []
     commands = [f"cd {paths.WHEELS} && {' && '.join([*remove, *receive])}"] if remove or receive else []
-    return Action(step, tuple(commands), {name: Path(wanted.wheelhouse, name) for name in missing},
+    return Action(step, tuple(commands), {name: Path(environment.wheelhouse, name) for name in missing},
                   timeout_s=_TIMEOUT_S)

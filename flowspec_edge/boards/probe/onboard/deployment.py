@@ -53,7 +53,7 @@ def facts(environment: str, part: list[Any] | None, others: str, in_image: bool)
     home, units, models = Path(HOME), Path(UNITS), Path(MODELS)
     venvs = {path.name: text(f"{path}/.complete").strip() == path.name for path in children(home / "venvs")}
     venv_images = {name: image for name in venvs if (image := image_of(f"{VENVS}/{name}/image.json"))}
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "ntp": ntp(output("timedatectl", "show")),
         "groups": [entry.gr_name for entry in grp.getgrall()], "user": user(USER),
         "modes": {path: mode(path) for path in _PLACES},
@@ -71,9 +71,9 @@ def facts(environment: str, part: list[Any] | None, others: str, in_image: bool)
         "client_key": bool(text(API_KEY)), "parts": parts_in(models), **power()}
     if part is not None:
         name, files, manifest = part
-        found["missing_bytes"], found["part_changes"] = lacking(
+        fields["missing_bytes"], fields["part_changes"] = lacking(
             models, name, [File(*file) for file in files], manifest)
-    return found
+    return fields
 
 
 def children(path: Path) -> list[Path]:
@@ -134,18 +134,18 @@ def publics(path: str) -> list[str]:
 
 def services(units: Path) -> list[str]:
     """Units of flowspec's that run, have failed, or start at boot."""
-    listed = output("systemctl", "list-units", "--all", "--plain", "--no-legend", "flowspec-*.service")
-    names = [line.split()[0] for line in listed.splitlines() if line.split()]
+    unit_list = output("systemctl", "list-units", "--all", "--plain", "--no-legend", "flowspec-*.service")
+    names = [line.split()[0] for line in unit_list.splitlines() if line.split()]
     return [name for name in names + [path.name for path in units.glob("*.wants/flowspec-*")]
             if _OURS.fullmatch(name)]
 
 
 def service(unit: str) -> dict[str, Any]:
     """``release``: working directory of the process."""
-    shown = assignments(output("systemctl", "show", "--property=ActiveState,MainPID,UnitFileState", unit))
-    process = shown.get("MainPID", "0")
-    return {"active": shown.get("ActiveState") == "active",
-            "enabled": shown.get("UnitFileState") == "enabled",
+    properties = assignments(output("systemctl", "show", "--property=ActiveState,MainPID,UnitFileState", unit))
+    process = properties.get("MainPID", "0")
+    return {"active": properties.get("ActiveState") == "active",
+            "enabled": properties.get("UnitFileState") == "enabled",
             "release": link(f"/proc/{process}/cwd") if process != "0" else ""}
 
 

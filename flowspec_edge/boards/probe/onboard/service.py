@@ -25,11 +25,11 @@ def facts(host: str, port: int, rails: list[Any]) -> dict[str, Any]:
     """
     current = read_release(CURRENT)
     mark = text(UNSETTLED).strip()
-    found = {"state": "absent"} if current is None else show(unit_of(current["role"], current["stage"]))
+    status = {"state": "absent"} if current is None else show(unit_of(current["role"], current["stage"]))
     if current is not None and current["role"] == "draft":
         answer = ask_ready(host, port, API_KEY)
-        found.update(ready=answer["ready"], reason=answer.get("reason") or "")
-    return {**found, "current": current, "previous": read_release(PREVIOUS),
+        status.update(ready=answer["ready"], reason=answer.get("reason") or "")
+    return {**status, "current": current, "previous": read_release(PREVIOUS),
             "going_back": mark[len(GOING_BACK):] if mark.startswith(GOING_BACK) else "",
             "watts": read_watts(total_rails(system_root(), rails))}
 
@@ -38,26 +38,26 @@ def read_release(link: str) -> Any:
     """The release.json behind ``link``, and "tried"; None if it is missing or damaged."""
     try:
         with open(os.path.join(link, "release.json"), encoding="utf-8") as file:
-            told = json.load(file)
+            release = json.load(file)
     except (OSError, ValueError):
         return None
-    whole = (isinstance(told, dict) and isinstance(told.get("id"), str)
-             and told.get("role") in ("draft", "verify") and isinstance(told.get("stage"), int))
-    return {**told, "tried": not os.path.exists(os.path.join(link, UNTRIED))} if whole else None
+    whole = (isinstance(release, dict) and isinstance(release.get("id"), str)
+             and release.get("role") in ("draft", "verify") and isinstance(release.get("stage"), int))
+    return {**release, "tried": not os.path.exists(os.path.join(link, UNTRIED))} if whole else None
 
 
 def show(unit: str) -> dict[str, Any]:
-    shown = assignments(output("systemctl", "show", unit, "--property=" + ",".join(_PROPERTIES)))
-    state = shown.get("ActiveState", "unknown")
-    return {"state": state, "restarts": int(shown.get("NRestarts") or 0),
-            "status": shown.get("StatusText", ""), "since": shown.get("ActiveEnterTimestamp", ""),
+    properties = assignments(output("systemctl", "show", unit, "--property=" + ",".join(_PROPERTIES)))
+    state = properties.get("ActiveState", "unknown")
+    return {"state": state, "restarts": int(properties.get("NRestarts") or 0),
+            "status": properties.get("StatusText", ""), "since": properties.get("ActiveEnterTimestamp", ""),
             "said": last_words(unit) if state in ("failed", "activating") else ""}
 
 
 def last_words(unit: str) -> str:
     """The last line that the unit's own program logged."""
-    told = output("journalctl", "--unit", unit, "--lines", "20", "--output", "json", "--no-pager")
-    for line in reversed(told.splitlines()):
+    entries = output("journalctl", "--unit", unit, "--lines", "20", "--output", "json", "--no-pager")
+    for line in reversed(entries.splitlines()):
         try:
             entry = json.loads(line)
         except ValueError:
@@ -85,19 +85,19 @@ def ask_ready(host: str, port: int, api_key: str, key: str = "") -> Any:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
         name = f"[{host}]" if ":" in host else host
-        asked = urllib.request.Request(f"http://{name}:{port}/ready", headers=headers)
-        with direct.open(asked, timeout=_ASK_S) as answer:
-            told = answer.read()
+        http_request = urllib.request.Request(f"http://{name}:{port}/ready", headers=headers)
+        with direct.open(http_request, timeout=_ASK_S) as answer:
+            body = answer.read()
     except urllib.error.HTTPError as error:
         if error.code == 401:
-            if not key and (found := read_key(api_key)):
-                return ask_ready(host, port, api_key, found)
+            if not key and (stored_key := read_key(api_key)):
+                return ask_ready(host, port, api_key, stored_key)
             return {"ready": False, "reason": f"the service on port {port} refuses the key in {api_key}"}
-        told = error.read()
+        body = error.read()
     except (OSError, ValueError, http.client.HTTPException) as error:
         return {"ready": False, "reason": f"no answer on port {port}: {error}"}
     try:
-        state: Any = json.loads(told)
+        state: Any = json.loads(body)
     except ValueError:
         state = None
     if isinstance(state, dict) and isinstance(state.get("ready"), bool):

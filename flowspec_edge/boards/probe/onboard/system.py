@@ -44,9 +44,9 @@ def facts(address: str, paths: list[str], ports: list[int], torch_check: dict[st
     ports        TCP ports that will be listened on
     torch_check  for ``torch``; None: flowspec runs in an image, and ``docker`` is asked
     """
-    own = {"docker": docker()} if torch_check is None else {"torch": torch(torch_check)}
-    paths = [*paths, own["docker"]["root"]] if own.get("docker", {}).get("root") else paths
-    return {**machine_facts(paths), **own, "hostname": socket.gethostname(),
+    board_only = {"docker": docker()} if torch_check is None else {"torch": torch(torch_check)}
+    paths = [*paths, board_only["docker"]["root"]] if board_only.get("docker", {}).get("root") else paths
+    return {**machine_facts(paths), **board_only, "hostname": socket.gethostname(),
             "user": pwd.getpwuid(os.getuid()).pw_name, "sudo": why_not_root(),
             "machine": os.uname().machine, "interface": interface_of(address),
             "ports": foreign_holders(ports)}
@@ -54,20 +54,20 @@ def facts(address: str, paths: list[str], ports: list[int], torch_check: dict[st
 
 def machine_facts(paths: list[str]) -> dict[str, Any]:
     """``paths``: directories that will be written to."""
-    shown = output("timedatectl", "show")
+    timedatectl = output("timedatectl", "show")
     return {"files": files(), "nvpmodel": output("nvpmodel", "-q"), "systemd": systemd(), "gpu": gpu(),
-            "timedatectl": shown, "ntp": ntp(shown), "desktop": desktop(),
+            "timedatectl": timedatectl, "ntp": ntp(timedatectl), "desktop": desktop(),
             "python": list(sys.version_info[:3]), "packages": l4t_packages(),
             "environments": environments(paths), "links": links(),
             "disks": {path: disk(path) for path in paths}, "memory": memory(own_processes())}
 
 
 def files() -> dict[str, str]:
-    found = {}
+    contents = {}
     for name in FILES:
         for path in sorted(glob.glob("/" + name)) or ["/" + name]:
-            found[path[1:]] = text(path)
-    return found
+            contents[path[1:]] = text(path)
+    return contents
 
 
 def systemd() -> dict[str, Any]:
@@ -97,16 +97,16 @@ def l4t_packages() -> dict[str, bool]:
 
 def environments(paths: list[str]) -> list[str]:
     """The digests of the complete environments below ``paths``."""
-    found = [file for path in paths for file in glob.glob(f"{path}/venvs/*/.complete")]
-    return sorted(os.path.basename(os.path.dirname(file)) for file in found)
+    markers = [file for path in paths for file in glob.glob(f"{path}/venvs/*/.complete")]
+    return sorted(os.path.basename(os.path.dirname(file)) for file in markers)
 
 
 def interface_of(address: str) -> str:
     """The interface that has ``address``, else the one of the ssh connection, else ""."""
-    own = ipv4_addresses()
-    for wanted in (address, *os.environ.get("SSH_CONNECTION", "").split()[2:3]):
-        for name, there in own.items():
-            if wanted in there:
+    interfaces = ipv4_addresses()
+    for candidate in (address, *os.environ.get("SSH_CONNECTION", "").split()[2:3]):
+        for name, there in interfaces.items():
+            if candidate in there:
                 return name
     return ""
 
@@ -114,19 +114,19 @@ def interface_of(address: str) -> str:
 def links() -> dict[str, dict[str, Any]]:
     """Interfaces with an IPv4 address; ``mbps``: negotiated, None on loopback; ``dynamic``: leased (DHCP)."""
     leased = dynamic_interfaces(output("ip", "-4", "-o", "addr", "show"))
-    found = {}
+    interfaces = {}
     for name in ipv4_addresses():
         place = f"{_NET_CLASS}/{name}"
         speed = text(f"{place}/speed").strip()
-        found[name] = {
+        interfaces[name] = {
             "wireless": any(os.path.exists(f"{place}/{kind}") for kind in ("wireless", "phy80211")),
             "mbps": int(speed) if speed.isdigit() and int(speed) else None, "dynamic": name in leased}
-    return found
+    return interfaces
 
 
-def dynamic_interfaces(shown: str) -> set[str]:
+def dynamic_interfaces(output_text: str) -> set[str]:
     """The interfaces with a leased address in the output of `ip -4 -o addr show`."""
-    lines = [line.split() for line in shown.splitlines()]
+    lines = [line.split() for line in output_text.splitlines()]
     return {words[1] for words in lines if len(words) > 3 and "dynamic" in words[4:]}
 
 
@@ -139,32 +139,32 @@ def disk(path: str) -> dict[str, Any]:
             "writable": not state.f_flag & os.ST_RDONLY}
 
 
-def memory(own: set[int]) -> dict[str, int]:
-    """Bytes of memory in total, available, and held by flowspec's processes ``own``."""
-    found = sizes(Path("/proc/meminfo"))
-    held = sum(sizes(Path(f"/proc/{pid}/status")).get("RssAnon", 0) for pid in own)
-    return {"total": found.get("MemTotal", 0), "available": found.get("MemAvailable", 0),
-            "held": held + gpu_buffers(own)}
+def memory(pids: set[int]) -> dict[str, int]:
+    """Bytes of memory in total, available, and held by flowspec's processes ``pids``."""
+    meminfo = sizes(Path("/proc/meminfo"))
+    resident = sum(sizes(Path(f"/proc/{pid}/status")).get("RssAnon", 0) for pid in pids)
+    return {"total": meminfo.get("MemTotal", 0), "available": meminfo.get("MemAvailable", 0),
+            "held": resident + gpu_buffers(pids)}
 
 
-def gpu_buffers(own: set[int]) -> int:
+def gpu_buffers(pids: set[int]) -> int:
     """Bytes of a Jetson's GPU buffers, which no process's size includes; only root can read them."""
-    held = 0
+    total = 0
     for line in text("/sys/kernel/debug/nvmap/iovmm/clients").splitlines():
         words = line.split()  # CLIENT PROCESS PID SIZE
-        if len(words) >= 4 and words[2].isdigit() and int(words[2]) in own and words[3][:-1].isdigit():
-            held += int(words[3][:-1]) * 1024
-    return held
+        if len(words) >= 4 and words[2].isdigit() and int(words[2]) in pids and words[3][:-1].isdigit():
+            total += int(words[3][:-1]) * 1024
+    return total
 
 
 def own_processes() -> set[int]:
-    found = set()
+    pids = set()
     for line in output("systemctl", "show", "--property=ControlGroup", *_UNITS).splitlines():
         group = line.partition("=")[2]
         for root in ("/sys/fs/cgroup", "/sys/fs/cgroup/systemd"):  # the unified hierarchy, and cgroup v1
             if group:
-                found |= {int(pid) for pid in text(f"{root}{group}/cgroup.procs").split()}
-    return found | contained()
+                pids |= {int(pid) for pid in text(f"{root}{group}/cgroup.procs").split()}
+    return pids | contained()
 
 
 def contained() -> set[int]:
@@ -172,19 +172,19 @@ def contained() -> set[int]:
     if not os.path.exists(f"{CURRENT}/venv/image.json"):
         return set()
     names = output("docker", "ps", "--filter=name=^flowspec-", "--format={{.Names}}").split()
-    shown = [output("docker", "top", name, "-eo", "pid") for name in names]
-    return {int(word) for text in shown for word in text.split() if word.isdigit()}
+    process_lists = [output("docker", "top", name, "-eo", "pid") for name in names]
+    return {int(word) for text in process_lists for word in text.split() if word.isdigit()}
 
 
 def holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
     """Port → (pid, name) of the process that listens on it; (None, "") if only root may see the process."""
-    found: dict[int, tuple[Any, str]] = {}
+    listeners: dict[int, tuple[Any, str]] = {}
     for line in output("ss", "-H", "-l", "-t", "-n", "-p").splitlines():
         port = line.split()[3].rpartition(":")[2]
         holder = re.search(r'\(\("([^"]*)",pid=(\d+)', line)
         if port.isdigit() and int(port) in ports:
-            found[int(port)] = (int(holder[2]), holder[1]) if holder else (None, "")
-    return found
+            listeners[int(port)] = (int(holder[2]), holder[1]) if holder else (None, "")
+    return listeners
 
 
 def foreign_holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
@@ -193,10 +193,10 @@ def foreign_holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
     The services are listed before and after: one that cannot reach its neighbours restarts again and again.
     """
     before = own_processes()
-    found = holders(ports)
-    own = before | own_processes()
-    return {port: holder for port, holder in found.items()
-            if not isinstance(holder[0], int) or holder[0] not in own}
+    listeners = holders(ports)
+    service_pids = before | own_processes()
+    return {port: holder for port, holder in listeners.items()
+            if not isinstance(holder[0], int) or holder[0] not in service_pids}
 
 
 def why_not_root() -> str:
@@ -219,46 +219,46 @@ def docker() -> dict[str, Any]:
     group     whether there is a group whose members may use it
     images    tags of flowspec's images
     """
-    found: dict[str, Any] = {"version": "", "why": "", "runtimes": [], "root": "",
+    facts: dict[str, Any] = {"version": "", "why": "", "runtimes": [], "root": "",
                              "group": any(entry.gr_name == "docker" for entry in grp.getgrall()), "images": []}
     done = run(["docker", "info", "--format={{json .}}"])
     if done is None:
-        return {**found, "why": "there is no docker" if shutil.which("docker") is None else "docker does not answer"}
+        return {**facts, "why": "there is no docker" if shutil.which("docker") is None else "docker does not answer"}
     try:
-        told = json.loads(done.stdout)
-        found.update(version=told["ServerVersion"], runtimes=sorted(told["Runtimes"]), root=told["DockerRootDir"])
+        info = json.loads(done.stdout)
+        facts.update(version=info["ServerVersion"], runtimes=sorted(info["Runtimes"]), root=info["DockerRootDir"])
     except (ValueError, LookupError, TypeError):
-        return {**found, "why": last_line(done.stderr) or "docker does not answer"}
-    return {**found, "images": output("docker", "images", "--format={{.Tag}}", IMAGE_NAME).split()}
+        return {**facts, "why": last_line(done.stderr) or "docker does not answer"}
+    return {**facts, "images": output("docker", "images", "--format={{.Tag}}", IMAGE_NAME).split()}
 
 
-def torch(wanted: dict[str, Any]) -> dict[str, Any]:
+def torch(check: dict[str, Any]) -> dict[str, Any]:
     """The facts of ``torch_check``, for the torch that this Python imports for every user (-I).
 
     Runs in a transient unit with the service's groups and sandboxing, if root and systemd are available.
-    ``wanted``: program (``torch_check`` with a call of its main), device, protections (lines of the unit).
+    ``check``: program (``torch_check`` with a call of its main), device, protections (lines of the unit).
     Further facts:
 
     unit     the transient unit's user and groups in words; "" without one
     outside  the same facts without the unit, if the check fails inside it; else None
     own      {"torch": its file} for packages of the ssh user alone, if the import fails
     """
-    python = [sys.executable, "-I", "-c", wanted["program"]]
+    python = [sys.executable, "-I", "-c", check["program"]]
     doing("import torch as a service would", 2 * _IMPORT_S + _OTHERS_S)
-    unit, described = transient_unit(wanted["protections"])
-    found = run_torch_check([*unit, *python])
+    unit, unit_text = transient_unit(check["protections"])
+    facts = run_torch_check([*unit, *python])
     outside = None
-    unseen = wanted["device"] != "cpu" and gpu() and not found["cuda"]
-    if unit and (found["why"] or found["numpy_fault"] or found["gpu_fault"] or unseen):
+    unseen = check["device"] != "cpu" and gpu() and not facts["cuda"]
+    if unit and (facts["why"] or facts["numpy_fault"] or facts["gpu_fault"] or unseen):
         outside = run_torch_check(python)
-    return {**found, "unit": described, "outside": outside, "own": user_packages() if found["why"] else {}}
+    return {**facts, "unit": unit_text, "outside": outside, "own": user_packages() if facts["why"] else {}}
 
 
 def run_torch_check(command: list[str]) -> dict[str, Any]:
     done = run(command, _IMPORT_S)
     try:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return facts
     except (AttributeError, LookupError, ValueError):
         if done is not None and done.returncode == -signal.SIGKILL:
             why = "MemoryError: the kernel killed the process, as it does when memory runs out"
@@ -278,9 +278,9 @@ def transient_unit(protections: list[str]) -> tuple[list[str], str]:
     user = USER if any(entry.pw_name == USER for entry in pwd.getpwall()) else "nobody"
     settings = [f"User={user}", f"SupplementaryGroups={' '.join(groups)}", "Environment=HOME=/tmp",
                 f"RuntimeMaxSec={_IMPORT_S}", *protections]
-    described = f"user {user}, groups {', '.join(groups)}" if groups else f"user {user}"
+    unit_text = f"user {user}, groups {', '.join(groups)}" if groups else f"user {user}"
     return ["systemd-run", "--quiet", "--pipe", "--wait", "--collect",
-            *(f"--property={setting}" for setting in settings), "--"], described
+            *(f"--property={setting}" for setting in settings), "--"], unit_text
 
 
 def user_packages() -> dict[str, str]:
@@ -293,7 +293,7 @@ def user_packages() -> dict[str, str]:
     become = ["sudo", "-n", "-H", "-u", user, "--"] if user else []
     done = run([*become, *code_command(code, python=sys.executable)])
     try:
-        found: dict[str, str] = json.loads(done.stdout)
-        return found
+        files: dict[str, str] = json.loads(done.stdout)
+        return files
     except (AttributeError, ValueError):
         return {}

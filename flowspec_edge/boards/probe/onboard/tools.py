@@ -13,21 +13,21 @@ _TIMEOUT_S = 20
 _DATE = ("date", "+%s.%N")
 
 
-def answer(asked: dict[str, dict[str, Any]]) -> None:
-    """Print one line of JSON: the facts of each section in ``asked``, which has its arguments.
+def answer(sections: dict[str, dict[str, Any]]) -> None:
+    """Print one line of JSON: the facts of each section in ``sections``, which has its arguments.
 
     time     the board's clock before this Python started, which the shell gives as an argument
     seconds  from then to the end, by that clock
     """
-    begun = float(sys.argv[1] if sys.argv[1:] else output(*_DATE))
+    start = float(sys.argv[1] if sys.argv[1:] else output(*_DATE))
     package = __name__.rpartition(".")[0]
-    facts = {name: sys.modules[f"{package}.{name}"].facts(**arguments) for name, arguments in asked.items()}
-    print(json.dumps({"time": begun, "seconds": float(output(*_DATE)) - begun, **facts}))
+    facts = {name: sys.modules[f"{package}.{name}"].facts(**arguments) for name, arguments in sections.items()}
+    print(json.dumps({"time": start, "seconds": float(output(*_DATE)) - start, **facts}))
 
 
-def doing(what: str, seconds: float) -> None:
+def doing(step: str, seconds: float) -> None:
     """Tell the control host what comes next, and how long that may take: ``commands.Runner`` reads it."""
-    print(f"\x1e{seconds:g} {what}", file=sys.stderr, flush=True)
+    print(f"\x1e{seconds:g} {step}", file=sys.stderr, flush=True)
 
 
 def run(argv: list[str], seconds: float = _TIMEOUT_S) -> Any:
@@ -45,9 +45,9 @@ def output(*command: str, seconds: float = _TIMEOUT_S) -> str:
     return "" if done is None else str(done.stdout)
 
 
-def assignments(shown: str) -> dict[str, str]:
+def assignments(properties_text: str) -> dict[str, str]:
     """The lines "NAME=value" of what systemctl and timedatectl show."""
-    return dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    return dict(line.split("=", 1) for line in properties_text.splitlines() if "=" in line)
 
 
 def ntp(timedatectl: str) -> str:
@@ -73,5 +73,5 @@ def link(path: str) -> str:
         return ""
 
 
-def last_line(said: str) -> str:
-    return ([line.strip() for line in said.splitlines() if line.strip()] or [""])[-1]
+def last_line(output_text: str) -> str:
+    return ([line.strip() for line in output_text.splitlines() if line.strip()] or [""])[-1]

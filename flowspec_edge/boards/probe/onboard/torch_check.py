@@ -34,25 +34,25 @@ def check_torch(torch_device: str) -> dict[str, Any]:
     numpy_fault           why torch and numpy cannot exchange arrays
     gpu_fault             why the GPU does not compute
     """
-    found: dict[str, Any] = {"version": "", "file": "", "build": "", "numpy": "", "cuda": None,
+    facts: dict[str, Any] = {"version": "", "file": "", "build": "", "numpy": "", "cuda": None,
                              "built_for": None, "gpu": "", "why": "", "numpy_fault": "", "gpu_fault": ""}
     try:
         import torch  # isort: skip  # first: the one to report if both are missing
         import numpy
     except Exception as error:  # a damaged library may raise anything
-        return {**found, "why": innermost(error)}
-    found.update(version=torch.__version__, file=torch.__file__, build=build(), numpy=numpy.__version__,
+        return {**facts, "why": innermost(error)}
+    facts.update(version=torch.__version__, file=torch.__file__, build=build(), numpy=numpy.__version__,
                  built_for=torch.version.cuda, numpy_fault=round_trip())
     device = torch_device if torch_device.startswith("cuda") else "cuda"
     try:
         if torch.cuda.is_available():
-            found["cuda"] = list(torch.cuda.get_device_capability(device))
-            found["gpu"] = torch.cuda.get_device_name(device)
+            facts["cuda"] = list(torch.cuda.get_device_capability(device))
+            facts["gpu"] = torch.cuda.get_device_name(device)
     except Exception as error:
-        found["gpu_fault"] = innermost(error)
-    if found["cuda"] and torch_device.startswith("cuda"):
-        found["gpu_fault"] = product(device)
-    return found
+        facts["gpu_fault"] = innermost(error)
+    if facts["cuda"] and torch_device.startswith("cuda"):
+        facts["gpu_fault"] = product(device)
+    return facts
 
 
 def round_trip() -> str:
@@ -94,8 +94,8 @@ def build() -> str:
         record = distribution("torch").read_text("RECORD") or ""
     except PackageNotFoundError:  # Debian's, or a copied one
         record = ""
-    said = (torch.version.git_version, torch.version.cuda, record)
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+    identity = (torch.version.git_version, torch.version.cuda, record)
+    return hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
 
 
 def innermost(error: BaseException) -> str:
