@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import Receive
 
@@ -48,9 +49,9 @@ class Intake:
 
     @asynccontextmanager
     async def body(self, http: Request) -> AsyncIterator[bytes]:
-        """Read a body, which counts as held until the context ends. ApiError if it is too large or not JSON,
-        which a foreign web page cannot send without a CORS preflight."""
-        if http.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        """Read a body, which counts as held until the context ends. ApiError if it is too large, or may have been
+        sent by a foreign web page."""
+        if not _says_json(http.headers):
             raise ApiError(400, "send the body as JSON, with the header Content-Type: application/json")
         data = bytearray()
         try:
@@ -78,6 +79,19 @@ class Intake:
             return cast("T", await sse.unless_gone(self._lanes[work].run(caller, do), disconnection))
         finally:
             disconnection.cancel()
+
+
+def _says_json(headers: Headers) -> bool:
+    """Whether the body is called JSON, or is not called anything by a program that is no browser.
+
+    A foreign web page cannot call a body JSON without a CORS preflight. Without a type, or with the one that
+    ``curl -d`` names, it can send one; but browsers then say where the page is from. Ollama reads such bodies as
+    JSON, so programs for it send them.
+    """
+    kind = headers.get("content-type", "").split(";")[0].strip().lower()
+    if kind in ("", "application/x-www-form-urlencoded"):
+        return not any(name in headers for name in ("origin", "referer", "sec-fetch-site"))
+    return kind == "application/json"
 
 
 @dataclass(eq=False)

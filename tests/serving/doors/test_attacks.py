@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
+import httpx2
 import ollama
 import pytest
 from kits.http_server import NAME, Running, Says
@@ -53,6 +54,23 @@ def test_bodies_that_are_none(server: Running, path: str, content: bytes, kind: 
     answer = server.http.post(path, content=content, headers={"Content-Type": kind})
     assert answer.status_code == status
     assert says in message(path, answer.json())
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded"])
+def test_bodies_without_a_type_come_from_programs_alone(server: Running, path: str, kind: str | None) -> None:
+    """LiteLLM's requests to Ollama have no type, and those of Ollama's own documents are ``curl -d``'s."""
+    named = {} if kind is None else {"Content-Type": kind}
+
+    def ask(**headers: str) -> httpx2.Response:
+        return server.http.post(path, content=json.dumps(BODIES[path]).encode(), headers=named | headers)
+
+    assert ask().status_code == 200
+    for header, value in (("Origin", "null"), ("Origin", "http://page.example"), ("Referer", "http://page.example/"),
+                          ("Sec-Fetch-Site", "cross-site")):
+        answer = ask(**{header: value})
+        assert answer.status_code == 400, header
+        assert "Content-Type: application/json" in message(path, answer.json())
 
 
 def replaced(value: Any, rng: random.Random) -> Any:
