@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 PROTOCOL_VERSION = 9
+SAME_RELEASE = "install the same release on all devices, on boards with: flowspec deploy up"  # if versions differ
 MAX_BATCH = 64  # sessions in a Batch
 
 Int32 = NDArray[np.int32]

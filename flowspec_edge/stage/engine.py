@@ -23,6 +23,7 @@ import numpy as np
 from flowspec_edge.errors import FlowspecError, ProtocolError
 from flowspec_edge.messages import (
     PROTOCOL_VERSION,
+    SAME_RELEASE,
     Cancel,
     Close,
     Open,
@@ -180,7 +181,7 @@ class StageEngine:
         """
         if message.version != PROTOCOL_VERSION:
             raise ProtocolError(f"D0 speaks protocol version {message.version}, this stage "
-                                f"{PROTOCOL_VERSION}: install the same release on all devices")
+                                f"{PROTOCOL_VERSION}: {SAME_RELEASE}")
         if message.session in self._sessions and message.epoch <= self._sessions[message.session].epoch:
             self._closed_counters["dropped_stale"] += 1
             return

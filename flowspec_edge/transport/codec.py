@@ -7,6 +7,10 @@
 
 A batch has a header without fields, whose dims are the numbers of its parts' frames; these follow.
 
+The messages that open a conversation carry the protocol version.  Its place in their headers, and the fields before
+it, are the same in every version, and of another version's message no more is read: so the receiver can say which
+versions meet, whatever else differs.
+
 For any input, :func:`decode` returns a message or raises ProtocolError; nothing is unpickled, and arrays are
 read-only views on the frames.
 """
@@ -88,14 +92,17 @@ class _Form(NamedTuple):
     scalars: tuple[tuple[str, Scalar], ...]
     arrays: tuple[tuple[str, ArrayField], ...]
     optional: tuple[str, ...]  # of these arrays exactly one is present
+    opening: tuple[tuple[str, Scalar], ...]  # the scalars up to the protocol version, if it carries that
 
 
 def _form(kind: type, table: dict[str, Field]) -> _Form:
     differing = {f.name for f in fields(kind)} ^ table.keys()
     assert not differing, f"{kind.__name__}: wire form and dataclass differ in {differing}"
     arrays = {name: field for name, field in table.items() if isinstance(field, Array | Dense | Subset)}
-    return _Form(kind, tuple((name, cast(Scalar, f)) for name, f in table.items() if name not in arrays),
-                 tuple(arrays.items()), tuple(name for name, field in arrays.items() if field.optional))
+    scalars = tuple((name, cast(Scalar, f)) for name, f in table.items() if name not in arrays)
+    names = [name for name, _ in scalars]
+    return _Form(kind, scalars, tuple(arrays.items()), tuple(name for name, field in arrays.items() if field.optional),
+                 scalars[: names.index("version") + 1] if "version" in names else ())
 
 
 _BATCH = m.Batch.__name__
@@ -132,13 +139,18 @@ def encode(message: m.Message) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer]) -> m.Message:
-    """ProtocolError for anything that :func:`encode` cannot make."""
+    """ProtocolError for anything that :func:`encode` cannot make.
+
+    Of another version's message, fields behind ``version`` have their defaults.
+    """
     name, layout, dims, index, *scalars = _header(frames)
     if name == _BATCH:
         return _decode_batch([layout, index, scalars] == ["", b"", []], dims, frames[1:])
     form = _FORMS.get(name) if type(name) is str else None
     if form is None:
         raise ProtocolError(f"unknown message type {short(name)}; do all devices run the same release?")
+    if _is_of_another_version(form, scalars):
+        return cast(m.Message, form.type(**_unpacked(name, form.opening, scalars)))
     if len(scalars) != len(form.scalars):
         raise ProtocolError(f"{name}: expected {len(form.scalars)} scalar fields, got {len(scalars)}; "
                             "do all devices run the same release?")
@@ -147,11 +159,9 @@ def decode(frames: Sequence[Buffer]) -> m.Message:
         raise ProtocolError(f"{name}: expected {len(form.arrays)} arrays, dimensions and bytes, "
                             f"got {short(layout)}, {short(dims)} and {short(index)}")
     arrays = Arrays(dims, index, frames[1:])
-    values: dict[str, Any] = {}
+    values = _unpacked(name, form.scalars, scalars)
     key = ""
     try:
-        for (key, scalar), value in zip(form.scalars, scalars):  # noqa: B905 -- just checked
-            values[key] = scalar.unpack(value)
         for (key, field), code in zip(form.arrays, codes):  # noqa: B905 -- just checked
             absent = code == ABSENT and field.optional
             values[key] = None if absent else field.unpack(code, arrays, values)
@@ -162,6 +172,24 @@ def decode(frames: Sequence[Buffer]) -> m.Message:
     if form.optional and sum(values[key] is not None for key in form.optional) != 1:
         raise ProtocolError(f"{name}: it has exactly one of {' and '.join(form.optional)}")
     return cast(m.Message, form.type(**values))
+
+
+def _is_of_another_version(form: _Form, scalars: Sequence[Any]) -> bool:
+    if not form.opening or len(scalars) < len(form.opening):
+        return False
+    version = scalars[len(form.opening) - 1]
+    return type(version) is int and version != m.PROTOCOL_VERSION
+
+
+def _unpacked(name: str, form: Sequence[tuple[str, Scalar]], scalars: Sequence[Any]) -> dict[str, Any]:
+    """The first scalars of a header by their names; the header may have more."""
+    values: dict[str, Any] = {}
+    for (key, scalar), value in zip(form, scalars, strict=False):
+        try:
+            values[key] = scalar.unpack(value)
+        except ProtocolError as error:
+            raise ProtocolError(f"{name}.{key}: {error}") from None
+    return values
 
 
 def _decode_batch(plain: bool, sizes: Any, frames: Sequence[Buffer]) -> m.Batch:

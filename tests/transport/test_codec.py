@@ -24,6 +24,7 @@ ints = st.integers(0, 2**63 - 1)
 row_numbers = st.integers(0, 2**31)
 rows = st.integers(0, 5)
 texts = st.text(max_size=20)
+own_version = st.just(m.PROTOCOL_VERSION)
 counters = st.dictionaries(texts, st.floats(allow_nan=False), max_size=5)
 
 
@@ -68,13 +69,13 @@ def outputs(draw: Any) -> m.Output | m.Tap:
 
 single = st.one_of(
     segments(), prunes(), outputs(),
-    st.builds(m.Open, ints, ints, st.integers(1, 2**40), st.integers(0, 9),
+    st.builds(m.Open, ints, ints, st.integers(1, 2**40), own_version,
               st.lists(ints, max_size=4).map(tuple), st.lists(ints, max_size=4).map(tuple),
               st.integers(-1, 2**40), ints, st.booleans()),
     st.builds(m.Close, ints, st.lists(ints, max_size=9).map(tuple)), st.builds(m.Credit, ints, ints, ints),
     st.builds(m.Computed, ints, ints, ints, st.integers(1, 99), ints, ints, ints, ints, ints),
     st.builds(m.Cancel, ints, ints, st.lists(ints, max_size=5).map(tuple)),
-    st.builds(m.Hello, texts, ints, st.integers(1, 99), st.tuples(ints, ints), texts, ints,
+    st.builds(m.Hello, texts, ints, st.integers(1, 99), st.tuples(ints, ints), texts, own_version,
               st.integers(-1, 99)),
     st.builds(m.Heartbeat, texts, ints, counters, st.booleans()),
     st.builds(m.SessionReport, texts, ints, ints, counters),
@@ -289,6 +290,35 @@ def test_each_fault_has_its_line(frames: list[bytes], text: str) -> None:
 def test_a_wrong_message_is_not_sent(message: m.Message, text: str) -> None:
     with pytest.raises(ProtocolError) as caught:
         encode(message)
+    assert text in str(caught.value)
+
+
+# What releases have sent, and what one may send that has more fields, and arrays.
+OTHER_VERSIONS: list[tuple[list[Any], m.Message]] = [
+    (["Hello", "", [], b"", "v2", 2, 4, [3, 5], "digest", 2], m.Hello("v2", 2, 4, (3, 5), "digest", 2)),
+    (["Hello", "", [], b"", "v2", 2, 4, [3, 5], "digest", 8, 77], m.Hello("v2", 2, 4, (3, 5), "digest", 8)),
+    (["Hello", "int32", [2], b"01234567", "v2", 2, 4, [3, 5], "digest", 99, "new", {"more": []}, None],
+     m.Hello("v2", 2, 4, (3, 5), "digest", 99)),
+    (["Open", "", [], b"", 7, 1, 64, 2, [6]], m.Open(7, 1, 64, 2)),
+    (["Open", "", [], b"", 7, 1, 64, 7, [6], [], -1, 0, False, 0], m.Open(7, 1, 64, 7)),
+    (["Open", "?", None, None, 7, 1, 64, 99], m.Open(7, 1, 64, 99)),
+]
+
+
+@pytest.mark.parametrize(("header", "message"), OTHER_VERSIONS)
+def test_another_versions_first_message_is_read_up_to_its_version(header: list[Any], message: m.Message) -> None:
+    assert plain(decode([msgpack.packb(header)])) == plain(message)
+
+
+@pytest.mark.parametrize(("header", "text"), [
+    (["Hello", "", [], b"", "v2", 2, 4, [3, 5], "digest"], "Hello: expected 8 scalar fields, got 5"),
+    (["Hello", "", [], b"", "v2", 2, 4, [3, 5], "digest", "8"], "Hello: expected 8 scalar fields, got 6"),
+    (["Hello", "", [], b"", "v2", "2", 4, [3, 5], "digest", 8], "Hello.stage: expected an integer from 0"),
+    (["Open", "", [], b"", 7, 1, 64, -1], "Open.version: expected an integer from 0"),
+])
+def test_no_version_is_made_out(header: list[Any], text: str) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        decode([msgpack.packb(header)])
     assert text in str(caught.value)
 
 

@@ -14,6 +14,7 @@ from flowspec_edge.d0.prompt_chunks import MOST
 from flowspec_edge.errors import PeerLost, ProtocolError
 from flowspec_edge.messages import (
     PROTOCOL_VERSION,
+    SAME_RELEASE,
     Computed,
     Credit,
     Failed,
@@ -181,7 +182,7 @@ class Membership:
     def _check_hello(self, hello: Hello) -> None:
         if hello.version != PROTOCOL_VERSION:
             raise ProtocolError(f"V{hello.stage} speaks protocol version {hello.version}, "
-                                f"D0 {PROTOCOL_VERSION}: install the same release on all devices")
+                                f"D0 {PROTOCOL_VERSION}: {SAME_RELEASE}")
         if hello.stages != len(self._members):
             raise ProtocolError(f"V{hello.stage} is set up as one of {hello.stages} stages, "
                                 f"D0 knows {len(self._members)}")

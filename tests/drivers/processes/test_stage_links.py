@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import cast
 
+import msgpack
+import pytest
 from kits.process_clusters import PATIENCE
 from kits.services import free_port, own_address
 from kits.worker_thread import segment
@@ -21,7 +23,8 @@ from flowspec_edge.drivers.processes.membership import Membership
 from flowspec_edge.drivers.processes.stage_links import StageLinks
 from flowspec_edge.drivers.processes.timing import ClusterTiming
 from flowspec_edge.drivers.ring import Addresses
-from flowspec_edge.messages import Hello, Segment
+from flowspec_edge.errors import ProtocolError
+from flowspec_edge.messages import PROTOCOL_VERSION, Hello, Segment
 from flowspec_edge.transport.zmq_links import Tuning, ZmqTransport
 
 
@@ -64,6 +67,18 @@ def test_v1_may_leave_before_its_hello() -> None:
 
         links.wait_for_hello(PATIENCE, waiting)
         assert left == [True, True]
+
+
+def test_a_stage_of_an_older_protocol_is_named_with_what_to_do() -> None:
+    """By the very frame that a release of protocol version 8 sends, which has one field fewer."""
+    with two_transports() as (d0, v1):
+        links = links_to(d0, v1.pull("tcp://127.0.0.1:*", "V1 data in").endpoint)
+        control = v1.control(links.control_endpoint, "V1 control", "v1")
+        control.socket.send(msgpack.packb(["Hello", "", [], b"", "v1", 1, 1, [0, 2], "digest", 8, -1]))
+        with pytest.raises(ProtocolError, match=(
+                rf"^V1 speaks protocol version 8, D0 {PROTOCOL_VERSION}: install the same release on all devices, "
+                r"on boards with: flowspec deploy up$")):
+            links.wait_for_hello(PATIENCE, lambda stages: None)
 
 
 class OnePrompt:
