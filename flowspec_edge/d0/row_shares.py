@@ -89,7 +89,7 @@ def fair_weights(callers: Sequence[tuple[str, ...]], priorities: Sequence[int]) 
     return weights
 
 
-def prompt_rows(seconds: Callable[[int], float] | None, others: int, most: int) -> int:
+def prompt_rows_beside(seconds: Callable[[int], float] | None, others: int, most: int) -> int:
     """How many rows of prompts a batch with ``others`` rows may have without delaying those much: at least
     one, at most ``most``."""
     if seconds is None or not others:

@@ -20,7 +20,7 @@ from flowspec_edge.d0.row_shares import (
     divide,
     divide_in_order,
     fair_weights,
-    prompt_rows,
+    prompt_rows_beside,
 )
 from flowspec_edge.d0.session import DraftSession, Task
 from flowspec_edge.messages import (
@@ -219,7 +219,7 @@ class Scheduler:
             for (draft_session, _), share in zip(offering, shares, strict=True):
                 segments += self._alone(draft_session, share) if share else []
             rows = sum(len(segment.numbers) for segment in segments)
-        room = prompt_rows(curve, rows, _MOST_ROWS)
+        room = prompt_rows_beside(curve, rows, _MOST_ROWS)
         for place, draft_session in enumerate(reading):
             if room > 0:
                 weights = _weights(reading[place:])

@@ -115,7 +115,8 @@ def predict(plan: PipelinePlan, strategies: Sequence[str], source: Path | Record
     devices = Devices(
         _drafting(at_context(plan.d0.profile, size, context), plan.problem, requests),
         tuple(at_context(stage.board.profile, size, context) for stage in plan.stages),
-        tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan", plan.prompt_rows)
+        tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan",
+        plan.predicted_prompt_rows)
     return _run(devices, strategies, source, requests, advance, right_children, kinds, workers)
 
 
@@ -132,7 +133,8 @@ def single_board(board: CandidateBoard, profile: Profile, problem: SplitProblem)
     """A board that is D0 and V1 with all layers, with the times of ``profile``."""
     profile = profile.model_copy(update={"link": _NO_LINK})
     layers = problem.size.layers
-    return Devices(profile, (profile,), (float(layers),), board.name, problem.prompt_rows(board, layers, drafts=True))
+    return Devices(profile, (profile,), (float(layers),), board.name,
+                   problem.prompt_rows_that_fit(board, layers, drafts=True))
 
 
 def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -> Profile:

@@ -51,7 +51,7 @@ def warm_up(engine: StageEngine) -> None:
 
 
 @torch.inference_mode()
-def prompt_rows(engine: StageEngine, most: int) -> int:
+def try_prompt_rows(engine: StageEngine, most: int) -> int:
     """Rows of a prompt's segment, up to ``most``, for which the stage has memory at the full length of its caches.
 
     More than those of :data:`WARM_UP` only on CUDA, where a pass reads the weights once for them: on a CPU a layer

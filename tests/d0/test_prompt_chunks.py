@@ -51,7 +51,7 @@ def test_rows_follow_from_the_memory_that_is_left() -> None:
         found = plan(boards, wide)
         layers = {stage.board.name: stage.layers for stage in found.stages}
         assert {hi - lo for lo, hi in layers.values()} == {4}
-        assert found.prompt_rows == rows
+        assert found.predicted_prompt_rows == rows
 
 
 def test_strategies_and_settings_cut_prompts_alike() -> None:

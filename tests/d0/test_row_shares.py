@@ -13,7 +13,7 @@ from flowspec_edge.d0.row_shares import (
     divide,
     divide_in_order,
     fair_weights,
-    prompt_rows,
+    prompt_rows_beside,
 )
 from flowspec_edge.strategies.slot_worth import SlotWorth
 
@@ -132,11 +132,11 @@ def test_in_order_there_are_no_more_rows_than_room(found: list[list[float]], mos
 def test_a_prompt_slows_the_others_by_a_quarter_at_most(flat: int, slope: float, others: int, most: int
                                                          ) -> None:
     seconds = curve(flat, slope)
-    rows = prompt_rows(seconds, others, most)
+    rows = prompt_rows_beside(seconds, others, most)
     fits = [n for n in range(1, most + 1) if seconds(others + n) <= 1.25 * seconds(others)]
     assert rows == (max(fits) if fits else 1)
 
 
 @pytest.mark.parametrize(("seconds", "others"), [(None, 5), (curve(4, 0.1), 0)])
 def test_a_prompt_alone_is_not_held_back(seconds: Callable[[int], float] | None, others: int) -> None:
-    assert prompt_rows(seconds, others, 200) == 200
+    assert prompt_rows_beside(seconds, others, 200) == 200

@@ -13,7 +13,7 @@ from torch import Tensor
 from flowspec_edge.d0.prompt_chunks import MOST, USUAL
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.preparation import EXPANDED, choose_expanded, expanding_pays, prompt_rows
+from flowspec_edge.stage.preparation import EXPANDED, choose_expanded, expanding_pays, try_prompt_rows
 from flowspec_edge.stage.quant.grouped import CpuLinear, CudaLinear
 from flowspec_edge.stage.quant.schemes import scheme
 from flowspec_edge.stage.shard import load_shard
@@ -48,7 +48,7 @@ def test_stages_that_read_the_weights_for_every_row_take_the_usual_rows(tmp_path
     """On a CPU in fp32 more rows take as much longer."""
     model = tiny_model_dir(tmp_path / "model", layers=2, hidden=32)
     engine = StageEngine(load_shard(OpenModel(model / "target"), 0, 1, "fp32", "cpu"))
-    assert prompt_rows(engine, MOST) == USUAL
+    assert try_prompt_rows(engine, MOST) == USUAL
 
 
 @pytest.mark.cuda

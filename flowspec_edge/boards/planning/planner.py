@@ -96,7 +96,7 @@ class SplitProblem:
     def d0(self) -> int:
         return self.size.d0_weights + self.cached * self.size.draft_kv_row
 
-    def prompt_rows(self, board: CandidateBoard, layers: int, drafts: bool = False) -> int:
+    def prompt_rows_that_fit(self, board: CandidateBoard, layers: int, drafts: bool = False) -> int:
         """Rows of a prompt's segment for which ``board`` has memory beside ``layers`` and, if it ``drafts``, D0's part.
 
         Those of ``USUAL`` rows are part of a process's memory.  Recurrent layers compute no more at once.
@@ -130,9 +130,13 @@ class PipelinePlan:
     latency: float  # seconds: objective 3
 
     @property
-    def prompt_rows(self) -> int:
-        """Rows of a prompt's segment for which every stage has memory."""
-        return min(self.problem.prompt_rows(stage.board, stage.layers[1] - stage.layers[0]) for stage in self.stages)
+    def predicted_prompt_rows(self) -> int:
+        """Rows of a prompt's segment for which every stage has memory.
+
+        Only predictions use it: a stage tries at its start for how many rows it has memory, and says so in its Hello.
+        """
+        return min(self.problem.prompt_rows_that_fit(stage.board, stage.layers[1] - stage.layers[0])
+                   for stage in self.stages)
 
     @property
     def link_bound(self) -> bool:

@@ -110,7 +110,7 @@ class Case:
         if plan:
             devices = Devices(plan.d0.profile, tuple(stage.board.profile for stage in plan.stages),
                               tuple(float(hi - lo) for lo, hi in (stage.layers for stage in plan.stages)), "the plan",
-                              replace(plan, problem=longer).prompt_rows)
+                              replace(plan, problem=longer).predicted_prompt_rows)
         else:
             assert self.alone
             devices = predictions.single_board(self.alone, self.alone.profile, longer)

@@ -34,7 +34,7 @@ class Emulator(Protocol):
         """Return a segment's time in the slowest stage, with the link after it."""
 
     @property
-    def prompt_rows(self) -> int:
+    def most_prompt_rows(self) -> int:
         """Rows of a prompt's segment at most."""
 
     def prompt_seconds(self, rows: int, context: int, /) -> float:

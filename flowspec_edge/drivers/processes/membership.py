@@ -120,7 +120,7 @@ class Membership:
         return max((m.hello.newest for m in self._members.values() if m.hello), default=-1)
 
     @property
-    def prompt_rows(self) -> int:
+    def accepted_prompt_rows(self) -> int:
         """Rows of a prompt's segment that every stage takes."""
         return min((MOST, *(m.hello.rows for m in self._members.values() if m.hello)))
 

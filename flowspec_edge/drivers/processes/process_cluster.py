@@ -188,7 +188,7 @@ class ProcessCluster:
             undo.callback(self._end)
             with spec.slow():
                 running.core.warming_up = True
-                running.timing.warm_up(self._run_alone, running.members.prompt_rows)
+                running.timing.warm_up(self._run_alone, running.members.accepted_prompt_rows)
                 running.core.warming_up = False
             if spec.idle_s and running.meter:
                 over = time.monotonic() + spec.idle_s

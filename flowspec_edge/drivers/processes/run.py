@@ -130,4 +130,4 @@ class ProcessRun:
             request, len(self.members.instances), time.monotonic, session,
             lambda kind: self.timing.draft_passes(kind, request.params.segment),
             self.timing.slot_seconds(), predecessor=before, prefix=prefix, sparse=self.timing.sparse,
-            carries=True, prompts=self.timing.prompt_curve(self.members.prompt_rows))
+            carries=True, prompts=self.timing.prompt_curve(self.members.accepted_prompt_rows))

@@ -46,7 +46,7 @@ class ClusterTiming:
         """Return the times by which prompts are cut into segments, of at most ``most`` rows, which the stages take now;
         None if they are not known.  What is emulated does not depend on the stages' own memory."""
         if self._emulator:
-            return PromptCurve(self._emulator.prompt_seconds, self._emulator.prompt_rows)
+            return PromptCurve(self._emulator.prompt_seconds, self._emulator.most_prompt_rows)
         return self._prompts and replace(self._prompts, most=min(self._prompts.most, most))
 
     def draft_passes(self, kind: str, rows: int) -> float:
@@ -57,12 +57,12 @@ class ClusterTiming:
             self._pass_s[kind] = self._pass_seconds(kind)
         return self.slot_s * self._stages / self._pass_s[kind]
 
-    def warm_up(self, run: Callable[[Request], Stats], prompt_rows: int = USUAL) -> None:
+    def warm_up(self, run: Callable[[Request], Stats], most: int = USUAL) -> None:
         """Measure the slot with full segments, so that all strategies use the same unit of turns. Also seed
         the curve with the shortest and longest warm-up segments; the difference of their round trips gives a
         row's mean time on a link.
 
-        Stages that take more than the usual ``prompt_rows`` of a prompt at once are timed with them, once: prompts are
+        Stages that take more than the usual rows of a prompt at once, ``most``, are timed with them, once: prompts are
         cut alike for every request from then on, so that all strategies compute a prompt with the same products."""
         slot_s = run(_prefill(Params().segment, _SEGMENTS)).slot_s
         if self.curve:
@@ -71,8 +71,8 @@ class ClusterTiming:
                                for rows in (shortest, longest))
             self.curve.link_row_s = max(0.0, long_s - short_s) / (longest - shortest) / self._stages
         self.slot_s = slot_s
-        if self.curve and prompt_rows > USUAL:
-            self._prompts = _measured(run, prompt_rows)
+        if self.curve and most > USUAL:
+            self._prompts = _measured(run, most)
 
 
 def _measured(run: Callable[[Request], Stats], most: int) -> PromptCurve | None:

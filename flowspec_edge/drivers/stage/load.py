@@ -13,7 +13,7 @@ from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.messages import Hello
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.engine import StageEngine
-from flowspec_edge.stage.preparation import choose_graphs, choose_products, prompt_rows, warm_up
+from flowspec_edge.stage.preparation import choose_graphs, choose_products, try_prompt_rows, warm_up
 from flowspec_edge.stage.shard import load_shard
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.util.graphs import CudaRecorder
@@ -38,5 +38,5 @@ def load_engine(config: WorkerConfig) -> tuple[StageEngine, Hello]:
             log.info("V%d: %s", config.stage, products)
         log.info("V%d: %s", config.stage, choose_graphs(engine, CudaRecorder(shard.device)))
     text = config.cache_rows - config.requests * each if config.cache_rows else MOST
-    rows = prompt_rows(engine, min(text, MOST))
+    rows = try_prompt_rows(engine, min(text, MOST))
     return engine, Hello(config.instance, config.stage, config.stages, shard.layers, shard.digest, rows=rows)

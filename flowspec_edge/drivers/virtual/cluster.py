@@ -184,7 +184,7 @@ class VirtualCluster:
             lambda kind: latency / max(self.devices.d0.draft_seconds(kind), 1e-9),
             self._curve.seconds if self._curve else self.devices.occupied_seconds,
             around=calibrated if self._right_children != 1 else None, sparse=self.devices.sparse,
-            prompts=PromptCurve(self.devices.prompt_seconds, self.devices.prompt_rows)
+            prompts=PromptCurve(self.devices.prompt_seconds, self.devices.most_prompt_rows)
             if parallelism == "pipeline" else None)
 
     def _text(self, request: Request) -> list[int]:

@@ -91,7 +91,7 @@ class Devices:
         return self._occupied[rows]
 
     @cached_property
-    def prompt_rows(self) -> int:
+    def most_prompt_rows(self) -> int:
         """Rows of a prompt's segment at most: those for which there is memory, and times.  A curve that is flat to its
         end says nothing of more rows."""
         ends = [profile.stage.rows[-1] for profile in self.stages if not profile.stage.rises]

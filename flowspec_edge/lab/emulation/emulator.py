@@ -41,8 +41,8 @@ class ProfileEmulator:
         return self.emulation.devices.occupied_seconds(rows)
 
     @property
-    def prompt_rows(self) -> int:
-        return self.emulation.devices.prompt_rows
+    def most_prompt_rows(self) -> int:
+        return self.emulation.devices.most_prompt_rows
 
     def prompt_seconds(self, rows: int, context: int, /) -> float:
         return self.emulation.devices.prompt_seconds(rows, context)

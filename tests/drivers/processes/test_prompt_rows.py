@@ -23,7 +23,7 @@ def test_the_stage_that_takes_the_fewest_decides(rows: tuple[int, int], most: in
     members = Membership(["v1", "v2"], 5.0)
     for stage, taken in enumerate(rows, 1):
         members.receive(f"v{stage}", Hello(f"v{stage}", stage, 2, (stage - 1, stage), "d", rows=taken), 0.0)
-    assert members.prompt_rows == most
+    assert members.accepted_prompt_rows == most
 
 
 def test_segments_of_prompts_are_timed_once_at_the_start(tmp_path: Path) -> None:
