@@ -92,7 +92,8 @@ class Generation:
         return new
 
     def result(self, counters: TokenCounters, rounds_before: int, slot_s: float, bytes_sent: int,
-               stages: tuple[dict[str, float], ...], reused: int, draft: str) -> Result:
+               stages: tuple[dict[str, float], ...], reused: int, draft: str,
+               prompt_chunk: int) -> Result:
         """counters       of the last session's strategy
         rounds_before  its rounds before the last acceptance, which ends the running round
         slot_s         time of one segment in the slowest stage
@@ -117,6 +118,6 @@ class Generation:
             drafted=self._past.drafted + counters.drafted, verified=self._past.verified + counters.verified,
             accepted=self._accepted,
             bytes=bytes_sent, decode_s=decode, slot_s=slot_s, stages=stages, reused=reused,
-            draft=draft,
+            draft=draft, prompt_chunk=prompt_chunk,
         )
         return Result(list(self.tokens), self.finish_reason, stats, tuple(self._token_at), self._stop_id)

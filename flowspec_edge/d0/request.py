@@ -73,6 +73,7 @@ class Stats:
     stages: tuple[dict[str, float], ...] = ()  # per stage: compute_s, wait_s, bytes, rows, segments
     reused: int = 0  # prompt rows found in the prefix cache
     draft: str = ""  # what it drafted with: ``registry.draft_label``
+    prompt_chunk: int = 0  # tokens of the prompt in each of its segments; where requests share a segment, at most
     # From the boards' power sensors over the whole request; None if a board has no sensor.
     energy_j: float | None = None  # all modules, without carrier boards
     energy_above_idle_j: float | None = None  # minus idle power; None if idle power is unknown

@@ -88,6 +88,7 @@ class DraftSession:
         self._prompt = deque(self._text[cached_rows:])
         self._chunk = request.params.prefill_chunk or (
             prompts.chunk(len(self._prompt), self.strategy.pipeline.stages, cached_rows) if prompts else USUAL)
+        self._prompt_chunk: int = predecessor._prompt_chunk if predecessor else self._chunk
         self._prompt_left = len(self._prompt)  # rows of it that have not come back
         self._read = list(self._text)  # all accepted tokens, also those after the end of the answer
         self._chain = list(range(cached_rows))  # numbers of its rows that have come back
@@ -369,4 +370,4 @@ class DraftSession:
     def result(self, slot_s: float, bytes_sent: int, stages: tuple[dict[str, float], ...] = ()) -> Result:
         """``slot_s``: time of one segment in the slowest stage."""
         return self._generation.result(self.strategy.counters, self._rounds, slot_s, bytes_sent, stages,
-                                       self._reused, self._draft)
+                                       self._reused, self._draft, self._prompt_chunk)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from kits.planned_boards import board, problem, profile, size
+from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.boards.planning.planner import plan
 from flowspec_edge.boards.planning.testbed import profile_or_testbed
 from flowspec_edge.d0.prompt_chunks import MOST, STEP, USUAL, PromptCurve
+from flowspec_edge.d0.request import Request
+from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.drivers.virtual.devices import Devices
 from flowspec_edge.lab.first_token import in_virtual_time, request_of
 from flowspec_edge.strategies.params import Params
@@ -60,3 +65,13 @@ def test_strategies_and_settings_cut_prompts_alike() -> None:
     assert in_virtual_time(devices, 300) == in_virtual_time(devices, 300, Params(prefill_chunk=rows))
     assert in_virtual_time(devices, 300) != in_virtual_time(devices, 300, Params(prefill_chunk=rows + 64))
     assert request_of(300).params.prefill_chunk == 0
+
+
+def test_a_result_says_how_its_prompt_was_cut(tmp_path: Path) -> None:
+    """A stage counts as many segments as follow from what the result says."""
+    with VirtualCluster(tiny_model_dir(tmp_path / "model", layers=4, hidden=32), 2, profile(layers=4)) as cluster:
+        for chunk in (0, 48):
+            request = Request([1] * 200, "autoregressive", 1, params=Params(prefill_chunk=chunk))
+            found = cluster.generate(request).stats
+            assert [stage["segments"] for stage in found.stages] == [-(-200 // found.prompt_chunk)] * 2
+            assert chunk in (0, found.prompt_chunk)

@@ -33,6 +33,7 @@ class ComparedRow:
 
     only_first, only_second  numbers of the prompts that one file alone has a speed for
     different_answers        prompts with other texts; None if a file is too old to know
+    different_chunks         prompts in segments of another length, by the stages' times and memory; None likewise
     """
 
     strategy: str
@@ -46,6 +47,7 @@ class ComparedRow:
     only_first: list[int]
     only_second: list[int]
     different_answers: int | None
+    different_chunks: int | None
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,12 @@ def compare(paths: Sequence[Path], reports: Sequence[BenchReport]) -> Comparison
     alone = [[f"{name}, {task}, T = {temperature:g}" for name, task, temperature in one.cells
               if (name, task, temperature) not in shared] for one in prompts]
     files = [_about(path, report) for path, report in zip(paths, reports, strict=True)]
-    return Comparison(files, rows, alone, _differences(reports, [one.have_digests for one in prompts]))
+    differences = _differences(reports, [one.have_digests for one in prompts])
+    if cut := sum(row.different_chunks or 0 for row in rows):
+        count = sum(row.prompts for row in rows)
+        differences.append(f"segments of prompts: {cut} of {count} prompts were cut into others, by the times and the "
+                           "memory of the stages (--set prefill_chunk=64 cuts all alike)")
+    return Comparison(files, rows, alone, differences)
 
 
 class _Prompts:
@@ -111,7 +118,8 @@ def _row(cell: Cell, first: _Prompts, second: _Prompts) -> ComparedRow:
         ratio=paired_ratio(pairs),
         only_first=sorted(a[key] for key in a.keys() - b.keys()),
         only_second=sorted(b[key] for key in b.keys() - a.keys()),
-        different_answers=_different(both, samples_before, samples_after))
+        different_answers=_different(both, samples_before, samples_after, "answer"),
+        different_chunks=_different(both, samples_before, samples_after, "prompt_chunk"))
 
 
 def _at(cell: Cell, prompt: int) -> Place:
@@ -122,10 +130,11 @@ def _draft(samples: Sequence[Sample]) -> str:
     return samples[0].draft if samples else ""
 
 
-def _different(both: Sequence[tuple[int, int]], samples_before: Sequence[Sample], samples_after: Sequence[Sample]
-               ) -> int | None:
-    one, other = ({(s.prompt, s.repeat): s.answer for s in samples} for samples in (samples_before, samples_after))
-    if "" in (*one.values(), *other.values()):
+def _different(both: Sequence[tuple[int, int]], samples_before: Sequence[Sample], samples_after: Sequence[Sample],
+               field: str) -> int | None:
+    one, other = ({(s.prompt, s.repeat): getattr(s, field) for s in samples}
+                  for samples in (samples_before, samples_after))
+    if {"", None} & {*one.values(), *other.values()}:
         return None
     repeats = {repeat for _, repeat in one} & {repeat for _, repeat in other}
     return sum(any(one.get((i, repeat)) != other.get((j, repeat)) for repeat in repeats) for i, j in both)

@@ -236,7 +236,7 @@ def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: i
         accepted=s.accepted, bytes=s.bytes, identical=identical,
         near_ties=tied, energy_j=s.energy_j, energy_above_idle_j=s.energy_above_idle_j,
         repeating=repeats_itself(result.tokens), concurrent=timing,
-        draft=s.draft, answer=answer_digest(result.tokens, result.finish_reason),
+        draft=s.draft, answer=answer_digest(result.tokens, result.finish_reason), prompt_chunk=s.prompt_chunk,
         different_tokens=max(different_tokens(timed.tokens, expected)
                              for timed in (answer.alone, result) if timed),
     )

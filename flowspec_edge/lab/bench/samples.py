@@ -27,6 +27,7 @@ class Sample:
     repeating  whether the text repeats itself (``repeats_itself``); None in files from before this field
     energy_j, energy_above_idle_j  as in a request's ``Stats``
     concurrent  None if the request ran alone
+    prompt_chunk  as in a request's ``Stats``; None in files from before this field
     """
 
     strategy: str
@@ -55,6 +56,7 @@ class Sample:
     draft: str = ""
     different_tokens: int | None = None
     answer: str = ""
+    prompt_chunk: int | None = None
 
     @property
     def cell(self) -> Cell:

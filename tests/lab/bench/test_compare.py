@@ -71,6 +71,22 @@ def test_other_conditions_are_warnings(tmp_path: Path, capsys: pytest.CaptureFix
     assert "1.00 ± 0.00 (1.00)" in out
 
 
+def test_prompts_that_were_cut_into_other_segments_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                                               ) -> None:
+    made = report(["flowspec", "pearl"], ["qa"], [0.0])
+    made.samples = [replace(s, prompt_chunk=64) for s in made.samples]
+    a = saved(tmp_path / "a.json", made, ["x", "y", "z"])
+    made.samples = [replace(s, prompt_chunk=64 if s.prompt or s.strategy == "pearl" else 128) for s in made.samples]
+    b = saved(tmp_path / "b.json", made, ["x", "y", "z"])
+    found, err = compared(capsys, a, b)
+    assert [row["different_chunks"] for row in found["rows"]] == [1, 0]  # type: ignore[attr-defined]
+    assert "flowspec: warning: the files differ in segments of prompts: 1 of 6 prompts were cut into others" in err
+    older = saved(tmp_path / "older.json", report(["flowspec"], ["qa"], [0.0]), ["x", "y", "z"])
+    found, err = compared(capsys, a, older)
+    assert [row["different_chunks"] for row in found["rows"]] == [None]  # type: ignore[attr-defined]
+    assert "segments" not in err
+
+
 def test_older_files_are_paired_by_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a = saved(tmp_path / "a.json", report(["flowspec"], ["qa"], [0.0], prompts=2))
     b = saved(tmp_path / "b.json", report(["flowspec"], ["qa"], [0.0], prompts=3), ["x", "y", "z"])
