@@ -33,6 +33,7 @@ class MessageAnswer(Answer):
         self._reason: str | None = None
         self._stop: str | None = None
         self._details: dict[str, Any] = {}
+        self._was_cut = (body.limit or 0) > prepared.request.max_new_tokens  # to the room in the context
 
     def encoded(self, item: dict[str, Any]) -> bytes:
         return f"event: {item['type']}\n".encode() + super().encoded(item)
@@ -66,6 +67,8 @@ class MessageAnswer(Answer):
         by_stop_string = finish == "stop" and stop is not None
         self._reason = "stop_sequence" if by_stop_string else _REASONS[finish]
         self._stop = stop if by_stop_string else None
+        if finish == "length" and self._was_cut:
+            self._reason = "model_context_window_exceeded"
         return self._finished()
 
     def counts(self, usage: dict[str, Any], figures: dict[str, Any]) -> list[dict[str, Any]]:

@@ -49,7 +49,7 @@ def _chat(served_model: ServedModel, fields: dict[str, Any]) -> ChatBody:
         response_format=_format(config.get("format") or fields.get("output_format")),
         user=object_of(fields.get("metadata"), "metadata").get("user_id"))
     chat |= _tools(fields) | _thinking(served_model, fields, config.get("effort"), ignored)
-    return body_of(ChatBody, chat, ignored)
+    return body_of(ChatBody, chat, ignored, cut_to_room=True)  # clients must name a limit, so they name a large one
 
 
 def _thinking(served_model: ServedModel, fields: dict[str, Any], effort: Any, ignored: list[str]) -> dict[str, Any]:

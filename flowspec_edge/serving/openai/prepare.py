@@ -342,6 +342,8 @@ class ServedModel:
         context = self.context_tokens
         room = context - prompt
         requested = body.limit or min(usual, max(1, room))
+        if body.cut_to_room:
+            requested = min(requested, max(1, room))
         if requested > room:
             message = (f"the model's context is {context} tokens here; the prompt has {prompt}, "
                        f"and {requested} more are asked for")

@@ -314,6 +314,7 @@ class Body(Ignoring):
     format_name: ClassVar[str] = "response_format"
 
     _ignored: tuple[str, ...] = PrivateAttr(default=())
+    _cut_to_room: bool = PrivateAttr(default=False)
 
     model: str
     stream: bool | None = None
@@ -359,6 +360,11 @@ class Body(Ignoring):
     def ignored(self) -> tuple[str, ...]:
         """The names of its fields that no server documents, which have no effect."""
         return self._ignored
+
+    @property
+    def cut_to_room(self) -> bool:
+        """Whether a limit that the context has no room for is cut to it, and no error."""
+        return self._cut_to_room
 
     @property
     def keeps_stop(self) -> bool:
@@ -473,13 +479,17 @@ def read_body(kind: type[B], data: bytes) -> B:
     return body_of(kind, fields, TABLE.ignored(kind.endpoint, fields))
 
 
-def body_of(kind: type[B], fields: dict[str, Any], ignored: Sequence[str]) -> B:
-    """Validate a body's fields; ApiError names one that is invalid. ``ignored``: names that have no effect."""
+def body_of(kind: type[B], fields: dict[str, Any], ignored: Sequence[str], cut_to_room: bool = False) -> B:
+    """Validate a body's fields; ApiError names one that is invalid.
+
+    ignored      names that have no effect
+    cut_to_room  as the body's property
+    """
     try:
         body = kind.model_validate(fields)
     except ValidationError as error:
         raise invalid(error) from error
-    body._ignored = tuple(ignored)
+    body._ignored, body._cut_to_room = tuple(ignored), cut_to_room
     return body
 
 

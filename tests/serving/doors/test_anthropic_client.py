@@ -165,6 +165,28 @@ def test_tokens_are_counted(server: Running, client: anthropic.Anthropic) -> Non
     assert not any(record.path.endswith("count_tokens") for record in server.records.seen)
 
 
+def test_a_limit_beyond_the_context_is_the_room_in_it(server: Running, client: anthropic.Anthropic) -> None:
+    """Anthropic's API needs a limit, and its clients name one of thousands of tokens if their users name none."""
+    def prompt(length: int) -> list[Any]:
+        return [{"role": "user", "content": "x" * length}]
+
+    (listed,) = client.models.list()
+    others = client.messages.count_tokens(model=NAME, messages=prompt(1000), system="be brief").input_tokens - 1000
+    full = prompt(listed.max_input_tokens - others - 20)
+    wanted = plain_chat(server, messages=[TURNS[0], *full], max_tokens=20).choices[0].message.content
+    for limit, reason in ((20, "max_tokens"), (21, "model_context_window_exceeded"),
+                          (16_384, "model_context_window_exceeded")):
+        found = ask(client, messages=full, max_tokens=limit)
+        assert (found.content[0].text, found.usage.output_tokens, found.stop_reason) == (wanted, 20, reason)
+    with client.messages.stream(model=NAME, max_tokens=32_000, messages=full, system="be brief") as stream:
+        assert "".join(stream.text_stream) == wanted
+        assert stream.get_final_message().stop_reason == "model_context_window_exceeded"
+    stopped = ask(client, messages=full, max_tokens=16_384, stop_sequences=[wanted[4:7]])
+    assert stopped.stop_reason == "stop_sequence"
+    with pytest.raises(anthropic.BadRequestError, match="the model's context is 2048 tokens here"):
+        ask(client, messages=prompt(listed.max_input_tokens - others), max_tokens=16_384)
+
+
 def test_the_models(client: anthropic.Anthropic) -> None:
     (listed,) = client.models.list()
     assert (listed.id, listed.type, listed.display_name, listed.max_input_tokens) == (NAME, "model", NAME, 2048)
@@ -173,7 +195,8 @@ def test_the_models(client: anthropic.Anthropic) -> None:
 
 @pytest.mark.parametrize(("fields", "says"), [
     ({"max_tokens": None}, "max_tokens: is required"), ({"max_tokens": 0}, "max_tokens: "),
-    ({"max_tokens": 10**6}, "more are asked for"), ({"messages": []}, "messages: at least one"),
+    ({"messages": [{"role": "user", "content": "x" * 2048}], "max_tokens": 10**6}, "and 1 more are asked for"),
+    ({"messages": []}, "messages: at least one"),
     ({"messages": None}, "messages: at least one"), ({"messages": "x"}, "messages: must be a list"),
     ({"messages": [{"role": "bard", "content": "x"}]}, "messages[0]: must be an object whose role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content: must be a string, or a list of blocks"),
