@@ -88,6 +88,12 @@ def test_litellm(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     assert called.finish_reason == "tool_calls"
     assert fits(json.loads(called.message.tool_calls[0].function.arguments))
     assert len(ask(n=2, max_tokens=4).choices) == 2
+    for provider in ("anthropic", "ollama_chat"):  # at the other doors, greedily: not all take a seed
+        way: dict[str, Any] = {"model": f"{provider}/{NAME}", "api_base": server.url, "temperature": 0, "seed": None,
+                               "max_tokens": 12}
+        other = ask(**way).choices[0].message.content
+        assert other == ask(temperature=0, max_tokens=12).choices[0].message.content
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in ask(stream=True, **way)) == other
 
 
 @pytest.fixture
