@@ -16,11 +16,9 @@ from kits.rail_files import board, once_measured
 from kits.tiny_model_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from flowspec_edge.cli.bench.options import parse_strategies
 from flowspec_edge.cli.main import main
 from flowspec_edge.device_profile import load_profile
 from flowspec_edge.lab.bench.samples import answer_digest
-from flowspec_edge.strategies.registry import STRATEGIES
 
 PROMPTS = [
     {"prompt": "import os\n"},
@@ -134,7 +132,6 @@ def test_time_that_is_made_up_has_no_energy(model: Path, prompts: Path, tmp_path
     (["--strategies", ","], "--strategies has no name"),
     (["--max-new-tokens", "2047"], "more are asked for, but the model stops at 2048; lower "
                                    "--max-new-tokens, or take the end of long prompts with --truncate N"),
-    (["--max-new-tokens", "2047"], "task p: prompt 1 has "),
     (["--temperatures", "0,warm"], "--temperatures must be numbers separated by commas, not '0,warm'"),
     (["--temperatures", "0,101"], "temperature must be 0 (greedy) or 0.001 to 100, not 101"),
     (["--temperatures", "0,1", "--temperature", "1"], "give --temperature or --temperatures, not both"),
@@ -159,10 +156,6 @@ def test_a_missing_draft_model_is_found_first(
     assert main(["bench", "run", *given, "--json", str(tmp_path / "o.json")]) == 2
     assert "flowspec drafts with eagle2/, which" in capsys.readouterr().err
     assert not (tmp_path / "o.json").exists()
-
-
-def test_all_is_every_registered_strategy() -> None:
-    assert parse_strategies("all") == list(STRATEGIES)
 
 
 def test_files_and_categories_are_tasks(model: Path, prompts: Path, tmp_path: Path,
@@ -230,11 +223,8 @@ def measured(model: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 @pytest.mark.parametrize(("arguments", "says"), [
     (["--seed", "3"], "was measured with other settings: seed differs (0 there, 3 here); use the same"),
-    (["--limit", "1"], "was measured with other settings: tasks differs;"),
     (["--profile", "orin-nano-8gb"], "was measured with other settings: profile differs;"),
     (["--clock", "wall"], "was measured with other settings: clock differs (virtual there, wall here)"),
-    (["--acceptance", "0.5"], "was measured with other settings: acceptance differs (1.0 there, 0.5 here)"),
-    (["--set", "depth=4"], "was measured with other settings: depth differs (5 there, 4 here)"),
 ])
 def test_resuming_something_else_is_refused(model: Path, prompts: Path, measured: bytes, tmp_path: Path,
                                             arguments: list[str], says: str,

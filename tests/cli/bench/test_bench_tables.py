@@ -72,7 +72,6 @@ def test_several_files_and_the_papers_means(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    (["--from", "FOREIGN"], "is no report of flowspec bench run"),
     (["--from", "GOOD", "--json", "x.json"], "--from only reads files"),
     (["--temperature", "1"], "No such option"),
 ])
