@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kits.error_lines import error_line
 from kits.rail_files import board, once_measured
 from kits.tiny_model_dir import tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -140,11 +141,8 @@ def test_time_that_is_made_up_has_no_energy(model: Path, prompts: Path, tmp_path
 ])
 def test_bad_input_is_one_line_and_exit_code_2(model: Path, prompts: Path, arguments: list[str], says: str,
                                                capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "run", "--model", str(model), "--prompts", str(prompts), *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert says in err
-    assert err.count("\n") == 1
+    code = main(["bench", "run", "--model", str(model), "--prompts", str(prompts), *arguments])
+    assert says in error_line(capsys, code)
 
 
 def test_a_missing_draft_model_is_found_first(
@@ -231,12 +229,10 @@ def test_resuming_something_else_is_refused(model: Path, prompts: Path, measured
                                             capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "part.json"
     path.write_bytes(measured)
-    assert main(["bench", "run", "--model", str(model), "--prompts", str(prompts), "--limit", "2", "--stages",
+    code = main(["bench", "run", "--model", str(model), "--prompts", str(prompts), "--limit", "2", "--stages",
                  "2", "--max-new-tokens", "10", "--json", str(path), "--resume", "--strategies", "chunk_pp",
-                 *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert says in err
+                 *arguments])
+    assert says in error_line(capsys, code)
     assert path.read_bytes() == measured
 
 

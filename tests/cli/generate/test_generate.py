@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kits.error_lines import error_line
 from kits.process_clusters import PATIENCE
 from kits.tiny_model_dir import never_ends, tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -163,12 +164,7 @@ def test_sampled_text_depends_on_the_seed_and_not_on_the_method(model: Path,
 ])
 def test_bad_input_is_one_line_and_exit_code_2(model: Path, arguments: list[str], names: str,
                                                capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(model, *arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("flowspec: error: ")
-    assert names in err
-    assert err.count("\n") == 1
+    assert names in error_line(capsys, generate(model, *arguments))
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
@@ -181,7 +177,4 @@ def test_a_missing_draft_model_is_named_at_once(model: Path, tmp_path: Path, arg
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("target", "eagle2"):
         (tmp_path / part).symlink_to(model / part)
-    assert generate(tmp_path, "x", *arguments) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert says in err
+    assert says in error_line(capsys, generate(tmp_path, "x", *arguments))

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from kits import ssh_boards
+from kits.error_lines import error_line
 from kits.http_server import NAME, Running, running, served
 from kits.services import free_port
 from kits.tiny_model_dir import tiny_model_dir
@@ -136,17 +137,12 @@ def test_the_service_gets_the_answers_schema(file: str, tmp_path: Path, capsys: 
 ])
 def test_options_of_a_run_here_are_refused(tmp_path: Path, arguments: list[str], says: str,
                                            capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(described(tmp_path / "c.toml", 1), PROMPT, *arguments) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert says in err
+    assert says in error_line(capsys, generate(described(tmp_path / "c.toml", 1), PROMPT, *arguments))
 
 
 def test_errors_of_the_service_are_shown(file: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "--cluster", file, PROMPT, "--max-new-tokens", "100000"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "d0: the model's context is" in err
+    code = main(["generate", "--cluster", file, PROMPT, "--max-new-tokens", "100000"])
+    assert "d0: the model's context is" in error_line(capsys, code)
 
 
 def test_an_absent_service_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import httpx2
 import pytest
+from kits.error_lines import error_line
 from kits.process_clusters import PATIENCE, alive, until
 from kits.rail_files import board, once_measured
 from kits.sharded_models import cut
@@ -192,10 +193,8 @@ def test_what_keeps_it_from_starting_is_one_line(model: Path, arguments: list[st
                                                  monkeypatch: pytest.MonkeyPatch,
                                                  capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("FLOWSPEC_API_KEY", raising=False)
-    assert main(["serve", "--port", "0", "--model", str(model), "--stages", "2", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert says in err
+    code = main(["serve", "--port", "0", "--model", str(model), "--stages", "2", *arguments])
+    assert says in error_line(capsys, code)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -213,10 +212,8 @@ def test_a_context_beyond_the_memory_is_one_line(model: Path, tmp_path: Path, sh
         config = json.loads((wide / "target/config.json").read_text()) | {
             "head_dim": 1 << 16, "num_key_value_heads": 512, "num_attention_heads": 512}
         (wide / "target/config.json").write_text(json.dumps(config))
-    assert main(["serve", "--port", "0", "--model", str(wide), "--stages", "2", "--context", "1000000"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert "--context 1000000" in err
+    code = main(["serve", "--port", "0", "--model", str(wide), "--stages", "2", "--context", "1000000"])
+    assert "--context 1000000" in error_line(capsys, code)
 
 
 def test_a_context_beyond_the_positions_is_noted(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
