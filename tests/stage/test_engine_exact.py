@@ -52,18 +52,6 @@ def test_text_equals_transformers(model: Path, oracle: Oracle, stages: int) -> N
     assert torch.equal(logits.argmax(-1), theirs.argmax(-1))
 
 
-@pytest.mark.parametrize("chunks", [[24], [1] * 24, [5, 1, 0, 17, 1], [0, 23, 1]])
-def test_chunked_prefill(model: Path, oracle: Oracle, chunks: list[int]) -> None:
-    book, chain, start = Book(), engines(model, 3), 0
-    for size in chunks:
-        _, output = through(chain, book.text(TEXT[start : start + size]))
-        assert output.numbers.tolist() == list(range(start, start + size))
-        assert_rows(output, book, oracle)
-        start += size
-    for engine in chain:
-        assert_cache(engine, book, oracle)
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_trees_equal_their_paths(model: Path, oracle: Oracle, seed: int) -> None:
     """Random trees in segments of random length, from one token on, over several commits."""

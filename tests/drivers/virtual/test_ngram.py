@@ -66,14 +66,6 @@ def test_every_strategy_gives_the_text_of_plain_decoding(tiny_model: Path, name:
     same_text(tiny_model, name, kind, *WAYS[IN_TURN.index((name, kind)) % len(WAYS)])
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("stages", "sampling"), WAYS)
-@pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_every_strategy_every_way(tiny_model: Path, name: str, kind: str, stages: int, sampling: Sampling
-                                  ) -> None:
-    same_text(tiny_model, name, kind, stages, sampling)
-
-
 @pytest.fixture(scope="module")
 def no_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plain checkpoint, without any draft part; greedy, it soon says the same again and again."""
