@@ -6,7 +6,7 @@ USABLE := $(VENV)/.usable
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: setup demo test test-slow test-strict test-strict-if-concerned test-fleet-core test-fleet test-aarch64 test-cuda check bench faults soak soak-fleet timelines clean
+.PHONY: setup demo test test-slow test-nightly test-strict test-strict-if-concerned test-fleet-core test-fleet test-aarch64 test-cuda check bench faults soak soak-fleet timelines clean
 .DEFAULT_GOAL := setup
 
 setup: $(READY)
@@ -61,9 +61,12 @@ test: check
 	$(BIN)/python -m pytest $(PARALLEL) 3 -m 'not slow and not soak and not fleet and not aarch64 and not strict' \
 		$(addprefix --ignore ,$(OF_SOURCES))  # which check has run
 
-# Tests that take three seconds of processor time or more, most of them over processes: CI runs them too.
+# Tests that take three seconds of processor time or more, most of them over processes: CI runs them too, but for
+# those marked `nightly`, whose behaviour another test protects.
 test-slow: $(READY)
-	$(BIN)/python -m pytest $(PARALLEL) 4 -m 'slow and not soak and not fleet and not aarch64'
+	$(BIN)/python -m pytest $(PARALLEL) 4 -m 'slow and not nightly and not soak and not fleet and not aarch64'
+test-nightly: $(READY)
+	$(BIN)/python -m pytest $(PARALLEL) 4 -m 'nightly and not soak'
 
 # On a strict stand-in for a GPU, which g++ builds (tests/strictdevice): the tests that need a GPU, then some that
 # name no device.  Left out is what it has not, bitsandbytes' kernels, CUDA graphs, CUDA's own count of

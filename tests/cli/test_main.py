@@ -113,6 +113,7 @@ def test_a_group_without_a_command_prints_its_help(command: tuple[str, ...],
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_reader_that_goes_away_ends_it_quietly(tmp_path: Path) -> None:
     model = tiny_model_dir(tmp_path, layers=2, hidden=32)
     endless = (*COMMAND, "generate", "x = ", "--model", str(model), "--clock", "virtual", "--stages", "1",

@@ -249,6 +249,7 @@ def test_resuming_from_a_foreign_file_leaves_it_alone(model: Path, prompts: Path
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_run_keeps_what_it_has(model: Path, prompts: Path, tmp_path: Path) -> None:
     path = tmp_path / "part.json"
     command = (sys.executable, "-m", "flowspec_edge.cli.main", "bench", "run", "--model", str(model),
