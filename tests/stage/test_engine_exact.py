@@ -25,11 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"), layers=8, hidden=32, heads=4, kv_heads=2, vocab=VOCAB)
 
 
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model)
-
-
 def grow(book: Book, tree: list[int], nodes: int, vocab: int, rng: np.random.Generator) -> list[int]:
     """Add ``nodes`` rows, each the child of a random one of ``tree`` or of those added before."""
     added: list[int] = []
