@@ -62,7 +62,7 @@ def same_text(model: Path, name: str, kind: str, stages: int, sampling: Sampling
 
 @pytest.mark.parametrize(("name", "kind"), IN_TURN)
 def test_every_strategy_gives_the_text_of_plain_decoding(tiny_model: Path, name: str, kind: str) -> None:
-    """Kinds, stage counts and samplings take turns; `make soak` has them all."""
+    """Kinds, stage counts and samplings take turns."""
     same_text(tiny_model, name, kind, *WAYS[IN_TURN.index((name, kind)) % len(WAYS)])
 
 
