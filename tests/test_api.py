@@ -346,6 +346,11 @@ def test_a_strategy_of_the_current_directory_is_found_and_its_example_runs(direc
     assert pasted[pasted.index("--strategy") + 1] == "my_package.module:MyStrategy"
     done = flowspec(*pasted, "--max-new-tokens", "8", cwd=directory)
     assert (done.returncode, "8 tokens" in done.stderr) == (0, True), done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+def test_processes_find_a_strategy_of_the_current_directory(directory: Path) -> None:
     run = flowspec("bench", "run", "--strategies", "my_package.module:MyStrategy,autoregressive", "--jobs",
                    "2", "--limit", "2", "--max-new-tokens", "8", cwd=directory)
     assert run.returncode == 0, run.stderr

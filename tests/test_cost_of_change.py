@@ -167,6 +167,7 @@ def changed_files(one: Path, other: Path) -> set[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_touches_few_files(what: str, model: Path, tmp_path: Path) -> None:
     change, copy = CHANGES[what], tmp_path / "copy"

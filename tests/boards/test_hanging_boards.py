@@ -27,12 +27,6 @@ PATIENCE_S = 60.0  # only a failing test waits so long
 BEGAN_NOTHING = "ssh reaches it, and no command began within"
 
 
-@pytest.fixture(scope="module")
-def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_boards.Boards]:
-    with ssh_boards.boards(2, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(boards.outside):
-        yield boards
-
-
 def runner(boards: ssh_boards.Boards, place: int = 1, timeout_s: float = PATIENCE_S) -> SshRunner:
     return SshRunner(boards.inventory, boards.inventory.device[place], timeout_s, own_connection=True)
 

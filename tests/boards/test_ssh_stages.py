@@ -13,13 +13,9 @@ from pathlib import Path
 
 import pytest
 from kits import network_beds, ssh_boards
-from kits.process_clusters import PROMPT, until
+from kits.process_clusters import until
 
 from flowspec_edge.boards.ssh_stages import SshBoards
-from flowspec_edge.d0.request import Request
-from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
-from flowspec_edge.drivers.processes.spec import ClusterSpec
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.util.interpreter import module_command
 
 COMMAND = module_command("flowspec_edge.drivers.stage", "--config", "/dev/fd/3", python=sys.executable)
@@ -32,27 +28,6 @@ PATIENCE_S = 60.0  # only a failing test waits so long
 def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_boards.Boards]:
     with ssh_boards.boards(2, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(0):
         yield boards
-
-
-@pytest.mark.soak
-def test_a_request_over_boards(boards: ssh_boards.Boards, model: Path) -> None:
-    request = Request(PROMPT, "flowspec", max_new_tokens=8)
-    expected, _ = PlainDecoder(model).generate(PROMPT, 8, request.sampling)
-    stages = SshBoards(boards.inventory, str(model))
-    with ExitStack() as cleanup:
-        cleanup.callback(stages.disconnect)
-        place = stages.connect()
-        assert place.addresses.key_file is not None
-        with ProcessCluster(ClusterSpec(model, 2), place).start() as cluster:
-            assert cluster.generate(request).tokens == expected
-        assert place.watch() is None
-        workers = [pid for place in (1, 2) for pid in boards.running(place, WORKER)]
-        assert len(workers) == 2
-        for pid in workers:  # no secret can be read from the process list, and there is no file
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-            assert line.rstrip("\0").split("\0") == COMMAND
-    assert all(network_beds.ended(pid, PATIENCE_S) for pid in workers)
-    stages.disconnect()
 
 
 _CONTROLLER = """

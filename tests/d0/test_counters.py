@@ -19,7 +19,3 @@ def test_growth_adds_up_to_what_was_done(sessions: list[list[int]]) -> None:
         beats += [{"since": number, "rows": sum(done[: i + 1])} for i in range(len(done))]
     added = [increase(before, after, ("rows",))["rows"] for before, after in pairwise(beats)]
     assert added == [rows for done in sessions for rows in done]
-
-
-def test_what_is_not_told_is_zero() -> None:
-    assert increase({}, {"since": 1.0}, ("rows",)) == {"rows": 0.0}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,17 +28,6 @@ def made(clock: Clock | None = None) -> FairQueue[str]:
 
 def made_of_numbers() -> FairQueue[int]:
     return FairQueue(Clock(), AGING)
-
-
-def test_callers_take_turns() -> None:
-    queue = made()
-    for item in ("a1", "a2", "a3", "b1", "c1", "b2"):
-        queue.put((item[0],), item)
-    assert [queue.take() for _ in range(2)] == ["a1", "b1"]
-    queue.put(("d",), "d1")
-    assert queue.clear() == ["c1", "d1", "a2", "b2", "a3"]  # a and b have places
-    with pytest.raises(IndexError):
-        queue.take()
 
 
 def test_a_priority_orders_the_requests_of_its_caller_only() -> None:

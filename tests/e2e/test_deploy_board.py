@@ -76,7 +76,6 @@ def test_a_mode_that_takes_a_reboot_says_so(bench: Bench, jetson: Fleet) -> None
     assert first.error == "power mode: this change takes a reboot: run nvpmodel -m 2 there, and confirm it"
 
 
-@pytest.mark.core
 def test_mode_and_clocks_last_until_they_are_put_back(running: Bench, jetson: Fleet) -> None:
     unit = (resource_dir("deploy") / "units" / paths.POWER_UNIT).read_text()
     plain = running.state(1)
@@ -117,7 +116,7 @@ chmod +x /usr/local/bin/*
 
 
 @pytest.mark.parametrize(("off", "ntp", "direction"), [
-    pytest.param(-100_000_000, "no", "behind", marks=pytest.mark.core), (3600, "no", "ahead"), (20, "no", ""),
+    (-100_000_000, "no", "behind"), (3600, "no", "ahead"), (20, "no", ""),
     (3600, "yes", ""),  # then one of the two clocks is wrong, and preflight says so
 ])
 def test_a_clock_that_no_time_server_keeps_is_set(bench: Bench, off: int, ntp: str, direction: str) -> None:

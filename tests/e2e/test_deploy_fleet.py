@@ -102,7 +102,6 @@ def test_from_nothing_to_tokens(cluster: Cluster, first: str) -> None:
     answers_as_plain_decoding_does(cluster)
 
 
-@pytest.mark.core
 def test_a_second_run_changes_nothing(cluster: Cluster, first: str) -> None:
     before = cluster.deploy("status")
     told = cluster.deploy("up")
@@ -143,7 +142,6 @@ def test_a_board_that_restarts_is_back(cluster: Cluster, first: str, board: int)
     answers_as_plain_decoding_does(cluster)
 
 
-@pytest.mark.core
 def test_an_upgrade_and_the_way_back(cluster: Cluster, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.write(context=640, serve_host="0.0.0.0")
     plan = cluster.deploy("plan")

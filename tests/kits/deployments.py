@@ -66,8 +66,9 @@ class Cluster:
     def becomes_ready(self, within: float = PATIENCE) -> dict[str, Any]:
         """The cluster's status as soon as it is ready again: the boards see to that by themselves."""
         deadline = time.monotonic() + within
-        while not (status := self.deploy("status"))["ok"]:  # asking the boards takes a while itself
+        while not (status := self.deploy("status"))["ok"]:
             assert time.monotonic() < deadline, status
+            time.sleep(2)  # between two looks: each takes processor time that the boards start with
         return status
 
 

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import cycle, islice
 from pathlib import Path
 
 from flowspec_edge.d0.config import DraftConfig
-from flowspec_edge.drivers.processes.forkserver import WorkerProcess
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.transport import keys
@@ -70,8 +67,7 @@ class Ear:
 
 
 class Services:
-    """The configurations of a draft device and the stages of a sharded model, with keys, in ``directory``;
-    the stages' processes."""
+    """The configurations of a draft device and the stages of a sharded model, with keys, in ``directory``."""
 
     def __init__(self, model: Path, directory: Path, changes: dict[str, object] | None = None,
                  hosts: Sequence[str] = ()) -> None:
@@ -109,38 +105,7 @@ class Services:
             "instances": [f"v{stage}-r1" for stage in range(1, stages + 1)], "threads": 1,
             "host": host, "port": port, **(changes or {})})
         self.draft_file.write_text(self.draft.dump())
-        self.workers: dict[int, WorkerProcess | subprocess.Popen[bytes]] = {}
-
-    def start(self, stage: int, forked: bool = True) -> None:
-        """V``stage``; ``forked``: without ``flowspec worker``, which imports for long."""
-        file = self.worker_files[stage - 1]
-        self.workers[stage] = (
-            WorkerProcess(file, self.directory / f"said{stage}") if forked
-            else subprocess.Popen(command("worker", file)))
-
-    def kill(self, stage: int) -> None:
-        self.workers[stage].kill()
-        self.workers[stage].wait()
-
-    def close(self) -> None:
-        for stage in self.workers:
-            self.kill(stage)
-        for file in sorted(self.directory.glob("said*")):  # shown with a test that failed
-            print(file.name, file.read_text())
 
 
 def command(name: str, config: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "flowspec_edge.cli.main", name, "--config", str(config), *arguments]
-
-
-@contextmanager
-def drafting(services: Services, ear: Ear) -> Iterator[subprocess.Popen[str]]:
-    """``flowspec draft``, as systemd would start it."""
-    environment = {**os.environ, "NOTIFY_SOCKET": ear.address, "WATCHDOG_USEC": "2000000"}
-    with subprocess.Popen(command("draft", services.draft_file), stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE, text=True, env=environment,
-                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)) as process:
-        try:
-            yield process
-        finally:
-            process.kill()

@@ -24,7 +24,7 @@ from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.layers import kv_cache, recurrent
 from flowspec_edge.stage.layers.kinds import KeysValues
 from flowspec_edge.stage.layers.recurrent import GatedDelta
-from flowspec_edge.stage.shard import load_shard, stage_ranges
+from flowspec_edge.stage.shard import Shard, load_shard, stage_ranges
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 from flowspec_edge.util.tensors import to_torch
 from kits.tiny_models import tiny_model
@@ -167,6 +167,7 @@ def assert_cache(engine: StageEngine, book: Book, oracle: Oracle, atol: float | 
     that they do not hold are text, and no later row sees them, or they are in the oracle's state."""
     cache = engine.cache_of(book.builder.session)
     assert cache is not None
+    assert isinstance(engine.model, Shard)
     assert sorted(layer for part in cache.parts for layer in part.rows()) == [*range(*engine.model.layers)]
     for part, kind in zip(cache.parts, engine.model.layers_of_kinds, strict=True):
         if isinstance(kind, GatedDelta):

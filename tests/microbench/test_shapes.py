@@ -79,7 +79,8 @@ def test_segments(device: str, dtype: str) -> None:
 def test_parts_of_a_turn(device: str) -> None:
     parts = {part.part: part for part in part_times("tiny", "bf16", device)}
     assert parts["lm_head, 16 rows"].launches == 1
-    assert parts["head, 10 nodes"].launches <= (19 if device == "cuda" else 24)  # on a CPU norms and sums round apart
+    most = 19 if device == "cuda" else 26  # a CPU rounds norms, sums and rotations apart
+    assert parts["head, 10 nodes"].launches <= most
     assert len(parts) == 13
     assert all(part.ms >= 0 for part in parts.values())
 

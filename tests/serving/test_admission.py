@@ -67,18 +67,6 @@ def test_eight_at_once_with_room_for_two_to_wait(held: Held, model: Path, plain:
         assert text == tokenizer.decode(new)
 
 
-def test_eight_at_once_with_room_for_all(held: Held, model: Path) -> None:
-    with running(served(model), held) as server, ThreadPoolExecutor(8) as pool:
-        held.may_go.clear()
-        one = server.client.completions.with_raw_response
-        asked = [pool.submit(one.create, model=NAME, prompt="x", max_tokens=6) for _ in range(8)]
-        until(lambda: server.admission.readiness().waiting == 7)
-        held.may_go.set()
-        answers = [future.result(PATIENCE) for future in asked]
-    assert len({answer.parse().choices[0].text for answer in answers}) == 1
-    assert sorted(int(answer.headers["x-flowspec-position"]) for answer in answers) == list(range(8))
-
-
 def test_the_unmodified_client_comes_back_when_told(held: Held, model: Path) -> None:
     with running(served(model), held, capacity=0) as server, ThreadPoolExecutor(2) as pool:
         held.may_go.clear()
@@ -90,21 +78,6 @@ def test_the_unmodified_client_comes_back_when_told(held: Held, model: Path) -> 
         held.may_go.set()
         assert first.result(PATIENCE).choices[0].text
         assert second.result(PATIENCE).choices[0].text
-
-
-def test_callers_take_turns_and_each_ones_order_is_kept(held: Held, model: Path) -> None:
-    with running(served(model), held) as server, ThreadPoolExecutor(8) as pool:
-        held.may_go.clear()
-        asked = []
-        for waiting, (user, length) in enumerate([("a", 1), ("a", 2), ("a", 3), ("b", 4)]):
-            asked.append(pool.submit(ask, server, "x " * length, user=user))
-            until(lambda n=waiting: (server.admission.readiness().waiting, len(held.started)) == (n, 2))
-        held.may_go.set()
-        for answer in asked:
-            answer.result(PATIENCE)
-        lengths = [len(request.prompt) for request in held.started[1:]]
-        shortest = sorted(lengths)
-        assert lengths == [shortest[0], shortest[1], shortest[3], shortest[2]]
 
 
 def test_a_higher_priority_starts_first(held: Held, model: Path) -> None:

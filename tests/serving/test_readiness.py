@@ -78,19 +78,6 @@ def test_without_requests_tokens_come_now_and_then(held: Held, model: Path) -> N
         assert server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2).choices[0].text
 
 
-@pytest.mark.soak
-def test_a_stage_that_dies_while_idle_is_replaced(processes: ProcessCluster, model: Path,) -> None:
-    held = Held(processes)
-    with running(served(model), held, recent_s=0.6) as server:
-        until(lambda: len(held.ends) >= 3)  # tokens come without requests
-        assert all(request.max_new_tokens == 1 for request in held.started)
-        pids = processes.pids
-        os.kill(pids[0], signal.SIGKILL)
-        until(lambda: processes.pids not in ([], pids))
-        until(lambda: server.ready()[0] == 200)
-        assert server.client.completions.create(model=NAME, prompt=PROMPT, max_tokens=2).choices[0].text
-
-
 def test_a_request_that_fails_leaves_the_cluster_ready(held: Held, model: Path) -> None:
     with running(served(model), held) as server:
         held.broken = RequestFailed("activations overflow float16")

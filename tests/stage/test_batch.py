@@ -26,11 +26,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"), layers=4, hidden=32)
 
 
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model)
-
-
 def opened(model: Path, stages: int, sessions: int, row_step: int = 1) -> list[StageEngine]:
     chain = engines(model, stages, capacity=64, row_step=row_step)
     for engine in chain:

@@ -25,11 +25,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"), layers=8, hidden=32, heads=4, kv_heads=2, vocab=VOCAB)
 
 
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model)
-
-
 def grow(book: Book, tree: list[int], nodes: int, vocab: int, rng: np.random.Generator) -> list[int]:
     """Add ``nodes`` rows, each the child of a random one of ``tree`` or of those added before."""
     added: list[int] = []
@@ -50,18 +45,6 @@ def test_text_equals_transformers(model: Path, oracle: Oracle, stages: int) -> N
         theirs = oracle.model(torch.tensor([TEXT])).logits[0]
     torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=1e-4)
     assert torch.equal(logits.argmax(-1), theirs.argmax(-1))
-
-
-@pytest.mark.parametrize("chunks", [[24], [1] * 24, [5, 1, 0, 17, 1], [0, 23, 1]])
-def test_chunked_prefill(model: Path, oracle: Oracle, chunks: list[int]) -> None:
-    book, chain, start = Book(), engines(model, 3), 0
-    for size in chunks:
-        _, output = through(chain, book.text(TEXT[start : start + size]))
-        assert output.numbers.tolist() == list(range(start, start + size))
-        assert_rows(output, book, oracle)
-        start += size
-    for engine in chain:
-        assert_cache(engine, book, oracle)
 
 
 @pytest.mark.parametrize("seed", range(4))

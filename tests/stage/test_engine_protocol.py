@@ -24,11 +24,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("llama"), layers=2, hidden=32)
 
 
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model)
-
-
 @pytest.fixture
 def engine(model: Path) -> StageEngine:
     return engines(model, 1, capacity=16)[0]

@@ -40,11 +40,6 @@ def shards(model: Path) -> list[Shard]:
     return [load_shard(model, i, STAGES, "fp32") for i in range(STAGES)]
 
 
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model)
-
-
 Schedule = list[list[int]]  # per moment, indexes of the prunes that arrive then
 
 

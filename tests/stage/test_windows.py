@@ -32,11 +32,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> Oracle:
-    return Oracle(model)
-
-
 def test_memory_is_what_the_plan_says(model: Path, tmp_path: Path) -> None:
     manifest = cut(model, tmp_path / "cut", 1, "fp32")
     engine = StageEngine(load_shard(tmp_path / "cut", 0, 1, "fp32"), ROWS, REQUESTS, CHUNK)

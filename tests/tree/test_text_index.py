@@ -31,15 +31,6 @@ def test_candidates_are_those_of_brute_force(text: list[int], below: list[int], 
     assert index.candidates(path, 2) == found[:2]
 
 
-def test_the_most_frequent_and_newest_come_first() -> None:
-    index = TextIndex(2, 2)
-    for token in [1, 2, 7, 1, 2, 8, 1, 2, 9, 1, 2, 8, 1, 2, 7, 1, 2]:
-        index.append(token)
-    assert [token for token, _ in index.candidates([1, 2], 5)] == [7, 8, 9]
-    assert [token for token, _ in index.candidates([1, 2], 1)] == [7]
-    assert index.candidates([2, 2], 5) == []
-
-
 def test_a_context_with_many_followers_offers_the_newest() -> None:
     """So that a look-up takes no longer in a text that has gone on from one token in many ways."""
     index = TextIndex(1, 1)

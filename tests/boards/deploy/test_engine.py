@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,12 +23,6 @@ from flowspec_edge.boards.probe.facts import BoardFacts, ReleaseFacts
 from flowspec_edge.errors import FlowspecError
 
 STATE = BoardState("any", release="never-there", files={"release.json": "{}\n"})
-
-
-@pytest.fixture(scope="module")
-def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_boards.Boards]:
-    with ssh_boards.boards(2, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(boards.outside):
-        yield boards
 
 
 def other(device: DeviceEntry, **changes: object) -> DeviceEntry:

@@ -89,6 +89,7 @@ def test_a_part_that_fails_is_its_error(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_whole_report(tmp_path: Path) -> None:
     model = tiny_llama(tmp_path / "target", layers=2, hidden=32).parent  # without drafts, it is measured faster
     found = board_report({"ok": True}, "cpu", "2026-11-25", ("--quick", "--model", str(model)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,6 @@ from flowspec_edge.boards.probe.checks import judge
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.boards.probe.service_rules import ReleaseOnBoard
 from flowspec_edge.cli.main import main
-
-
-@pytest.fixture(scope="module")
-def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_boards.Boards]:
-    with ssh_boards.boards(2, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(boards.outside):
-        yield boards
 
 
 @pytest.mark.slow

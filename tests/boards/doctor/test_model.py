@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +15,6 @@ from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.boards.probe.service_rules import BoardPart
 from flowspec_edge.model.manifest import Manifest
 from flowspec_edge.model.opened import resolve_model
-
-
-@pytest.fixture(scope="module")
-def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_boards.Boards]:
-    with ssh_boards.boards(2, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(boards.outside):
-        yield boards
 
 
 def with_model(boards: ssh_boards.Boards, **cluster: object) -> Inventory:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,12 +27,6 @@ from flowspec_edge.boards.probe.findings import Finding, unreachable
 
 HUGE = 10**15
 BARE = "/usr/bin/python3"  # a board's own Python, which has no torch here
-
-
-@pytest.fixture(scope="module")
-def boards(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ssh_boards.Boards]:
-    with ssh_boards.boards(2, tmp_path_factory.mktemp("boards")) as boards, boards.bed.entered(boards.outside):
-        yield boards
 
 
 def changed(boards: ssh_boards.Boards, python: str, **devices: dict[str, object]) -> Inventory:

@@ -7,6 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 from kits.bench_reports import report
+from kits.error_lines import error_line
 
 from flowspec_edge.cli.main import main
 
@@ -33,10 +34,7 @@ def test_plot_errors_are_one_line(tmp_path: Path, arguments: list[str], says: st
                                   capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     report(["flowspec"], ["qa"], [0.0]).save(tmp_path / "GOOD")
-    assert main(["bench", "plot", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert says in err
+    assert says in error_line(capsys, main(["bench", "plot", *arguments]))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["GOOD"]
 
 
@@ -69,9 +67,7 @@ def test_timeline_errors_are_one_line(model: Path, tmp_path: Path, arguments: li
                                       capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     capsys.readouterr()
-    assert main(["bench", "timeline", "--model", str(model), "--prompt", "x", "--max-new-tokens", "4",
-                 "--stages", "2", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert says in err
+    code = main(["bench", "timeline", "--model", str(model), "--prompt", "x", "--max-new-tokens", "4",
+                 "--stages", "2", *arguments])
+    assert says in error_line(capsys, code)
     assert list(tmp_path.iterdir()) == []

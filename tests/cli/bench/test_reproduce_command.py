@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from kits.error_lines import error_line
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.cli.main import main
@@ -75,8 +76,4 @@ def test_a_table_is_measured_once_and_written(tmp_path: Path, capsys: pytest.Cap
 def test_bad_input_is_one_line(arguments: list[str], says: str, tmp_path: Path,
                                capsys: pytest.CaptureFixture[str]) -> None:
     given = [str(tmp_path) if argument == "OUT" else argument for argument in arguments]
-    assert main(["reproduce", *given]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert says in err
-    assert err.count("\n") == 1
+    assert says in error_line(capsys, main(["reproduce", *given]))

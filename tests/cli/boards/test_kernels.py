@@ -11,6 +11,7 @@ from flowspec_edge.cli.main import main
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_table_with_a_winner_and_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "kernels.json"
     assert main(["device", "kernels", "--shape", "64x128", "--rows", "1,16", "--out", str(out)]) == 0

@@ -111,11 +111,6 @@ def test_a_terminal_plays_both_at_the_boards_pace(model: Path, monkeypatch: pyte
     assert "3 tokens in 0.5 s: 4.0 tokens/s" in screen.getvalue()
 
 
-def test_without_the_model_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--model", "nowhere"]) == 2
-    assert capsys.readouterr().err.startswith("flowspec: error: no model 'nowhere'")
-
-
 @pytest.mark.parametrize(("width", "together"), [(100, True), (60, False)])
 def test_a_terminal_shows_columns_if_it_is_wide_enough(width: int, together: bool) -> None:
     screen = io.StringIO()

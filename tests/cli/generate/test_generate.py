@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kits.error_lines import error_line
 from kits.process_clusters import PATIENCE
 from kits.tiny_model_dir import never_ends, tiny_model_dir
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -152,14 +153,6 @@ def test_sampled_text_depends_on_the_seed_and_not_on_the_method(model: Path,
     assert one != sampled(2)
 
 
-def test_parameters_of_the_tree_reach_the_strategy(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    drafted = []
-    for size in ("3", "60"):
-        assert generate(model, PROMPT, "--json", "--strategy", "chunk_pp", "--set", f"tree_size={size}") == 0
-        drafted.append(json.loads(capsys.readouterr().out)["stats"]["drafted"])
-    assert drafted[0] < drafted[1]
-
-
 @pytest.mark.parametrize(("arguments", "names"), [
     ([], "--prompt-file"),
     (["text", "--prompt-file", "also"], "--prompt-file"),
@@ -171,25 +164,7 @@ def test_parameters_of_the_tree_reach_the_strategy(model: Path, capsys: pytest.C
 ])
 def test_bad_input_is_one_line_and_exit_code_2(model: Path, arguments: list[str], names: str,
                                                capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(model, *arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("flowspec: error: ")
-    assert names in err
-    assert err.count("\n") == 1
-
-
-def test_a_truncated_shard_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = tiny_model_dir(tmp_path, layers=2, hidden=32)
-    weights = broken / "target" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:5000])
-    capsys.readouterr()
-    assert generate(broken, PROMPT) != 0
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("flowspec: error: ")
-    assert "model.safetensors" in err
-    assert err.count("\n") == 1
+    assert names in error_line(capsys, generate(model, *arguments))
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
@@ -202,14 +177,4 @@ def test_a_missing_draft_model_is_named_at_once(model: Path, tmp_path: Path, arg
                                                 capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("target", "eagle2"):
         (tmp_path / part).symlink_to(model / part)
-    assert generate(tmp_path, "x", *arguments) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert says in err
-
-
-def test_more_stages_than_layers_over_processes(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(model, PROMPT, "--stages", "3", clock="wall") == 2
-    err = capsys.readouterr().err
-    assert err.startswith("flowspec: error: ")
-    assert (err.count("\n"), "--stages 2" in err) == (1, True)
+    assert says in error_line(capsys, generate(tmp_path, "x", *arguments))

@@ -57,6 +57,7 @@ def test_a_request_that_never_began_has_no_trace(model: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_an_interrupted_request_leaves_what_there_is(model: Path, tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     file.write_text("of an earlier one")

@@ -70,11 +70,6 @@ def test_a_checkpoint_without_any_head(tmp_path: Path, capsys: pytest.CaptureFix
     assert f"--model {path} --kind eagle2" in printed
 
 
-def test_a_model_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["models", "head", "lama-2-7b"]) == 2
-    assert "did you mean llama-2-7b" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("kind", ["eagle2", "eagle3"])
 def test_counted_operations_are_those_that_torch_counts(tmp_path: Path, kind: str) -> None:
     """Of a step that runs; attention and small products are left out of the count."""

@@ -1,5 +1,4 @@
-"""``flowspec draft`` and its stages as processes: ready, a stage that is killed, the end; and what keeps
-it from starting."""
+"""What keeps ``flowspec draft`` and a stage from starting; tests/chaos and whole boards have them as processes."""
 
 from __future__ import annotations
 
@@ -8,96 +7,19 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from kits.process_clusters import PATIENCE
-from kits.services import Ear, Services, drafting
+from kits.services import Services
 from kits.sharded_models import cut
 from kits.tiny_model_dir import tiny_model_dir
-from openai import OpenAI
-from transformers import AutoTokenizer
 
 from flowspec_edge.cli.main import main
-from flowspec_edge.lab.plain import PlainDecoder
-from flowspec_edge.model.opened import OpenModel
-from flowspec_edge.sampling.rule import Sampling
-
-PROMPT = "def f(x): return"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32, vocab=97)
-
-
-@pytest.fixture(scope="module")
-def sharded(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    whole = tiny_model_dir(tmp_path_factory.mktemp("model"), layers=2, hidden=32, vocab=97)
     out = tmp_path_factory.mktemp("cut") / "model"
     cut(whole, out)
     return out
-
-
-@pytest.fixture
-def services(sharded: Path, tmp_path: Path) -> Iterator[Services]:
-    made = Services(sharded, tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def ear(tmp_path: Path) -> Iterator[Ear]:
-    made = Ear(str(tmp_path / "notify"))
-    yield made
-    made.close()
-
-
-def answer(services: Services, tokens: int = 12) -> str:
-    with OpenAI(base_url=f"{services.url}/v1", api_key="none", max_retries=0) as client:
-        return client.completions.create(model="tiny", prompt=PROMPT, max_tokens=tokens,
-                                         timeout=PATIENCE).choices[0].text
-
-
-def expected(whole: Path, tokens: int = 12) -> str:
-    tokenizer = AutoTokenizer.from_pretrained(whole / "target")
-    new, _ = PlainDecoder(whole).generate(tokenizer(PROMPT)["input_ids"], tokens, Sampling(),
-                                          OpenModel(whole).stop_ids)
-    return str(tokenizer.decode(new))
-
-
-@pytest.mark.soak  # whole boards show the same, under the real systemd: `make test-fleet`
-@pytest.mark.parametrize("forked", [True, False])
-def test_it_waits_for_its_stages_and_for_one_that_is_killed(whole: Path, services: Services, ear: Ear,
-                                                            forked: bool) -> None:
-    services.start(2, forked)
-    with drafting(services, ear) as process:
-        ear.until("STATUS=waiting for V1")
-        services.start(1, forked)
-        said = ear.until("READY=1")
-        assert said[-1].startswith("READY=1\nSTATUS=flowspec: serving tiny (flowspec_plus, 2 stages, fp32, "
-                                   f"cluster test) at {services.url}/v1")
-        ear.until("WATCHDOG=1")  # though there is no request
-        assert answer(services) == expected(whole)
-        services.kill(2)
-        ear.until("STATUS=recovering: ")
-        services.start(2, forked)
-        ear.until("STATUS=all stages are back")
-        assert answer(services) == expected(whole)
-        process.send_signal(signal.SIGTERM)
-        ear.until("STOPPING=1")
-        process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0
-    assert [worker.poll() for worker in services.workers.values()] == [None, None]
-
-
-@pytest.mark.soak
-def test_another_draft_device_meets_the_same_stages(whole: Path, services: Services, ear: Ear) -> None:
-    for stage in (1, 2):
-        services.start(stage)
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        with drafting(services, ear) as process:
-            ear.until("READY=1")
-            assert answer(services) == expected(whole)
-            process.send_signal(number)
-            process.communicate(timeout=PATIENCE)
-    assert [worker.poll() for worker in services.workers.values()] == [None, None]
 
 
 def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kits.process_clusters import PATIENCE, on_third
+from kits.process_clusters import PATIENCE
 
 from flowspec_edge.d0.capacity import session_rows
 from flowspec_edge.d0.observer import Observer
@@ -208,19 +206,3 @@ def test_after_a_fault_nothing_is_kept_and_all_rows_are_free(cluster: ProcessClu
     results = cluster.generate_many([request, request])
     assert [result.tokens for result in results] == [expected(tiny_model, request)] * 2
     assert [result.stats.reused for result in results] == [0, 0]
-
-
-@pytest.mark.soak
-def test_a_loss_takes_what_was_kept(tiny_model: Path) -> None:
-    kept = Request(some(80, 60), "flowspec", 8, params=SMALL)
-    lost = Request(some(81, 60), "flowspec", 30, params=SMALL)
-    with ProcessCluster(ClusterSpec(tiny_model, STAGES, threads=1, cache_rows=BUDGET,
-                                    rejoin_within=PATIENCE)).start() as cluster:
-        assert cluster.generate(kept).tokens == expected(tiny_model, kept)
-        result = cluster.generate(lost, on_third(lambda: os.kill(cluster.pids[1], signal.SIGKILL)))
-        assert result.tokens == expected(tiny_model, lost)
-        following = replace(lost, prompt=[*lost.prompt, *result.tokens, 1])
-        again = [cluster.generate(request) for request in (kept, following)]
-        assert [a.tokens for a in again] == [expected(tiny_model, request) for request in (kept, following)]
-        assert again[0].stats.reused == 0
-        assert 88 <= again[1].stats.reused <= 89

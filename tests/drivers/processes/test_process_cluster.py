@@ -32,10 +32,9 @@ from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec, Connected
 from flowspec_edge.drivers.ring import Addresses
 from flowspec_edge.drivers.stage.config import WorkerConfig
-from flowspec_edge.errors import FlowspecError, PeerLost, RequestFailed, UsageError
+from flowspec_edge.errors import FlowspecError, PeerLost, UsageError
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.strategies.flowspec import FlowSpec
 from flowspec_edge.strategies.registry import STRATEGIES
 from flowspec_edge.util import threads
 
@@ -105,25 +104,6 @@ def test_a_request_that_cannot_fit_leaves_the_cluster_up(cluster: ProcessCluster
     with pytest.raises(UsageError, match="the model stops at"):
         cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=5000))
     assert cluster.generate(Request(PROMPT, "autoregressive", max_new_tokens=3)).tokens == greedy(model, 3)
-
-
-class Idle(FlowSpec):
-    name = "idle"
-    summary = "does nothing"
-
-    def next_segment(self, rows: int | None = None) -> None:
-        return None
-
-    def next_draft(self) -> None:
-        return None
-
-
-def test_a_strategy_that_does_nothing_fails_its_request_and_leaves_the_cluster_up(
-        cluster: ProcessCluster, model: Path) -> None:
-    with pytest.raises(RequestFailed, match=r"^the strategy idle does nothing: .*") as caught:
-        cluster.generate(Request(PROMPT, f"{__name__}:Idle", max_new_tokens=3))
-    assert "\n" not in str(caught.value)
-    assert cluster.generate(Request(PROMPT, "flowspec", max_new_tokens=3)).tokens == greedy(model, 3)
 
 
 def refuse_memory(*_: object) -> None:

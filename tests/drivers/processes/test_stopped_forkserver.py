@@ -7,33 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from kits.lost_stages import Striker, own_texts
-from kits.process_clusters import PATIENCE, PROMPT, on_third
+from kits.process_clusters import PROMPT, on_third
 
 from flowspec_edge.d0.request import Request
 from flowspec_edge.drivers.processes import forkserver
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.errors import FlowspecError
-from flowspec_edge.lab.plain import PlainDecoder
-
-
-@pytest.mark.soak  # a new fork server imports for long
-def test_it_is_replaced_and_the_answer_goes_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forkserver, "_EXIT_CODE_S", 0.5)
-    striker = Striker()
-    with ProcessCluster(ClusterSpec(model, 2, threads=1, rejoin_within=2 * PATIENCE,
-                                    observer=striker)).start() as cluster:
-        def strike() -> None:
-            server = forkserver.server_pid()
-            assert server is not None
-            os.kill(server, signal.SIGSTOP)
-            os.kill(cluster.pids[1], signal.SIGKILL)
-
-        request = Request(PROMPT, "flowspec", 20)
-        result = cluster.generate(request, on_third(strike))
-        assert [result.tokens] == own_texts(PlainDecoder(model), [request])
-        assert "V2 has ended; the fork server, which knows how" in striker.losses[0]
 
 
 @pytest.mark.slow  # a new fork server here, and another for the next file's workers

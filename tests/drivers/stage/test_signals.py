@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from kits.process_clusters import PATIENCE, until
 
-from flowspec_edge.drivers.processes.forkserver import WorkerProcess
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.drivers.stage.process import StopSignals
 
@@ -84,22 +80,3 @@ def test_a_signal_interrupts_no_function_of_a_worker_that_serves() -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-@pytest.mark.soak
-def test_sigterm_at_any_moment_is_exit_code_0(config: Path, tmp_path: Path) -> None:
-    rng = random.Random(1)
-    for _ in range(300):
-        worker = WorkerProcess(config, tmp_path / "output")
-        try:
-            until(lambda worker=worker: catches_sigterm(worker.pid))
-            time.sleep(rng.choice((0.0, rng.uniform(0.0, 0.05), rng.uniform(0.0, 1.0))))
-            worker.terminate()
-            assert worker.wait(PATIENCE) == 0, (tmp_path / "output").read_text()
-        finally:
-            worker.kill()
-
-
-def catches_sigterm(pid: int) -> bool:
-    caught = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line)
-    return bool(int(caught.split()[1], 16) >> signal.SIGTERM - 1 & 1)

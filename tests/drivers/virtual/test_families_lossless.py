@@ -16,7 +16,7 @@ from flowspec_edge.strategies.registry import STRATEGIES
 PROMPT = [5, 17, 42, 3, 3, 58, 11]
 NEW = 8
 STAGES = (2, 4)
-# One of each family; tests/stage compares the logits of all, `make soak` the tokens.
+# One of each family; tests/stage compares the logits of all.
 SOME = ("llama-llama3", "mistral-window", "qwen2-tied", "qwen3-tied-yarn", "gemma3-tied")
 # Families and numbers of stages take turns over the strategies, and FlowSpec+ has every family.
 PAIRS = [(family, name, STAGES[(i // 2 + j // 2) % 2]) for i, family in enumerate(SOME)
@@ -58,7 +58,7 @@ def check(model: Path, name: str, stages: int) -> None:
 
 @pytest.mark.parametrize(("family", "name", "stages"), PAIRS)
 def test_tokens_of_all_strategies(models: dict[str, Path], family: str, name: str, stages: int) -> None:
-    """Over two stages or four; `make soak` runs every family over both."""
+    """Over two stages or four."""
     check(models[family], name, stages)
 
 
@@ -70,11 +70,3 @@ def test_two_rotary_embeddings_and_windows_shorter_than_the_text(models: dict[st
     model, prompt = models["gemma3"], PROMPT * 3
     request = Request(prompt, name, 2 * NEW, params=SMALL.changed(draft=draft))
     assert cluster(model, stages).generate(request).tokens == generated(model / "target", prompt, 2 * NEW)
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_whole_grid(models: dict[str, Path], family: str, name: str, stages: int) -> None:
-    check(models[family], name, stages)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -18,8 +17,6 @@ from flowspec_edge.cli.main import main
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.request import Request, Result
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drivers.processes.clusters import open_cluster
-from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.errors import UsageError
 from flowspec_edge.lab.plain import PlainDecoder
@@ -65,16 +62,8 @@ def same_text(model: Path, name: str, kind: str, stages: int, sampling: Sampling
 
 @pytest.mark.parametrize(("name", "kind"), IN_TURN)
 def test_every_strategy_gives_the_text_of_plain_decoding(tiny_model: Path, name: str, kind: str) -> None:
-    """Kinds, stage counts and samplings take turns; `make soak` has them all."""
+    """Kinds, stage counts and samplings take turns."""
     same_text(tiny_model, name, kind, *WAYS[IN_TURN.index((name, kind)) % len(WAYS)])
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("stages", "sampling"), WAYS)
-@pytest.mark.parametrize(("name", "kind"), PAIRS)
-def test_every_strategy_every_way(tiny_model: Path, name: str, kind: str, stages: int, sampling: Sampling
-                                  ) -> None:
-    same_text(tiny_model, name, kind, stages, sampling)
 
 
 @pytest.fixture(scope="module")
@@ -132,14 +121,6 @@ def test_flowspec_plus_looks_up_by_itself_or_not_at_all(ngram: bool | None, itse
     assert (chosen.looks_up(params), chosen.merges_look_up(params)) == (itself, merged)
 
 
-def test_over_processes(no_head: Path) -> None:
-    expected = turns(no_head, "autoregressive", Params()).tokens
-    with open_cluster(ClusterSpec(no_head, 2, threads=1)) as processes:
-        result = processes.generate(Request([3, 1, 4], "flowspec", 24, params=Params(draft="ngram")))
-    assert result.tokens == expected
-    assert result.stats.accepted >= 5
-
-
 def test_a_command_names_both_ways_without_a_head(no_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "run", "--model", str(no_head), "--strategies", "flowspec_plus"]) != 0
     said = capsys.readouterr().err
@@ -148,24 +129,6 @@ def test_a_command_names_both_ways_without_a_head(no_head: Path, capsys: pytest.
     assert "--draft ngram" in said
     assert "--strategy autoregressive" in said
     assert len(said.strip().splitlines()) == 1
-
-
-def test_without_a_head_a_text_is_looked_up(no_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = ["generate", "abc", "--model", str(no_head), "--stages", "1", "--clock", "virtual",
-             "--max-new-tokens", "8", "--json"]
-    texts = []
-    ngrams = ["--draft", "ngram", "--set", "ngram_max=6", "--set", "ngram=true"]
-    for way in ([], ngrams, ["--strategy", "autoregressive"]):
-        assert main([*asked, *way]) == 0
-        out, err = capsys.readouterr()
-        assert ("flowspec models head" in err) == (not way)
-        texts.append(json.loads(out)["tokens"])
-    assert texts[0] == texts[1] == texts[2]
-
-
-def test_spd_still_needs_its_module(no_head: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", "abc", "--model", str(no_head), "--strategy", "spd", "--draft", "ngram"]) != 0
-    assert "spd drafts with spd/, which" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("given", "message"), [

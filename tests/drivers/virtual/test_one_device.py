@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kits.cases import DISTINCT
 from kits.meta_device import MetaDevice
 from kits.tiny_model_dir import tiny_eagle3, tiny_model_dir
 
@@ -14,10 +15,9 @@ from flowspec_edge.device_profile import load_profile
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import STRATEGIES
 
 VOCABULARY = 300  # more than any other width here
-CASES = [(name, "own") for name in STRATEGIES] + [("flowspec", kind) for kind in ("eagle3", "lm", "ngram")]
+CASES = [(name, "own") for name in DISTINCT] + [("flowspec", kind) for kind in ("eagle3", "lm", "ngram")]
 SAMPLINGS = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, top_k=20, top_p=0.8, seed=2)]
 
 

@@ -96,8 +96,7 @@ def test_older_files_are_paired_by_number(tmp_path: Path, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("{}", "is no report of flowspec bench run"), ("nothing", ""), ('{"kind": "sweep"}', "is no report"),
-    ("[1]", "is no report of flowspec bench run (not a JSON object)")])
+    ("{}", "is no report of flowspec bench run"), ("nothing", "")])
 def test_other_files_are_refused_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str,
                                            said: str) -> None:
     a = saved(tmp_path / "a.json", report(["flowspec"], ["qa"], [0.0]))

@@ -55,6 +55,7 @@ def test_the_report_of_two_processes_is_that_of_one(model: Path, tmp_path: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_report_of_two_dask_workers_is_that_of_one_process(model: Path, tmp_path: Path) -> None:
     """A benchmark and a sweep, one after the other on the same workers."""
     options = ["--model", str(model), "--strategies", "flowspec_plus,flowspec", "--stages", "2",

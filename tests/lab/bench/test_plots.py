@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import struct
-import sys
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,7 +13,7 @@ from kits.bench_reports import report
 
 from flowspec_edge.drivers.virtual.clock import Span
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.bench.plots import check_figure, gantt, plot
+from flowspec_edge.lab.bench.plots import gantt, plot
 from flowspec_edge.lab.bench.timeline import window
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -115,15 +114,3 @@ def test_paths_that_cannot_become_a_figure(tmp_path: Path, name: str, says: str)
     with pytest.raises(UsageError, match=says):
         plot([report(STRATEGIES, ["qa"], [0.0])], tmp_path / name)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_measured_yet(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="nothing to plot"):
-        plot([report([], [], [])], tmp_path / "f.svg")
-
-
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match=r"pip install '\.\[plot\]'$"):
-        check_figure(tmp_path / "f.svg")

@@ -94,6 +94,7 @@ def test_answers_of_one_token_have_no_speed() -> None:
     bare = replace(first, tokens=1, tokens_per_second=0.0, decode_s=0.0, turns=0.0, rounds=0)
     one.samples = [bare, second]
     (row,) = one.rows
+    assert row.short == 1
     assert row.itl_mean_s == pytest.approx(second.decode_s / (second.tokens - 1))
     assert (row.itl_p50_s, row.itl_p95_s) == (second.itl_p50_s, second.itl_p95_s)
     assert row.tokens_per_second == second.tokens_per_second

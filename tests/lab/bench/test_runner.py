@@ -106,44 +106,6 @@ class Erring:
         self.cluster.close()
 
 
-def test_rows_are_means_and_ratios_of_sums(model: Path, cluster: VirtualCluster,
-                                           requests: list[Request]) -> None:
-    seen: list[str] = []
-    rows, differences = run(cluster, Plain(model), requests, STRATEGIES, seen.append)
-    assert differences == []
-    assert len(seen) == len(requests) * (1 + len(STRATEGIES))
-    speeds = {}
-    for row in rows:
-        results = [cluster.generate(replace(r, strategy=row.strategy)) for r in requests]
-        assert [r.stats.tokens_per_second is None for r in results] == [len(r.tokens) == 1 for r in results]
-        speeds[row.strategy] = sum(r.stats.tokens_per_second or 0.0 for r in results) / 2
-        assert row.tokens_per_second == pytest.approx(speeds[row.strategy])
-        assert (row.tokens, row.identical) == (8 + 5 + 1, True)
-        assert row.turns == pytest.approx(sum(r.stats.turns for r in results))
-        assert row.rounds == sum(r.stats.rounds for r in results)
-        assert row.short == 1
-        decoded = [r.stats for r in results if len(r.tokens) > 1]
-        assert row.alt == pytest.approx((7 + 4) / sum(stats.turns for stats in decoded))
-        assert row.alr == pytest.approx((7 + 4) / sum(stats.rounds for stats in decoded))
-    for row in rows:
-        assert row.speedup == pytest.approx(speeds[row.strategy] / speeds["chunk_pp"])
-
-
-def test_one_request_is_the_clusters_own_figures(model: Path, cluster: VirtualCluster,
-                                                 requests: list[Request]) -> None:
-    (row,), _ = run(cluster, Plain(model), requests[:1], [requests[0].strategy])
-    stats = cluster.generate(requests[0]).stats
-    assert (row.turns, row.rounds) == (stats.turns, stats.rounds)
-    assert (row.tokens_per_second, row.alt, row.alr) == pytest.approx(
-        (stats.tokens_per_second, stats.alt, stats.alr))
-
-
-def test_without_chunk_pp_there_is_no_speedup(model: Path, cluster: VirtualCluster,
-                                              requests: list[Request]) -> None:
-    rows, _ = run(cluster, Plain(model), requests[:1], ["flowspec"])
-    assert rows[0].speedup is None
-
-
 @pytest.mark.parametrize(("change", "position"), [("wrong", 3), ("short", 4), ("reason", 5)])
 def test_a_difference_is_found_and_placed(model: Path, remembering: Remembering, requests: list[Request],
                                           change: str, position: int) -> None:
@@ -267,17 +229,3 @@ def test_the_table_has_a_caption_and_all_figures(model: Path, remembering: Remem
     assert re.search(r" 0/3 +0/14\s*$", lines["chunk_pp"])
     assert "1.00×" in lines["chunk_pp"]
     assert "…" not in text
-
-
-def test_the_table_of_several_tasks_fits_into_120_columns(model: Path, cluster: VirtualCluster,
-                                                          requests: list[Request]) -> None:
-    report = BenchReport("p", "virtual")
-    measure(cluster, Plain(model), plan(requests, ("flowspec_no_sbd",), repeats=2), report)
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(table([row for row in report.rows if row.temperature], "caption"))
-    text = console.export_text()
-    assert "…" not in text
-    for row in report.rows[2:]:
-        assert f"{row.task:6} {row.strategy} {row.draft}" in text
-        error = "–" if row.tokens_per_second_se is None else f"{row.tokens_per_second_se:.2f}"
-        assert f"{row.tokens_per_second:.2f} {error}" in " ".join(text.split())

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import socket
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,6 @@ import pytest
 from kits.http_server import LONG, NAME, placed, post
 from kits.process_clusters import PATIENCE, until
 from kits.watched_server import STAGES, Watchable, Watched, Watcher, watchable, watched_cluster
-from openai import APIError
 
 from flowspec_edge.d0.run_events import StagesBack, StagesLost, StagesMissing
 from flowspec_edge.lab.plain import PlainDecoder
@@ -249,19 +245,6 @@ def test_missing_stages_are_told_until_they_are_back(watched: Watchable) -> None
         until(lambda: told()[2] == (False, before[2] + 1, 2.5))
         feed.observe(StagesBack(13.0))  # whatever was missing
         until(lambda: told()[1] == (False, before[1] + 1, 2.0))
-
-
-@pytest.mark.soak
-def test_a_stage_that_dies_is_named_and_so_is_its_return(watched: Watchable) -> None:
-    with Watcher(watched.server.url) as watcher:
-        os.kill(watched.clusters.pids[1], signal.SIGKILL)
-        with suppress(APIError):  # whether it is answered in the end is not the matter here
-            ask(watched)
-        assert "V2" in watcher.wait("cluster", state="lost")["reason"]
-        until(lambda: watcher.named("cluster")[-1]["state"] == "up")
-        told_of(watched, watcher)
-        losses = [board["losses"] for board in watcher.named("cluster")[-1]["boards"]]
-        assert losses[2] > 0
 
 
 def test_the_page_needs_no_key_and_what_it_shows_does(cluster: Watched) -> None:
