@@ -143,7 +143,7 @@ def test_what_a_recording_lacks_is_counted(recorded: Recording) -> None:
     """A recording of the roots alone has no child's children."""
     bare = replace(recorded, texts=tuple(
         replace(text, roots=tuple(Expansion(*(getattr(root, name)[:1] for name in
-                                              ("parents", "own", "tokens", "scores"))) for root in text.roots))
+                                              ("parents", "node_tokens", "tokens", "scores"))) for root in text.roots))
         for text in recorded.texts))
     cluster = VirtualCluster(bare, 4, load_profile("paper-7b"))
     assert cluster.note() == ""
@@ -306,7 +306,7 @@ def test_a_file_gives_back_what_was_saved(seed: int) -> None:
         assert (one.prompt, one.answer, one.reason, one.stop, one.sampling) == (
             other.prompt, other.answer, other.reason, other.stop, other.sampling)
         for mine, theirs in zip(one.roots, other.roots, strict=True):
-            for name in ("parents", "own", "tokens", "scores"):
+            for name in ("parents", "node_tokens", "tokens", "scores"):
                 np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
     assert after.packed() == before.packed()
 
