@@ -1,8 +1,8 @@
 """Finds the best split of a model: which board is D0, which are stages, their order and their layers.
 
 Objectives, in this order, with memory as a hard limit:
-1. A rate that the caller gives, which must not rise with either of the next two times; by default the
-   inverse of the first.
+1. A rate that the caller gives, to four digits, which must not rise with either of the next two times; by default
+   the inverse of the first.
 2. The time of the slowest stage, which limits throughput: its compute for a segment, or its port's time for
    the segment's hidden states if that is longer.
 3. The latency of one segment: all stages and hops, and lm_head on D0.
@@ -246,7 +246,8 @@ def _frontier(d0: _Table, others: Sequence[_Table], layers: int, rate: Rate, com
     best = min((split.order for split in compared), default=(0.0, 0, 0))
 
     def value(slowest: int, cost: int) -> float:
-        return rate(d0.board, slowest / _NS, cost // _COUNT / _NS)
+        # Rates are estimates: what differs by less is equal, and the faster slowest stage decides.
+        return float(f"{rate(d0.board, slowest / _NS, cost // _COUNT / _NS):.4g}")
 
     def at(index: int) -> _Split:
         nonlocal best
