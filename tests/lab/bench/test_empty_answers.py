@@ -83,7 +83,7 @@ def test_a_request_of_at_most_one_token_has_no_rate(committed: list[int]) -> Non
     generation = Generation(Request([1], stop_ids=frozenset({9})), lambda: float(next(now)))
     generation.prefilled()
     generation.extend([Commit(token, False) for token in (*committed, 9)], [])
-    stats = generation.result(TokenCounters(), 0, 0.5, 0, (), 0, "none").stats
+    stats = generation.result(TokenCounters(), 0, 0.5, 0, (), 0, "none", 0).stats
     assert [stats.tokens_per_second, stats.alt, stats.alr, stats.itl_p50_s, stats.itl_p95_s] == [None] * 5
 
 
