@@ -138,7 +138,7 @@ class TreeDrafter(Drafter, ABC):
             outputs = graphs.run(joined([inputs for *_, inputs in parts]), asked_rows)
             computed = list(outputs.clone().split([len(rows) for _, rows, _ in parts]))
         else:
-            computed = first._compute(parts) if parts else []
+            computed = parts[0][0]._compute(parts) if parts else []  # a lone part has a cache of its own
         for (drafter, rows, _), output in zip(parts, computed, strict=True):
             drafter._store(rows, output)
         counts = [len(request.nodes) for _, request in requests]

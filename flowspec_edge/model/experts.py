@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from flowspec_edge.model.expert_counts import independent
 from flowspec_edge.model.families import ExpertNames
+from flowspec_edge.util.elementwise import sigmoid
 from flowspec_edge.util.tensors import indices, on_host
 
 
@@ -62,7 +63,7 @@ class ClampedGate(nn.Module):
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         gate, up = gate.clamp(max=self._limit), up.clamp(-self._limit, self._limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * self._alpha))
+        return (up + 1) * (gate * sigmoid(gate * self._alpha))
 
 
 class Experts(nn.ModuleList):

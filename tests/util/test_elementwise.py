@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flowspec_edge.util.elementwise import sigmoid, silu, softplus
+from flowspec_edge.util.elementwise import gelu_tanh, sigmoid, silu, softplus
 
 ACTIVATIONS: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = [
-    (sigmoid, torch.sigmoid), (silu, F.silu), (softplus, F.softplus)]
+    (sigmoid, torch.sigmoid), (silu, F.silu), (softplus, F.softplus), (gelu_tanh, partial(F.gelu, approximate="tanh"))]
 
 
 @pytest.mark.parametrize("width", [1, 4, 48, 80, 128])
@@ -26,6 +27,18 @@ def test_a_rows_bits_are_those_of_the_row_alone(ours: Callable[[Tensor], Tensor]
         for start in range(0, 64 - rows, 5):
             some = slice(start, start + rows)
             assert torch.equal(ours(x[some].clone()), whole[some])
+
+
+@pytest.mark.parametrize("ours", [ours for ours, _ in ACTIVATIONS])
+def test_threads_share_a_row(ours: Callable[[Tensor], Tensor]) -> None:
+    """Of so many values each of three threads takes a share, whose end lies within a row."""
+    x = torch.randn(33, 8192, generator=torch.Generator().manual_seed(0)) * 4
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert torch.equal(torch.cat((ours(x[:11]), ours(x[11:]))), ours(x))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("ours", "published"), ACTIVATIONS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -13,12 +12,21 @@ from torch import Tensor, nn
 from flowspec_edge.model.decoder_config import ACTIVATIONS, DecoderConfig
 from flowspec_edge.model.experts import ClampedGate, Experts, Gated
 from flowspec_edge.model.families import ExpertNames
-from flowspec_edge.util.elementwise import sigmoid
+from flowspec_edge.util.elementwise import gelu_tanh, sigmoid, silu
 from flowspec_edge.util.linears import add_product, detach_and_join, product
 
-_TANH = partial(F.gelu, approximate="tanh")
+
+def _silu(x: Tensor) -> Tensor:
+    """In float32, where no bits are promised, by PyTorch's own kernel."""
+    return F.silu(x) if x.dtype == torch.float32 else silu(x)
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh") if x.dtype == torch.float32 else gelu_tanh(x)
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = dict(zip(
-    ACTIVATIONS, (F.silu, F.silu, F.relu, F.gelu, _TANH, _TANH), strict=True))
+    ACTIVATIONS, (_silu, _silu, F.relu, F.gelu, _gelu_tanh, _gelu_tanh), strict=True))
 
 
 class Routed(NamedTuple):
