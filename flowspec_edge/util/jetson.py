@@ -18,10 +18,15 @@ class _Strict(BaseModel):
 
 
 class ProcessMemory(_Strict):
-    """Memory of a service besides weights and caches, in 10^6 bytes; ``cuda`` includes the context."""
+    """Memory of a stage's process besides weights and caches, in 10^6 bytes.
+
+    cuda  includes CUDA's context
+    d0    what D0's process takes beyond a stage's: tokenizer, strategies, the HTTP server
+    """
 
     cpu: float
     cuda: float
+    d0: float
     provenance: Literal["estimated", "published", "measured"]
     source: str
 

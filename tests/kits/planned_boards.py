@@ -20,6 +20,7 @@ from flowspec_edge.device_profile import (
 from flowspec_edge.model.draft_kinds import EAGLE2
 
 MB = 10**6
+D0_MB = 180  # what D0's process takes beyond a stage's, in profiles/jetson/process.toml
 
 
 def profile(layer_ms: float = 6.0, usable_mb: float = 6000, process_mb: float = 500, overhead_ms: float = 0.0,

@@ -383,11 +383,11 @@ def process_bytes(deployment: Deployment, device: DeviceEntry) -> int:
     """A service's memory without weights and caches: from the board's profile if it was measured on the same
     torch device, otherwise as on known boards."""
     torch_device = deployment.inventory.torch_device(device)
-    profile = device_profile(device, deployment.path)
+    profile, memory = device_profile(device, deployment.path), process_memory()
+    megabytes = memory.cuda if torch_device.startswith("cuda") else memory.cpu
     if profile and profile.memory and not device_mismatch(profile, torch_device):
-        return round(profile.memory.process_mb * _MEGA)
-    memory = process_memory()
-    return round((memory.cuda if torch_device.startswith("cuda") else memory.cpu) * _MEGA)
+        megabytes = profile.memory.process_mb
+    return round((megabytes + memory.d0 * (device == deployment.boards[0])) * _MEGA)
 
 
 def d0_bytes(deployment: Deployment, manifest: Manifest) -> int:

@@ -51,6 +51,6 @@ def needed(deployment: Deployment) -> dict[str, int]:
     else:
         problem = MemoryCheck(str(model.path), PLAN_DTYPES[cluster.dtype], cluster, deployment.at_once,
                           len(stages) + 1, {}, drafting(cluster, model, deployment.head)).problem
-        sizes = [problem.d0, *(problem.stage(hi - lo) for lo, hi in stages)]
+        sizes = [problem.d0_part, *(problem.stage(hi - lo) for lo, hi in stages)]
     return {device.name: size + process_bytes(deployment, device)
             for device, size in zip(deployment.boards, sizes, strict=True)}

@@ -18,6 +18,7 @@ from flowspec_edge.device_profile import Profile
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS
 from flowspec_edge.model.manifest import HeadBits
 from flowspec_edge.stage.quant.sizes import draft_bits, matrix_bytes, packed_as
+from flowspec_edge.util.jetson import process_memory
 
 _WIDTH = 2  # bytes of an unpacked value
 
@@ -44,7 +45,8 @@ def head_costs(name_or_path: str, profile: Profile) -> list[HeadCost]:
     """Return what each usual draft head of a model costs on a D0 of ``profile``. The model is given by name or
     directory, as for ``model_size.model_bytes``; the profile may be scaled to a model or not."""
     hidden, vocabulary, heads = usual_heads_of(name_or_path)
-    room = profile.memory.usable_mb - profile.memory.process_mb if profile.memory else float("inf")
+    memory = profile.memory
+    room = memory.usable_mb - memory.process_mb - process_memory().d0 if memory else float("inf")
     costs = []
     for name, head in heads.items():
         kind = DRAFT_KINDS[name]
@@ -53,9 +55,9 @@ def head_costs(name_or_path: str, profile: Profile) -> list[HeadCost]:
             head_bytes = head.part.nbytes(_WIDTH, packed)
             matrix = matrix_bytes(vocabulary, hidden, _WIDTH, packed_as(bits))
             beside, ranked, _ = ranking_bytes(kind, head, vocabulary, hidden, _WIDTH, bits)
-            memory = (head_bytes + beside + matrix) / 1e6
+            head_mb = (head_bytes + beside + matrix) / 1e6
             read = head_bytes + beside - head.looked_up * _WIDTH - head.unread(_WIDTH, packed)
             pass_ms = (read + ranked) * rate
-            costs.append(HeadCost(name, bits, memory, memory <= room, pass_ms,
+            costs.append(HeadCost(name, bits, head_mb, head_mb <= room, pass_ms,
                                   pass_ms * (1 if kind.is_block else DEPTHS)))
     return costs

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flowspec_edge.boards.planning.planner import CandidateBoard, PipelinePlan, PlannedStage, SplitProblem
 from flowspec_edge.boards.planning.scaling import Basis, Scaling
+from flowspec_edge.util.jetson import process_memory
 
 _SINGLE_BOARD = "D0+V1"  # the role of a board that runs both, in one process
 
@@ -83,6 +84,8 @@ def _row(board: CandidateBoard, scaled: Mapping[str, Scaling], role: str | None,
         slow, fast = memory.gb_per_s_range
         span = stage_ms * memory.gb_per_s / fast, stage_ms * memory.gb_per_s / slow
     process_mb = memory.process_mb if role else 0.0
+    if role and role.startswith("D0"):
+        process_mb += process_memory().d0
     used = (weights + kv) / 1e6 + process_mb
     return BoardRow(board.name, profile.name, profile.provenance, role, layers, weights / 1e6, kv / 1e6,
                     process_mb, memory.usable_mb, memory.usable_mb - used, stage_ms, why, scaling.note, scaling.basis,

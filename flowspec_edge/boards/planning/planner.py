@@ -27,6 +27,7 @@ from flowspec_edge.d0.prompt_chunks import MOST, STEP, USUAL
 from flowspec_edge.device_profile import Memory, Profile
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.quant.sizes import EXPANDED_BYTES
+from flowspec_edge.util.jetson import process_memory
 
 if TYPE_CHECKING:
     from flowspec_edge.boards.planning.model_size import ModelBytes
@@ -93,8 +94,14 @@ class SplitProblem:
         return layers * self.layer + self.size.norm
 
     @property
-    def d0(self) -> int:
+    def d0_part(self) -> int:
+        """Return the bytes of D0's weights and caches."""
         return self.size.d0_weights + self.cached * self.size.draft_kv_row
+
+    @property
+    def d0(self) -> int:
+        """Return the bytes of D0's part, and what D0's process takes beyond a stage's."""
+        return self.d0_part + round(process_memory().d0 * 1e6)
 
     def prompt_rows_that_fit(self, board: CandidateBoard, layers: int, drafts: bool = False) -> int:
         """Rows of a prompt's segment for which ``board`` has memory beside ``layers`` and, if it ``drafts``, D0's part.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from kits.planned_boards import D0_MB
 
 from flowspec_edge.boards.deploy.resolve import process_bytes, resolve_deployment
 from flowspec_edge.boards.doctor.model import needed
@@ -45,13 +46,13 @@ def process_mb(directory: Path, torch_device: str, profile: str = "") -> float:
 
 
 @pytest.mark.parametrize(("torch_device", "measured", "found"), [
-    ("cpu", None, 400), ("cuda", None, 900), ("cuda:1", None, 900),
-    ("cuda", "cuda", 1234), ("cpu", "cpu", 1234), ("cpu", "cuda", 400)])
+    ("cpu", None, 240), ("cuda", None, 740), ("cuda:1", None, 740),
+    ("cuda", "cuda", 1234), ("cpu", "cpu", 1234), ("cpu", "cuda", 240)])
 def test_a_service_takes_more_with_cuda_and_a_profile_knows_best(
         torch_device: str, measured: str | None, found: float, tmp_path: Path) -> None:
     """``measured``: the device of a profile whose process takes 1234 MB."""
     if measured:
         text = (resource_dir("profiles") / "orin-nx-16gb.toml").read_text()
-        text = text.replace("process_mb = 900", "process_mb = 1234").replace('"cuda"', f'"{measured}"')
+        text = text.replace("process_mb = 740", "process_mb = 1234").replace('"cuda"', f'"{measured}"')
         (tmp_path / "own.toml").write_text(text)
-    assert process_mb(tmp_path, torch_device, "own.toml" if measured else "") == found
+    assert process_mb(tmp_path, torch_device, "own.toml" if measured else "") == found + D0_MB

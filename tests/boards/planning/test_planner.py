@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
-from kits.planned_boards import MB, board, problem, size
+from kits.planned_boards import D0_MB, MB, board, problem, size
 
 from flowspec_edge.boards.planning.layer_split import plan_as_listed
 from flowspec_edge.boards.planning.one_board import single_board_headroom
@@ -46,7 +46,7 @@ def objectives(p: SplitProblem, d0: CandidateBoard, stages: tuple[CandidateBoard
                layers: tuple[int, ...]) -> tuple[float, float, int] | None:
     """(slowest stage, latency of a segment, boards) from the profiles; None if memory is too small."""
     s, rows = p.size, p.context + p.tentative
-    if not fits(d0, s.lm_head + s.draft + rows * s.draft_kv_row):
+    if not fits(d0, s.lm_head + s.draft + rows * s.draft_kv_row + D0_MB * MB):
         return None
     for b, k in zip(stages, layers, strict=True):
         if not fits(b, k * (s.layer + rows * s.kv_row) + s.norm):

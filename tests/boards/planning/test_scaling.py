@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kits.planned_boards import MB, profile, size
+from kits.planned_boards import D0_MB, MB, profile, size
 
 from flowspec_edge.boards.planning.board_spec import BoardSpec, parse_devices
 from flowspec_edge.boards.planning.model_size import model_bytes
@@ -266,7 +266,8 @@ def test_rows_add_up_to_what_the_model_needs() -> None:
     assert [row.layers[0] for row in used[1:] if row.layers] == [0, *(
         row.layers[1] for row in used[1:-1] if row.layers)]
     for row in used:
-        assert row.headroom_mb == pytest.approx(row.usable_mb - row.weights_mb - row.kv_mb - 500)
+        assert row.headroom_mb == pytest.approx(
+            row.usable_mb - row.weights_mb - row.kv_mb - 500 - D0_MB * (row.role == "D0"))
         assert row.headroom_mb >= 0
         assert row.used_mb == pytest.approx(row.usable_mb - row.headroom_mb)
 
@@ -276,7 +277,7 @@ def test_a_single_board_row_has_one_process() -> None:
     p = SplitProblem(of, 1000, 1000)
     big, other = CandidateBoard("big", profile(usable_mb=20_000)), CandidateBoard("other", profile())
     row, left = alone_rows(big, [other], p, {"big": Scaling(), "other": Scaling()})
-    assert (row.role, row.layers, row.process_mb) == ("D0+V1", (0, 4), 500)
+    assert (row.role, row.layers, row.process_mb) == ("D0+V1", (0, 4), 500 + D0_MB)
     assert row.weights_mb == pytest.approx((of.target_weights + of.d0_weights) / MB)
     assert row.stage_ms == pytest.approx(24)
     assert left.role is None

@@ -14,7 +14,7 @@ import pytest
 from kits.error_lines import error_line
 from kits.family_checkpoints import family_model
 from kits.mtp_layers import with_mtp
-from kits.planned_boards import profile
+from kits.planned_boards import D0_MB, profile
 from kits.tiny_model_dir import tiny_model_dir
 
 from flowspec_edge.boards.deploy.resolve import resolve_deployment
@@ -402,7 +402,7 @@ def test_boards_without_a_profile_are_estimated(home: Path, capsys: pytest.Captu
 def test_one_board_by_itself(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, "--model", str(home / "model"), "--devices", f"{home}/agx.toml")
     [only] = found["boards"]
-    assert (only["role"], only["layers"], only["process_mb"]) == ("D0+V1", [0, 4], 500)
+    assert (only["role"], only["layers"], only["process_mb"]) == ("D0+V1", [0, 4], 500 + D0_MB)
     assert found["one_board"]["enough"]
     assert found["one_board"]["text"].startswith("one board is enough: agx alone makes ")
     assert found["predictions"] == []
