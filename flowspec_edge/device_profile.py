@@ -32,7 +32,9 @@ OUTPUT_LAUNCHES = 10  # lm_head and a greedy choice; 29 for a token sampled with
 # Of ranking by an earlier block; and its time in passes of an EAGLE head, of a Markov head of rank 256.
 SCORE_LAUNCHES, BLOCK_SCORES = 15, 0.03
 
-CORRELATION = 0.22  # of the experts of a segment's rows, measured (docs/experiments/models.md)
+# How far rows of one segment choose the same experts: 0 = independently, 1 = all the same.  Measured, see
+# docs/experiments/models.md.
+CORRELATION = 0.22
 
 
 class ModelShape(StrictModel):

@@ -101,7 +101,7 @@ BENCH = dedent('''
 BAD = {
     "nowhere:KIND": "cannot load the kind of draft model nowhere:KIND: ModuleNotFoundError",
     "os:sep": "os:sep is not a kind of draft model",
-    "bad_kinds:OTHER": "bad_kinds:OTHER is named 'other', and its entry point 'bad'",
+    "bad_kinds:OTHER": "bad_kinds:OTHER is named 'other', but its entry point 'bad'",
     "bad_kinds:PLACE": "needs a directory of its own",
     "bad_kinds:TIME": "is charged as bad_pass_ms, and does not say how many layers",
     "bad_kinds:LAYERS": "its own time is bad_pass_ms",

@@ -334,7 +334,7 @@ class DraftCore:
         return next((request for request in self._requests if request.handle is handle), None)
 
     def _end(self, request: ActiveRequest, event: RequestEvent) -> None:
-        """The request is over, and its place is free."""
+        """End the request, and free its place."""
         request.take(event)
         self._requests.remove(request)
         self.queue.leave(request.handle)

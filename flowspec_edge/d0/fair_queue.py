@@ -82,11 +82,11 @@ class FairQueue(Generic[T]):
         if len(self._entries) < limit:
             return True
         share = limit
-        for path in _paths(caller):
-            beside = {other[:len(path)] for other in self._items if len(other) == len(path)
-                      and other[:-1] == path[:-1]}
-            share //= len(beside | {path})
-            if self._items[path] < share:
+        for prefix in _prefixes(caller):
+            beside = {other[:len(prefix)] for other in self._items if len(other) == len(prefix)
+                      and other[:-1] == prefix[:-1]}
+            share //= len(beside | {prefix})
+            if self._items[prefix] < share:
                 return True
         return False
 
@@ -96,9 +96,9 @@ class FairQueue(Generic[T]):
         number = next(self._numbers)
         entry = _Entry(self._clock() + priority * self._aging_s, priority, number)
         self._entries[item] = caller, entry
-        for path in _paths(caller):
-            self._items[path] += 1
-            self._turns.setdefault(path, number)
+        for prefix in _prefixes(caller):
+            self._items[prefix] += 1
+            self._turns.setdefault(prefix, number)
         insort(self._waiting.setdefault(caller, []), (entry, item), key=_entry)
 
     def take(self) -> T:
@@ -111,9 +111,9 @@ class FairQueue(Generic[T]):
             del self._waiting[caller]
         self._placed[item] = caller
         turn = next(self._numbers)
-        for path in _paths(caller):
-            self._places_held[path] += 1
-            self._turns[path] = turn
+        for prefix in _prefixes(caller):
+            self._places_held[prefix] += 1
+            self._turns[prefix] = turn
         return item
 
     def withdraw(self, item: T) -> None:
@@ -158,8 +158,8 @@ class FairQueue(Generic[T]):
         best: tuple[int, int] | None = None
         rival = None
         for age, (item, other) in enumerate(self._placed.items()):
-            pairs = zip(_paths(caller), _paths(other), strict=True)
-            paths = next(((path, other_path) for path, other_path in pairs if path != other_path), None)
+            pairs = zip(_prefixes(caller), _prefixes(other), strict=True)
+            paths = next(((prefix, other_prefix) for prefix, other_prefix in pairs if prefix != other_prefix), None)
             if paths is None:
                 continue
             places = self._places_held[paths[0]] - (stuck is not None)
@@ -192,10 +192,10 @@ class FairQueue(Generic[T]):
             if not self._waiting[caller]:
                 del self._waiting[caller]
         del self._entries[item]
-        for path in _paths(caller):
-            self._items[path] -= 1
-            if not self._items[path]:
-                del self._items[path], self._turns[path]
+        for prefix in _prefixes(caller):
+            self._items[prefix] -= 1
+            if not self._items[prefix]:
+                del self._items[prefix], self._turns[prefix]
         return True
 
     def clear(self) -> list[T]:
@@ -207,10 +207,10 @@ class FairQueue(Generic[T]):
 
     def _leave_place(self, item: T) -> Caller:
         caller = self._placed.pop(item)
-        for path in _paths(caller):
-            self._places_held[path] -= 1
-            if not self._places_held[path]:
-                del self._places_held[path]
+        for prefix in _prefixes(caller):
+            self._places_held[prefix] -= 1
+            if not self._places_held[prefix]:
+                del self._places_held[prefix]
         return caller
 
     def _next_caller(self) -> Caller:
@@ -219,11 +219,11 @@ class FairQueue(Generic[T]):
     def _rank(self, caller: Caller) -> list[tuple[int, int]]:
         """Orders callers: at each level, the caller with the fewest places comes first, and of equals the one
         whose last turn is longest ago."""
-        return [(self._places_held[path], self._turns[path]) for path in _paths(caller)]
+        return [(self._places_held[prefix], self._turns[prefix]) for prefix in _prefixes(caller)]
 
 
-def _paths(caller: Caller) -> list[Caller]:
-    """The caller's path from the first level to the last."""
+def _prefixes(caller: Caller) -> list[Caller]:
+    """Return the caller's prefixes, from its first level alone to the whole caller."""
     return [caller[:end] for end in range(1, len(caller) + 1)]
 
 

@@ -115,8 +115,8 @@ class HeadFiles:
         return self._embedding is not None
 
     def own_embedding(self, config: Any, dtype: torch.dtype) -> EmbeddingTable | None:
-        """A head's own embeddings, in their file; None if it has none, or not in a safetensors file.
-        FlowspecError for another shape than ``config``'s."""
+        """Return the head's own embeddings, whose rows stay in the file; None if it has none, or if the file is not
+        safetensors. FlowspecError if their shape is not ``config``'s."""
         if self.checkpoint is None or self._embedding is None:
             return None
         return self.checkpoint.table(self._embedding, torch.Size((config.vocab_size, config.hidden_size)), dtype)

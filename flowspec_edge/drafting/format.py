@@ -138,8 +138,10 @@ class DraftFormat(ABC):
         return ()
 
     def check_fit(self, directory: Path, config: Any, shapes: Shapes, target: TargetFacts) -> None:
-        """FlowspecError, with both numbers, for a draft model of another target: by its :meth:`config` and
-        by the shapes of its tensors."""
+        """Raise FlowspecError, with both numbers, if the draft model was made for another target.
+
+        Its :meth:`config` and the shapes of its tensors are compared with the target's.
+        """
         vocabularies = [config.vocab_size, *([shapes[EMBEDDING][0]] if EMBEDDING in shapes else [])]
         for width in self.widths(directory, config, shapes, target.layers):
             require_fit(directory, "width", width, target.width)
@@ -156,7 +158,7 @@ class HeadFormat(DraftFormat):
 
     @abstractmethod
     def on_meta(self, directory: Path) -> nn.Module:
-        """Its module, without memory; ``config`` holds its configuration."""
+        """Return the head's module without memory. The module's ``config`` is its configuration."""
 
     @abstractmethod
     def usual(self, target: DecoderConfig, kind: DraftKind) -> nn.Module:

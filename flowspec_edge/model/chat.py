@@ -296,8 +296,13 @@ def require_template(model: OpenModel, template: str | None) -> None:
     if template is not None:
         if template not in BUILT_IN:
             read_template(Path(template))
-    elif not _has_own_template(model) and recognise(model) is None:
+    elif not has_template(model):
         raise no_template(model)
+
+
+def has_template(model: OpenModel) -> bool:
+    """Return whether the model's tokenizer has a chat template, or a built-in one belongs to its name."""
+    return _has_own_template(model) or recognise(model) is not None
 
 
 def no_template(model: OpenModel) -> UsageError:

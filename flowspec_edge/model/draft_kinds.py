@@ -85,7 +85,8 @@ def _from_outside(name: str) -> DraftKind:
     if not isinstance(offered_kind, DraftKind):
         raise UsageError(f"{place} is not a kind of draft model: a flowspec_edge.model.draft_kind.DraftKind")
     if offered_kind.name != name:
-        raise UsageError(f"{place} is named {offered_kind.name!r}, and its entry point {name!r}: give both one name")
+        raise UsageError(f"{place} is named {offered_kind.name!r}, but its entry point {name!r}: give both one "
+                         "name")
     used_directories = {kind.directory for kind in _OWN.values()}
     directory = offered_kind.directory
     if offered_kind.in_target or not directory.replace("-", "_").isidentifier() or directory in used_directories:

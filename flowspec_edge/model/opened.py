@@ -97,7 +97,7 @@ class OpenModel:
 
     @property
     def target(self) -> Path:
-        """The directory of the target's config and tokenizer, and of its weights: if sharded, only D0's."""
+        """The directory of the target's config, tokenizer and weights. A sharded model has only D0's weights there."""
         target = self.parts / "target"
         return target if target.is_dir() or self.sharded else self.path
 
@@ -228,7 +228,7 @@ class OpenModel:
 
     @property
     def size(self) -> int:
-        """Bytes of all files, a GGUF file's among them."""
+        """The bytes of all files, including those of a GGUF file that lies elsewhere."""
         beside = read_json_object(table)["files"] if (table := self.target / GGUF_TABLE).is_file() else ()
         directory_bytes = sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
         return directory_bytes + sum(int(file["size"]) for file in beside)
@@ -298,11 +298,10 @@ def refuse_two_targets(model: OpenModel) -> None:
     """UsageError if a directory is a checkpoint and has one in it, or is a sharded model and a checkpoint."""
     outer, inner = model.path / "config.json", model.path / "target" / "config.json"
     if outer.is_file() and model.sharded:
-        raise UsageError(f"{model.path} is a sharded model by {MANIFEST} and a checkpoint by {outer.name}: "
-                         "move one of the two to another directory")
+        raise UsageError(f"{model.path} contains both a sharded model ({MANIFEST}) and a checkpoint ({outer.name}): "
+                         "move one of them to another directory")
     if outer.is_file() and inner.is_file():
-        raise UsageError(f"{outer} and {inner} are two models: give the directory of one, without the other in "
-                         "it")
+        raise UsageError(f"{outer} and {inner} are two models: move one of them to another directory")
 
 
 def model_path(name_or_path: str) -> Path | None:

@@ -204,7 +204,7 @@ class AnswerPenalties:
 
 
 class _PenaltyState(NamedTuple):
-    """Of tokens: what is added first, whether the text has them, and what is subtracted last."""
+    """For each token: what is added to its logit first, whether the text has it, and what is subtracted last."""
 
     bias: Tensor
     in_text: Tensor

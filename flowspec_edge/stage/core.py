@@ -235,13 +235,13 @@ class StageCore:
     def _overdue(self, now: float) -> str:
         """Drop the oldest message of a session whose Open never came, and return the reason; "" if none is
         due."""
-        early = next((arrival for arrival in self._arrived if self._unopened(arrival)), None)
-        if early is None or (now <= early.until and self.has_room):
+        unopened = next((arrival for arrival in self._arrived if self._unopened(arrival)), None)
+        if unopened is None or (now <= unopened.until and self.has_room):
             return ""
-        self._arrived.remove(early)
-        self._credit(early.segments[0])
-        limit = f"within {self._open_within_s:g} s" if now > early.until else f"while {QUEUED} messages came"
-        return f"received a segment of session {self._unopened(early)[0]}, but no Open for it {limit}"
+        self._arrived.remove(unopened)
+        self._credit(unopened.segments[0])
+        limit = f"within {self._open_within_s:g} s" if now > unopened.until else f"while {QUEUED} messages came"
+        return f"received a segment of session {self._unopened(unopened)[0]}, but no Open for it {limit}"
 
     def _unopened(self, arrival: _Arrival) -> list[int]:
         return [segment.session for segment in arrival.segments
@@ -304,15 +304,15 @@ class StageCore:
         running = self._pass
         if running is None or not self._charged:
             return
-        layer = (running.end - running.start) / self._layers
+        layer_s = (running.end - running.start) / self._layers
         for i, (segment, result) in enumerate(zip(running.segments, running.results, strict=True)):
-            if result.cancelled or layer <= 0 or self.engine.wants(segment):
+            if result.cancelled or layer_s <= 0 or self.engine.wants(segment):
                 continue
             running.results[i] = SegmentResult([], without_rows(result.message), cancelled=True)
             if all(cancelled or not len(other.numbers)
                    for cancelled, other in zip(running.cancelled, running.segments, strict=True)):
-                done = math.ceil((now - running.start) / layer - 1e-9)
-                running.end = min(running.end, running.start + done * layer)
+                layers_done = math.ceil((now - running.start) / layer_s - 1e-9)
+                running.end = min(running.end, running.start + layers_done * layer_s)
 
     def _finish(self, event: Passed, now: float) -> None:
         """Count the pass, and send its results."""

@@ -39,7 +39,7 @@ class LayerGraphs:
         hidden     [rows, width], like those that will be loaded
         rotations  like those that will be loaded
         """
-        self.hidden = hidden.clone()  # of the layer that ``advance`` has begun, or of the last one's output
+        self.hidden = hidden.clone()  # the input of the layer that ``advance`` has begun; at the end, the output
         self._rotations = {turn: Rotation(cos.clone(), sin.clone(), None if scale is None else scale.clone())
                            for turn, (cos, sin, scale) in rotations.items()}
         self._layers, self._turns = layers, turns

@@ -252,7 +252,7 @@ def find_embedding(model: OpenModel | Path | str, dtype: str, device: torch.devi
 
 
 def _embedding(checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> Embedding:
-    """Rows in the file; all of them in memory if it is not safetensors."""
+    """Return embeddings whose rows stay in the file. If that is not a safetensors file, load them all into memory."""
     name, shape = tensor_names.EMBEDDING, torch.Size((config.vocab_size, config.hidden_size))
     table = checkpoint.table(name, shape, dtype, device)
     return as_embedding(load_tensor(checkpoint, name, shape, dtype, device)) if table is None else table

@@ -4,7 +4,8 @@ FlowSpec redrafts a few levels from the root at every acceptance, which limits i
 2) tokens a turn.  Here one tree lasts as long as the round, and the probability that a node becomes text
 (``tree.best_first_tree``) decides what to send and what to draft, at any depth.
 
-``plus_without`` disables the ideas in bold by name; docs/reference/strategies.md has the figures.
+``plus_without`` switches ideas off by their names (``IDEAS``). docs/reference/strategies.md explains each, and has the
+figures.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from flowspec_edge.tree.draft_tree import Node
 from flowspec_edge.tree.segment_builder import SegmentBuilder
 from flowspec_edge.tree.text_index import TextIndex
 
-_MAX_NODES = 1024  # of the tree: beyond, a draft pass is not worth its time and memory
+_MAX_NODES = 1024  # a tree that has as many is not expanded: a draft pass would not be worth its time and memory
 _CHILDREN = 10  # per node and draft pass (FlowSpec's k)
 _LONGEST_RUN = 8  # tokens that the look-up compares
 _CHILDREN_PER_LOOKUP = 4

@@ -49,7 +49,8 @@ def offered(group: str) -> Mapping[str, EntryPoint]:
 def load_object(place: str, description: str, form: str) -> Any:
     """Import what is at ``place``, "package.module:name".
 
-    UsageError that calls it ``description`` for whatever the import raises; ``form`` is what a place must look like.
+    Whatever the import raises becomes a UsageError that calls the object ``description``.  ``form`` says what a place
+    must look like.
     """
     from flowspec_edge.util.working_directory import hidden_file
 

@@ -98,7 +98,7 @@ def leave_out_current_directory() -> None:
 
 
 def _safe_here() -> str:
-    """Import this process' package, wherever it is; what lies beside the package comes after all else."""
+    """Return code that imports this process's package from where it is. What is beside the package is found last."""
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return (f"import sys; sys.path[:] = [{root!r}, *filter(None, sys.path)]; import flowspec_edge; "
             "sys.path.append(sys.path.pop(0)); ")

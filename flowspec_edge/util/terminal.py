@@ -35,6 +35,11 @@ def plain(text: str) -> str:
     return escape(printable(text))
 
 
+def counted_stages(stages: int) -> str:
+    """Return ``"1 stage"``, ``"4 stages"``."""
+    return f"{stages} stage{'s' if stages != 1 else ''}"
+
+
 def no_control_characters(text: str) -> str:
     """A validator, which raises ValueError."""
     if printable(text) != text:

@@ -19,7 +19,8 @@ _MACHINERY = ("importlib", "_frozen_importlib", "_frozen_importlib_external")
 
 
 class _WorkingDirectory:
-    """A finder of ``sys.meta_path``, the last one; ``top``: the package or module that the user named."""
+    """The last finder of ``sys.meta_path``. In ``directory`` it looks for ``top``, the package or module that the user
+    named, and for what modules from there import."""
 
     def __init__(self, directory: Path, top: str) -> None:
         self._directory, self._modules = directory, {top}

@@ -127,7 +127,7 @@ def test_heads_and_parts_are_no_models(tmp_path: Path) -> None:
         resolve_model(whole)
     shutil.rmtree(whole / "target")
     (whole / "manifest.json").write_text("{}")
-    refused(whole, r"a sharded model by manifest\.json and a checkpoint by config\.json: move one")
+    refused(whole, r"a sharded model \(manifest\.json\) and a checkpoint \(config\.json\): move one")
 
 
 def test_a_file_is_no_directory(model: Path) -> None:

@@ -51,7 +51,8 @@ class BoardDiff:
 
     @property
     def receiver(self) -> str:
-        """The interpreter that receives files; "": the board's own, for a container would have its own processes."""
+        """The interpreter that receives files. With an image it is "", the board's own, because one in a container
+        would not see the board's processes."""
         return "" if isinstance(self.state.environment, Image) else self.python
 
     def steps(self) -> list[Step]:

@@ -53,11 +53,11 @@ class Rollout:
         return self._log.report(diff.release if diff else None)
 
     def up(self, rotate: bool = False) -> DeployReport:
-        """Bring all boards to the release that the cluster file, this package and the model define.
+        """Bring all boards to the release that follows from the cluster file, this package and the model.
 
-        ``rotate``: with other key pairs on all boards (``services.keys``).  UsageError for errors in the
-        input, FlowspecError if the model cannot be sharded or the wheels cannot be gathered here; failures on
-        boards are in the report.
+        ``rotate`` also gives every board a new key pair (``services.keys``).  UsageError if the input has errors;
+        FlowspecError if this machine cannot shard the model or gather the wheels.  Failures on boards are in the
+        report.
         """
         diff = self._decide(end_others=True, rotate=rotate)
         if diff is None:

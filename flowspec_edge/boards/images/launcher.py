@@ -116,7 +116,8 @@ def _user(name: str) -> User:
 
 def _service(name: str, environment: Mapping[str, str]) -> ServiceContainer:
     if not environment.get("RUNTIME_DIRECTORY"):
-        sys.exit("this unit is not that of an image: flowspec deploy up")
+        sys.exit("this systemd unit was not written for a container image (RUNTIME_DIRECTORY is not set); write it "
+                 "again with: flowspec deploy up")
     show = ["systemctl", "show", "--property=MemoryMax", "--value", environment.get(_UNIT, "")]
     memory = memory_limit(subprocess.run(show, capture_output=True, text=True, check=False).stdout)
     return ServiceContainer(name, environment["RUNTIME_DIRECTORY"], environment.get("CREDENTIALS_DIRECTORY", ""),

@@ -189,7 +189,8 @@ def _socket(kind: int) -> Iterator[zmq.Socket[bytes]]:
 
 def _send(link: zmq.Socket[bytes], frames: list[bytes], host: str, port: int) -> None:
     if not link.poll(round(MAX_SECONDS * 1e3), _POLLOUT):
-        raise FlowspecError(f"{host}:{port} takes nothing more; see whether the peer still runs")
+        raise FlowspecError(f"{host}:{port} has stopped accepting data: see whether `flowspec device peer` "
+                             "still runs there")
     link.send_multipart(frames, zmq.NOBLOCK)
 
 

@@ -133,7 +133,7 @@ class ModelBytes:
         return by_row + requests * self.state
 
     def segment_bytes(self, rows: int) -> int:
-        """The hidden states of a segment, without its header."""
+        """Return the bytes of a segment's hidden states; its header is not counted."""
         return rows * self.hidden_width * self.bytes_per_value
 
 

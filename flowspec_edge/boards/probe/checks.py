@@ -332,12 +332,13 @@ def shared_machine_ids(facts: Mapping[str, BoardFacts]) -> list[Finding]:
 
 def different_processors(facts: Mapping[str, BoardFacts]) -> list[Finding]:
     """A finding for each board whose processor differs from the most common; "" is an unknown processor."""
-    machines = {board: board_facts.system.machine for board, board_facts in facts.items() if board_facts.system.machine}
-    machine_names = [*machines.values()]
-    usual = max(machine_names, key=machine_names.count, default="")
-    return [Finding("machine", "warning", f"{machine}, and others are {usual}",
+    architectures = {board: board_facts.system.machine for board, board_facts in facts.items()
+                     if board_facts.system.machine}
+    names = [*architectures.values()]
+    usual = max(names, key=names.count, default="")
+    return [Finding("machine", "warning", f"{architecture}, and others are {usual}",
                     "the wheelhouse needs wheels for both", board=board)
-            for board, machine in machines.items() if machine != usual]
+            for board, architecture in architectures.items() if architecture != usual]
 
 
 def of_result(place: Place, name: str, rule: Callable[[ComputeDevice, ComputationResult], Finding],

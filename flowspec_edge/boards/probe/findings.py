@@ -36,6 +36,7 @@ _SSH = (
      "ssh's own configuration are not for boards"),
 )
 _PORT = re.compile(r"\bport (\d+)\b")
+_UNKNOWN_ADDRESS = re.compile(r"^the address \S+ is unknown here[^:]*: ")  # the reason says it, too
 _HANGS = re.compile(r"no command began within|did not finish within|the connection broke in ")
 _IN_FILE = {"user": "ssh_user", "key": "ssh_key", "ssh_port": "ssh_port", "file": " in the cluster file"}
 _BY_OPTION = {"user": "--user", "key": "--key", "ssh_port": "--port", "file": ""}
@@ -109,7 +110,8 @@ def unreachable(device: DeviceEntry, error: str, settings_in: Literal["file", "o
         return Finding("ssh", "failed", reason, advice, board=device.name)
     for pattern, reason, advice in _SSH:
         if re.search(pattern, error):
-            return Finding("ssh", "failed", f"{reason.format(**values)} ({error})", advice.format(**values),
+            details = _UNKNOWN_ADDRESS.sub("", error)
+            return Finding("ssh", "failed", f"{reason.format(**values)} ({details})", advice.format(**values),
                            board=device.name)
     return Finding("ssh", "failed", error, "ssh there by hand, and see what it says", board=device.name)
 

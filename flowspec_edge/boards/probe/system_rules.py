@@ -203,7 +203,7 @@ def network(facts: SystemFacts, address: str, interface: str, address_fault: tup
 
 
 def large_pieces(l4t: str) -> Iterator[Finding]:
-    """Whether a release of L4T is one that may refuse large pieces of GPU memory."""
+    """Warn of a release of L4T that may refuse large pieces of GPU memory."""
     fault = l4t_system().large_pieces
     if is_from(l4t, fault.since):
         yield Finding(

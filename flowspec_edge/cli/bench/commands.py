@@ -83,7 +83,7 @@ def run(
     from flowspec_edge.lab.bench.exactness import types_of
     from flowspec_edge.lab.bench.results import BenchReport
     from flowspec_edge.lab.bench.tables import first_token_table, rows_to_show, show, table, timing, title
-    from flowspec_edge.util.terminal import printable
+    from flowspec_edge.util.terminal import counted_stages, printable
 
     lengths = parse_counts(prompt_lengths, "--prompt-lengths") if prompt_lengths else []
     request = MeasureRequest(FLOWSPEC_AND_ABLATIONS)
@@ -99,7 +99,7 @@ def run(
         caption = f"{caption}, {types_of(report.settings)}"
         show(console, table(rows_to_show(report, temperature), caption))
     if report.first_tokens:
-        caption = f"{timing(report.clock, report.profile)}, {report.settings['stages']} stages"
+        caption = f"{timing(report.clock, report.profile)}, {counted_stages(report.settings['stages'])}"
         print(printable(f"\ntime to the first token of a prompt alone, {caption}"))
         show(console, first_token_table(report.first_tokens))
     fail_if_different(report.different_texts())

@@ -205,7 +205,8 @@ def _tokens_of(path: Path, by_ngrams: bool) -> Tokens:
 
 
 def prediction_requests(source: OpenModel, kind: str) -> list[Request]:
-    """All strategies draft with one kind of ``source``'s draft models, or all by look-up."""
+    """Return the demonstration's prompts as requests. All strategies draft with ``source``'s draft model of ``kind``,
+    or all by look-up."""
     from flowspec_edge.cli.common.workload import demo_prompts, requests_for
     from flowspec_edge.lab.bench.tasks import load_prompts
     from flowspec_edge.model.text import Tokenizer

@@ -297,8 +297,9 @@ def show(report: PlanReport) -> None:
     if plan and report.draft and (warning := report.draft.warning(plan.d0.name)):
         say(f"{warning[:1].upper()}{warning[1:]}.")
     say("")
-    if report.label:
-        say(report.label.replace("virtual time", "VIRTUAL TIME", 1))
+    label = report.label.replace("virtual time", "VIRTUAL TIME", 1)
+    if label and (report.predictions or not report.alone):
+        say(label)
     if report.at_once > 1:
         say(f"chosen for {report.at_once} requests at once; the speeds are those of one")
     if report.predictions:
@@ -314,6 +315,8 @@ def show(report: PlanReport) -> None:
         say("")
     if report.alone:
         text = report.alone.text
+        if label and not report.predictions:  # no table that it could head
+            text += f" ({label})"
         say(f"{text[:1].upper()}{text[1:]}." if report.alone.enough else f"{text}.")
     if report.others:
         text = report.others.text
@@ -356,8 +359,8 @@ def _predictions(report: PlanReport) -> Table:
     predictions = report.predictions
     calibrated = any(p.tokens_per_second_calibrated is not None for p in predictions)
     ranges = not report.kinds_of and any(p.by_kind for p in predictions)
-    columns = ("tokens/s", *(["at the paper's acceptance"] * calibrated), *(["by kind of text"] * ranges), "speedup",
-               "tokens a turn")
+    columns = ("tokens/s", *(["at the paper's acceptance"] * calibrated), *(["by kind of text"] * ranges),
+               "speedup over chunk_pp", "tokens a turn")
     table = frame(("strategy", "drafts with"), columns, wide=True)
     for p in predictions:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"

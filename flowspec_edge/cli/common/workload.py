@@ -98,7 +98,10 @@ def with_a_draft(strategy: str, model: OpenModel, params: Params) -> Params:
 
 def plain_decoding(model: OpenModel, dtype: DtypeChoice, device: str = "cpu"
                    ) -> tuple[PlainDecoding, NearTieJudge | None]:
-    """The unsharded model, token by token; in 16 bits also a check for differences by near ties alone."""
+    """Return a function that decodes token by token with the unsharded model.
+
+    In 16 bits also return a judge that tells whether near ties alone explain a difference between two texts.
+    """
     from flowspec_edge.lab.plain import PlainDecoder
 
     decoder = PlainDecoder(model.path, dtype_of(model, dtype), device)

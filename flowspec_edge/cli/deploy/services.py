@@ -130,8 +130,8 @@ def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None
     from flowspec_edge.boards.services.status import boards_named, control
 
     chosen_names = [device.name for device in boards_named(inventory, names)]
-    if len(set(chosen_names)) < len(chosen_names):
-        raise UsageError("a board is named twice")
+    if repeated := [name for name in dict.fromkeys(chosen_names) if chosen_names.count(name) > 1]:
+        raise UsageError(f"named twice: {', '.join(repeated)}; name each board once")
     done_word = {"restart": "restarted", "stop": "stopped", "start": "started"}[verb]
     console = Console(highlight=False)
 

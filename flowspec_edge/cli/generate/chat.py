@@ -43,6 +43,7 @@ from flowspec_edge.model.opened import DEMO, answering_model, choose_sampling, r
 from flowspec_edge.sampling.settings import Sampling
 from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
+from flowspec_edge.util.terminal import counted_stages
 
 if TYPE_CHECKING:
     from flowspec_edge.cli.generate.chat_screen import ChatScreen
@@ -133,7 +134,7 @@ def chat(
         screen.live = live
         chatting = ChatSession(conversation, tokenizer, screen, cluster, strategy, sampling, params,
                             any_seed="seed" not in explicit)
-        screen.note(f"{open_model.name}, {strategy_type.name}, {stages} stages; /help for help")
+        screen.note(f"{open_model.name}, {strategy_type.name}, {counted_stages(stages)}; /help for help")
         if demonstration:
             screen.note('this model continues Python, such as "def fibonacci(n):", and was not trained to '
                         "chat; give one that was as --model (flowspec models list)")

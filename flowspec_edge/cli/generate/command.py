@@ -49,6 +49,7 @@ from flowspec_edge.strategies.params import DEFAULT_STRATEGY, Params
 from flowspec_edge.strategies.registry import require_strategy, strategy_class
 from flowspec_edge.util.bounded_read import as_text, bounded, read_bytes, read_json_object
 from flowspec_edge.util.files import check_writable, write_output
+from flowspec_edge.util.terminal import counted_stages
 
 if TYPE_CHECKING:
     from flowspec_edge.d0.observer import Observer
@@ -204,7 +205,7 @@ def generate(
 
         label = timing_label(clock_settings.clock, clock_settings.profile_name)
         device_text = "" if device == "cpu" else f"{device}, "
-        setup = f"{strategy}, {stages} stages, {device_text}{label}"
+        setup = f"{strategy}, {counted_stages(stages)}, {device_text}{label}"
         print(summary(result, setup, sampling_note(sampling, origins), plain), file=sys.stderr)
         if plain is not None and plain > (result.stats.tokens_per_second or plain):
             print(f"flowspec: note: plain decoding was faster, {shared}: try --strategy {PLAIN}, or fewer "

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.sampling.settings import Sampling
+from flowspec_edge.util.terminal import counted_stages
 
 if TYPE_CHECKING:
     from flowspec_edge.boards.inventory import DeviceEntry, Inventory
@@ -107,7 +108,7 @@ def generate_remotely(cluster: Path, request: RemoteRequest, as_json: bool) -> N
     stats = figures["stats"]
     line = figures_line(len(figures["tokens"]), last["finish_reason"], figures["tokens_per_second"],
                         figures["alt"], figures["alr"], figures["ttft_s"], stats.get("energy_j"))
-    print(f"[{figures['strategy']}, {model} on {inventory.cluster.name}, {len(stats['stages'])} stages: "
+    print(f"[{figures['strategy']}, {model} on {inventory.cluster.name}, {counted_stages(len(stats['stages']))}: "
           f"{line}]", file=sys.stderr)
 
 

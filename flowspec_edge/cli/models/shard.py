@@ -17,7 +17,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.model.candidates import COUNT, LEAST_VOCABULARY
 from flowspec_edge.model.opened import OpenModel, require_name
 from flowspec_edge.util.bounded_read import read_json
-from flowspec_edge.util.terminal import plain
+from flowspec_edge.util.terminal import counted_stages, plain
 
 if TYPE_CHECKING:
     from flowspec_edge.model.manifest import Manifest, QuantKind, ShardDtype
@@ -230,7 +230,7 @@ def _summary(plan: ShardingPlan) -> str:
     if plan.unquantised:
         precision += f", {len(plan.unquantised)} in 16 bits"
     drafts = ", ".join(draft.kind.name for draft in plan.source.drafts) or "no draft model"
-    return f"{len(plan.ranges)} stages, {precision}, {drafts}"
+    return f"{counted_stages(len(plan.ranges))}, {precision}, {drafts}"
 
 
 def _figures(manifest: Manifest, context: int) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.strategies.draft_choice import draft_kind
 from flowspec_edge.strategies.params import Params
 from flowspec_edge.strategies.registry import STRATEGIES, strategy_class
+from flowspec_edge.util.terminal import counted_stages
 
 if TYPE_CHECKING:
     from flowspec_edge.d0.observer import Observer
@@ -105,7 +106,7 @@ class Service:
         cluster_text = f", cluster {self.cluster}" if self.cluster else ""
         emulated = f", emulating {self.profile}" if self.profile else ""
         device = f", {self.device}" if self.device not in (None, "cpu") else ""
-        return (f"flowspec: serving {self.name} ({self.strategy}, {self.stages} stages, {self.dtype}"
+        return (f"flowspec: serving {self.name} ({self.strategy}, {counted_stages(self.stages)}, {self.dtype}"
                 f"{device}{cluster_text}{emulated}) at {url}/v1, the page at {url}/")
 
     def _layers(self) -> list[tuple[int, int]]:

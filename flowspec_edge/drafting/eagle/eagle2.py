@@ -221,7 +221,7 @@ def write_head(head: DraftHead, directory: Path, dtype: torch.dtype, with_embedd
 
 
 def head_config(files: checkpoint.HeadFiles) -> EagleConfig:
-    """The head's layer: as config.json has it, but with the biases that its files hold.
+    """Return the configuration of the head's layer: config.json's, but with the biases that the head's files hold.
 
     UsageError or FlowspecError if config.json is missing or unusable.
     """

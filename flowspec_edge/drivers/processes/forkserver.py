@@ -263,6 +263,6 @@ def _run(program: str, config: Path, output: Path, environment: Mapping[str, str
     util.Finalize(None, _remove_sockets, exitpriority=0)
     os.environ.clear()
     os.environ.update(environment)
-    changes = {"listen_fd": listener.detach() if listener else -1}
+    config_changes = {"listen_fd": listener.detach() if listener else -1}
     process = import_module(f"{program}.process")  # imported here, because D0 does not need it
-    sys.exit(process.serve(config, changes=changes, directory=directory))
+    sys.exit(process.serve(config, config_changes=config_changes, directory=directory))

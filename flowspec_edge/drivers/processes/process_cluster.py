@@ -99,8 +99,8 @@ class ProcessCluster:
         return handle
 
     def enqueue(self, handle: RequestHandle) -> None:
-        """Queue a request, from any thread, for the processes that run or those that will. UsageError if the
-        strategy exists in virtual time only."""
+        """Queue a request, from any thread, without starting processes. If none run, the request waits for the next
+        start. UsageError if the strategy exists in virtual time only."""
         require_pipelines([handle.request.strategy])
         self.queue.put(handle)
 

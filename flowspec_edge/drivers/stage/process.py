@@ -87,10 +87,10 @@ def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | 
         parts.transport.close()
 
 
-def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None = None,
+def serve(path: Path, verbose: bool = False, config_changes: Mapping[str, Any] | None = None,
           notifier: Notifier | None = None, directory: Path | None = None,
           release: ReleaseLink | None = None, make_parts: MakeParts = own_parts) -> int:
-    """Run a configuration file's worker, with ``changes``; return the exit code. Errors go to stderr.
+    """Run a configuration file's worker, with ``config_changes``; return the exit code. Errors go to stderr.
 
     ``directory`` belongs to the process that started this one, and is removed if that was killed.
     ``release``: of a service, which ends when D0 belongs to another one and a restart may mend that.
@@ -99,7 +99,7 @@ def serve(path: Path, verbose: bool = False, changes: Mapping[str, Any] | None =
     logging.basicConfig(level=logging.INFO if verbose else logging.WARNING)
     signals = StopSignals()
     try:
-        run_worker(load_toml(path, WorkerConfig).model_copy(update=changes or {}), signals, notifier, release,
+        run_worker(load_toml(path, WorkerConfig).model_copy(update=config_changes or {}), signals, notifier, release,
                    make_parts)
     except Exception as error:
         if not isinstance(error, FlowspecError):

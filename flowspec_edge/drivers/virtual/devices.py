@@ -158,7 +158,7 @@ class Devices:
 
 
 def tile_bytes(profile: Profile, rows: int, devices: int) -> int:
-    """Bytes of one tile's hidden states; the rows are padded to a multiple of the devices."""
+    """Return the bytes of one tile's hidden states. The rows are padded to a multiple of the devices."""
     return -(-rows // devices) * profile.model.hidden_width * profile.model.bytes_per_value
 
 

@@ -53,7 +53,7 @@ class VirtualStage:
         self._running: Pass | None = None
 
     def work(self, session: int) -> SessionWork:
-        """Return what the stage has done for a session. What is cancelled of a running pass counts already."""
+        """Return what the stage has done for a session. Segments already cancelled in the running pass are included."""
         running, work = self._running, self._work[session]
         cancelled = sum(is_cancelled and segment.session == session for segment, is_cancelled in
                         zip(running.segments, running.cancelled, strict=True)) if running else 0

@@ -20,7 +20,7 @@ from flowspec_edge.lab.bench.exactness import types_of
 from flowspec_edge.lab.bench.results import BenchReport
 from flowspec_edge.lab.bench.samples import SHORT, Cell, Sample
 from flowspec_edge.lab.bench.tables import NOTHING, frame, number, timing
-from flowspec_edge.util.terminal import plain
+from flowspec_edge.util.terminal import counted_stages, plain
 
 _EXPECTED = frozenset({"commit", "versions", "tasks", "limit", "weights"})  # weights: said with dtype
 _VERSION = "flowspec-edge"
@@ -185,7 +185,7 @@ def about_text(about: Mapping[str, Any]) -> str:
     commit = f"commit {about['commit']}" if about["commit"] else "no commit"
     return ", ".join([f"{about['file']}: {_VERSION} {about['version'] or 'of unknown version'}", commit,
                       about["date"], timing(about["clock"], about["profile"]), f"model {about['model']}",
-                      f"{about['stages']} stages", about["types"], f"draft {about['draft']}",
+                      counted_stages(about['stages']), about["types"], f"draft {about['draft']}",
                       *(["INCOMPLETE"] if not about["complete"] else [])])
 
 

@@ -13,6 +13,7 @@ from statistics import fmean, median
 
 from flowspec_edge.lab.bench.samples import Sample, is_short
 
+SPEEDUP = "speedup: the ratio to chunk_pp's tokens/s"
 METHOD = ("±: standard error over the prompts (repeats of a prompt are averaged first; a ratio's by "
           "linearisation)")
 MEDIAN = ("median: over the prompts, that of a speedup over the prompts' own ratios; a few answers that are "

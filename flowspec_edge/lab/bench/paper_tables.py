@@ -14,6 +14,7 @@ from flowspec_edge.lab.bench.samples import LOOP, SHORT
 from flowspec_edge.lab.bench.styles import style_of
 from flowspec_edge.lab.bench.tables import NOTHING, concurrency_markdown, markdown_table, number, timing
 from flowspec_edge.strategies.registry import groups_note
+from flowspec_edge.util.terminal import counted_stages
 
 COMPARED = ("megatron", "galaxy", BASELINE, "pipedec", "flowspec")  # table I's order
 ABLATION = (BASELINE, "pruned_pp", "flowspec_no_sbd", "flowspec")
@@ -64,7 +65,7 @@ _TURNS = (
 
 
 def _heading(report: BenchReport) -> str:
-    return (f"## {report.settings['model']} model, {report.settings['stages']} stages, "
+    return (f"## {report.settings['model']} model, {counted_stages(report.settings['stages'])}, "
             f"{timing(report.clock, report.profile)}")
 
 

@@ -28,6 +28,7 @@ from flowspec_edge.lab.bench.tables import (
 )
 from flowspec_edge.lab.bench.timeline import Window
 from flowspec_edge.util.files import check_writable, write_output
+from flowspec_edge.util.terminal import counted_stages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,7 +112,7 @@ BarPanel = tuple[str, list[ReportRow], bool]  # (caption, rows, whether groups a
 
 
 def _bar_panels(report: BenchReport) -> list[BarPanel]:
-    caption = f"{report.settings['model']}, {report.settings['stages']} stages, " \
+    caption = f"{report.settings['model']}, {counted_stages(report.settings['stages'])}, " \
               f"{timing(report.clock, report.profile)}"
     if len({row.task for row in report.rows}) == 1:
         return [(f"{caption}, {report.rows[0].task}", report.rows, False)]

@@ -11,7 +11,7 @@ from rich.segment import Segments
 from rich.table import Table
 
 from flowspec_edge.lab.bench.axes import Scalar, Value, label
-from flowspec_edge.lab.bench.estimates import MEDIAN, METHOD
+from flowspec_edge.lab.bench.estimates import MEDIAN, METHOD, SPEEDUP
 from flowspec_edge.lab.bench.exactness import MARKS, exactness_text
 from flowspec_edge.lab.bench.paper_results import BandwidthCurves, DepthCells
 from flowspec_edge.lab.bench.results import BenchReport, Sweep
@@ -20,7 +20,7 @@ from flowspec_edge.lab.bench.samples import LOOP, SHORT
 from flowspec_edge.lab.bench.styles import style_of
 from flowspec_edge.lab.first_token import FirstToken
 from flowspec_edge.strategies.registry import groups_note
-from flowspec_edge.util.terminal import plain
+from flowspec_edge.util.terminal import counted_stages, plain
 
 NOTHING = "–"
 PUBLISHED = "  published"  # a row of the paper's below one of ours
@@ -83,7 +83,7 @@ def first_token_table(first_tokens: Sequence[FirstToken]) -> Table:
 
 
 def title(clock: str, profile: str | None, stages: int, temperature: float, strategy: str = "") -> str:
-    conditions = f"{timing(clock, profile)}, {stages} stages, T = {temperature:g}"
+    conditions = f"{timing(clock, profile)}, {counted_stages(stages)}, T = {temperature:g}"
     return f"{strategy}, {conditions}" if strategy else conditions
 
 
@@ -146,7 +146,7 @@ def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
                     "others": _figure_of("tokens_per_second_other")}
     energy = [name for name in _ENERGY if any(getattr(row, name) is not None for row in rows)]
     columns |= {_ENERGY[name]: _figure_of(name) for name in energy}
-    notes = [METHOD, MEDIAN] if errors else []
+    notes = [SPEEDUP, *([METHOD, MEDIAN] if errors else [])]
     if "short" in columns:
         notes.append(f"short: {SHORT}")
     if has_loop_counts:
@@ -224,7 +224,7 @@ def measured_as(sweep: Sweep) -> str:
 
 
 def sweep_title(sweep: Sweep, strategy: str = "") -> str:
-    stages = [f"{sweep.settings['stages']} stages"] if sweep.axis.name != "stages" else []
+    stages = [counted_stages(sweep.settings['stages'])] if sweep.axis.name != "stages" else []
     parts = [strategy, f"tokens/s by {sweep.axis.title}", measured_as(sweep), *stages,
              f"T = {sweep.settings['temperature']:g}"]
     return ", ".join(part for part in parts if part)

@@ -39,7 +39,7 @@ def _first(records: Sequence[Record], quantity: Quantity, **fields: object) -> s
 
 
 def _beside(published: Sequence[Record], measured: Sequence[Record]) -> str:
-    """The published figure, and in brackets ours over it."""
+    """The published figure, followed in brackets by the ratio ours / published."""
     if not published or published[0].figure is None:
         return NOTHING
     figure = measured[0].figure if measured else None

@@ -1,7 +1,7 @@
 """Draft heads as differentiable functions over batches of texts.
 
-Drafting computes row by row, in place and on joined matrices.  Here the same modules, not prepared, are read by
-functions through which gradients flow.
+Drafting computes row by row, in place and on joined matrices, which gradients cannot flow through.  The functions here
+compute with the same modules, before those are prepared for drafting, and gradients flow through them.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def mlp(of: Any, x: Tensor) -> Tensor:
 
 
 class Eagle2Pass:
-    """As ``EagleHead.forward``, over n rows of each of B texts."""
+    """Computes what ``EagleHead.forward`` does, over n rows of each of B texts."""
 
     def __init__(self, head: EagleHead) -> None:
         self._head, self._attention = head, Attention(head.config, head.weight.device)

@@ -141,7 +141,8 @@ def draft_vocabulary(tokens: Tensor, vocabulary: int, size: int) -> Tensor:
 
 
 def new_head3(target: Any, drafted: Tensor) -> Eagle3Head:
-    """Drafts the tokens ``drafted`` (ascending ids); the target's final norm and lm_head rows."""
+    """Return an untrained head that drafts the tokens ``drafted`` (ascending ids). Its final norm and its lm_head begin
+    as the target's."""
     config = head_layer(target.config)
     head = Eagle3Head(Eagle3Config(**vars(config), target_hidden_size=config.hidden_size,
                                    draft_vocab_size=len(drafted))).requires_grad_(True)

@@ -161,7 +161,7 @@ def _drafted(model: OpenModel, kind: str, requested: int | None) -> int | None:
 
 
 def _having(feature: Callable[[HeadTrainer], object]) -> str:
-    """List the kinds whose trainers have it."""
+    """List the kinds whose trainers have ``feature``."""
     return " and ".join(kind.name for kind in trained_kinds() if feature(trainer_of(kind.name)))
 
 

@@ -120,7 +120,11 @@ def main() -> None:
 
 
 def _reply(do: Job, data: bytes, usual: int) -> dict[str, Any]:
-    """``usual``: bytes of address space; what a large job leaves behind would count as the next one's."""
+    """Do the job, and return its result or its error.
+
+    The process is reusable only while its address space is below ``usual`` bytes: what a large job leaves behind would
+    count as the next job's.
+    """
     result = error = None
     try:
         result = do(json.loads(data))
@@ -132,7 +136,7 @@ def _reply(do: Job, data: bytes, usual: int) -> dict[str, Any]:
 
 
 def _address_space() -> int:
-    """Bytes of this process."""
+    """Return the size of this process's address space in bytes."""
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * _PAGE
 

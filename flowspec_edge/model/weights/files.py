@@ -1,4 +1,4 @@
-"""The weight files of a model, compared with a manifest while they are read.
+"""A model's weight files, opened for one reading and compared with the manifest's digests afterwards.
 
 Safetensors and GGUF files are copied past the page cache.  PyTorch's own format is memory-mapped by its weights-only
 loader.

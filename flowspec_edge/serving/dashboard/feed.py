@@ -125,10 +125,10 @@ class TreeEvents:
 
 
 def _trunk(last: Snapshot | None, now: Snapshot) -> list[NodeState]:
-    """Return the text between the two roots as nodes; the first has no parent.
+    """Return the text from the last root to the present one as nodes; the first node has no parent.
 
-    A token that was drafted and accepted between the snapshots is in neither: it gets an unused id. Tokens
-    that a request's last step accepted beyond its end are not text.
+    A token that was both drafted and accepted between the two snapshots is in neither of them; its node gets an id
+    that no other node has. Tokens that a request's last step accepted beyond the request's end are left out.
     """
     if last is None:
         return [now.root]

@@ -180,8 +180,8 @@ class RequestStats(Observer):
         self._total["accepted"] += stats.accepted
 
     def _add_round(self, progress: _Progress, accepted: int, is_shown: bool) -> None:
-        """A round ended: strategies differ in what is right, so each has rounds of its own. ``is_shown``: the
-        figures are this request's."""
+        """Add a round that ended to those of its strategy, because strategies differ in how often guesses are right.
+        ``is_shown``: whether the figures shown are this request's."""
         if progress.drafts:
             self._rounds.setdefault(progress.strategy, deque(maxlen=_ROUNDS)).append(accepted)
             if is_shown:
@@ -300,7 +300,8 @@ class Boards(Observer):
                     losses.away_s, losses.since = at - losses.since, None
 
     def losses(self, place: int) -> dict[str, Any]:
-        """``lost``, ``losses`` since the start, ``away_s``: seconds that the last loss took, or None."""
+        """Return whether a place is ``lost`` now, its ``losses`` since the start, and ``away_s``: the seconds that the
+        last loss took, or None."""
         with self._lock:
             return self._losses.get(place, Losses()).event()
 

@@ -205,7 +205,7 @@ class ResponseHandler:
             choice = self.choices[index]
             is_finished, before = choice.finish is not None, choice.tokens
             if is_finished:
-                continue  # it came while the stop string was found
+                continue  # arrived after a stop string had ended this choice
             pieces = choice.read(event)
             if choice.tokens > before:
                 self._answer.arrived()

@@ -178,7 +178,7 @@ def _figures(result: Result | None) -> dict[str, Any]:
 
 
 def _joined(pieces: Sequence[CallPiece]) -> list[dict[str, Any]]:
-    """``tool_calls`` of a message."""
+    """Return the calls that the pieces form, as a message's ``tool_calls``."""
     calls: list[dict[str, Any]] = []
     for piece in pieces:
         if piece.name is not None:

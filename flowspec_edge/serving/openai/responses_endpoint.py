@@ -182,7 +182,7 @@ class ResponseAnswer(Answer):
         return f"event: {item['type']}\n".encode() + super().encoded(item)
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """A message is open from the start, unless a call or reasoning may come in its place."""
+        """Return the first events. They open a message at once, unless a call or reasoning may come in its place."""
         events = [self._event(name, response=self._response("in_progress", []))
                   for name in ("created", "in_progress")]
         closed = self.prepared.calls or self.prepared.reasoning

@@ -209,7 +209,10 @@ def _folds(paths: Sequence[list[int]], states: Sequence[int], blocks: list[_Bloc
 
 def _tiles(rows: Sequence[int], states: Sequence[int], block: int
            ) -> tuple[tuple[int, ...], list[int], list[tuple[int, int]]]:
-    """Return the tiles of ``rows``: the keys of their states, their rows, and the tile and place of each row."""
+    """Group rows with the same state into tiles of ``block`` rows, padded.
+
+    Return each tile's state key, all rows in tile order, and for each input row its tile and place.
+    """
     keys: list[int] = []
     tiles: list[list[int]] = []
     newest: dict[int, int] = {}  # the tile of a state that is not full yet
@@ -353,7 +356,7 @@ def fold(state: Tensor, entries: Entries) -> Tensor:
 
 
 def convolved(inputs: Tensor, weight: Tensor) -> Tensor:
-    """The causal convolution and its activation of n rows.
+    """Return the causal convolution of n rows, after its activation.
 
     inputs  [n, width, channels]: of a row's last ``width - 1`` ancestors, oldest first, then its own; zeros
             before the text

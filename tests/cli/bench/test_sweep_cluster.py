@@ -52,7 +52,7 @@ def test_real_boards_are_shaped_measured_and_put_back(
         # Measured once for each rate, on a machine that may be busy.
         assert point["measured_mbps"] == pytest.approx([payload, payload], rel=0.25)
         assert [row["identical"] for row in point["rows"]] == [True, True]
-    assert "wall clock, a cluster's shaped links, 1 stages" in capsys.readouterr().out
+    assert "wall clock, a cluster's shaped links, 1 stage" in capsys.readouterr().out
     assert [boards.shown(place) for place in (0, 1)] == before
     worker = " ".join(module_command("flowspec_edge.drivers.stage", python=sys.executable))
     assert boards.left(1, worker) == 0
@@ -70,7 +70,7 @@ def test_boards_keep_their_stages_while_a_parameter_changes(
     assert (found["links"], found["axis"]) == ("cluster", "segment")
     assert [point["measured_mbps"] for point in found["points"]] == [None, None]
     assert all(row["identical"] for point in found["points"] for row in point["rows"])
-    assert "wall clock, a cluster's links, 1 stages" in capsys.readouterr().out
+    assert "wall clock, a cluster's links, 1 stage" in capsys.readouterr().out
     assert [boards.shown(place) for place in (0, 1)] == before
 
 

@@ -107,7 +107,7 @@ def test_on_one_machine_one_stage_decodes_plainly_unless_told(
                  str(ANSWER), *chosen]) == 0
     out, err = capsys.readouterr()
     assert out == f"{told.answer('one')}\n"
-    assert f"{strategy}, 1 stages" in err
+    assert f"{strategy}, 1 stage;" in err
     assert ("plain decoding, since" in err) == (strategy == "autoregressive")
 
 

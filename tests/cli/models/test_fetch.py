@@ -148,8 +148,9 @@ def test_a_fetched_model_has_a_name_everywhere(tmp_path: Path, place: Path, onli
     known = found[1]
     head = known.heads["eagle2"]
     online.repositories.update({known.target: source / "target", head: source / "eagle2"})
-    code, _, errors = online.flowspec("models", "fetch", known.target.upper())  # by the hub's name, in any case
+    code, out, errors = online.flowspec("models", "fetch", known.target.upper())  # by the hub's name, in any case
     assert code == 0, errors
+    assert 'flowspec generate --model llama-2-7b --chat "Hello"' in out
     assert resolve_model("llama-2-7b").draft("eagle2") == place / "llama-2-7b" / "eagle2"
     before = len(online.asked)
     assert online.flowspec("models", "fetch", "llama-2-7b")[0] == 0

@@ -27,8 +27,8 @@ from flowspec_edge.util.interpreter import code_command
 SENT = "image sent"  # the step of its transfer
 _CHECK = Path(__file__).with_name("environment_check.py")
 _TIMEOUT_S = 3600.0  # some GB are read and written again, on an SD card perhaps
-# Arguments: the archive, the name to give, the ids by which Docker may know what was sent, and the names that the
-# archive gives to it, of which those stay that the board had already.
+# Arguments: the archive; the tag to give the image; the ids under which Docker may list it; the tags inside the
+# archive, which are removed again unless the board already had them.
 _LOAD = """archive=$1; name=$2; ids=$3; new=
 for other in $4; do docker image inspect "$other" > /dev/null 2>&1 || new="$new $other"; done
 docker load --quiet --input "$archive" > /dev/null
