@@ -140,7 +140,7 @@ from flowspec_edge.stage.shard import load_shard
 
 
 def head(path):
-    how = partial(quantise_linears, how=head_scheme("int4"), device=torch.device("cpu"))
+    how = partial(quantise_linears, scheme=head_scheme("int4"), device=torch.device("cpu"))
     return load_drafters("eagle2", path, torch.zeros(64, 1408, dtype=torch.bfloat16), None, "bf16", 2, how)()
 
 
