@@ -79,7 +79,7 @@ def test_segments(device: str, dtype: str) -> None:
 def test_parts_of_a_turn(device: str) -> None:
     parts = {part.part: part for part in part_times("tiny", "bf16", device)}
     assert parts["lm_head, 16 rows"].launches == 1
-    most = 19 if device == "cuda" else 26  # a CPU rounds norms, sums and rotations apart
+    most = 19 if device == "cuda" else 33  # a CPU rounds norms, sums and rotations apart, and composes activations
     assert parts["head, 10 nodes"].launches <= most
     assert len(parts) == 13
     assert all(part.ms >= 0 for part in parts.values())
