@@ -68,7 +68,6 @@ class Cluster:
         deadline = time.monotonic() + within
         while not (status := self.deploy("status"))["ok"]:
             assert time.monotonic() < deadline, status
-            time.sleep(2)  # between two looks: each takes processor time that the boards start with
         return status
 
 

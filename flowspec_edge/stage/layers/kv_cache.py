@@ -3,7 +3,7 @@
     arena = KVArena(range(0, 4), kv_heads, head_dim, dtype, device, rows=5_000)
     cache = arena.take(capacity)       # a session's
     arena.widen(cache, capacity)       # for a session that begins with another one's rows
-    arena.give_back(cache)             # a cache that nobody holds any more gives its range back by itself
+    arena.give_back(cache)             # so does deleting the last reference to the cache
 
 A pass writes behind a cache's last row, or to any of its slots (``KVPass``): drafters, whose tree is not the text
 that follows, give the slots of one cache to their rows one by one (``drafting.tree_cache``).
@@ -95,8 +95,11 @@ class KVArena:
         cache.capacity = capacity
 
     def reach(self, cache: KVCache, rows: int) -> None:
-        """Let ``cache`` hold ``rows`` rows of a text whose length nobody knows: if it grows, to twice its capacity
-        at least.  New slots hold zeros, so that a mask may hide those that nothing is written to."""
+        """Make room for ``rows`` rows in ``cache``, for a text whose final length is unknown.
+
+        A cache that grows at least doubles its capacity.  New slots hold zeros: a pass also reads the slots that its
+        mask hides, and they must be finite.
+        """
         before = cache.capacity
         if rows > before:
             self.widen(cache, max(rows, 2 * before))
