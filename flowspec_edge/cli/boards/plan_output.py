@@ -360,8 +360,8 @@ def _predictions(report: PlanReport) -> Table:
     calibrated = any(p.tokens_per_second_calibrated is not None for p in predictions)
     ranges = not report.kinds_of and any(p.by_kind for p in predictions)
     columns = ("tokens/s", *(["at the paper's acceptance"] * calibrated), *(["by kind of text"] * ranges),
-               "speedup over chunk_pp", "tokens a turn")
-    table = frame(("strategy", "drafts with"), columns, wide=True)
+               "×chunk_pp", "tokens a turn")
+    table = frame(("strategy", "drafts with"), columns)
     for p in predictions:
         speedup = "–" if p.speedup is None else f"{p.speedup:.2f}×"
         like_paper = [rate_text(p.tokens_per_second_calibrated, 2)] if p.tokens_per_second_calibrated else []

@@ -13,10 +13,10 @@ from statistics import fmean, median
 
 from flowspec_edge.lab.bench.samples import Sample, is_short
 
-SPEEDUP = "speedup: the ratio to chunk_pp's tokens/s"
+SPEEDUP = "×chunk_pp: the speedup over chunk_pp, the ratio of their tokens/s"
 METHOD = ("±: standard error over the prompts (repeats of a prompt are averaged first; a ratio's by "
           "linearisation)")
-MEDIAN = ("median: over the prompts, that of a speedup over the prompts' own ratios; a few answers that are "
+MEDIAN = ("median: over the prompts, that of ×chunk_pp over the prompts' own ratios; a few answers that are "
           "drafted almost without a miss do not carry it")
 
 Place = tuple[str, int]  # a task and the number of a prompt in it

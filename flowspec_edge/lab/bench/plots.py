@@ -56,7 +56,7 @@ def check_figure(path: Path) -> None:
 
 
 def plot(reports: Sequence[BenchReport], path: Path) -> None:
-    """Plot tokens/s of every strategy, with SR above the bars.
+    """Plot tokens/s of every strategy; above its bar is the ratio to Chunk-PP's.
 
     Reports with different numbers of stages become lines over stages, one panel for each profile and
     temperature.  Otherwise each report has a panel of bars for each temperature, grouped by task; with one
@@ -150,7 +150,7 @@ def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: boo
                         yerr=spread if any(spread) else None)
         axis.bar_label(bars, [_label(row) for row in of_strategy], fontsize=6, padding=1)
     axis.set_xticks(range(len(groups)), groups)
-    finish(axis, f"{caption}; above the bars: SR")
+    finish(axis, f"{caption}; above the bars: tokens/s over Chunk-PP's")
 
 
 def _label(row: ReportRow) -> str:

@@ -96,7 +96,7 @@ def timing(clock: str, profile: str | None) -> str:
 # ---- a run's rows ----------------------------------------------------------------------------------------
 
 def table(rows: Sequence[ReportRow], caption: str) -> Table:
-    """The rows in their order; speedup is over Chunk-PP.
+    """Tabulate the rows in their order.
 
     The columns of task, energy, errors, medians and loops appear if they have values; concurrent requests
     have others.  ``caption`` also says in which types all was computed.
@@ -129,7 +129,7 @@ def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
     columns: Columns = {"tokens/s": _figure_of("tokens_per_second")}
     if errors:
         columns |= {"±": _figure_of("tokens_per_second_se"), "median": _figure_of("tokens_per_second_median")}
-    columns["speedup"] = lambda row: number(row.speedup, unit="×")
+    columns["×chunk_pp"] = lambda row: number(row.speedup, unit="×")
     if paired:
         columns |= {"± ": _figure_of("speedup_se"),
                     "median ": lambda row: number(row.speedup_median, unit="×")}
