@@ -52,16 +52,22 @@ def section(name: str, thing: Any) -> Iterator[str]:
         yield from fields(thing, said) if whole else in_a_line(fields(thing, said))
     bases = [base for base in thing.__mro__[1:] if getattr(api, base.__name__, None) is base]
     listed = False  # whether a list of members is to be ended
+    names: list[str] = []  # of members that the guide describes
     for member, value in vars(thing).items():
         if any(inspect.getdoc(getattr(base, member, None)) == inspect.getdoc(getattr(thing, member)) for base in bases):
             continue  # described there
         if member in _FOR_DRIVERS.get(name, ()):
             continue
         if not member.startswith("_") and (inspect.getdoc(value) or inspect.isabstract(thing)):
-            shown = list(described(member, value, whole, name in _IN_THE_GUIDE))
+            shown = list(described(member, value, whole))
+            if name in _IN_THE_GUIDE:
+                names += [f"`{member}`"] if shown else []
+                continue
             yield from shown
             listed = listed or bool(shown and not whole)
-    if listed:
+    if names:
+        yield f"Members: {', '.join(names)}."
+    if listed or names:
         yield ""
 
 
@@ -131,8 +137,8 @@ def fields(thing: Any, said: dict[str, str]) -> Iterator[str]:
     yield from ("```", "")
 
 
-def described(name: str, value: Any, whole: bool, bare: bool) -> Iterator[str]:
-    """A member's signature and docstring, of which only the first sentence unless ``whole``, none if ``bare``."""
+def described(name: str, value: Any, whole: bool) -> Iterator[str]:
+    """A member's signature and docstring, of which only the first sentence unless ``whole``."""
     if isinstance(value, property):
         shown, function = f"{name}` (property)", value.fget
     elif isinstance(value, classmethod | staticmethod) or inspect.isfunction(value):
@@ -143,7 +149,7 @@ def described(name: str, value: Any, whole: bool, bare: bool) -> Iterator[str]:
     if whole:
         yield from (f"#### `{shown}", "", *text(function))
     else:
-        said = "" if bare else re.split(r"(?<=[.;])\s", next(text(function), ""))[0]
+        said = re.split(r"(?<=[.;])\s", next(text(function), ""))[0]
         yield f"- `{shown}: {said[:1].lower()}{said[1:].rstrip('.;')}" if said else f"- `{shown}"
 
 

@@ -64,7 +64,7 @@ def shown(verdict: str, rows: Iterable[Row], said: dict[str, str]) -> Iterator[s
         return
     alone: dict[str, list[str]] = {}  # by what is said of them together
     for names, text in rows:
-        if verdict == "Implemented" and all(said.get(name) == text for name in names):
+        if verdict == "Implemented" and all(plain(said.get(name, "")) == plain(text) for name in names):
             alone.setdefault("as in OpenAI's API", []).extend(names)
         elif text.startswith("goes with "):
             alone.setdefault("of use with a refused field only", []).extend(names)
@@ -72,6 +72,11 @@ def shown(verdict: str, rows: Iterable[Row], said: dict[str, str]) -> Iterator[s
             yield f"- {', '.join(names)}: {text}"
     for text, names in alone.items():
         yield f"- {', '.join(names)}: {text}"
+
+
+def plain(text: str) -> str:
+    """``text`` without the endpoints in brackets that it begins with."""
+    return re.sub(r"^\([^)]*\) ", "", text)
 
 
 def main() -> int:

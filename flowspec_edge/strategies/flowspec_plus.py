@@ -4,8 +4,8 @@ FlowSpec redrafts a few levels from the root at every acceptance, which limits i
 2) tokens a turn.  Here one tree lasts as long as the round, and the probability that a node becomes text
 (``tree.best_first_tree``) decides what to send and what to draft, at any depth.
 
-``plus_without`` switches ideas off by their names (``IDEAS``). docs/reference/strategies.md explains each, and has the
-figures.
+``plus_without`` switches ideas off by their names (``IDEAS``). docs/reference/strategies.md explains each,
+docs/experiments/flowspec.md has the figures.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A text timeline of the devices' work: a line a device, a column a fraction of a turn.
 
-    python -m flowspec_edge.lab.bench.timeline docs/reference/strategies.md
+    python -m flowspec_edge.lab.bench.timeline docs/explained/method.md
 
 updates the timelines in Markdown files from real runs.  Each line
 ``<!-- timeline NAME [option value …] -->`` is followed by a block with the output of

@@ -36,7 +36,7 @@ def build() -> ModuleType:
 
 
 def test_the_document_has_the_table_as_it_is_computed(build: ModuleType) -> None:
-    text = (DOCS / "reference" / "plan.md").read_text(encoding="utf-8")
+    text = (DOCS / "experiments" / "planning.md").read_text(encoding="utf-8")
     assert build.written(text) == text, "renew it with: python docs/build_one_board.py"
 
 
