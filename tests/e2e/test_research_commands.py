@@ -68,7 +68,7 @@ def shortened(arguments: list[str]) -> list[str]:
     if "timeline" in given:
         return [*given, "--model", "demo"]
     options = {"--max-new-tokens": SHORT["--max-new-tokens"]} if given[0] == "generate" else SHORT
-    if "smollm2.flowrec" in given and "--temperatures" in given:  # the demonstration's first answer at 1 is empty
+    if "smollm2.flowrec" in given:  # the demonstration's first answer at 1 is empty, and record leaves its prompt out
         options = {**SHORT, "--temperatures": "0"}
     model = [] if {"--model", "--recording"} & {*given} else ["--model", "Llama-2-7b-chat-hf"]
     return [*given, *model, *(part for pair in options.items() for part in pair)]
