@@ -131,11 +131,11 @@ class Int4Cost(StrictModel):
         return self
 
     def ratio(self, rows: float) -> float:
-        """The time with int4 weights over that with the profile's own."""
+        """Return the time with int4 weights over that with the profile's own."""
         return StageCurve(layers=1, rows=self.rows, ms=self.ms).milliseconds(rows) / self.full(rows)
 
     def full(self, rows: float) -> float:
-        """The time with the profile's own weights."""
+        """Return the time with the profile's own weights."""
         return StageCurve(layers=1, rows=self.rows, ms=self.full_ms).milliseconds(rows)
 
 
@@ -204,13 +204,13 @@ class LaunchCost(StrictModel):
     pass_graphs: bool = False  # whether draft passes are CUDA graphs
 
     def of_layer(self, rows: int) -> float:
-        """Launches of a layer for ``rows`` that choose experts independently."""
+        """Return launches of a layer for ``rows`` that choose experts independently."""
         if not self.experts or not self.chosen:
             return self.layer
         return self.layer + EXPERT_LAUNCHES * self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
 
     def of_pass(self, kind: str) -> tuple[int, int]:
-        """Launches within the layers of a small model, and others."""
+        """Return launches within the layers of a small model, and others."""
         draft = DRAFT_KINDS[kind]
         if self.pass_graphs and draft.graph_launches is not None:
             return 0, draft.graph_launches
@@ -295,8 +295,10 @@ class Profile(StrictModel):
                                            SEGMENT_LAUNCHES)
 
     def draft_seconds(self, kind: str, nodes: int = 1, scored: bool = False) -> float:
-        """One pass of a draft model of ``kind`` that expands ``nodes``.  ``scored``: by an earlier pass of a
-        block drafter."""
+        """One pass of a draft model of ``kind`` that expands ``nodes``.
+
+        ``scored``: by an earlier pass of a block drafter.
+        """
         draft = DRAFT_KINDS[kind]
         times = BLOCK_SCORES if scored and draft.is_block else draft.passes
         cost = times * self.pass_ms(draft) if draft.charged_as else 0.0
@@ -305,8 +307,10 @@ class Profile(StrictModel):
         return seconds + (self.launch.added(seconds, *launches) if self.launch and launches else 0.0)
 
     def pass_ms(self, draft: DraftKind) -> float:
-        """The time that a pass of ``draft`` takes ``passes`` times; estimated if it is the kind's own, and the profile
-        lacks it."""
+        """Return the time that a pass of ``draft`` takes ``passes`` times.
+
+        Estimated if it is the kind's own, and the profile lacks it.
+        """
         measured: float | None = getattr(self.draft, draft.charged_as, None)
         if measured is None:
             return draft.layers * self.stage.milliseconds(1) / self.stage.layers + self.lm_head.ms
@@ -324,7 +328,7 @@ class Profile(StrictModel):
         return size * 8 / (self.link.mbps * 1e6), self.link.latency_ms * 1e-3
 
     def with_link(self, **values: float) -> Profile:
-        """A copy in which every link has these values of ``LinkCost``."""
+        """Return a copy in which every link has these values of ``LinkCost``."""
         link = LinkCost.model_validate({**self.link.model_dump(), **values})
         return self.model_copy(update={"link": link})
 
@@ -354,7 +358,7 @@ class MixedBoards(Profile):
 
 
 def read_profile(text: str) -> Profile:
-    """A profile from the JSON of its ``model_dump_json``."""
+    """Return a profile from the JSON of its ``model_dump_json``."""
     return (MixedBoards if "verify" in json.loads(text) else Profile).model_validate_json(text)
 
 
@@ -363,7 +367,7 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name_or_path: str) -> Profile:
-    """A bundled profile by name, or a TOML file by path."""
+    """Return a bundled profile by name, or a TOML file by path."""
     if name_or_path in profile_names():
         path = resource_dir("profiles") / f"{name_or_path}.toml"
     elif name_or_path.endswith(".toml") or "/" in name_or_path:
@@ -415,7 +419,7 @@ _LEFT_OUT: tuple[Any, ...] = (None, "", [], {})
 
 
 def render(profile: Profile) -> str:
-    """The text of a TOML file with comments."""
+    """Return the text of a TOML file with comments."""
     data = profile.model_dump()
     lines = [f"{key} = {_long(value) if key == 'source' else _value(value)}" for key, value in data.items()
              if not isinstance(value, Mapping) and value is not None]
@@ -444,7 +448,7 @@ def _value(value: Any) -> str:
 
 
 def _text(value: str) -> str:
-    """A JSON string is valid TOML, except for DEL."""
+    """Return a JSON string is valid TOML, except for DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

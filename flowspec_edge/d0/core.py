@@ -115,8 +115,10 @@ class ActiveRequest:
 
 @dataclass(eq=False)
 class _Work:
-    """D0's own work that a driver was told to do. ``done``: the job without requests that failed or had
-    ended; None until it is done, and if none is left."""
+    """D0's own work that a driver was told to do.
+
+    ``done``: the job without requests that failed or had ended; None until it is done, and if none is left.
+    """
 
     job: Job
     handed_out: bool = False  # the driver was told
@@ -294,9 +296,11 @@ class DraftCore:
                 request.handle.set_cancelled()
 
     def _give_places(self) -> None:
-        """Begin requests, as far as there are places and there is room in the stages' caches; take places away
-        from those that have to give way, once between two waits or works: it takes milliseconds to find them
-        among many callers. A request without room keeps all others from beginning."""
+        """Begin requests, as far as there are places and there is room in the stages' caches.
+
+        Take places away from those that have to give way, once between two waits or works: it takes milliseconds to
+        find them among many callers. A request without room keeps all others from beginning.
+        """
         while True:
             for request in self._in_state(RequestState.PLACED):
                 if not self.pool.fits(session_rows(request.handle.request, self._stages)):
@@ -319,8 +323,10 @@ class DraftCore:
         self._requests.append(request)
 
     def _give_way(self, handle: RequestHandle) -> None:
-        """Close the session of a request that has lost its place, if it is open. The stages retain its rows
-        while there is room."""
+        """Close the session of a request that has lost its place, if it is open.
+
+        The stages retain its rows while there is room.
+        """
         request = self._request_of(handle)
         assert request is not None
         if request.state is RequestState.OPEN:
@@ -340,8 +346,10 @@ class DraftCore:
         self.queue.leave(request.handle)
 
     def _open(self, request: ActiveRequest) -> None:
-        """Open a session that continues the request's earlier one, if any; a request that cannot run gets its
-        error immediately."""
+        """Open a session that continues the request's earlier one, if any.
+
+        A request that cannot run gets its error immediately.
+        """
         self.newest_session = session = max(self.newest_session, self._numbers()) + 1
         try:
             request.newest = self._make(request.handle, session, request.newest)
@@ -440,8 +448,10 @@ class DraftCore:
     # ---- losses --------------------------------------------------------------------------------
 
     def _suspend(self, reason: str) -> None:
-        """Keep unfinished requests until the stages are back, and have the others answered. A request that
-        repeatedly loses stages without progress ends with PeerLost and ``reason``."""
+        """Keep unfinished requests until the stages are back, and have the others answered.
+
+        A request that repeatedly loses stages without progress ends with PeerLost and ``reason``.
+        """
         self._outage = True
         self._forget_stages()  # they may come back on other devices
         if self._curve is not None:

@@ -52,8 +52,10 @@ class Learned:
 
 @dataclass(frozen=True)
 class Worked:
-    """The work of the last Compute is done; it took from ``start`` to ``end``, in seconds. ``late_s``: by how
-    much it exceeded the emulated time."""
+    """The work of the last Compute is done; it took from ``start`` to ``end``, in seconds.
+
+    ``late_s``: by how much it exceeded the emulated time.
+    """
 
     start: float
     end: float
@@ -90,8 +92,10 @@ class Back:
 
 @dataclass(frozen=True, eq=False)
 class Abandoned:
-    """Every request that has begun and whose answer is incomplete ends with ``error``. No other one begins
-    before the next Wait."""
+    """Every request that has begun and whose answer is incomplete ends with ``error``.
+
+    No other one begins before the next Wait.
+    """
 
     error: BaseException
 

@@ -91,8 +91,11 @@ class FairQueue(Generic[T]):
         return False
 
     def put(self, caller: Caller, item: T, priority: int = 0) -> None:
-        """Queue an item. Of one caller's items, those with lower numbers of priority go first. A new caller
-        comes after the callers that wait."""
+        """Queue an item.
+
+        Of one caller's items, those with lower numbers of priority go first. A new caller comes after the callers
+        that wait.
+        """
         number = next(self._numbers)
         entry = _Entry(self._clock() + priority * self._aging_s, priority, number)
         self._entries[item] = caller, entry
@@ -122,8 +125,10 @@ class FairQueue(Generic[T]):
         insort(self._waiting.setdefault(caller, []), (self._entries[item][1], item), key=_entry)
 
     def has_turn(self) -> bool:
-        """Return whether an item waits and can be taken. None can while another item is stuck, because the
-        stuck one comes first."""
+        """Return whether an item waits and can be taken.
+
+        None can while another item is stuck, because the stuck one comes first.
+        """
         return bool(self._waiting) and len(self._placed) < self.places and self._first_stuck() is None
 
     def loser(self) -> T | None:
@@ -137,8 +142,10 @@ class FairQueue(Generic[T]):
         return self._rival_of_waiting(self._turn_over) if len(self._placed) >= self.places else None
 
     def _rival_of_waiting(self, turn_over: Callable[[T], bool]) -> T | None:
-        """The rival of the first waiting caller that has one. The next caller may have its share already,
-        while a caller behind it has no place at its level."""
+        """Return the rival of the first waiting caller that has one.
+
+        The next caller may have its share already, while a caller behind it has no place at its level.
+        """
         for caller in sorted(self._waiting, key=self._rank):
             if (rival := self._rival(caller, turn_over)) is not None:
                 return rival

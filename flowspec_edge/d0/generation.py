@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 class Generation:
-    """``finish_reason`` is None while the answer is incomplete; ``grammar``, ``penalties`` and
-    ``restrictions`` are at its newest token, if the request has any."""
+    """``finish_reason`` is None while the answer is incomplete.
+
+    ``grammar``, ``penalties`` and ``restrictions`` are at its newest token, if the request has any.
+    """
 
     def __init__(self, request: Request, clock: Callable[[], float]) -> None:
         self.tokens: list[int] = []
@@ -53,8 +55,10 @@ class Generation:
             self._first_at = self._clock()
 
     def extend(self, commits: Sequence[Commit], likelihoods: Sequence[Likelihood]) -> None:
-        """Accept tokens, up to the end of sequence, the limit, or the end of the grammar; ``likelihoods``:
-        one per token, or empty."""
+        """Accept tokens, up to the end of sequence, the limit, or the end of the grammar.
+
+        ``likelihoods``: one per token, or empty.
+        """
         for index, commit in enumerate(commits):
             if commit.token in self._request.stop_ids:
                 self.finish_reason, self._stop_id = "stop", commit.token

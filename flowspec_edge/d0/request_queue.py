@@ -74,8 +74,10 @@ class RequestQueue:
             return None if before is None else self._ahead(before)
 
     def _ahead(self, before: int) -> int:
-        """``before``: requests that wait before it. The first that waits may get the place of a request that
-        has to give way."""
+        """``before``: requests that wait before it.
+
+        The first that waits may get the place of a request that has to give way.
+        """
         if before == 0 and self._queue.loser() is not None:
             return 0
         return int(max(0, before + 1 + len(self._queue.placed) - self._queue.places))
@@ -114,8 +116,7 @@ class RequestQueue:
             handle.set_cancelled()
 
     def fail(self, error: BaseException) -> None:
-        """End the requests that have not begun with ``error``; those that wait only if the queue is not
-        patient."""
+        """End the requests that have not begun with ``error``; those that wait only if the queue is not patient."""
         with self._lock:
             failing = [*self._beside] if self.patient else self._unbegun()
             self._forget(failing)
@@ -148,7 +149,9 @@ class RequestQueue:
 
     def take_away(self) -> RequestHandle | None:
         """Take a place away from the request that has to give way to another one, if any; return the request.
-        One that is about to end leaves its place anyway."""
+
+        One that is about to end leaves its place anyway.
+        """
         with self._lock:
             loser = None if self.paused else self._queue.loser()
             if loser is None or loser.state is RequestState.CLOSING:
@@ -175,17 +178,23 @@ class SharedCluster(ClusterBackend, Protocol):
         """May be read from any thread."""
 
     def submit(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        """Start the cluster unless it runs, and :meth:`enqueue` a request; return its handle. Errors of the
-        start are raised."""
+        """Start the cluster unless it runs, and :meth:`enqueue` a request; return its handle.
+
+        Errors of the start are raised.
+        """
 
     def enqueue(self, handle: RequestHandle) -> None:
-        """Queue a request for the thread in :meth:`serve`. UsageError if the cluster cannot run such a
-        request; all other errors come through the handle."""
+        """Queue a request for the thread in :meth:`serve`.
+
+        UsageError if the cluster cannot run such a request; all other errors come through the handle.
+        """
 
     def probe(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
         """As :meth:`submit`, but the request begins at once, beside the queue."""
 
     def serve(self, stop: Callable[[], bool]) -> None:
         """Answer requests until ``stop()``, called often, is true; the next call continues the rest.
-        FlowspecError, which also ends every open request, if the cluster is lost; those that have not begun
-        wait on if the queue is patient."""
+
+        FlowspecError, which also ends every open request, if the cluster is lost; those that have not begun wait on
+        if the queue is patient.
+        """

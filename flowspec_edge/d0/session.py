@@ -139,8 +139,10 @@ class DraftSession:
         return offer
 
     def next_segment(self, rows: int | None = None) -> Segment | None:
-        """Return the best segment that may be sent now, of at most ``rows`` rows if they are given; the
-        caller checks that V1 has room. A chunk of the prompt, while any is left."""
+        """Return the best segment that may be sent now, of at most ``rows`` rows if they are given.
+
+        The caller checks that V1 has room. A chunk of the prompt, while any is left.
+        """
         if self.is_reading:
             return self._next_chunk(min(rows or self._chunk, self._chunk))
         if self.finished or self._prompt_left:
@@ -170,7 +172,9 @@ class DraftSession:
 
     def receive(self, message: Output | Tap) -> bool:
         """Store an arrival for the tasks, without processing it; False for a stale one, which is ignored.
-        ProtocolError for one that does not answer what was sent."""
+
+        ProtocolError for one that does not answer what was sent.
+        """
         if (message.session, message.epoch) != (self.builder.session, self.builder.epoch):
             return False
         self._check(message)
@@ -226,8 +230,10 @@ class DraftSession:
         return DraftPass(request)
 
     def _is_complete(self, output: Output) -> bool:
-        """Return whether the drafter's taps have arrived; they come over other links than the output. Every
-        stage has tapped a row that comes out; an output without rows predicts nothing."""
+        """Return whether the drafter's taps have arrived; they come over other links than the output.
+
+        Every stage has tapped a row that comes out; an output without rows predicts nothing.
+        """
         return not len(output.numbers) or self._needed <= self._tapped.get(output.run, set())
 
     def _pass_on_taps(self, drafter: Drafter) -> None:
@@ -244,8 +250,11 @@ class DraftSession:
             self.drafted(task.request, self.drafter.expand(task.request))
 
     def begin(self, task: Verify) -> tuple[States, Callable[[Logits], None]]:
-        """Take the output in. Returns the states [m, H] that lm_head has to see, and the rest of the task,
-        to be called with their logits [m, V]: choose tokens, walk the tree, commit."""
+        """Take the output in.
+
+        Returns the states [m, H] that lm_head has to see, and the rest of the task, to be called with their logits
+        [m, V]: choose tokens, walk the tree, commit.
+        """
         output = task.output
         numbers, positions = self.builder.pop_returned(output.run)
         self._contract.returned(output.run, len(output.numbers))

@@ -80,8 +80,11 @@ class TokenRules:
             raise UsageError(_STUCK)
 
     def _applied(self, logits: Logits, paths: Sequence[Sequence[int] | None]) -> tuple[Choices, list[int]]:
-        """``paths``: the tokens from the text's end to each row; None: the row cannot become text, and
-        whatever it chooses is ignored. Also return the rows that no token may follow."""
+        """``paths``: the tokens from the text's end to each row.
+
+        None: the row cannot become text, and whatever it chooses is ignored. Also return the rows that no token may
+        follow.
+        """
         if self._penalties:
             logits = self._penalties.applied(logits, [path or () for path in paths])
         if not self._grammar and not self._restrictions:

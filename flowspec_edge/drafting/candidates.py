@@ -32,8 +32,10 @@ _ROWS = 64  # of lm_head's products
 
 
 class CandidateHead(nn.Module):
-    """States [..., H] to logits [..., V], as the module's docstring says; ``rank`` and ``count`` as in
-    ``model.candidates``."""
+    """States [..., H] to logits [..., V], as the module's docstring says.
+
+    ``rank`` and ``count`` as in ``model.candidates``.
+    """
 
     def __init__(self, exact: OutputHead, down: nn.Module, up: nn.Module, count: int) -> None:
         """``exact``: the whole matrix; ``down`` [..., H] to [..., rank]; ``up`` to [..., V]."""

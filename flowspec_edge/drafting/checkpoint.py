@@ -41,8 +41,10 @@ _CONVERTED = {"fusion_fc.": "fc.", "transformer.": "layers.0.", "draft_id_to_tar
 
 
 def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, Any]:
-    """UsageError if config.json is missing or invalid, FlowspecError if it is of a format that cannot be run;
-    ``what``: the model's name with its article; ``blocks``: it may be a block drafter."""
+    """UsageError if config.json is missing or invalid, FlowspecError if it is of a format that cannot be run.
+
+    ``what``: the model's name with its article; ``blocks``: it may be a block drafter.
+    """
     path = directory / "config.json"
     if not path.exists():
         found = describe(directory) if directory.is_dir() else None
@@ -64,7 +66,7 @@ def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, A
 
 
 def _instead(raw: dict[str, Any]) -> str:
-    """The heads of the model that a config.json names, or where to look."""
+    """Return the heads of the model that a config.json names, or where to look."""
     inner = raw.get("speculators_config")
     verifier = inner.get("verifier") if isinstance(inner, dict) else None
     target = verifier.get("name_or_path") if isinstance(verifier, dict) else None
@@ -115,8 +117,10 @@ class HeadFiles:
         return self._embedding is not None
 
     def own_embedding(self, config: Any, dtype: torch.dtype) -> EmbeddingTable | None:
-        """Return the head's own embeddings, whose rows stay in the file; None if it has none, or if the file is not
-        safetensors. FlowspecError if their shape is not ``config``'s."""
+        """Return the head's own embeddings, whose rows stay in the file.
+
+        None if it has none, or if the file is not safetensors. FlowspecError if their shape is not ``config``'s.
+        """
         if self.checkpoint is None or self._embedding is None:
             return None
         return self.checkpoint.table(self._embedding, torch.Size((config.vocab_size, config.hidden_size)), dtype)
@@ -129,7 +133,8 @@ class HeadFiles:
     def read(self, what: str, embedding: bool = True) -> dict[str, StoredTensor]:
         """All tensors by their names in the files, without EMBEDDING unless ``embedding``.
 
-        UsageError if there are no weights."""
+        UsageError if there are no weights.
+        """
         if self.checkpoint is None:
             raise UsageError(f"no {_bare(what)} at {self.directory}: neither {SAFE} nor {PICKLED} is there")
         warn_of_unread(self.directory)
@@ -150,8 +155,7 @@ def read_weights(directory: Path, what: str) -> dict[str, StoredTensor]:
 
 
 def plain_names(weights: dict[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:
-    """Rename by :func:`plain_name`, and drop what follows from the rest; FlowspecError if two names
-    collide."""
+    """Rename by :func:`plain_name`, and drop what follows from the rest; FlowspecError if two names collide."""
     plain: dict[str, StoredTensor] = {}
     for stored, tensor in weights.items():
         name = plain_name(stored)
@@ -164,7 +168,7 @@ def plain_names(weights: dict[str, StoredTensor], directory: Path) -> dict[str, 
 
 
 def plain_name(name: str) -> str:
-    """A head's tensor as its authors name it: without wrappers, and without the names of a converter."""
+    """Return a head's tensor as its authors name it: without wrappers, and without the names of a converter."""
     while prefix := next((wrapper for wrapper in _WRAPPERS if name.startswith(wrapper)), ""):
         name = name.removeprefix(prefix)
     for theirs, ours in _CONVERTED.items():
@@ -182,7 +186,7 @@ def on_meta(kind: Callable[[_Config], _Module], config: _Config) -> _Module:
 def build(kind: Callable[[_Config], _Module], config: _Config, weights: dict[str, StoredTensor],
           directory: Path, what: str, dtype: torch.dtype, embedding: Embedding | None = None,
           quantise: Callable[[nn.Module], None] = lambda module: None) -> _Module:
-    """A module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own.
+    """Return a module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own.
 
     A linear has a bias if ``weights`` hold one, whatever ``config`` says.
 
@@ -209,7 +213,9 @@ def fit_biases(module: nn.Module, stored: Collection[str]) -> None:
 def _assign(module: nn.Module, weights: dict[str, StoredTensor], directory: Path, what: str,
             dtype: torch.dtype, quantise: Callable[[nn.Module], None]) -> None:
     """Replace all parameters by ``weights`` in ``dtype``; integer and bool tensors keep theirs.
-    FlowspecError that names a missing, unexpected or misshapen tensor, or one of another kind."""
+
+    FlowspecError that names a missing, unexpected or misshapen tensor, or one of another kind.
+    """
     held = module.state_dict()
     wanted = {name: tuple(w.shape) for name, w in held.items()}
     for name in wanted:

@@ -124,10 +124,10 @@ class DraftFormat(ABC):
 
     @abstractmethod
     def config(self, directory: Path) -> Any:
-        """The configuration of its layers, as config.json and the headers of the weights have it."""
+        """Return the configuration of its layers, as config.json and the headers of the weights have it."""
 
     def fields(self, config: Any) -> dict[str, Any]:
-        """The fields of :meth:`config` by their names."""
+        """Return the fields of :meth:`config` by their names."""
         return vars(config)
 
     def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> Iterable[int]:
@@ -162,7 +162,7 @@ class HeadFormat(DraftFormat):
 
     @abstractmethod
     def usual(self, target: DecoderConfig, kind: DraftKind) -> nn.Module:
-        """The module of a usual one for a target of the configuration ``target``, without memory."""
+        """Return the module of a usual one for a target of the configuration ``target``, without memory."""
 
     def cached_layers(self, head: nn.Module) -> int:
         """Layers of a module that keep keys and values."""

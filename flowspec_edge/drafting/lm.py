@@ -73,8 +73,10 @@ class LanguageModel:
 
 
 class LMDrafter(TreeDrafter):
-    """``model`` shares the target's tokenizer; ``vocabulary`` is the target's, by default the model's.  Where
-    padding differs, tokens beyond the target's are not drafted, those beyond the model's read as its last."""
+    """``model`` shares the target's tokenizer; ``vocabulary`` is the target's, by default the model's.
+
+    Where padding differs, tokens beyond the target's are not drafted, those beyond the model's read as its last.
+    """
 
     def __init__(self, model: LanguageModel, vocabulary: int | None = None, memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None) -> None:

@@ -150,7 +150,7 @@ class PassGraphs:
         return self.model.logits(self.outputs.index_select(0, self._numbers[3]))
 
     def one_by_one(self, width: int) -> Tensor:
-        """What the graphs compute after :meth:`load`, without them."""
+        """Return what the graphs compute after :meth:`load`, without them."""
         self._compute(width)
         return likeliest(self._asked_logits(), MOST_CHILDREN)
 
@@ -159,7 +159,7 @@ RecordedPasses = Mapping[int, PassGraphs]  # by number of rows
 
 
 def fitting(passes: RecordedPasses, rows: int) -> PassGraphs | None:
-    """The least of them to which ``rows`` rows can be padded; None: they are not recorded."""
+    """Return the least of them to which ``rows`` rows can be padded; None: they are not recorded."""
     found = [size for size, graphs in passes.items() if size >= rows and graphs.hold]
     return passes[min(found)] if found else None
 

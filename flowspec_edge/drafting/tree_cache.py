@@ -85,7 +85,7 @@ class CacheMemory:
         return self._arena.layers
 
     def take(self, count: int) -> NDArray[np.int64]:
-        """The lowest free slots; makes more if they do not suffice."""
+        """Return the lowest free slots; makes more if they do not suffice."""
         free = np.flatnonzero(self._free)
         if len(free) < count:
             self._reach(self.rows + count - len(free))
@@ -246,7 +246,10 @@ class TreeCache:
         return visible
 
     def _path(self, node: int) -> list[int]:
-        """The slots of a node and of those above it, up to, and not including, the root; no more than a window."""
+        """Return the slots of a node and of those above it, up to, and not including, the root.
+
+        No more than a window.
+        """
         path: list[int] = []
         while node in self._slot and len(path) != self.shape.kind.window:
             path.append(self._slot[node])

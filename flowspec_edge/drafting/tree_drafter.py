@@ -103,7 +103,7 @@ class TreeDrafter(Drafter, ABC):
 
     def _seen_and_stored(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]], counts: Sequence[int]
                          ) -> tuple[Any, Any]:
-        """The pass's mask and cache: of one memory, or session by session."""
+        """Return the pass's mask and cache: of one memory, or session by session."""
         shape, memory = self.shape, self._cache.memory
         if memory.shared or len(parts) == 1:
             whole = joined([own for *_, own in parts])
@@ -159,7 +159,7 @@ class TreeDrafter(Drafter, ABC):
                 zip(requests, logits.split(counts), strict=True)]
 
     def _order(self) -> tuple[object, ...]:
-        """What decides on the order of children; drafters that share passes have one vocabulary."""
+        """Return what decides on the order of children; drafters that share passes have one vocabulary."""
         sampling, rank, tau = self._ranking
         return (sampling, rank, tau) if rank == "noise" and not sampling.greedy else ()
 
@@ -231,7 +231,7 @@ def joined(parts: Sequence[PassInputs]) -> PassInputs:
 
 def _asked_rows(requests: Sequence[tuple[TreeDrafter, DraftRequest]],
                 begun: Sequence[tuple[TreeDrafter, Rows | None]]) -> list[int]:
-    """The pass's rows whose children are asked for; none if an output is from an earlier pass."""
+    """Return the pass's rows whose children are asked for; none if an output is from an earlier pass."""
     found, start = [], 0
     for (drafter, request), (_, rows) in zip(requests, begun, strict=True):
         text = len(rows.text) if rows else 0

@@ -130,7 +130,7 @@ def predict_alone(board: CandidateBoard, problem: SplitProblem, source: Path | R
 
 
 def single_board(board: CandidateBoard, profile: Profile, problem: SplitProblem) -> Devices:
-    """A board that is D0 and V1 with all layers, with the times of ``profile``."""
+    """Return a board that is D0 and V1 with all layers, with the times of ``profile``."""
     profile = profile.model_copy(update={"link": _NO_LINK})
     layers = problem.size.layers
     return Devices(profile, (profile,), (float(layers),), board.name,

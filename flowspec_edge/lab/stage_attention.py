@@ -19,8 +19,10 @@ from flowspec_edge.stage.shard import ROW_STEP
 
 
 def register(in_8_bits: bool) -> str:
-    """Register transformers' "sdpa" as stages compute it, over keys and values as their caches keep them; return its
-    name."""
+    """Register transformers' "sdpa" as stages compute it, over keys and values as their caches keep them.
+
+    Return its name.
+    """
     name = "flowspec-stages-int8-kv" if in_8_bits else "flowspec-stages"
     AttentionInterface.register(name, partial(_attend, in_8_bits))
     AttentionMaskInterface.register(name, sdpa_mask)

@@ -1,5 +1,6 @@
-"""Known models (models/catalogue.toml): their repositories on Hugging Face's hub, draft heads and shapes; and
-downloads from the hub, into its client's cache or a directory of our own.  Both resume.
+"""Known models (models/catalogue.toml): their repositories on Hugging Face's hub, draft heads and shapes.
+
+And downloads from the hub, into its client's cache or a directory of our own. Both resume.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def known_models() -> dict[str, KnownModel]:
 
 
 def find_known(name: str) -> tuple[str, KnownModel] | None:
-    """A model's entry by its name here or on the hub, in any case; (name here, entry) or None."""
+    """Return a model's entry by its name here or on the hub, in any case; (name here, entry) or None."""
     lowered = name.lower()
     return next(((entry_name, model) for entry_name, model in known_models().items()
                  if lowered in (entry_name, model.target.lower())), None)
@@ -157,8 +158,10 @@ def download(name: str) -> tuple[Path, str]:
 
 
 def download_to(name: str, directory: Path) -> None:
-    """Download what :func:`download` does to ``directory``. UsageError for an unknown or private repository,
-    or an unreachable hub."""
+    """Download what :func:`download` does to ``directory``.
+
+    UsageError for an unknown or private repository, or an unreachable hub.
+    """
     client = _client()
     try:
         client.snapshot_download(name, local_dir=directory, ignore_patterns=["*/*"],
@@ -168,8 +171,10 @@ def download_to(name: str, directory: Path) -> None:
 
 
 def download_config(name: str) -> Path:
-    """Download config.json alone to the client's cache; the directory that holds it. Errors as for
-    :func:`download`."""
+    """Download config.json alone to the client's cache; the directory that holds it.
+
+    Errors as for :func:`download`.
+    """
     client = _client()
     try:
         return Path(client.hf_hub_download(name, "config.json")).parent

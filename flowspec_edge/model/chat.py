@@ -90,7 +90,7 @@ _FORMATS = (ToolFormat("<tool_call>", "arguments", "<tool_call>", "</tool_call>"
 
 
 def recognise_tool_format(template: str) -> ToolFormat | None:
-    """The format that a Jinja chat template teaches; None: it has no tools, or an unknown format."""
+    """Return the format that a Jinja chat template teaches; None: it has no tools, or an unknown format."""
     if "tools" not in template:
         return None
     return next((tool_format for tool_format in _FORMATS if tool_format.marker in template), None)
@@ -98,8 +98,10 @@ def recognise_tool_format(template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How an answer has its reasoning: between the words ``open`` and ``close``, before the content; or, with
-    ``channels``, in messages of the channel analysis, as gpt-oss has it."""
+    """How an answer has its reasoning: between the words ``open`` and ``close``, before the content.
+
+    Or, with ``channels``, in messages of the channel analysis, as gpt-oss has it.
+    """
 
     open: str = ""
     close: str = ""
@@ -116,7 +118,7 @@ _THOUGHTS = (ReasoningFormat("<think>", "</think>"), ReasoningFormat("[THINK]", 
 
 
 def recognise_reasoning_format(template: str) -> ReasoningFormat | None:
-    """The format of the reasoning in answers by a Jinja chat template; None: it has none, or an unknown one."""
+    """Return the format of the reasoning in answers by a Jinja chat template; None: it has none, or an unknown one."""
     if _CHANNEL in template:
         return ReasoningFormat(channels=True)
     return next((reasoning_format for reasoning_format in _THOUGHTS if reasoning_format.open in template), None)
@@ -138,7 +140,7 @@ _CHANNEL = "<|channel|>"  # in gpt-oss's format (harmony) a turn has several mes
 
 
 def turn_ends(template: str) -> tuple[str, ...]:
-    """The tokens that may end an answer by a Jinja chat template."""
+    """Return the tokens that may end an answer by a Jinja chat template."""
     return tuple(end for end in _TURN_ENDS
                  if end in template and not (end == "<|end|>" and _CHANNEL in template))
 
@@ -150,8 +152,10 @@ _NAME = re.compile(r"(?<![\w.])[A-Za-z_]\w*")  # no attribute's
 
 
 def variables_of(template: str) -> frozenset[str]:
-    """The names in a Jinja template's code: not in its text, strings and comments, and of no attributes. It
-    is not compiled, since that takes a process with limits."""
+    """Return the names in a Jinja template's code: not in its text, strings and comments, and of no attributes.
+
+    It is not compiled, since that takes a process with limits.
+    """
     names, at = set[str](), 0
     while tag := _JINJA_TAG.search(template, at):
         end = template.find(_ENDS[tag[0]], tag.end())
@@ -174,8 +178,11 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """``calls``: an assistant's; ``call_id``: the call that a tool's message answers; ``name``: the writer's;
-    ``reasoning``: an assistant's, before its content."""
+    """``calls``: an assistant's.
+
+    ``call_id``: the call that a tool's message answers; ``name``: the writer's; ``reasoning``: an assistant's,
+    before its content.
+    """
 
     role: Role
     content: str
@@ -262,12 +269,12 @@ def vicuna(messages: Sequence[Message]) -> list[PromptPiece]:
 
 
 def bare(messages: Sequence[Message]) -> list[PromptPiece]:
-    """The texts alone, a line break between two: a model that was not trained to chat continues the last."""
+    """Return the texts alone, a line break between two: a model that was not trained to chat continues the last."""
     return [PromptPiece("\n".join(message.content for message in messages), add_bos=True, add_eos=False)]
 
 
 def continued(pieces: Sequence[PromptPiece], answer: str, joint: str) -> list[PromptPiece]:
-    """A prompt in a built-in format whose answer has begun."""
+    """Return a prompt in a built-in format whose answer has begun."""
     last = pieces[-1]
     text = f"{last.text}{joint}{answer.lstrip() if joint == ' ' else answer}"
     return [*pieces[:-1], PromptPiece(text, last.add_bos, add_eos=False)]
@@ -279,7 +286,7 @@ _NAME_PATTERNS = {"llama-2": re.compile(r"llama[-_ ]?2.*chat"), "vicuna": re.com
 
 
 def recognise(model: OpenModel) -> str | None:
-    """The built-in format for the model's name; None if none matches."""
+    """Return the built-in format for the model's name; None if none matches."""
     from flowspec_edge.model.catalogue import find_known  # pydantic takes a while
 
     for name in _names(model):

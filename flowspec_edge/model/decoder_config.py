@@ -32,7 +32,9 @@ _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attent
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The configuration of a decoder. Fields that config.json has, too, keep its names; these need a word:
+    """The configuration of a decoder.
+
+    Fields that config.json has, too, keep its names; these need a word:
 
     layer_types  of every layer: "full_attention", "sliding_attention" or "linear_attention"
     ropes        parameters of rotary embeddings by type of layer; by "" if all layers have the same

@@ -144,8 +144,10 @@ def computed(layers: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
 
 def correlation_of(layers: Sequence[nn.Module], rows: int) -> float | None:
     """Return the correlation of the last pass's choices: c = (U(n) - touched) / (U(n) - k), with sums over ``layers``.
-    It is below 0 where rows shared fewer experts than independent rows do on average. None without experts, and if the
-    pass had one row or another number than ``rows``."""
+
+    It is below 0 where rows shared fewer experts than independent rows do on average. None without experts, and if
+    the pass had one row or another number than ``rows``.
+    """
     choices = [chosen for _, chosen in computed(layers)]
     if rows < 2 or not choices or len(choices[0]) != rows:
         return None

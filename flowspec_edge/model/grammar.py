@@ -68,8 +68,10 @@ class GrammarState:
         self._left_s = min(_MASKS_S, self._left_s + _MASKS_TURN_S)
 
     def advance(self, token: int) -> None:
-        """The answer continues with ``token``; UsageError if the grammar does not allow it, or if no token of
-        the vocabulary can continue the answer then."""
+        """The answer continues with ``token``.
+
+        UsageError if the grammar does not allow it, or if no token of the vocabulary can continue the answer then.
+        """
         self._tokens.append(token)
         self._matcher.consume_token(token)
         self._check()
@@ -129,9 +131,11 @@ class Grammar:
 
 @dataclass(frozen=True)
 class GrammarText:
-    """``lark``: in llguidance's syntax; ``checked``: the same with a special token of the byte tokenizer in
-    place of each of the model's. ``written``: by a client, so it holds as it is or is refused; ``gbnf``: both
-    are in llama.cpp's syntax instead."""
+    """``lark``: in llguidance's syntax.
+
+    ``checked``: the same with a special token of the byte tokenizer in place of each of the model's. ``written``:
+    by a client, so it holds as it is or is refused; ``gbnf``: both are in llama.cpp's syntax instead.
+    """
 
     lark: str
     checked: str
@@ -176,13 +180,17 @@ class GrammarCompiler:
         self._verdicts: OrderedDict[bytes, _Verdict] = OrderedDict()  # by the digests of grammars
 
     def json_schema(self, schema: dict[str, Any], stop_ids: frozenset[int], strict: bool = True) -> Grammar:
-        """The answer is JSON for ``schema``; UsageError if that is no schema. ``strict``: UsageError also for
-        keywords that llguidance does not know, which are otherwise ignored."""
+        """Return the answer is JSON for ``schema``; UsageError if that is no schema.
+
+        ``strict``: UsageError also for keywords that llguidance does not know, which are otherwise ignored.
+        """
         return self.compile(self.text(lambda special: f"start: {json_value(schema, strict)}"), stop_ids)
 
     def text(self, write: Callable[[Special], str]) -> GrammarText:
         """``write``: returns a grammar in llguidance's Lark syntax, given what spells special tokens.
-        UsageError if it is too long."""
+
+        UsageError if it is too long.
+        """
         self._processes.start()  # while the vocabulary is wrapped
         text = GrammarText(write(self.special), write(lambda word: self.special(word) and _BYTES_SPECIAL))
         if len(text.checked) > _MAX_BYTES:
@@ -190,8 +198,10 @@ class GrammarCompiler:
         return text
 
     def written(self, grammar: str) -> GrammarText:
-        """A grammar that the user wrote, in llama.cpp's syntax (GBNF) or in llguidance's (Lark). UsageError
-        if it is too long."""
+        """Return a grammar that the user wrote, in llama.cpp's syntax (GBNF) or in llguidance's (Lark).
+
+        UsageError if it is too long.
+        """
         text = self.text(lambda _: grammar)
         return replace(text, written=True, gbnf=_GBNF_RULE.search(grammar) is not None)
 
@@ -214,8 +224,10 @@ class GrammarCompiler:
         return Grammar(matcher, self._vocabulary)
 
     def special(self, token: str) -> str | None:
-        """A text's form in a Lark grammar if it is one token of the model that plain text cannot spell; else
-        None."""
+        """Return a text's form in a Lark grammar if it is one token of the model that plain text cannot spell.
+
+        Else None.
+        """
         [number] = self._tokenizer.convert_tokens_to_ids([token])
         if number is None or number >= self._vocabulary:
             return None
@@ -259,8 +271,11 @@ class GrammarCompiler:
         return self._tried(GrammarText(lark, lark))[0]
 
     def _without_problems(self, text: GrammarText, refusal: str) -> tuple[str, GrammarText | None]:
-        """Handle a grammar with a schema that cannot be enforced. If that schema is strict, return why the grammar is
-        refused; else return the grammar without the keywords that are ignored."""
+        """Handle a grammar with a schema that cannot be enforced.
+
+        If that schema is strict, return why the grammar is refused; else return the grammar without the keywords
+        that are ignored.
+        """
         lark, checked = text.lark, text.checked
         for value in dict.fromkeys(_json_values(text.lark)):
             schema = json.loads(value)
@@ -304,7 +319,7 @@ class GrammarCompiler:
         return _without_tokens_beyond(self._vocabulary, backend)
 
     def _wrap(self, stop_ids: frozenset[int]) -> Any:
-        """The vocabulary as llguidance reads it; takes a second for a large one."""
+        """Return the vocabulary as llguidance reads it; takes a second for a large one."""
         with self._lock:
             if stop_ids in self._wrapped:
                 self._wrapped.move_to_end(stop_ids)
@@ -322,7 +337,7 @@ class GrammarCompiler:
 
 
 def _without_tokens_beyond(vocabulary: int, tokenizer: Any) -> str:
-    """A tokenizer of the package tokenizers as JSON, with the token ids below ``vocabulary`` alone.
+    """Return a tokenizer of the package tokenizers as JSON, with the token ids below ``vocabulary`` alone.
 
     llguidance tokenises a text without choices, so it must not know the others: removed from its masks alone,
     they would leave nothing to choose from. ValueError if the remaining tokens do not keep their ids.
@@ -353,22 +368,28 @@ def _without_tokens_beyond(vocabulary: int, tokenizer: Any) -> str:
 
 
 def _tokens_of(merge: str | list[str], prefix: str) -> tuple[str, str, str]:
-    """The two tokens that a merge joins, and the one that it makes. Older files write the two with a space
-    between; ``prefix``: of tokens that continue a word."""
+    """Return the two tokens that a merge joins, and the one that it makes.
+
+    Older files write the two with a space between; ``prefix``: of tokens that continue a word.
+    """
     left, right = merge.split(" ") if isinstance(merge, str) else merge
     return left, right, left + right.removeprefix(prefix)
 
 
 def json_value(schema: dict[str, Any], strict: bool = True, name: str = "schema") -> str:
-    """A JSON value for ``schema``, in llguidance's Lark syntax; ``strict`` as for
-    :meth:`GrammarCompiler.json_schema`; ``name``: what errors call the schema."""
+    """Return a JSON value for ``schema``, in llguidance's Lark syntax.
+
+    ``strict`` as for :meth:`GrammarCompiler.json_schema`; ``name``: what errors call the schema.
+    """
     options = {**_JSON_OPTIONS, "lenient": not strict}
     return f"%json {json.dumps({**schema, '$comment': name, 'x-guidance': options})}"
 
 
 def _json_values(lark: str) -> Iterator[str]:
-    """The schemas of a grammar that :func:`json_value` has written. In a client's text there would be
-    backslashes before the quotation marks."""
+    """Yield the schemas of a grammar that :func:`json_value` has written.
+
+    In a client's text there would be backslashes before the quotation marks.
+    """
     for match in re.finditer(r"%json (?=\{)", lark):
         try:
             schema, end = _decoder.raw_decode(lark, match.end())
@@ -385,8 +406,10 @@ def _is_dead_end(matcher: Any) -> bool:
 
 
 def matching(regex: str) -> str:
-    """Return an expression in llguidance's Lark syntax that matches all of ``regex``. There a slash ends an expression,
-    and an expression has one line."""
+    """Return an expression in llguidance's Lark syntax that matches all of ``regex``.
+
+    There a slash ends an expression, and an expression has one line.
+    """
     body = re.sub(r"\\?[/\n]|\\.", lambda match: _WITHIN_SLASHES.get(match[0][-1], match[0]), regex)
     return f"/{body}/"
 

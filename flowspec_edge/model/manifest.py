@@ -39,8 +39,10 @@ def window_text(window: int) -> int:
 
 
 def reserved(window: int | None, rows: int, requests: int, tentative: int) -> int:
-    """Rows for which a layer has memory whose window has ``window`` rows (None: all), of a cache of ``rows``;
-    ``tentative``: uncommitted ones of each of ``requests`` requests at once (0: any number)."""
+    """Rows for which a layer has memory whose window has ``window`` rows (None: all), of a cache of ``rows``.
+
+    ``tentative``: uncommitted ones of each of ``requests`` requests at once (0: any number).
+    """
     if window is None or not requests:
         return rows
     return min(rows, requests * (SESSIONS * window_text(window) + tentative))
@@ -105,8 +107,10 @@ class Quantisation(StrictModel):
 
 
 class HeadQuantisation(StrictModel):
-    """Of lm_head; beside it draft heads are brought to 4 bits when they are loaded.  ``group``: the most weights
-    that share a scale."""
+    """Of lm_head; beside it draft heads are brought to 4 bits when they are loaded.
+
+    ``group``: the most weights that share a scale.
+    """
 
     kind: Literal["int8", "int4"]
     group: Count
@@ -185,8 +189,10 @@ class Manifest(StrictModel):
 
     @property
     def stored(self) -> str:
-        """What is stored in which type, such as "int4, lm_head int8, KV cache int8"; what is not named is in
-        the compute dtype."""
+        """What is stored in which type, such as "int4, lm_head int8, KV cache int8".
+
+        What is not named is in the compute dtype.
+        """
         return ", ".join([self.quantisation.stored if self.quantisation else self.compute_dtype,
                           *([f"lm_head {self.lm_head.kind}"] if self.lm_head else []),
                           *([f"KV cache {self.kv_cache}"] if self.kv_cache != "16bit" else [])])
@@ -212,8 +218,10 @@ class Manifest(StrictModel):
                 raise altered(path)
 
     def check_sizes(self, part: str) -> dict[Path, str]:
-        """The sha256 that each file must have, without reading any.  FlowspecError that names the first file
-        that is missing, of another size, or not in the manifest."""
+        """Return the sha256 that each file must have, without reading any.
+
+        FlowspecError that names the first file that is missing, of another size, or not in the manifest.
+        """
         home = self._directory / part
         files = {self._directory / file.path: file for file in self.part(part).files}
         for path, file in files.items():
@@ -248,5 +256,5 @@ class Manifest(StrictModel):
 
 
 def stage_part(index: int) -> str:
-    """The part of stage ``index`` (from 0); directories count from 1."""
+    """Return the part of stage ``index`` (from 0); directories count from 1."""
     return f"stage-{index + 1}"

@@ -107,8 +107,10 @@ class OpenModel:
         return self.path / "draft" if self.sharded else self.path
 
     def draft(self, kind: str) -> Path | None:
-        """The directory of its draft model of ``kind``, or of the target whose checkpoint holds it; None if
-        it has none."""
+        """Return the directory of its draft model of ``kind``, or of the target whose checkpoint holds it.
+
+        None if it has none.
+        """
         draft_kind = draft_kind_named(kind)
         path = self.parts / draft_kind.directory
         if draft_kind.in_target and not path.is_dir() and draft_kind in self._own_layers:
@@ -217,8 +219,10 @@ class OpenModel:
 
     @property
     def weight_values(self) -> int:
-        """Return the number of values in the target's weights. For a checkpoint it follows from the sizes of its
-        files."""
+        """Return the number of values in the target's weights.
+
+        For a checkpoint it follows from the sizes of its files.
+        """
         if (table := self.target / GGUF_TABLE).is_file():
             return sum(prod(place["shape"]) for place in read_json_object(table)["tensors"].values())
         dtype_name = str(self.config.get("dtype") or self.config.get("torch_dtype"))
@@ -272,7 +276,7 @@ def missing_own_layer(kind: DraftKind, model: OpenModel | None, family: str = ""
 
 
 def resolve_model(name_or_path: str | Path | None = None, quantised: bool = False) -> OpenModel:
-    """A model by directory, or by name: a shipped one, or a fetched one of the catalogue.
+    """Return a model by directory, or by name: a shipped one, or a fetched one of the catalogue.
 
     UsageError if it or a file of its target is missing, or if stages cannot run it; ``quantised`` accepts AWQ
     and GPTQ.  Warns of files beside its weights that are not read.
@@ -305,7 +309,9 @@ def refuse_two_targets(model: OpenModel) -> None:
 
 
 def model_path(name_or_path: str) -> Path | None:
-    """The directory of a shipped or a fetched model, of a GGUF file, or the one of this name; None if there is none.
+    """Return the directory of a shipped or a fetched model, of a GGUF file, or the one of this name.
+
+    None if there is none.
 
     Errors as for ``model.gguf.home``.
     """

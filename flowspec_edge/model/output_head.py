@@ -78,7 +78,7 @@ class OutputHead(nn.Module):
         return all(block.looks_up_rows if isinstance(block, RowLookUp) else _has_rows(block) for block in self.blocks)
 
     def own_logits(self, states: Tensor, ids: Tensor) -> Tensor:
-        """The logits of each state's own tokens ``ids`` [n, k], for states [n, H]: [n, k]."""
+        """Return the logits of each state's own tokens ``ids`` [n, k], for states [n, H]: [n, k]."""
         parts, lo = [], 0
         for block, size in zip(self.blocks, self._sizes, strict=True):
             parts.append(_own_logits(block, states, (ids - lo).clamp(0, size - 1)))
@@ -90,7 +90,7 @@ class OutputHead(nn.Module):
         return logits
 
     def chosen(self, ids: Tensor) -> nn.Module:
-        """The logits of the tokens ``ids`` [n] alone: [..., H] to [..., n].
+        """Return the logits of the tokens ``ids`` [n] alone: [..., H] to [..., n].
 
         It holds copies of their rows, or computes all logits if this matrix is quantised.
         """

@@ -17,8 +17,10 @@ class AnswerRestrictions:
     """The restrictions of one answer, which grows."""
 
     def __init__(self, restrictions: Restrictions, prompt: Sequence[int], ends: Iterable[int]) -> None:
-        """``ends``: the tokens that end the answer. The model's vocabulary may lack some that its tokenizer
-        has."""
+        """``ends``: the tokens that end the answer.
+
+        The model's vocabulary may lack some that its tokenizer has.
+        """
         self._restrictions = restrictions
         self._ends = sorted(ends)
         self._length = 0  # of the answer

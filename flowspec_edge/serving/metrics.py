@@ -99,8 +99,11 @@ class Metrics(Observer):
     # ---- from the HTTP thread --------------------------------------------------------------------------
 
     def tokens_arrived(self, count: int, first_token_s: float | None, gaps: Sequence[float]) -> None:
-        """Tokens of one answer came together; ``first_token_s`` and ``gaps`` as in :class:`AccessRecord`,
-        the former None unless the answer's first token is among them."""
+        """Tokens of one answer came together.
+
+        ``first_token_s`` and ``gaps`` as in :class:`AccessRecord`, the former None unless the answer's first token
+        is among them.
+        """
         self._generated.inc(count)
         if first_token_s is not None:
             self._ttft.observe(first_token_s)

@@ -43,7 +43,7 @@ JOURNAL = "sharding.journal"
 
 
 def finished(plan: ShardingPlan, out: Path) -> Manifest | None:
-    """The manifest of an earlier run; None if unfinished, UsageError if ``out`` holds another request's."""
+    """Return the manifest of an earlier run; None if unfinished, UsageError if ``out`` holds another request's."""
     manifest = OpenModel(out).manifest
     if manifest is None:
         return None

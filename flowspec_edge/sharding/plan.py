@@ -73,8 +73,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class TensorsFile:
-    """A safetensors file: ``plain`` tensors of the source, cast, and ``packed`` matrices in 4 bits; ``head``:
-    the matrix that is written as a quantised lm_head."""
+    """A safetensors file: ``plain`` tensors of the source, cast, and ``packed`` matrices in 4 bits.
+
+    ``head``: the matrix that is written as a quantised lm_head.
+    """
 
     path: Path
     plain: tuple[str, ...]

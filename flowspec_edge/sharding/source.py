@@ -124,7 +124,7 @@ class SourceModel:
 
 
 def open_source(model: str, drafts: Sequence[Path] = ()) -> SourceModel:
-    """A model by directory, by name in the package, or by repository on the hub.
+    """Return a model by directory, by name in the package, or by repository on the hub.
 
     UsageError for a model that does not exist, that stages cannot run or that is already sharded;
     FlowspecError that names a missing, misshapen or unexpected tensor, or a draft model of another target.

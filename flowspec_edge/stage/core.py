@@ -107,8 +107,10 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Charged:
-    """The running pass, whose layers have run, takes ``seconds`` from ``start`` on (emulated and virtual
-    devices); or less, if all of it is cancelled: until its ``end``."""
+    """The running pass, whose layers have run, takes ``seconds`` from ``start`` on (emulated and virtual devices).
+
+    Or less, if all of it is cancelled: until its ``end``.
+    """
 
     start: float
     seconds: float
@@ -202,8 +204,10 @@ class StageCore:
                 self._finish(event, now)
 
     def next(self, now: float) -> StageAction:
-        """Return what the driver has to do. ProtocolError if a segment violates the protocol, such as after a
-        lost one."""
+        """Return what the driver has to do.
+
+        ProtocolError if a segment violates the protocol, such as after a lost one.
+        """
         if self._pass is None and not self._outgoing and not self._broken:
             self._pass = self._admit()
             if self._pass is None and not self._outgoing:
@@ -220,8 +224,10 @@ class StageCore:
         return Idle()
 
     def left_of(self, message: Outgoing) -> Outgoing | None:
-        """Return what is still to be sent of ``message``, without the data of ended sessions; None if
-        nothing: a restarted peer would wait for their Opens."""
+        """Return what is still to be sent of ``message``, without the data of ended sessions.
+
+        None if nothing: a restarted peer would wait for their Opens.
+        """
         match message:
             case Segment() | Output() | Tap():
                 return message if message.session in self.counters else None
@@ -233,8 +239,7 @@ class StageCore:
     # ---- which segments come next --------------------------------------------------------------
 
     def _overdue(self, now: float) -> str:
-        """Drop the oldest message of a session whose Open never came, and return the reason; "" if none is
-        due."""
+        """Drop the oldest message of a session whose Open never came, and return the reason; "" if none is due."""
         unopened = next((arrival for arrival in self._arrived if self._unopened(arrival)), None)
         if unopened is None or (now <= unopened.until and self.has_room):
             return ""
@@ -266,7 +271,7 @@ class StageCore:
         return None
 
     def _take(self) -> Sequence[Segment]:
-        """The segments of the oldest message that may be computed; empty without one."""
+        """Return the segments of the oldest message that may be computed; empty without one."""
         blocked: set[int] = set()  # sessions that wait for an Open, and those of messages behind them
         for arrival in self._arrived:
             sessions = {segment.session for segment in arrival.segments}
@@ -299,8 +304,10 @@ class StageCore:
         self._charged = True
 
     def _break_off(self, now: float) -> None:
-        """Empty the results of a charged pass that the engine does not want any more. A pass whose results are all
-        empty ends with its current layer, because a stage polls between layers."""
+        """Empty the results of a charged pass that the engine does not want any more.
+
+        A pass whose results are all empty ends with its current layer, because a stage polls between layers.
+        """
         running = self._pass
         if running is None or not self._charged:
             return

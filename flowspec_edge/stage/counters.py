@@ -61,8 +61,10 @@ class StageCounters:
         return tuple(self._stats)
 
     def open(self, session: int, epoch: int, concurrent: Iterable[int], timed: bool = False) -> bool:
-        """Open a session and close those not ``concurrent``; return whether it is the only open one. An
-        epoch no newer than the session's changes nothing."""
+        """Open a session and close those not ``concurrent``; return whether it is the only open one.
+
+        An epoch no newer than the session's changes nothing.
+        """
         if session in self._stats and self._stats[session].epoch >= epoch:
             return False
         self.newest = max(self.newest, session)

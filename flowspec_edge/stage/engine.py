@@ -94,8 +94,11 @@ class StageModel(Protocol):
 
     def run(self, parts: Sequence[Part], keep_going: Callable[[], bool], graphs: Any
             ) -> list[PartResult] | None:
-        """Compute the parts, each with rows; None as soon as ``keep_going``, which is called between layers,
-        returns False. Writes behind each cache's last row; the caller appends them."""
+        """Compute the parts, each with rows.
+
+        None as soon as ``keep_going``, which is called between layers, returns False. Writes behind each cache's
+        last row; the caller appends them.
+        """
 
     def no_rows(self) -> Payload:
         """Return hidden states [0, H]."""
@@ -107,7 +110,9 @@ class StageModel(Protocol):
 class StageEngine:
     def __init__(self, model: StageModel, cache_rows: int = 0, requests: int = 0, tentative: int = 0) -> None:
         """``cache_rows``: rows to allocate now (``CacheKind.reserved``); 0 allocates when sessions need it.
-        FlowspecError if the memory does not suffice."""
+
+        FlowspecError if the memory does not suffice.
+        """
         self.model = model
         rows_of = {kind: kind.reserved(cache_rows, requests, tentative) for kind in self.model.layers_of_kinds}
         nbytes = sum(self.model.row_bytes(kind) * rows_of[kind] for kind in self.model.kinds)
@@ -311,8 +316,10 @@ class StageEngine:
         return self.model.correlation(rows)
 
     def _prepare(self, admitted: Segment) -> Part | None:
-        """Remove rows that have died since :meth:`admit`, and orphans; None if no row is left, or if the
-        session or the run has ended."""
+        """Remove rows that have died since :meth:`admit`, and orphans.
+
+        None if no row is left, or if the session or the run has ended.
+        """
         state = self._sessions.get(admitted.session)
         if state is None or state.epoch != admitted.epoch:
             return None
@@ -335,7 +342,7 @@ class StageEngine:
         return True
 
     def _state_of(self, part: Part) -> Session | None:
-        """The part's session; None if it has ended, or began anew."""
+        """Return the part's session; None if it has ended, or began anew."""
         state = self._sessions.get(part.segment.session)
         return state if state is not None and state.epoch == part.segment.epoch else None
 
@@ -373,7 +380,7 @@ class StageEngine:
         return rows.select(segment, ~dead)
 
     def _current(self, message: Prune | Cancel | Segment) -> Session | None:
-        """The open session of ``message``; None, counted as stale, without one."""
+        """Return the open session of ``message``; None, counted as stale, without one."""
         state = self._sessions.get(message.session)
         if state and state.epoch == message.epoch:
             return state
@@ -403,7 +410,7 @@ class StageEngine:
         return inherited
 
     def _cache(self, message: Open, inherited: StageCache | None) -> StageCache:
-        """An empty cache, or the first rows of ``inherited``, which is given back if that fails."""
+        """Return an empty cache, or the first rows of ``inherited``, which is given back if that fails."""
         capacity, tentative = message.capacity, message.tentative or message.capacity
         try:
             if capacity < max(message.rows, 1):

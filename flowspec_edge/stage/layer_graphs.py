@@ -51,7 +51,7 @@ class LayerGraphs:
         self._steps = [self._between(place, record) for place in range(len(layers) + 1)]
 
     def _between(self, place: int, record: Recorder) -> list[Replay]:
-        """What runs between the attention of layers ``place`` - 1 and ``place``; adds to ``_begun``."""
+        """Return what runs between the attention of layers ``place`` - 1 and ``place``; adds to ``_begun``."""
         done = self._layers[place - 1] if place else None
         last = place == len(self._layers)
 

@@ -30,8 +30,9 @@ PREFIX = LM_HEAD.removesuffix(".weight")  # of the names of a quantised matrix' 
 
 
 def load_output_head(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> OutputHead:
-    """Of a checkpoint, or of D0's part of a sharded model, whose files are all compared with its manifest; the
-    embeddings if tied.
+    """Of a checkpoint, or of D0's part of a sharded model, whose files are all compared with its manifest.
+
+    The embeddings if tied.
 
     FlowspecError that names a missing, misshapen or damaged tensor, or a missing or altered file.
     """

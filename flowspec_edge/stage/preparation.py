@@ -94,8 +94,10 @@ def _outputs(module: torch.nn.Module) -> int:
 @torch.inference_mode()
 def choose_products(engine: StageEngine, clock: Clock = time.perf_counter) -> str:
     """Measure from how many rows on products of int4 weights are faster with expanded weights, and set that number.
+
     Call it after :func:`warm_up`; it concerns CUDA alone. Returns a line for the log, or "". After any failure the
-    kernel computes all rows."""
+    kernel computes all rows.
+    """
     linears = [module for layer in shard_of(engine).modules for module in _products(layer)
                if isinstance(module, CudaLinear)]
     return choose_expanded(linears, clock) if linears else ""
@@ -103,7 +105,7 @@ def choose_products(engine: StageEngine, clock: Clock = time.perf_counter) -> st
 
 @torch.inference_mode()
 def choose_expanded(linears: Sequence[CudaLinear], clock: Clock = time.perf_counter) -> str:
-    """The same for some matrices, of which the largest is measured."""
+    """Return the same for some matrices, of which the largest is measured."""
     try:
         linears = [linear for linear in linears if linear.knows_layout]
         if not linears:
@@ -120,8 +122,10 @@ def choose_expanded(linears: Sequence[CudaLinear], clock: Clock = time.perf_coun
 
 
 def expanding_pays(linear: GroupedLinear, clock: Clock) -> tuple[int | None, dict[int, tuple[float, float]]]:
-    """The least of ``EXPANDED`` rows from which on expanding is clearly faster, None: never; and milliseconds with the
-    kernel and with expanded weights, medians, by rows."""
+    """Return the least of ``EXPANDED`` rows from which on expanding is clearly faster, None: never.
+
+    And milliseconds with the kernel and with expanded weights, medians, by rows.
+    """
     device = linear.get_buffer("scales_zeros").device
     times: dict[int, tuple[float, float]] = {}
     for rows in EXPANDED:
@@ -146,8 +150,10 @@ def _products(layer: torch.nn.Module) -> list[GroupedLinear]:
 
 @torch.inference_mode()
 def choose_graphs(engine: StageEngine, record: Recorder, clock: Clock = time.perf_counter) -> KernelChoice:
-    """Choose for ``RECORDED`` rows whether the layers run as graphs; after :func:`warm_up`, before the first
-    session."""
+    """Choose for ``RECORDED`` rows whether the layers run as graphs.
+
+    After :func:`warm_up`, before the first session.
+    """
     shard = shard_of(engine)
     if not shard.modules:
         return KernelChoice(reason="there are no layers to record")

@@ -1,5 +1,6 @@
-"""Rows of a segment on a stage: checks, the visibility mask (``messages`` defines the rule), selection; and a
-session's state: cache, commits, prunes and counters.
+"""Rows of a segment on a stage: checks, the visibility mask (``messages`` defines the rule), selection.
+
+And a session's state: cache, commits, prunes and counters.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def select_payload(payload: Payload, keep: Bool) -> Payload:
 
 
 def visible(segment: Segment, cached: Int32) -> tuple[Bool, Bool]:
-    """What each row sees: (mask [n, m + n] over the cached rows, then the segment's own; orphans [n]).
+    """Return what each row sees: (mask [n, m + n] over the cached rows, then the segment's own; orphans [n]).
 
     ``cached``: [m] int32, increasing, all below the segment's rows; only committed ones below the base.
     An orphan sees a number that was dropped here, so it is dead, too.  ProtocolError if a row does not see

@@ -110,7 +110,7 @@ class Shard:
         return [order.index(kind) for kind in self.kinds]
 
     def subset(self, index: int, stages: int, layers: tuple[int, int]) -> Shard:
-        """A stage with some of this shard's layers; it shares the modules and the digest."""
+        """Return a stage with some of this shard's layers; it shares the modules and the digest."""
         lo, hi = (end - self.layers[0] for end in layers)
         return replace(
             self, index=index, stages=stages, layers=layers, modules=self.modules[lo:hi],
@@ -165,7 +165,7 @@ def split_layers(layers: int, stages: int, allow_empty: bool = False) -> list[tu
 
 
 def stage_ranges(model: OpenModel | Path | str, stages: int, allow_empty: bool = False) -> list[tuple[int, int]]:
-    """The layers [lo, hi) of each stage: a sharded model's manifest decides, else an even split.
+    """Return the layers [lo, hi) of each stage: a sharded model's manifest decides, else an even split.
 
     UsageError for a sharded model with another number of stages; otherwise as for ``split_layers``.
     """
@@ -242,8 +242,11 @@ def load_shard(model: OpenModel | Path | str, index: int, stages: int, dtype: st
 
 def find_embedding(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu"
                    ) -> Embedding | None:
-    """Return the token embeddings. An ``EmbeddingTable`` is looked up in host memory. None for D0's part of a sharded
-    model whose draft models need no embeddings."""
+    """Return the token embeddings.
+
+    An ``EmbeddingTable`` is looked up in host memory. None for D0's part of a sharded model whose draft models need
+    no embeddings.
+    """
     open_model = opened(model)
     checkpoint = open_model.checkpoint()
     if tensor_names.EMBEDDING not in checkpoint:
@@ -259,7 +262,7 @@ def _embedding(checkpoint: Checkpoint, config: DecoderConfig, dtype: torch.dtype
 
 
 def load_lm_head(model: OpenModel | Path | str, dtype: str, device: torch.device | str = "cpu") -> Tensor:
-    """The output matrix [V, H], stored in plain form; the embeddings if the model ties the two."""
+    """Return the output matrix [V, H], stored in plain form; the embeddings if the model ties the two."""
     with opened(model).part(DRAFT) as part:
         name, checkpoint, config = tensor_names.LM_HEAD, part.checkpoint, part.decoder
         if config.tie_word_embeddings and name not in checkpoint:

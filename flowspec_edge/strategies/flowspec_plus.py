@@ -246,7 +246,7 @@ class FlowSpecPlus(TreeStrategy):
                     heapq.heappush(queue, (-child.score, child))
 
     def _path(self, node: Node) -> tuple[int, ...]:
-        """The newest tokens of the text that ends with ``node``."""
+        """Return the newest tokens of the text that ends with ``node``."""
         tokens: list[int] = []
         step = node
         while step.parent is not None and len(tokens) < _LONGEST_RUN:

@@ -103,8 +103,10 @@ def require_strategy(name: str) -> None:
 
 
 def one_parallelism(names: Iterable[str]) -> Parallelism:
-    """The parallelism that all these strategies need; a pipeline if there are none. UsageError if they
-    differ."""
+    """Return the parallelism that all these strategies need; a pipeline if there are none.
+
+    UsageError if they differ.
+    """
     kinds: set[Parallelism] = {strategy_class(name).parallelism for name in names} or {"pipeline"}
     if len(kinds) > 1:
         raise UsageError("concurrent requests must share one kind of parallelism, "
@@ -132,7 +134,7 @@ def require_pipelines(names: Iterable[str]) -> None:
 
 
 def parameters_of(strategy: type[Strategy]) -> dict[str, Parameter]:
-    """The parameters that ``strategy`` reads by name, its own first."""
+    """Return the parameters that ``strategy`` reads by name, its own first."""
     every, shared = parameters(strategy.parameters), parameters(Parameters)
     specific = [name for name in every if name not in shared]
     return {name: every[name] for name in (*specific, *(DRAFTED if strategy.drafter else ()), *COMMON)}

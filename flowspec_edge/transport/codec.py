@@ -110,8 +110,10 @@ _FORMS = {kind.__name__: _form(kind, table) for kind, table in FIELDS.items()}
 
 
 def encode(message: m.Message) -> list[Buffer]:
-    """The payload is not copied.  ProtocolError for a value without the type, range or shape of
-    ``messages``."""
+    """Return the payload is not copied.
+
+    ProtocolError for a value without the type, range or shape of ``messages``.
+    """
     if isinstance(message, m.Batch):
         _check_parts(message.parts)
         parts = [encode(part) for part in message.parts]
@@ -182,7 +184,7 @@ def _is_of_another_version(form: _Form, scalars: Sequence[Any]) -> bool:
 
 
 def _unpacked(name: str, form: Sequence[tuple[str, Scalar]], scalars: Sequence[Any]) -> dict[str, Any]:
-    """The first scalars of a header by their names; the header may have more."""
+    """Return the first scalars of a header by their names; the header may have more."""
     values: dict[str, Any] = {}
     for (key, scalar), value in zip(form, scalars, strict=False):
         try:

@@ -140,8 +140,10 @@ class KeyAllowList(ThreadAuthenticator):
         self.configure_curve_callback(name, self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether to admit a peer; logs a refusal once per address and interval.  Called in the
-        authenticator's thread."""
+        """Whether to admit a peer; logs a refusal once per address and interval.
+
+        Called in the authenticator's thread.
+        """
         if key in self._admitted[domain]:
             return True
         now, peer = time.monotonic(), (domain, self._address)

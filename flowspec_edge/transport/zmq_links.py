@@ -117,8 +117,11 @@ class Endpoint:
         self.bytes_out += size
 
     def _receive(self, timeout: float, most: int) -> list[bytes] | None:
-        """One multipart message, or None; of the frames beyond ``most`` one is kept, as evidence.  pyzmq
-        copies frames into aligned bytes: up to about 300 KB cheaper than its zero-copy Frame."""
+        """One multipart message, or None.
+
+        Of the frames beyond ``most`` one is kept, as evidence.  pyzmq copies frames into aligned bytes: up to about
+        300 KB cheaper than its zero-copy Frame.
+        """
         socket = self.socket
         try:
             if timeout > 0:
@@ -279,7 +282,9 @@ class ZmqHub(Endpoint):
 
 class ZmqTransport:
     """One ZeroMQ context; ``keys`` encrypt every link, only ``unencrypted`` permits remote peers without.
-    ``peer_keys``: those that a bound end admits (a hub: for each identity), or the bound end's own."""
+
+    ``peer_keys``: those that a bound end admits (a hub: for each identity), or the bound end's own.
+    """
 
     # The classes of links; an emulation overrides them.
     link_class: type[ZmqLink] = ZmqLink

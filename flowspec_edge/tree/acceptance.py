@@ -41,8 +41,10 @@ _STEEPEST = 8.0  # log odds of a source are clipped here
 
 
 class Evidence(NamedTuple):
-    """Log scores of an unverified child; -inf if that source did not name it. ``parent_expanded`` says whether a
-    draft model expanded its parent."""
+    """Log scores of an unverified child; -inf if that source did not name it.
+
+    ``parent_expanded`` says whether a draft model expanded its parent.
+    """
 
     draft_score: float
     lookup_score: float
@@ -80,6 +82,7 @@ class AcceptanceWeights:
 class AcceptanceEstimator:
     def __init__(self, greedy: bool, learns: bool = True, weights: AcceptanceWeights | None = None) -> None:
         """
+
         greedy   the text is drawn without noise
         learns   False keeps the initial weights
         weights  to begin with and to improve; None: this request begins anew
@@ -110,7 +113,7 @@ class AcceptanceEstimator:
 
 
 def _odds(evidence: Evidence) -> tuple[Case, float, float]:
-    """The weights that apply, and the log odds of both sources; 0 for a source without a score."""
+    """Return the weights that apply, and the log odds of both sources; 0 for a source without a score."""
     draft, lookup, parent_expanded = evidence
     if draft > -math.inf:
         if lookup > -math.inf:

@@ -143,8 +143,7 @@ class BestFirstTree(DraftTree):
     # ---- queues by probability ------------------------------------------------------------
 
     def pop_unsent(self, limit: int) -> list[Node]:
-        """Remove up to ``limit`` unsent nodes that are not hopeless, likeliest first, so parents before
-        children."""
+        """Remove up to ``limit`` unsent nodes that are not hopeless, likeliest first, so parents before children."""
         return list(islice(self._likeliest(self._unsent, HOPELESS, lambda node: node.number < 0), limit))
 
     def pop_unexpanded(self, limit: int, floor: float = 0.0) -> list[Node]:

@@ -127,8 +127,11 @@ class UncachedFile:
         return self._file
 
     def read_into(self, data: memoryview, at: int) -> None:
-        """Fill ``data``, of bytes, from byte ``at`` on. Files are read once if that is done in their order.
-        FlowspecError if the file ends before, or cannot be read."""
+        """Fill ``data``, of bytes, from byte ``at`` on.
+
+        Files are read once if that is done in their order. FlowspecError if the file ends before, or cannot be
+        read.
+        """
         if self._sha is not None and at > self._hashed:
             self._hash(at)
         while data:

@@ -1,4 +1,7 @@
-"""This machine's network interfaces.  Sent to boards with the probe: standard library only, Python 3.8."""
+"""This machine's network interfaces.
+
+Sent to boards with the probe: standard library only, Python 3.8.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ _MOST_BYTES = 1 << 17
 
 
 def ipv4_addresses() -> dict[str, list[str]]:
-    """The addresses of each interface that has some, further ones of an interface included.
+    """Return the addresses of each interface that has some, further ones of an interface included.
 
     The kernel's own list: whether a socket can be bound to an address says nothing under the sysctl
     ``ip_nonlocal_bind``.

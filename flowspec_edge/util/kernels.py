@@ -15,8 +15,10 @@ from torch import Tensor
 
 @cache
 def fuses_rms_norm(device: torch.device) -> bool:
-    """Whether ``F.rms_norm`` is one kernel: on CUDA from PyTorch 2.9 on.  2.8, the newest for JetPack 6,
-    composes it of eight."""
+    """Whether ``F.rms_norm`` is one kernel: on CUDA from PyTorch 2.9 on.
+
+    2.8, the newest for JetPack 6, composes it of eight.
+    """
     return device.type != "cuda" or (
         hasattr(torch.ops.aten, "_fused_rms_norm")
         and torch._C._dispatch_has_kernel_for_dispatch_key("aten::_fused_rms_norm", "CUDA"))
@@ -62,7 +64,7 @@ def signs(like: Tensor) -> Tensor:
 
 
 def _halved(x: Tensor, plus_minus: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """The first half of the layer norm of [x, −x]."""
+    """Return the first half of the layer norm of [x, −x]."""
     width = x.shape[-1]
     both = (x[..., None, :] * plus_minus).flatten(-2)
     return F.layer_norm(both, (2 * width,), weight, None, eps)[..., :width]

@@ -61,7 +61,7 @@ def detach_and_join(parent: nn.Module, *names: str) -> nn.Module:
 
 
 def join(parts: Sequence[nn.Module]) -> nn.Module:
-    """A module that concatenates the linears' outputs; one product if all have the same storage format."""
+    """Return a module that concatenates the linears' outputs; one product if all have the same storage format."""
     if all(type(part) is nn.Linear for part in parts):
         return _joined(cast("Sequence[nn.Linear]", parts))
     first, *others = parts
@@ -73,7 +73,7 @@ def join(parts: Sequence[nn.Module]) -> nn.Module:
 
 
 def concatenated(parts: Sequence[nn.Module]) -> nn.Module:
-    """A module that concatenates the linears' outputs, each of its own product."""
+    """Return a module that concatenates the linears' outputs, each of its own product."""
     return _Concatenated(parts)
 
 

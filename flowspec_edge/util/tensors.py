@@ -28,7 +28,7 @@ _WIRE_NAMES = {dtype: name for name, (dtype, _) in _WIRE.items()}
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype of activations called "fp32", "fp16", "bf16" or "mixed"; UsageError otherwise."""
+    """Return the torch dtype of activations called "fp32", "fp16", "bf16" or "mixed"; UsageError otherwise."""
     try:
         return DTYPES[name]
     except KeyError:
@@ -52,7 +52,10 @@ def check_finite(values: Tensor, dtype: torch.dtype, source: str) -> None:
 
 
 def first_row_not_finite(payload: Payload) -> int | None:
-    """The first row of [n, H] with a NaN or an infinity; None if there is none.  Reads host memory only."""
+    """Return the first row of [n, H] with a NaN or an infinity; None if there is none.
+
+    Reads host memory only.
+    """
     values = to_torch(payload)
     if not values.numel() or all(math.isfinite(bound.item()) for bound in torch.aminmax(values)):
         return None
@@ -60,7 +63,7 @@ def first_row_not_finite(payload: Payload) -> int | None:
 
 
 def wire_name(dtype: torch.dtype) -> str:
-    """A Payload's name for ``dtype``: "float32", "float16" or "bfloat16"."""
+    """Return a Payload's name for ``dtype``: "float32", "float16" or "bfloat16"."""
     return _WIRE_NAMES[dtype]
 
 
@@ -93,7 +96,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, once the device has reached it; the host's thread does not sleep meanwhile."""
+    """Return a copy in host memory, once the device has reached it; the host's thread does not sleep meanwhile."""
     if tensor.device.type != "cuda":
         return tensor.cpu()
     [copied] = to_host([tensor])
@@ -110,7 +113,7 @@ def indices(values: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.integer
 
 
 def from_torch(tensor: Tensor) -> Payload:
-    """A payload of a float32, float16 or bfloat16 tensor; shares the memory of a contiguous CPU tensor."""
+    """Return a payload of a float32, float16 or bfloat16 tensor; shares the memory of a contiguous CPU tensor."""
     name = wire_name(tensor.dtype)
     tensor = tensor.detach().cpu().contiguous()
     if tensor.dtype == torch.bfloat16:

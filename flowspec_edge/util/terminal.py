@@ -1,6 +1,4 @@
-"""Text for a terminal: from files and peers, made safe, and the known names that a mistyped one may have
-meant.
-"""
+"""Text for a terminal: from files and peers, made safe, and the known names that a mistyped one may have meant."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ def counted_stages(stages: int) -> str:
 
 
 def no_control_characters(text: str) -> str:
-    """A validator, which raises ValueError."""
+    """Return a validator, which raises ValueError."""
     if printable(text) != text:
         raise ValueError(f"{printable(text)} has characters that a terminal acts on")
     return text

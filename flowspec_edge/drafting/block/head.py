@@ -107,8 +107,10 @@ class CandidateSelector(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Depthwise and causal along a block, before a sublayer and after it (DFlash2).  A slot's two kernels are
-    learned ones with a change by the sublayer's input, which a group of channels shares."""
+    """Depthwise and causal along a block, before a sublayer and after it (DFlash2).
+
+    A slot's two kernels are learned ones with a change by the sublayer's input, which a group of channels shares.
+    """
 
     def __init__(self, config: BlockConfig) -> None:
         super().__init__()
@@ -271,7 +273,7 @@ class BlockHead(nn.Module):
         return torch.full_like(logits, float("-inf")).scatter(-1, candidates, ranked)
 
     def target_ids(self) -> Tensor:
-        """The target's id of each draft token: int64 [D]."""
+        """Return the target's id of each draft token: int64 [D]."""
         ids = torch.arange(self.config.draft_vocab_size, device=self.norm.weight.device)
         return ids + self.d2t if "d2t" in self._buffers else ids
 

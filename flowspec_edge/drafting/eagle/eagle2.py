@@ -92,7 +92,7 @@ class EagleHead(DraftHead):
         return out
 
     def ranking(self, lm_head: OutputHead) -> tuple[nn.Module, DraftVocabulary | None]:
-        """What ranks a row's children by its output, and the tokens that it ranks.
+        """Return what ranks a row's children by its output, and the tokens that it ranks.
 
         ``lm_head``: the target's.
         """
@@ -125,9 +125,10 @@ _WHAT = "an EAGLE head"
 def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
               in_file: bool = False, quantise: Callable[[nn.Module], None] = lambda module: None,
               lm_head: OutputHead | None = None) -> EagleHead:
-    """``embedding`` [V, H], the target's, is used if the file has none; if ``in_file`` the file's own rows
-    are read when they are looked up.  ``quantise`` as for ``checkpoint.build``.  ``lm_head``: the target's; a
-    stored one is loaded only if it differs from that.
+    """``embedding`` [V, H], the target's, is used if the file has none.
+
+    If ``in_file`` the file's own rows are read when they are looked up. ``quantise`` as for ``checkpoint.build``.
+    ``lm_head``: the target's; a stored one is loaded only if it differs from that.
 
     UsageError for a missing file, FlowspecError that names a missing, unexpected, misshapen or unreadable
     tensor.
@@ -165,7 +166,7 @@ _TOKEN_MAP = "token_map"  # of vLLM's conversions: the target's ids of a smaller
 
 def _own_matrix(directory: Path, stored: StoredTensor, head: EagleHead, lm_head: OutputHead,
                 dtype: torch.dtype) -> nn.Linear | None:
-    """A stored lm_head, with the rows of the draft vocabulary; None if it is a copy of the target's.
+    """Return a stored lm_head, with the rows of the draft vocabulary; None if it is a copy of the target's.
 
     They are compared by their logits for one state, since the target's may be quantised.
     """
@@ -290,7 +291,7 @@ class Eagle2Format(HeadFormat):
 
 
 def usual_layer(target: DecoderConfig) -> DecoderConfig:
-    """A head's layer in the shape of a target's layers."""
+    """Return a head's layer in the shape of a target's layers."""
     return llama_layer({
         "vocab_size": target.vocab_size, "hidden_size": target.hidden_size, "num_hidden_layers": 1,
         "intermediate_size": target.intermediate_size or 4 * target.hidden_size, **layer_heads(target),

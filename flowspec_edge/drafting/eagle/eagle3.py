@@ -122,7 +122,7 @@ class Eagle3Head(DraftHead):
         return self.midlayer
 
     def fuse(self, states: Tensor) -> Tensor:
-        """The captured states of rows, [..., states * target_H], to h [..., H]."""
+        """Return the captured states of rows, [..., states * target_H], to h [..., H]."""
         if self.input_norm is not None:
             states = self.input_norm(states)
         if self.fc_norm is not None:
@@ -162,21 +162,25 @@ class Eagle3Head(DraftHead):
         return self._candidate_head[0]
 
     def shared_lm_head(self, target: OutputHead) -> nn.Module | None:
-        """What ranks in the place of an lm_head of the head's own: the target's rows of the draft vocabulary;
-        None if it has one."""
+        """Return what ranks in the place of an lm_head of the head's own: the target's rows of the draft vocabulary.
+
+        None if it has one.
+        """
         if self.lm_head is not None:
             return None
         return target.chosen(self.target_ids()) if "d2t" in self._buffers else target
 
     def target_ids(self) -> Tensor:
-        """The target's id of each draft token: int64 [draft_vocab]."""
+        """Return the target's id of each draft token: int64 [draft_vocab]."""
         ids = torch.arange(self.config.draft_vocab_size, device=self.norm.weight.device)
         return ids + self.d2t if "d2t" in self._buffers else ids
 
 
 class Eagle3Drafter(HeadDrafter):
-    """``layers``: after how many target layers the states are captured, in ``fc``'s order; they may
-    repeat.  ``lm_head``: the target's, for a head without its own."""
+    """``layers``: after how many target layers the states are captured, in ``fc``'s order; they may repeat.
+
+    ``lm_head``: the target's, for a head without its own.
+    """
 
     def __init__(self, head: Eagle3Head, layers: Sequence[int], memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None, lm_head: nn.Module | None = None) -> None:

@@ -96,7 +96,7 @@ def save_head3(head: Eagle3Head, directory: Path, dtype: torch.dtype) -> None:
 
 
 def head3_config(files: checkpoint.HeadFiles) -> Eagle3Config:
-    """The head's layer, with all that ``Eagle3Head`` reads.
+    """Return the head's layer, with all that ``Eagle3Head`` reads.
 
     Where its weights are, they decide what config.json may get wrong: whether there is an lm_head, norms of
     queries and keys, and the size of the draft vocabulary.
@@ -161,7 +161,7 @@ def _check_deepspec(fields: dict[str, Any], path: Path) -> None:
 
 
 def _window(fields: dict[str, Any], shapes: dict[str, torch.Size]) -> int | None:
-    """An EAGLE-4 head's layer slides if it has a window; others say which of their target's layers do."""
+    """Return an EAGLE-4 head's layer slides if it has a window; others say which of their target's layers do."""
     kinds = fields.get("layer_types") or []
     slides = kinds[0] == "sliding_attention" if kinds else _FACTOR in shapes
     return fields.get("sliding_window") if slides else None
@@ -169,7 +169,7 @@ def _window(fields: dict[str, Any], shapes: dict[str, torch.Size]) -> int | None
 
 def _candidates(shapes: dict[str, torch.Size], fields: dict[str, Any], own: dict[str, Any], path: Path
                 ) -> dict[str, Any]:
-    """The factor's rank is that of the tensors; FlowspecError for a head with a part of one."""
+    """Return the factor's rank is that of the tensors; FlowspecError for a head with a part of one."""
     held = [name for name in (_FACTOR, _FACTOR_DOWN) if name in shapes]
     if not held:
         return {}
@@ -232,7 +232,7 @@ def _check_fc(directory: Path, stored: dict[str, StoredTensor], config: Eagle3Co
 
 
 def _own_of_files(shapes: dict[str, torch.Size], drafted: int, vocabulary: int) -> dict[str, Any]:
-    """What the shapes of the stored tensors tell of a head."""
+    """Return what the shapes of the stored tensors tell of a head."""
     rows = [shapes[name][0] for name in (checkpoint.LM_HEAD, "d2t") if shapes.get(name)]
     if rows:  # a whole lm_head may stand beside a smaller vocabulary
         drafted = rows[0] if rows[0] != vocabulary else rows[-1]
@@ -286,7 +286,7 @@ def _computed(tensor: Tensor) -> StoredTensor:
 
 
 def _rows(matrix: StoredTensor, d2t: StoredTensor | None) -> StoredTensor:
-    """A matrix with a row for each token of the target, or its rows of the draft vocabulary."""
+    """Return a matrix with a row for each token of the target, or its rows of the draft vocabulary."""
     if d2t is None:
         return matrix
     offsets = d2t.read().long()

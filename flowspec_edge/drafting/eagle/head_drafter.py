@@ -57,8 +57,11 @@ class DraftHead(nn.Module, ABC):
         """
 
     def prepare(self) -> None:
-        """Join matrices that multiply the same rows; before the first pass, where the weights will be used and in the
-        dtype of all passes.  A second call does nothing."""
+        """Join matrices that multiply the same rows.
+
+        Before the first pass, where the weights will be used and in the dtype of all passes. A second call does
+        nothing.
+        """
         if self._rotary is None:
             _prepare_below(self)
             weight = self.weight

@@ -67,7 +67,7 @@ def mtp_config(directory: Path) -> DecoderConfig:
 
 
 def mtp_shape(target: DecoderConfig) -> DecoderConfig:
-    """The configuration of a target's MTP layer."""
+    """Return the configuration of a target's MTP layer."""
     return replace(target, num_hidden_layers=1, layer_types=("full_attention",), sparse=target.sparse[:1])
 
 

@@ -25,8 +25,10 @@ _SETTLE_S = 1.0  # after a session until the board counts as idle: clocks fall, 
 
 
 class PowerMeter:
-    """Watts and joules of one board, by the trapezoid rule, also across failed reads. Any thread may read
-    it."""
+    """Watts and joules of one board, by the trapezoid rule, also across failed reads.
+
+    Any thread may read it.
+    """
 
     def __init__(self, rails: Sequence[Rail], board: float = 0.0,
                  clock: Callable[[], float] = time.monotonic) -> None:
@@ -82,8 +84,11 @@ class PowerMeter:
 
 @contextmanager
 def board_meter(enabled: bool = True) -> Iterator[PowerMeter | None]:
-    """Yield a running meter of this process's board. None without a known sensor or a unique board number, and if not
-    ``enabled``: under emulation it would measure the emulating machine."""
+    """Yield a running meter of this process's board.
+
+    None without a known sensor or a unique board number, and if not ``enabled``: under emulation it would measure
+    the emulating machine.
+    """
     root = system_root()
     rails = total_rails(root, power_rails()) if enabled else ()
     number = board_number(root)
@@ -99,8 +104,10 @@ def board_meter(enabled: bool = True) -> Iterator[PowerMeter | None]:
 
 
 def board_number(root: Path) -> float | None:
-    """48 bits of a digest that only processes of one board share; None without a boot id. Copied SD cards
-    have the same machine id, and containers on one machine the same boot id."""
+    """48 bits of a digest that only processes of one board share; None without a boot id.
+
+    Copied SD cards have the same machine id, and containers on one machine the same boot id.
+    """
     boot = procfs.text(root / "proc/sys/kernel/random/boot_id")
     machine = procfs.text(root / "etc/machine-id")
     return float(int.from_bytes(sha256(f"{boot} {machine}".encode()).digest()[:6], "big")) if boot else None

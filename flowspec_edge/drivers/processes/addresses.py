@@ -75,8 +75,10 @@ class LocalPlan:
         self.addresses = self._ring.addresses(self._key_file(0))
 
     def configs(self, control: str, output: str, **settings: Any) -> list[WorkerConfig]:
-        """Return the stages' configurations. D0 already listens at ``control`` and ``output``; ``settings``:
-        what all stages share."""
+        """Return the stages' configurations.
+
+        D0 already listens at ``control`` and ``output``; ``settings``: what all stages share.
+        """
         ring = replace(self._ring, control=control, data=[output, *self._ring.data[1:]])
         return [ring.config(place, listen_fd=listener.fileno(), parent=os.getpid(),
                             key_file=str(self._key_file(place)), **settings)

@@ -25,8 +25,11 @@ def open_cluster(spec: ClusterSpec, place: Processes = ...) -> ProcessCluster: .
 def open_cluster(spec: ClusterSpec, place: OtherPlace[C]) -> C: ...
 def open_cluster(spec: ClusterSpec, place: Processes | OtherPlace[C] = Here()  # noqa: B008
                  ) -> ProcessCluster | C:
-    """Return a cluster, which the caller closes. Processes start with the first request, so errors of their
-    start are raised there. A virtual cluster loads the model at once and raises as ``VirtualCluster``."""
+    """Return a cluster, which the caller closes.
+
+    Processes start with the first request, so errors of their start are raised there. A virtual cluster loads the
+    model at once and raises as ``VirtualCluster``.
+    """
     if isinstance(place, Here | Connected | BoardStages):
         return ProcessCluster(spec, place)
     return place.open(spec)
@@ -36,8 +39,10 @@ class Services:
     """``spec.BoardStages`` that are services: D0 connects to them, but neither starts nor ends them."""
 
     def __init__(self, config: DraftConfig, notifier: Notifier) -> None:
-        """``notifier`` gets keep-alives from the driving thread and the names of missing stages. UsageError
-        for an invalid public key."""
+        """``notifier`` gets keep-alives from the driving thread and the names of missing stages.
+
+        UsageError for an invalid public key.
+        """
         self._config = config
         self._notifier = notifier
         self._addresses = Addresses(

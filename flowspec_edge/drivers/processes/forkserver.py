@@ -46,8 +46,10 @@ _tended_at = -_TEND_S
 
 
 def preload() -> None:
-    """Start this process' fork server unless it runs; its imports continue in the background. FlowspecError
-    if the system does not permit it."""
+    """Start this process' fork server unless it runs; its imports continue in the background.
+
+    FlowspecError if the system does not permit it.
+    """
     global _preloaded_at
     before = server_pid()
     _context.set_forkserver_preload(_PRELOAD)

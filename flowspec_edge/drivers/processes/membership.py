@@ -75,8 +75,11 @@ class Membership:
         self._lines = LiveLines()
 
     def receive(self, sender: str, message: Hello | Heartbeat | SessionReport | Failed, now: float) -> None:
-        """Process a message that :meth:`objection` admits. PeerLost if the stage failed or, with
-        ``fail_on_rejoin``, restarted; ProtocolError if the stage is set up wrongly."""
+        """Process a message that :meth:`objection` admits.
+
+        PeerLost if the stage failed or, with ``fail_on_rejoin``, restarted; ProtocolError if the stage is set up
+        wrongly.
+        """
         member = self._members[sender]
         member.seen_at = now
         match message:

@@ -50,8 +50,10 @@ class Recovery:
         self._failed_start = ""  # how the last restarted process ended, if it has
 
     def begin(self, error: PeerLost) -> None:
-        """Wait for all stages from now on; also called for a second loss during recovery. Raises ``error`` if
-        no recovery is possible."""
+        """Wait for all stages from now on; also called for a second loss during recovery.
+
+        Raises ``error`` if no recovery is possible.
+        """
         now = time.monotonic()
         if self.status.state is ClusterState.RUNNING:
             self._lost_at, self._deadline = now, now + self._within
@@ -71,8 +73,10 @@ class Recovery:
             self._restart({error.stage: outage})
 
     def poll(self) -> bool:
-        """Check the stages once, briefly; return whether all are back. PeerLost, naming the missing stages,
-        at the deadline or when a stage ends repeatedly."""
+        """Check the stages once, briefly; return whether all are back.
+
+        PeerLost, naming the missing stages, at the deadline or when a stage ends repeatedly.
+        """
         members = self._links.members
         silent: list[int] = []
         broken: dict[int, str] = {}

@@ -81,7 +81,9 @@ class StageLinks:
 
     def wait_for_hello(self, within: float, waiting: Callable[[list[str]], None]) -> None:
         """Wait until every stage has said Hello; PeerLost if one ends, or after ``within`` seconds.
-        ``waiting`` is called repeatedly with the missing stages: ["V1", …]."""
+
+        ``waiting`` is called repeatedly with the missing stages: ["V1", …].
+        """
         deadline = time.monotonic() + within
         while missing := self.members.missing():
             waiting(missing)
@@ -94,8 +96,10 @@ class StageLinks:
             self.collect(lambda message: None)
 
     def send(self, message: Segment | Batch | Open | Close | Prune | Cancel) -> None:
-        """Queue a segment or batch for V1 (:meth:`flush`); send anything else to all stages. PeerLost if a
-        stage is disconnected or its queue is full."""
+        """Queue a segment or batch for V1 (:meth:`flush`); send anything else to all stages.
+
+        PeerLost if a stage is disconnected or its queue is full.
+        """
         if isinstance(message, Segment | Batch):
             self._outbox.append(message)
             return
@@ -123,8 +127,10 @@ class StageLinks:
             before = self._first.bytes_out
 
     def collect(self, take: Callable[[Output | Credit | Tap | Computed], None]) -> bool:
-        """Pass all arrived messages to ``take``, which raises ProtocolError for impossible ones, or to
-        ``members``; return whether any had arrived. PeerLost if a stage failed or broke the protocol."""
+        """Pass all arrived messages to ``take``, which raises ProtocolError for impossible ones, or to ``members``.
+
+        Return whether any had arrived. PeerLost if a stage failed or broke the protocol.
+        """
         try:
             any_outputs = self._collect_outputs(take)
         except PeerFault as error:  # of VN, because the socket admits its key alone
@@ -233,8 +239,10 @@ class StageLinks:
         self._transport.wait([self._output, self._hub], [], seconds)
 
     def _blame_exit(self, stage: int = 0) -> None:
-        """Raise PeerLost if a stage has ended. ``stage``: its link broke, so it may also end in a moment, or
-        be silent because it was stopped."""
+        """Raise PeerLost if a stage has ended.
+
+        ``stage``: its link broke, so it may also end in a moment, or be silent because it was stopped.
+        """
         deadline = time.monotonic() + (_EXIT_S if stage else 0.0)
         while True:
             cause = self._exited(min(_CHECK_S, max(0.0, deadline - time.monotonic())))

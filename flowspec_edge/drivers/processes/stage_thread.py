@@ -29,8 +29,10 @@ def shares_a_process(configs: Sequence[WorkerConfig]) -> bool:
 
 
 class StageThread:
-    """A stage with the part of ``Popen``'s interface that ``subprocesses`` uses.  A thread cannot be killed:
-    ``kill`` is ``terminate``, which a stage obeys between two layers."""
+    """A stage with the part of ``Popen``'s interface that ``subprocesses`` uses.
+
+    A thread cannot be killed: ``kill`` is ``terminate``, which a stage obeys between two layers.
+    """
 
     def __init__(self, config: WorkerConfig, output: Path) -> None:
         """``output``: the file for the error that ends the stage."""

@@ -58,12 +58,14 @@ class ClusterTiming:
         return self.slot_s * self._stages / self._pass_s[kind]
 
     def warm_up(self, run: Callable[[Request], Stats], most: int = USUAL) -> None:
-        """Measure the slot with full segments, so that all strategies use the same unit of turns. Also seed
-        the curve with the shortest and longest warm-up segments; the difference of their round trips gives a
-        row's mean time on a link.
+        """Measure the slot with full segments, so that all strategies use the same unit of turns.
+
+        Also seed the curve with the shortest and longest warm-up segments; the difference of their round trips
+        gives a row's mean time on a link.
 
         Stages that take more than the usual rows of a prompt at once, ``most``, are timed with them, once: prompts are
-        cut alike for every request from then on, so that all strategies compute a prompt with the same products."""
+        cut alike for every request from then on, so that all strategies compute a prompt with the same products.
+        """
         slot_s = run(_prefill(Params().segment, _SEGMENTS)).slot_s
         if self.curve:
             shortest, longest = min(WARM_UP_ROWS), max(WARM_UP_ROWS)

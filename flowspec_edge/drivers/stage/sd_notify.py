@@ -39,8 +39,11 @@ class Notifier:
             self._send(f"STATUS={_line(text)}")
 
     def alive(self) -> None:
-        """Call it often; it sends as often as the watchdog needs. Nothing is sent before :meth:`ready`: the
-        first WATCHDOG=1 would arm the watchdog early, and TimeoutStartSec already limits the start."""
+        """Call it often; it sends as often as the watchdog needs.
+
+        Nothing is sent before :meth:`ready`: the first WATCHDOG=1 would arm the watchdog early, and TimeoutStartSec
+        already limits the start.
+        """
         if self._ready and self._every_s and (now := time.monotonic()) >= self._alive_at:
             self._alive_at = now + self._every_s
             self._send("WATCHDOG=1")

@@ -71,8 +71,10 @@ _FAILED_HANDSHAKES = 5  # in a row, until D0's key is taken for another one: a D
 
 
 class Stopped(BaseException):
-    """D0 or a signal asked the process to end. A BaseException, because code that polls between layers must
-    not handle it."""
+    """D0 or a signal asked the process to end.
+
+    A BaseException, because code that polls between layers must not handle it.
+    """
 
 
 @dataclass
@@ -146,8 +148,10 @@ class Worker:
     # ---- data ----------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Take what the data link has, while there is room, so that the peer's connection never stands still;
-        wait for nothing and raise nothing."""
+        """Take what the data link has, while there is room, so that the peer's connection never stands still.
+
+        Wait for nothing and raise nothing.
+        """
         link = self._links.previous
         try:
             while self._core.has_room and (message := link.receive()) is not None:
@@ -163,8 +167,11 @@ class Worker:
             self._fault = error
 
     def _step(self) -> None:
-        """Do what the core says. Results leave before anything is read, and the data link is read before a
-        pass and while there is nothing to do."""
+        """Do what the core says.
+
+        Results leave before anything is read, and the data link is read before a pass and while there is nothing to
+        do.
+        """
         try:
             if self._fault:
                 fault, self._fault = self._fault, None
@@ -227,8 +234,7 @@ class Worker:
                                              parts_of(message))
 
     def _send(self, link: ZmqClientLink, message: Outgoing) -> None:
-        """Send ``message``, without the data of ended sessions; serve control messages while the peer has no
-        room."""
+        """Send ``message``, without the data of ended sessions; serve control messages while the peer has no room."""
         while (unsent := self._core.left_of(message)) is not None and not link.send(unsent):
             self._sleep(room=link)
             self._tick()
@@ -331,8 +337,10 @@ class Worker:
             self._abandon_sessions(reason)
 
     def _next_outage(self, lost_s: float) -> str:
-        """Why the open sessions cannot continue, if their link to the next device has been down for
-        ``lost_s`` seconds. "" if they can, or if D0 may still find out which device is to blame."""
+        """Why the open sessions cannot continue, if their link to the next device has been down for ``lost_s`` seconds.
+
+        "" if they can, or if D0 may still find out which device is to blame.
+        """
         config, link = self._config, self._links.next
         broken = link.disconnects() != self._disconnects[1]
         if broken and (not lost_s or lost_s > config.broken_after_s):
@@ -349,8 +357,10 @@ class Worker:
             self._abandon_sessions(one_line(error), tell=not self._counters)
 
     def _abandon_sessions(self, reason: str, tell: bool = False) -> None:
-        """Close the open sessions but keep the stage running; tell D0, unless D0 itself was disconnected
-        since they began. ``tell``: in any case."""
+        """Close the open sessions but keep the stage running.
+
+        Tell D0, unless D0 itself was disconnected since they began. ``tell``: in any case.
+        """
         log.warning("V%d abandons its sessions: %s", self._config.stage, reason)
         for session in self._counters.sessions:
             self._energy.close(session)

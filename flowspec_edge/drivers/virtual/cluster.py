@@ -88,8 +88,10 @@ class VirtualCluster:
             self._engines_of(stages)
 
     def under(self, profile: Profile | Devices, stages: int, right_children: float = 1.0) -> VirtualCluster:
-        """Return a cluster of other devices, or another acceptance, that takes over these weights; do not use
-        this one again."""
+        """Return a cluster of other devices, or another acceptance, that takes over these weights.
+
+        Do not use this one again.
+        """
         other = copy(self)
         other.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
         other._stages, other._right_children = stages, right_children
@@ -188,7 +190,7 @@ class VirtualCluster:
             if parallelism == "pipeline" else None)
 
     def _text(self, request: Request) -> list[int]:
-        """The prompt and plain decoding's answer, which is computed once."""
+        """Return the prompt and plain decoding's answer, which is computed once."""
         if strategy_class(request.strategy).drafter is None:
             return []  # it drafts nothing
         key = (tuple(request.prompt), request.max_new_tokens, request.sampling, request.stop_ids)

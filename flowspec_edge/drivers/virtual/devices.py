@@ -59,8 +59,11 @@ class Devices:
 
     @classmethod
     def of(cls, profile: Profile, stages: int) -> Devices:
-        """The devices of a testbed of several kinds; of any other profile ``stages`` equal devices that share
-        the model's layers evenly, and an equal D0. UsageError as ``Profile.check_stages``."""
+        """Return the devices of a testbed of several kinds.
+
+        Of any other profile ``stages`` equal devices that share the model's layers evenly, and an equal D0.
+        UsageError as ``Profile.check_stages``.
+        """
         profile.check_stages(stages)
         if isinstance(profile, MixedBoards):
             return cls(profile, profile.verify, tuple(map(float, profile.layers)), profile.name)
@@ -92,8 +95,10 @@ class Devices:
 
     @cached_property
     def most_prompt_rows(self) -> int:
-        """Rows of a prompt's segment at most: those for which there is memory, and times.  A curve that is flat to its
-        end says nothing of more rows."""
+        """Rows of a prompt's segment at most: those for which there is memory, and times.
+
+        A curve that is flat to its end says nothing of more rows.
+        """
         ends = [profile.stage.rows[-1] for profile in self.stages if not profile.stage.rises]
         return min(self.most_rows, max(USUAL, int(min(ends, default=MOST))))
 

@@ -34,7 +34,7 @@ class VirtualLink:
 
 
 def wire_bytes(message: Message, profile: Profile) -> int:
-    """A message's bytes on the wire with the profile's hidden width and element size."""
+    """Return a message's bytes on the wire with the profile's hidden width and element size."""
     return sum(len(frame) for frame in encode(message)) + added_bytes(message, profile)
 
 

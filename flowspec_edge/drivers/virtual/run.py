@@ -97,7 +97,10 @@ class VirtualRun:
         ]
 
     def start(self, handle: RequestHandle) -> None:
-        """A request arrives now. What keeps it from running is raised."""
+        """A request arrives now.
+
+        What keeps it from running is raised.
+        """
         self._core.queue.put(handle)
         self._pump()
         if handle.done():
@@ -135,8 +138,10 @@ class VirtualRun:
     # ---- D0 --------------------------------------------------------------------------------
 
     def _pump(self) -> None:
-        """Do what the core says until it waits. What is fed meanwhile may pump, too: a request that is
-        answered may make way for another one."""
+        """Do what the core says until it waits.
+
+        What is fed meanwhile may pump, too: a request that is answered may make way for another one.
+        """
         while not isinstance(action := self._core.next(), Wait):
             match action:
                 case Send(messages):

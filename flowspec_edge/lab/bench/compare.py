@@ -28,8 +28,9 @@ _VERSION = "flowspec-edge"
 
 @dataclass(frozen=True)
 class ComparedRow:
-    """A method on a task at a temperature; ``first`` and ``second`` are tokens/s of the ``prompts`` that both
-    have, ``ratio`` is the second over the first.
+    """A method on a task at a temperature.
+
+    ``first`` and ``second`` are tokens/s of the ``prompts`` that both have, ``ratio`` is the second over the first.
 
     only_first, only_second  numbers of the prompts that one file alone has a speed for
     different_answers        prompts with other texts; None if a file is too old to know
@@ -52,8 +53,11 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``files``: what each file says of itself; ``differences``: how the measurements differ beside their
-    code; ``alone``: methods, tasks and temperatures that one file alone has."""
+    """``files``: what each file says of itself.
+
+    ``differences``: how the measurements differ beside their code; ``alone``: methods, tasks and temperatures that
+    one file alone has.
+    """
 
     files: list[dict[str, Any]]
     rows: list[ComparedRow]

@@ -45,8 +45,10 @@ class Exactness:
 
 
 def mark_of(different_answers: int | None, near_ties: int | None) -> str:
-    """Beside a figure: "≠" if an answer is wrong, "≈" if near ties alone made answers differ; "" also if
-    that is not known."""
+    """Beside a figure: "≠" if an answer is wrong, "≈" if near ties alone made answers differ.
+
+    "" also if that is not known.
+    """
     if not different_answers:
         return ""
     return "≈" if different_answers == near_ties else "≠"
@@ -61,8 +63,7 @@ def exactness(samples: Iterable[Sample]) -> Exactness:
 
 
 def types_of(settings: Mapping[str, Any]) -> str:
-    """In which types a measurement ran: of the weights, which older files do not name, and of the
-    arithmetic."""
+    """In which types a measurement ran: of the weights, which older files do not name, and of the arithmetic."""
     return types_text(str(settings.get("dtype")), settings.get("weights"))
 
 

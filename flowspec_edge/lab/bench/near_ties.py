@@ -86,6 +86,6 @@ def _after_filters(x: NDArray[np.float64], sampling: Sampling, off: float
 
 
 def _shifted(mass: NDArray[np.float64], off: float) -> NDArray[np.float64]:
-    """The mass of tokens whose logits moved by ``off`` against all others."""
+    """Return the mass of tokens whose logits moved by ``off`` against all others."""
     moved = mass * np.exp(off)
     return np.asarray(moved / (moved + np.maximum(1.0 - mass, 0.0)))

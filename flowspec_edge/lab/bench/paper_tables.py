@@ -1,5 +1,4 @@
-"""Tables I, II and III of the FlowSpec paper from benchmark reports, in Markdown; a table of concurrent
-requests."""
+"""Tables I, II and III of the FlowSpec paper from benchmark reports, in Markdown; a table of concurrent requests."""
 
 from __future__ import annotations
 

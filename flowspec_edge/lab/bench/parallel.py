@@ -44,8 +44,10 @@ class Workplace:
 
 @dataclass(frozen=True)
 class PipelineTask:
-    """Concurrent requests, to a pipeline or (``stages`` 0) to plain decoding; ``profile`` is JSON,
-    ``right_children`` as ``VirtualCluster``'s."""
+    """Concurrent requests, to a pipeline or (``stages`` 0) to plain decoding.
+
+    ``profile`` is JSON, ``right_children`` as ``VirtualCluster``'s.
+    """
 
     requests: tuple[Request, ...]
     stages: int = 0
@@ -100,7 +102,7 @@ class ParallelRun:
         return ParallelCluster(self._take, empty)
 
     def plain(self, request: Request) -> tuple[list[int], str]:
-        """A ``PlainDecoding``."""
+        """Return a ``PlainDecoding``."""
         [result] = self._take(PipelineTask((request,)))
         return result.tokens, result.finish_reason
 
@@ -244,7 +246,7 @@ def _import(module: str, extra: str) -> None:
 
 
 def plugins_of(names: Sequence[str]) -> tuple[str, ...]:
-    """The strategies from outside among ``names``, as "package.module:Class"."""
+    """Return the strategies from outside among ``names``, as "package.module:Class"."""
     from flowspec_edge.strategies.registry import strategy_class
 
     classes = [strategy_class(name) for name in names]

@@ -280,7 +280,7 @@ def _sweep_lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) 
 
 
 def grid_figure(sweep: Sweep) -> Figure:
-    """A heat map of the pairs for each strategy."""
+    """Return a heat map of the pairs for each strategy."""
     speeds = sweep.speeds()
     axes_of = {name: grid_axes(rows) for name, rows in speeds.items()}
     tallest = max(len(firsts) for firsts, _ in axes_of.values())

@@ -111,7 +111,7 @@ class ReportRow:
 
 
 def rows_of(samples: Iterable[Sample]) -> list[ReportRow]:
-    """The rows by temperature, task and strategy, each in the order of its first sample."""
+    """Return the rows by temperature, task and strategy, each in the order of its first sample."""
     cells: dict[Cell, list[Sample]] = {}
     for sample in samples:
         cells.setdefault(sample.cell, []).append(sample)
@@ -125,7 +125,7 @@ def rows_of(samples: Iterable[Sample]) -> list[ReportRow]:
 
 
 def task_means(samples: Sequence[Sample]) -> list[ReportRow]:
-    """A row for each strategy and temperature with all tasks: means of rates and times, sums of counts."""
+    """Return a row for each strategy and temperature with all tasks: means of rates and times, sums of counts."""
     single = rows_of(samples)
     if not single:
         return []
@@ -185,7 +185,7 @@ def _over_prompts(samples: Sequence[Sample], base: Sequence[Sample]) -> dict[str
 
 
 def _apart(samples: Sequence[Sample], decoded: Sequence[Sample]) -> dict[str, Any]:
-    """The figures of texts that repeat themselves and of the others."""
+    """Return the figures of texts that repeat themselves and of the others."""
     if any(s.repeating is None for s in samples):
         return {}
     return {"repeating": sum(bool(s.repeating) for s in samples),
@@ -270,7 +270,7 @@ def _repeats(samples: Iterable[Sample]) -> list[int]:
 
 
 def _repeat_speed(samples: Iterable[Sample], repeat: int) -> float | None:
-    """The mean over tasks of the mean over prompts."""
+    """Return the mean over tasks of the mean over prompts."""
     tasks: dict[str, list[Sample]] = {}
     for sample in samples:
         if sample.repeat == repeat:

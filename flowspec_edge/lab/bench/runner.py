@@ -77,7 +77,7 @@ class BenchPlan:
         return total + sum(references.values()) + self.warmup * len(warm)
 
     def missing(self, report: BenchReport) -> list[tuple[str, float, Workload]]:
-        """The (strategy, temperature, task) that ``report`` lacks.
+        """Return the (strategy, temperature, task) that ``report`` lacks.
 
         Grouped by strategy, because a cluster may restart processes for the next one: every cache is then
         cold.
@@ -270,8 +270,10 @@ class ArrivalPattern:
     rate: float | None = None
 
     def groups(self, requests: int, seed: int) -> list[ArrivalGroup]:
-        """The last group of clients is filled up with the first requests. ``seed`` draws the arrivals; the
-        first one is at 0."""
+        """Return the last group of clients is filled up with the first requests.
+
+        ``seed`` draws the arrivals; the first one is at 0.
+        """
         if self.rate is not None:
             gaps = random.Random(seed)
             arrivals = accumulate((gaps.expovariate(self.rate) for _ in range(1, requests)), initial=0.0)
@@ -281,7 +283,7 @@ class ArrivalPattern:
                 for first in range(0, requests, self.clients)]
 
     def at_once(self, requests: int) -> int:
-        """The most of so many requests that can be open together."""
+        """Return the most of so many requests that can be open together."""
         return self.clients or requests
 
 
@@ -297,8 +299,10 @@ class MeasuredAnswer:
 
 def run_groups(cluster: ClusterBackend, requests: Sequence[Request], pattern: ArrivalPattern,
                groups: Sequence[ArrivalGroup], advance: Callable[[str], None]) -> Iterator[MeasuredAnswer]:
-    """Run every request alone, then the groups one after the other. ``advance`` is called before each of
-    these runs, with its description."""
+    """Run every request alone, then the groups one after the other.
+
+    ``advance`` is called before each of these runs, with its description.
+    """
     alone = []
     for request in requests:
         advance("alone")

@@ -132,7 +132,7 @@ Draw = Callable[[list[str]], str]  # from the arguments of ``bench timeline`` to
 
 
 def arguments(words: str) -> list[str]:
-    """The arguments of ``flowspec bench timeline`` for a mark's words."""
+    """Return the arguments of ``flowspec bench timeline`` for a mark's words."""
     name, *options = words.split()
     flags = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(options)]
     return ["--strategy", name, *flags]

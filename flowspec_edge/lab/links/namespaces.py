@@ -69,7 +69,7 @@ class NetnsTestbed:
         return _INTERFACE
 
     def command(self, place: int, command: Sequence[str]) -> list[str]:
-        """A command line that runs ``command`` on the device, in the same process (nsenter execs)."""
+        """Return a command line that runs ``command`` on the device, in the same process (nsenter execs)."""
         return self._inside(self._checked(place), command)
 
     @contextmanager
@@ -173,7 +173,7 @@ def check_machine() -> None:
 
 
 def _held_namespace() -> subprocess.Popen[bytes]:
-    """A process in a new network namespace, which ends at the end of its stdin."""
+    """Return a process in a new network namespace, which ends at the end of its stdin."""
     holder = subprocess.Popen(
         ["unshare", "--net", "--", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, env={**os.environ, "PATH": search_path()},

@@ -54,7 +54,7 @@ class Artefact:
 
 
 def _with_look_up(measured: Measurement) -> Measurement:
-    """The same with n-grams from the text beside the head, for every method that drafts."""
+    """Return the same with n-grams from the text beside the head, for every method that drafts."""
     return replace(measured, name=f"{measured.name}-ngram", params=measured.params.changed(ngram=True))
 
 

@@ -44,7 +44,7 @@ def markdown(document: PaperDocument) -> str:
 
 
 def latex(document: PaperDocument) -> str:
-    """A ``table*`` for a document with the packages booktabs and adjustbox, in UTF-8."""
+    """Return a ``table*`` for a document with the packages booktabs and adjustbox, in UTF-8."""
     lines = [f"% {line}" for line in (document.title, *document.about)]
     lines += ["% needs \\usepackage{booktabs} and \\usepackage{adjustbox}", r"\begin{table*}", r"\centering",
               rf"\caption{{{_escaped(document.title)}}}",

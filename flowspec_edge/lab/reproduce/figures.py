@@ -1,5 +1,4 @@
-"""Figures of reproduced results: ours filled, the paper's hollow, a method's colour and marker everywhere
-the same."""
+"""Figures of reproduced results: ours filled, the paper's hollow, a method's colour and marker everywhere the same."""
 
 from __future__ import annotations
 
@@ -70,8 +69,10 @@ def _add_published_cells(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _bars(records: Sequence[Record]) -> Figure:
-    """A panel for each profile, acceptance and temperature, a group of bars for each task; the paper's means
-    beside."""
+    """Return a panel for each profile, acceptance and temperature, a group of bars for each task.
+
+    The paper's means beside.
+    """
     panels = list(dict.fromkeys(r.conditions for r in records if r.source == MEASURED))
     both = len({r.looks_up for r in records}) > 1
     figure, axes = new_figure(len(panels), _WIDTH, 2.1)
@@ -172,8 +173,10 @@ def _lines(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _published_lines(axis: Axes, records: Sequence[Record]) -> None:
-    """Of one model: the methods' own markers, hollow, with one entry in the legend.  Of several models, which
-    measured one method: a marker and an entry for each."""
+    """Of one model: the methods' own markers, hollow, with one entry in the legend.
+
+    Of several models, which measured one method: a marker and an entry for each.
+    """
     sources = list(dict.fromkeys(r.source for r in records))
     for source, method in dict.fromkeys((r.source, r.method) for r in records):
         style, of_method = style_of(method), [r for r in records if (r.source, r.method) == (source, method)]

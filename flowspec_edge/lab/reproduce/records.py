@@ -113,7 +113,7 @@ class Measured:
         return f"acceptance calibrated to the paper's ({share:g})" if fitted else f"acceptance {share:g}"
 
     def points(self) -> list[tuple[Value | None, int, BenchReport]]:
-        """(value, stages, report)"""
+        """(value, stages, report)."""
         return [(p.value, int(str(p.value)) if self.measurement.axis == "stages" else self.settings["stages"],
                  p.report) for p in self.results.measured_points()]
 
@@ -248,7 +248,7 @@ _FIGURES: dict[Kind, Figures] = {
 
 
 def _published(kind: Kind, measured: Measured, paper: PaperResults) -> Iterator[Record]:
-    """The paper's figures for this testbed; none for other numbers of stages, and none with look-up."""
+    """Yield the paper's figures for this testbed; none for other numbers of stages, and none with look-up."""
     m, stages = measured.measurement, measured.settings.get("stages", 0)
     if measured.looks_up:
         return  # the papers look up nothing

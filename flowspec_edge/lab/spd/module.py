@@ -79,7 +79,7 @@ class SpdModule(nn.Module):
 
     def forward(self, features: Tensor, positions: Tensor, context: Sequence[KeyValues], mask: Tensor
                 ) -> Tensor:
-        """The layers over the newest rows; ``lm_head`` turns the result into logits.
+        """Return the layers over the newest rows; ``lm_head`` turns the result into logits.
 
         features   [B, n, H]         g^0 of the queries
         positions  [B, n]            int64

@@ -167,7 +167,7 @@ def _timed(step: _Step, kind: str, recipe: HeadRecipe, dev: torch.device) -> flo
 
 
 def _student(config: Any, kind: str, recipe: HeadRecipe, dev: torch.device) -> UnrolledStudent:
-    """An untrained head and a target with random weights."""
+    """Return an untrained head and a target with random weights."""
     dtype = torch.bfloat16 if dev.type == "cuda" else torch.float32
     with dev:
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)

@@ -24,8 +24,10 @@ from flowspec_edge.stage.families.rotary import Rotary
 
 class KeyValueCache(Protocol):
     def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Take a layer's keys and values of some rows; return those of the mask's columns: [B, kv_heads, m,
-        head_dim]."""
+        """Take a layer's keys and values of some rows.
+
+        Return those of the mask's columns: [B, kv_heads, m, head_dim].
+        """
 
 
 class ContextCache:
@@ -154,8 +156,10 @@ class BlockPass:
             yield self._attention.keys_values(layer.self_attn, rows, angles)
 
     def __call__(self, embedded: Tensor, positions: Tensor, masks: Sequence[Tensor], cache: KeyValueCache) -> Tensor:
-        """embedded [B, m, H], positions [B, m], masks bool [B or 1, 1, m, columns] each; convolutions are over one
-        block a text."""
+        """embedded [B, m, H], positions [B, m], masks bool [B or 1, 1, m, columns] each.
+
+        Convolutions are over one block a text.
+        """
         x, angles = embedded, self._attention.angles(positions, embedded)
         for index, (layer, mask) in enumerate(zip(self._head.layers, masks, strict=True)):
             x = self._layer(cast(DecoderLayer, layer), x, angles, mask, cache, index)

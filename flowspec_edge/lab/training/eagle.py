@@ -36,7 +36,7 @@ class EagleRecipe(HeadRecipe):
 
 
 def new_head(target: Any) -> EagleHead:
-    """An untrained head with the target's shape and (frozen) embedding, and its biases on q, k and v."""
+    """Return an untrained head with the target's shape and (frozen) embedding, and its biases on q, k and v."""
     biased = (any(name.endswith("self_attn.q_proj.bias") for name, _ in target.model.layers.named_parameters())
               and not getattr(target.config, "attention_bias", False))
     config = head_layer(target.config, QWEN2 if biased else LLAMA)
@@ -135,14 +135,16 @@ class Eagle3Recipe(HeadRecipe):
 
 
 def draft_vocabulary(tokens: Tensor, vocabulary: int, size: int) -> Tensor:
-    """The ``size`` most frequent token ids, ascending, ties broken by the id: int64 [size]."""
+    """Return the ``size`` most frequent token ids, ascending, ties broken by the id: int64 [size]."""
     counts = torch.bincount(tokens.long(), minlength=vocabulary)
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def new_head3(target: Any, drafted: Tensor) -> Eagle3Head:
-    """Return an untrained head that drafts the tokens ``drafted`` (ascending ids). Its final norm and its lm_head begin
-    as the target's."""
+    """Return an untrained head that drafts the tokens ``drafted`` (ascending ids).
+
+    Its final norm and its lm_head begin as the target's.
+    """
     config = head_layer(target.config)
     head = Eagle3Head(Eagle3Config(**vars(config), target_hidden_size=config.hidden_size,
                                    draft_vocab_size=len(drafted))).requires_grad_(True)

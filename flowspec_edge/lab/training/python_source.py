@@ -118,7 +118,7 @@ class TokenizedCorpus:
 
 def prepare_for(work: Path, tokenizer: Tokenizer, eos: int, seed: int, limit: int | None = None
                 ) -> TokenizedCorpus:
-    """The text in a model's tokens; UsageError if ``work`` holds another model's."""
+    """Return the text in a model's tokens; UsageError if ``work`` holds another model's."""
     corpus = prepare(work, seed, limit, lambda texts: (tokenizer, eos))
     if _vocabulary(corpus.tokenizer) != _vocabulary(tokenizer):
         raise UsageError(f"{work} holds text in the tokens of another model; give another --work")

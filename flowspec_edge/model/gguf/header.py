@@ -59,8 +59,11 @@ class GgufHeader:
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read a file's header.  FlowspecError in one line for a file that is cut short, damaged or of another format,
-    for types of blocks that are unknown, and for tensors beyond the file's end."""
+    """Read a file's header.
+
+    FlowspecError in one line for a file that is cut short, damaged or of another format, for types of blocks that
+    are unknown, and for tensors beyond the file's end.
+    """
     types = _block_types()
     try:
         with path.open("rb") as file:

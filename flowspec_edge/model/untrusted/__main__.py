@@ -20,12 +20,14 @@ Job = Callable[[dict[str, Any]], str]  # raises any exception if it fails
 
 
 def _grammar_job() -> Job:
-    """``lark``, ``gbnf``, ``limits`` and ``forced``: compile a grammar, and compute its first mask. ``gbnf``:
-    whether it is in llama.cpp's syntax; then it is converted, which is the result. ``forced``: the most bytes
-    that it may begin with without a choice.
+    """``lark``, ``gbnf``, ``limits`` and ``forced``: compile a grammar, and compute its first mask.
+
+    ``gbnf``: whether it is in llama.cpp's syntax; then it is converted, which is the result. ``forced``: the most
+    bytes that it may begin with without a choice.
 
     ``schema`` and ``limits``: the result is JSON, of :func:`enforceable`, or null if the schema can be
-    enforced as it is."""
+    enforced as it is.
+    """
     import llguidance
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
@@ -58,8 +60,7 @@ def _grammar_job() -> Job:
 
 
 def _template_job() -> Job:
-    """``template`` and ``context``: render a chat template, as transformers does in
-    ``render_jinja_template``."""
+    """``template`` and ``context``: render a chat template, as transformers does in ``render_jinja_template``."""
     from datetime import datetime
 
     import jinja2.ext

@@ -1,5 +1,7 @@
-"""The weights of a model directory by tensor name, in the files that ``located`` names; stacked experts one
-by one (``stacked``)."""
+"""The weights of a model directory by tensor name, in the files that ``located`` names.
+
+Stacked experts one by one (``stacked``).
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,7 @@ class Checkpoint:
                 if name in names and self._files[name] == file.path]
 
     def tensors(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The named tensors as stored."""
+        """Return the named tensors as stored."""
         return {name: self.file_of(name).read(name) for name in names}
 
     def stored(self, names: Iterable[str]) -> dict[str, TensorInfo]:
@@ -209,7 +211,7 @@ def check_shape(directory: Path, name: str, stored: torch.Size, shape: torch.Siz
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """A fingerprint of stored tensors: sha256 over names, dtypes, shapes and both ends of each.
+    """Return a fingerprint of stored tensors: sha256 over names, dtypes, shapes and both ends of each.
 
     It distinguishes models, layers and fine-tunes, but does not prove that a file is intact.
     """

@@ -43,7 +43,9 @@ class WeightFiles:
     @contextmanager
     def compared(self) -> Iterator[None]:
         """Compare the files' sha256 after the block, all of them, whether the block has read them or not.
-        FlowspecError that names one that was altered, also instead of an error that follows from it."""
+
+        FlowspecError that names one that was altered, also instead of an error that follows from it.
+        """
         self._compare(path for path in self._digests if path.suffix != SAFETENSORS)
         try:
             yield

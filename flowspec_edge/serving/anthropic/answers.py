@@ -48,7 +48,7 @@ class MessageAnswer(Answer):
     def choice(self, index: int, pieces: Sequence[AnswerPiece], finish: Finish | None,
                logprobs: Sequence[TokenLogprob] = (), extra: dict[str, Any] | None = None,
                stop: str | None = None) -> dict[str, Any]:
-        """A call that the limit cut off is left out: its input would be no object."""
+        """Return a call that the limit cut off is left out: its input would be no object."""
         self.pieces(index, pieces)
         self.closing(index, finish or "stop", stop=stop)
         self._blocks = [block for block in self._blocks if block.get("input", {}) is not None]

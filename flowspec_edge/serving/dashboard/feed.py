@@ -60,8 +60,10 @@ class Snapshot:
 
 
 def take_snapshot(draft_session: DraftSession, at: float, since: int | None, over: bool) -> Snapshot | None:
-    """Return a snapshot of the request's tree; None if there is no tree yet, or none to show. ``since``:
-    position of the previous snapshot's root; None if there was no snapshot."""
+    """Return a snapshot of the request's tree; None if there is no tree yet, or none to show.
+
+    ``since``: position of the previous snapshot's root; None if there was no snapshot.
+    """
     strategy = with_tree(draft_session)
     if draft_session.finished and not over:
         return None  # its last step may have gone beyond the end; the final snapshot shows it

@@ -73,7 +73,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 def invalid(error: ValidationError) -> ApiError:
-    """The first validation error of a body, with the field's path."""
+    """Return the first validation error of a body, with the field's path."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
     message = first["msg"].removeprefix("Value error, ")

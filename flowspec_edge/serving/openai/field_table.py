@@ -73,8 +73,10 @@ class FieldTable:
         self._endpoints, self._parent = endpoints, f"{parent}." if parent else ""
 
     def ignored(self, endpoint: Endpoint, body: dict[str, Any]) -> tuple[str, ...]:
-        """Check every field of a body; return the undocumented names, which have no effect. ApiError for
-        a field that would change the answer, or that looks like a misspelt one."""
+        """Check every field of a body; return the undocumented names, which have no effect.
+
+        ApiError for a field that would change the answer, or that looks like a misspelt one.
+        """
         unknown = []
         for name, value in body.items():
             if field := self.fields.get(name):
@@ -89,8 +91,10 @@ class FieldTable:
         return tuple(unknown)
 
     def rows(self) -> Iterator[str]:
-        """Yield the lists of docs/reference/fields.md, one for each verdict; fields of which the same is said share a
-        line."""
+        """Yield the lists of docs/reference/fields.md, one for each verdict.
+
+        Fields of which the same is said share a line.
+        """
         for verdict in get_args(Verdict):
             names_by_text: dict[str, list[str]] = {}
             for field in sorted(self.fields.values(), key=lambda field: field.name):
@@ -113,7 +117,7 @@ class FieldTable:
         return endpoints + field.explanation
 
     def _similar_field(self, name: str, endpoint: Endpoint) -> str | None:
-        """The field of the endpoint that ``name`` looks like: maxTokens, temprature."""
+        """Return the field of the endpoint that ``name`` looks like: maxTokens, temprature."""
         names = {_letters(field.name): field.name for field in self.fields.values()
                  if endpoint in field.implemented}
         close = difflib.get_close_matches(_letters(name[:_MAX_NAME]), names, 1, _SIMILAR)

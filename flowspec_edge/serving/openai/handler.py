@@ -46,8 +46,7 @@ class Choice:
         self._logprobs_sent = 0  # tokens whose log-probabilities were sent
 
     def read(self, event: Event) -> list[AnswerPiece]:
-        """Return text, reasoning and parts of tool calls that are certain now; ApiError if the request
-        failed."""
+        """Return text, reasoning and parts of tool calls that are certain now; ApiError if the request failed."""
         if isinstance(event, Exception):
             raise api_error(event)
         if isinstance(event, Result):
@@ -160,7 +159,9 @@ class ResponseHandler:
 
     async def stream(self, receive: Receive, send: Send) -> None:
         """Answer as tokens come; the errors are the same until the first event or comment sends the headers.
-        A later error is the stream's last event. Comments keep the connection alive while no token comes."""
+
+        A later error is the stream's last event. Comments keep the connection alive while no token comes.
+        """
         async with self._events(receive) as (events, disconnection):
             started, opened = False, set[int]()
             try:
@@ -194,8 +195,7 @@ class ResponseHandler:
     async def _pieces(self, events: asyncio.Queue[_Arrival], disconnection: asyncio.Future[None],
                       patience: float | None = None
                       ) -> AsyncIterator[tuple[Choice | None, list[AnswerPiece]]]:
-        """Yield what is certain of each choice, starting with the first token; None after ``patience`` idle
-        seconds."""
+        """Yield what is certain of each choice, starting with the first token; None after ``patience`` idle seconds."""
         while any(choice.finish is None for choice in self.choices):
             arrival = await sse.unless_gone(events.get(), disconnection, patience)
             if arrival is None:

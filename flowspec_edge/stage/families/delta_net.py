@@ -90,7 +90,7 @@ class DeltaNet(nn.Module):
         return (self._out_norm(mixed) * gates).flatten(1).to(inputs.gates.dtype)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The convolution's inputs, gates, b and a."""
+        """Return the convolution's inputs, gates, b and a."""
         values = self._shape.heads * self._shape.value_width
         both = self.in_proj_qkvz(x)
         return both[:, :-values], both[:, -values:], *self.in_proj_ba(x).chunk(2, -1)

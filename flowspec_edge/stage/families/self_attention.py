@@ -18,8 +18,10 @@ from flowspec_edge.util.linears import detach_and_join
 
 
 class Projected(NamedTuple):
-    """Of N rows: queries [N, heads, d], and keys, then values, [N, 2 * kv_heads, d]; gates of the outputs as the
-    queries, or None.  Views of one product."""
+    """Of N rows: queries [N, heads, d], and keys, then values, [N, 2 * kv_heads, d].
+
+    Gates of the outputs as the queries, or None. Views of one product.
+    """
 
     queries: Tensor
     cached: Tensor

@@ -147,6 +147,7 @@ class PathMask:
     def __init__(self, visible: Bool, first: int, window: int | None, dtype: torch.dtype, device: torch.device,
                  step: int) -> None:
         """
+
         visible  [n, m]: the rows' paths among the session's rows and the pass's
         first    of the m columns, those that the cache does not hold
         window   rows of its path that a row sees, its own included; None: all
@@ -202,13 +203,13 @@ class PathMask:
         return _together([seen, own], sinks)
 
     def _own(self, rows: slice, queries: Tensor, held: Tensor, scaling: float) -> Attended:
-        """What ``rows`` make of the columns that each has of its own."""
+        """Return what ``rows`` make of the columns that each has of its own."""
         hidden, (_, _, kv_heads, width) = self._hidden[rows], held.shape
         columns = held.index_select(1, self._slots[rows].flatten()).view(2, len(hidden), TAIL, kv_heads, width)
         return _call(queries[rows], columns, hidden.expand(-1, -1, queries.shape[1] // kv_heads, -1), scaling, 1)
 
     def _seen(self, prefix: Prefix, queries: Tensor, held: Tensor, scaling: float) -> Attended:
-        """What ``prefix.rows`` make of its columns."""
+        """Return what ``prefix.rows`` make of its columns."""
         n, step = len(queries), self._step
         more = -n % step
         calls = (n + more) // step

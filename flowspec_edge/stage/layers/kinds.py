@@ -55,7 +55,7 @@ class KeysValues:
 
     def inputs(self, parts: Sequence[Part], index: int, dtype: torch.dtype, device: torch.device, step: int
                ) -> tuple[Any, Mask]:
-        """The caches, and what the rows see of them."""
+        """Return the caches, and what the rows see of them."""
         masks = [self._mask(part, part.cache.parts[index], dtype, device, step) for part in parts]
         caches: list[Any] = [part.cache.parts[index] for part in parts]
         if len(parts) == 1:
@@ -82,7 +82,7 @@ def layer_kinds(config: DecoderConfig, kept_in: CacheBits = "16bit") -> list[Key
 
 
 def by_kind(kinds: Iterable[CacheKind], first: int = 0) -> dict[CacheKind, list[int]]:
-    """The layers of each kind, counted from ``first``, in the order of their first layers."""
+    """Return the layers of each kind, counted from ``first``, in the order of their first layers."""
     layers_of: dict[CacheKind, list[int]] = {}
     for layer, kind in enumerate(kinds, first):
         layers_of.setdefault(kind, []).append(layer)

@@ -74,7 +74,10 @@ class KVArena:
         return max(0, held + capacity - self.rows)
 
     def take(self, capacity: int) -> KVCache:
-        """An empty cache.  May move the other caches' rows."""
+        """Return an empty cache.
+
+        May move the other caches' rows.
+        """
         if self._gap(capacity) is None:
             self._resize(self.rows + self.missing(capacity))
             self._compact()
@@ -114,7 +117,7 @@ class KVArena:
         self._held.remove(cache)
 
     def _gap(self, capacity: int) -> int | None:
-        """The first slot of the first free range of ``capacity`` slots."""
+        """Return the first slot of the first free range of ``capacity`` slots."""
         caches = self._caches
         starts = [0, *(cache.start + cache.capacity for cache in caches)]
         stops = [*(cache.start for cache in caches), self.rows]
@@ -216,7 +219,7 @@ class KVCache:
         return self.seen(layer_idx, width)
 
     def seen(self, layer_idx: int, width: int) -> Tensor:
-        """The layer's first ``width`` slots: [2, width, kv_heads, head_dim] in the layers' dtype."""
+        """Return the layer's first ``width`` slots: [2, width, kv_heads, head_dim] in the layers' dtype."""
         return self._as_seen(self._slots(layer_idx, width))
 
     def _slots(self, layer_idx: int, count: int) -> Tensor:
@@ -378,7 +381,7 @@ def in_int8(values: Tensor) -> Tensor:
 
 
 def from_int8(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values that ``in_int8`` kept: [..., d] in ``dtype``."""
+    """Return the values that ``in_int8`` kept: [..., d] in ``dtype``."""
     scales = stored[..., -_SCALE:].contiguous().view(torch.bfloat16)
     return stored[..., :-_SCALE].to(dtype) * scales.to(dtype)
 

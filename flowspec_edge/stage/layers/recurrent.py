@@ -57,8 +57,7 @@ class GatedDelta(DeltaShape):
         return 0
 
     def session_bytes(self, tentative: int, width: int) -> int:
-        """That a session takes in a layer, its snapshots included, unless very late prunes leave more
-        entries."""
+        """That a session takes in a layer, its snapshots included, unless very late prunes leave more entries."""
         entries = min(tentative, _EXPECTED) + 3 * BLOCK  # two blocks of text, and a snapshot's rest
         return (3 + _KEPT) * self.state_bytes(width) + entries * self.entry_bytes(width)
 
@@ -105,7 +104,7 @@ class RecurrentPass:
         self._parts, self._kind = parts, kind
 
     def recurrent(self, layer_idx: int) -> Iterator[tuple[slice, RecurrentLayer | None]]:
-        """The rows of each part and what it keeps of the layer; None for those that have ended."""
+        """Yield the rows of each part and what it keeps of the layer; None for those that have ended."""
         start = 0
         for part in self._parts:
             held = None if part.ended else _held(part, self._kind).layers[layer_idx]
@@ -275,5 +274,5 @@ class RecurrentCache:
         return mask[:, self.first:]
 
     def rows(self) -> dict[int, Tensor]:
-        """The states."""
+        """Return the states."""
         return {index: layer.state for index, layer in self.layers.items()}

@@ -147,7 +147,7 @@ class RecurrentLayer:
         self._pass = current
 
     def update(self, inputs: Tensor, weight: Tensor, log_decays: Tensor, betas: Tensor) -> Tensor:
-        """The pass's outputs [n, heads, v] float32.
+        """Return the pass's outputs [n, heads, v] float32.
 
         inputs             [n, channels] of the convolution, whose ``weight`` is [channels, kernel]
         log_decays, betas  [n, heads] float32

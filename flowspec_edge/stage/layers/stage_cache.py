@@ -57,25 +57,33 @@ class LayerCache(Protocol):
 
     def retain(self, rows: int) -> None:
         """All held rows are text, of ``rows`` rows, and no more are to come until the arena widens the cache.
-        ProtocolError if it would be cut where its kind cannot go on from (``reusable``)."""
+
+        ProtocolError if it would be cut where its kind cannot go on from (``reusable``).
+        """
 
     def truncate(self, rows: int) -> None:
         """Only the first ``rows`` rows of the text, as many as its kind's ``reusable`` permits.
-        ProtocolError for others."""
+
+        ProtocolError for others.
+        """
 
     def snapshot_at(self, rows: int) -> None:
-        """Keep what a session needs that begins with the text's first ``rows`` rows, however far this one
-        goes; no more rows than these are text yet.  ProtocolError if that is gone already."""
+        """Keep what a session needs that begins with the text's first ``rows`` rows, however far this one goes.
+
+        No more rows than these are text yet. ProtocolError if that is gone already.
+        """
 
     def fill(self, rows: int) -> None:
         """Make an empty cache look as if it held a text of ``rows`` rows of zeros."""
 
     def visible(self, mask: Bool, positions: Int32, columns: Int32) -> Bool:
-        """Of ``mask`` [n, m + n], what the pass's rows see here: [n, len + n].  ``positions`` [n], and of
-        all columns [m + n]."""
+        """Of ``mask`` [n, m + n], what the pass's rows see here: [n, len + n].
+
+        ``positions`` [n], and of all columns [m + n].
+        """
 
     def rows(self) -> dict[int, Tensor]:
-        """What is held by layer, for tests and measurements."""
+        """Return what is held by layer, for tests and measurements."""
 
 
 class LayerArena(Protocol):
@@ -91,7 +99,7 @@ class LayerArena(Protocol):
         """Rows by which it must grow for a cache, or ``of``, to hold ``capacity``."""
 
     def take(self, capacity: int) -> Any:
-        """An empty LayerCache."""
+        """Return an empty LayerCache."""
 
     def widen(self, cache: Any, capacity: int) -> None:
         """Let ``cache`` hold up to ``capacity`` rows, at least as many as now."""
@@ -156,12 +164,12 @@ class StageCache:
         return self._positions[: self._length]
 
     def rows(self) -> list[Tensor]:
-        """What each layer holds, in the order of the layers."""
+        """Return what each layer holds, in the order of the layers."""
         by_layer = {layer: tensor for part in self.parts for layer, tensor in part.rows().items()}
         return [by_layer[layer] for layer in sorted(by_layer)]
 
     def slots(self, numbers: Int32) -> NDArray[np.int64] | None:
-        """The indexes [n] of ``numbers`` [n], increasing; None if one is missing."""
+        """Return the indexes [n] of ``numbers`` [n], increasing; None if one is missing."""
         cached = self.numbers
         at = cached.searchsorted(numbers)
         if len(at) and (at.max() >= len(cached) or (cached[at] != numbers).any() or (at[1:] <= at[:-1]).any()):
@@ -229,7 +237,10 @@ class StageCache:
         self.renumber(self._length)
 
     def snapshot_at(self, rows: int) -> None:
-        """A later session is to begin with the text's first ``rows`` rows.  ProtocolError if it cannot."""
+        """A later session is to begin with the text's first ``rows`` rows.
+
+        ProtocolError if it cannot.
+        """
         if rows < self.committed:
             raise ProtocolError(f"a snapshot after {rows} rows comes too late for a text of {self.committed}")
         for part in self.parts:
@@ -302,8 +313,10 @@ class StageMemory:
                    for (kind, arena), part in zip(self.arenas.items(), parts, strict=True))
 
     def take(self, capacity: int, tentative: int) -> StageCache:
-        """An empty cache for ``capacity`` rows, of which ``tentative`` may be uncommitted.  May move the
-        other caches' rows."""
+        """Return an empty cache for ``capacity`` rows, of which ``tentative`` may be uncommitted.
+
+        May move the other caches' rows.
+        """
         parts: list[LayerCache] = []
         try:
             for kind, arena in self.arenas.items():

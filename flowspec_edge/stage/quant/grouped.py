@@ -99,7 +99,7 @@ class GroupedScheme(Scheme):
 
 
 def kernel(dtype: torch.dtype, device: torch.device) -> Literal["cpu", "cuda"] | None:
-    """The int4 kernel for activations of ``dtype``; None if weights are expanded."""
+    """Return the int4 kernel for activations of ``dtype``; None if weights are expanded."""
     if device.type == "cpu" and dtype == torch.bfloat16:
         return "cpu"
     if (device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
@@ -109,12 +109,12 @@ def kernel(dtype: torch.dtype, device: torch.device) -> Literal["cpu", "cuda"] |
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """The codes 0..15 in ``packed``: uint8 [n, k]."""
+    """Return the codes 0..15 in ``packed``: uint8 [n, k]."""
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1)
 
 
 def expand(packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """The weights in float32: [n, k]."""
+    """Return the weights in float32: [n, k]."""
     rows, groups = scales.shape
     weights = torch.empty((rows, packed.shape[1], 2), dtype=torch.float32, device=packed.device)
     weights[..., 0] = packed & 15
@@ -146,7 +146,7 @@ class GroupedLinear(QuantLinear):
         """x Wᵀ for x [n, in_features], n at least 1."""
 
     def expanded_product(self, x: Tensor) -> Tensor:
-        """The same with the weights in 16 bits, a slice at a time."""
+        """Return the same with the weights in 16 bits, a slice at a time."""
         return self.product(x)
 
 
@@ -335,7 +335,7 @@ class _Fit:
         self._work = torch.empty_like(w)
 
     def codes(self, scale: Tensor, zero: Tensor) -> Tensor:
-        """The nearest codes 0..15, [m, g], in a buffer that the next call reuses."""
+        """Return the nearest codes 0..15, [m, g], in a buffer that the next call reuses."""
         # w * (1 / scale) + (8 - zero / scale) in two passes: a fused torch operation is several times slower.
         inverse = torch.where(scale > 0, 1 / scale, 0)
         offset = _MIDDLE - zero * inverse

@@ -115,7 +115,7 @@ _MINIMUM = "0.49"  # the first version with both kinds on CPUs and on GPUs
 
 @cache
 def library() -> Any:
-    """The package bitsandbytes; UsageError if it is missing or does not load."""
+    """Return the package bitsandbytes; UsageError if it is missing or does not load."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about backends that are not used
@@ -237,8 +237,10 @@ def draft_scheme(lm_head: HeadBits) -> Scheme | None:
 
 @torch.no_grad()
 def quantise_linears(module: nn.Module, scheme: Scheme, device: torch.device) -> None:
-    """Replace the linears of ``module`` whose shape the scheme takes; they compute on ``device``, in the
-    dtype of the weight that they replace.  Linears on the meta device stay."""
+    """Replace the linears of ``module`` whose shape the scheme takes.
+
+    They compute on ``device``, in the dtype of the weight that they replace. Linears on the meta device stay.
+    """
     for path in [path for path, part in module.named_modules() if isinstance(part, nn.Linear)]:
         linear = cast(nn.Linear, module.get_submodule(path))  # no list holds those that are replaced
         if scheme.fits(*linear.weight.shape) is None or any(p.is_meta for p in linear.parameters()):

@@ -19,7 +19,7 @@ Packed = Literal["int4", "int8"]
 
 
 def group_for(rows: int, columns: int, group: int) -> int | None:
-    """The largest group of at most ``group`` weights that a matrix can have; None: it must stay in 16 bits."""
+    """Return the largest group of at most ``group`` weights that a matrix can have; None: it must stay in 16 bits."""
     if rows % ROWS or not rows:
         return None
     return max((g for g in GROUPS if g <= group and columns % g == 0 and columns), default=None)

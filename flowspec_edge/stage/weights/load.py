@@ -31,20 +31,25 @@ def schemes_of(model: OpenModel) -> LayerSchemes | None:
 
 
 def head_scheme_of(model: OpenModel) -> Scheme | None:
-    """The scheme of a model whose lm_head is stored in 8 or 4 bits, else None."""
+    """Return the scheme of a model whose lm_head is stored in 8 or 4 bits, else None."""
     lm_head = model.manifest.lm_head if model.manifest else None
     return scheme(lm_head.kind, lm_head.group) if lm_head else None
 
 
 def draft_scheme_of(model: OpenModel) -> Scheme | None:
-    """The scheme to which a model's draft heads are brought when they are loaded; None if they stay as stored."""
+    """Return the scheme to which a model's draft heads are brought when they are loaded.
+
+    None if they stay as stored.
+    """
     lm_head = model.manifest.lm_head if model.manifest else None
     return draft_scheme(lm_head.kind) if lm_head else None
 
 
 def shard_digest(manifest: Manifest, index: int) -> str:
-    """The digest of ``load_shard`` for stage ``index``, without loading the weights; FlowspecError for missing
-    or damaged files."""
+    """Return the digest of ``load_shard`` for stage ``index``, without loading the weights.
+
+    FlowspecError for missing or damaged files.
+    """
     checkpoint = Checkpoint(manifest.directory / stage_part(index))
     return checkpoint.digest(name for name in checkpoint.names if not is_ignorable(name))
 
@@ -116,8 +121,7 @@ def is_transposed(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 class _PackedMatrix:
-    """Fills its rows of a QuantLinear once it has all tensors: files hold the small ones of all matrices
-    first."""
+    """Fills its rows of a QuantLinear once it has all tensors: files hold the small ones of all matrices first."""
 
     def __init__(self, source: str, linear: QuantLinear, names: Mapping[str, str], bias: str | None,
                  first: int, rows: int) -> None:
@@ -141,8 +145,10 @@ class _PackedMatrix:
 
 def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: LayerSchemes, dtype: torch.dtype,
             device: torch.device) -> dict[str, _PackedMatrix]:
-    """Put QuantLinears in the place of linears that are stored quantised. The result has the matrix that each stored
-    tensor is a part of, by the tensor's name."""
+    """Put QuantLinears in the place of linears that are stored quantised.
+
+    The result has the matrix that each stored tensor is a part of, by the tensor's name.
+    """
     matrices: dict[str, _PackedMatrix] = {}
 
     def fill(path: str, packed: QuantLinear, first: int, rows: int) -> None:

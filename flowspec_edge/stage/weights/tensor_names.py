@@ -30,7 +30,7 @@ def whole_model(core: Any) -> set[str]:
 
 
 def missing(expected: Iterable[str], stored: Iterable[str], tied: bool) -> list[str]:
-    """The wanted tensors that are not stored, sorted; lm_head may be absent if ``tied``."""
+    """Return the wanted tensors that are not stored, sorted; lm_head may be absent if ``tied``."""
     return sorted(set(expected) - set(stored) - ({LM_HEAD} if tied else set()))
 
 
