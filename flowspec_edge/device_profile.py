@@ -317,8 +317,10 @@ class Profile(StrictModel):
         return measured
 
     def verify_seconds(self, rows: int, outputs: int = 1) -> float:
-        """D0's time for ``outputs`` that came together: bookkeeping for each, and lm_head once for all
-        ``rows``, if there are any."""
+        """Return D0's time for ``outputs`` that came together.
+
+        It counts bookkeeping for each output, and lm_head once for all ``rows``, if there are any.
+        """
         head = self.lm_head.ms + self.lm_head.row_ms * rows if rows else 0.0
         seconds = (self.host.bookkeeping_ms * outputs + head) * 1e-3
         return seconds + (self.launch.added(seconds, 0, OUTPUT_LAUNCHES) if self.launch and rows else 0.0)

@@ -138,7 +138,9 @@ class DraftCore:
                  numbers: Callable[[], int], stages: int, curve: SlotCurve | None = None,
                  cache_rows: int | None = None, queue: RequestQueue | None = None,
                  policy: SchedulingPolicy = "fair") -> None:
-        """make        creates a request's draft session; what it raises, the request gets
+        """Set up a core without requests.
+
+        make        creates a request's draft session; what it raises, the request gets
         clock       seconds
         numbers     a session's number has to exceed this one
         curve       learns a segment's time in each stage from the stages' reports
@@ -233,7 +235,7 @@ class DraftCore:
                 self._abandon(event.error)
 
     def charge(self, session: int, size: int) -> None:
-        """A message of ``size`` bytes went over a link for this session."""
+        """Count a message of ``size`` bytes that went over a link for this session."""
         for request in self._requests:
             if request.newest is not None and request.session == session:
                 request.bytes += size
@@ -372,8 +374,10 @@ class DraftCore:
     # ---- D0's work -----------------------------------------------------------------------------
 
     def _do_work(self) -> None:
-        """Do the job, without requests that are not open any more: a request may be cancelled after its work
-        was chosen, while a segment goes ahead of it."""
+        """Do the job, without requests that are not open any more.
+
+        A request may be cancelled after its work was chosen, while a segment goes ahead of it.
+        """
         work = self._work
         if work is None:  # stages were lost meanwhile
             return
@@ -441,7 +445,7 @@ class DraftCore:
             self._observer.observe(StageTimes(times.session, self._clock(), times))
 
     def _learn(self, times: Computed) -> None:
-        """A stage's time counts, whether or not the request has ended meanwhile."""
+        """Take a stage's time into the curve, whether or not the request has ended meanwhile."""
         if self._curve is not None:
             self._curve.observe(times.stage, times.batch_rows, (times.end - times.start) * 1e-6)
 
@@ -496,7 +500,7 @@ class DraftCore:
     # ---- results -------------------------------------------------------------------------------
 
     def _complete(self, request: ActiveRequest) -> None:
-        """The answer is complete: close the session, if the stages have one, and await their reports."""
+        """End a complete answer: close the session, if the stages have one, and await their reports."""
         if request.state is RequestState.OPEN:
             request.report_deadline = self._clock() + _LAST_REPORT_S
             self._close(request)
@@ -542,7 +546,7 @@ class DraftCore:
             request.handle.set_result(result)
 
     def _end_failed(self) -> None:
-        """What one request's strategy, drafter or sampling raises ends that request; the others go on."""
+        """End the requests whose strategy, drafter or sampling raised an error; the others go on."""
         failures, self._failures = self._failures, []
         for draft_session, error in failures:
             request = self._open_request(draft_session.builder.session)
@@ -555,7 +559,7 @@ class DraftCore:
             self._fail(request, error)
 
     def _fail(self, request: ActiveRequest, error: BaseException) -> None:
-        """The request gets its error when its Close, if any, is on its way."""
+        """Give the request its error when its Close, if any, is on its way."""
         if request.newest is not None:
             self._observer.observe(SessionEnded(request.session, self._clock(), None))
         self._end(request, RequestEvent.FAILS)

@@ -64,8 +64,9 @@ class Worked:
 
 @dataclass(frozen=True)
 class Reported:
-    """The stages' figures of a session that is being closed: all have come, or the core asked for those that
-    have (Finish).
+    """The stages' figures of a session that is being closed.
+
+    All stages have reported, or the core asked for the reports that have come (Finish).
 
     stages  final counters, by stage
     slot_s  time of one segment in the slowest stage; 0: as the stages report

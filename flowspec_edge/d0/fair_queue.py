@@ -36,7 +36,9 @@ class FairQueue(Generic[T]):
     def __init__(self, clock: Callable[[], float], aging_s: float, places: float = 1,
                  stuck: Callable[[T], bool] = lambda item: False,
                  turn_over: Callable[[T], bool] = lambda item: False) -> None:
-        """aging_s    seconds of waiting that count as one step of priority: an item overtakes its caller's
+        """Set up an empty queue.
+
+        aging_s    seconds of waiting that count as one step of priority: an item overtakes its caller's
                    earlier ones only if they came at most so long before it for each step of its advantage
         stuck      whether an item can use its place only after other items have left theirs
         turn_over  whether an item has had its place for as long as it may while a caller without one waits
@@ -77,8 +79,11 @@ class FairQueue(Generic[T]):
         return list(self._placed)
 
     def admits(self, caller: Caller, limit: int) -> bool:
-        """Return whether the caller may put an item: if there are fewer than ``limit`` items, or if at some
-        level the caller has fewer than its share. Callers with items share the limit, level by level."""
+        """Return whether the caller may put an item.
+
+        It may if there are fewer than ``limit`` items, or if at some level the caller has fewer than its share.
+        Callers with items share the limit, level by level.
+        """
         if len(self._entries) < limit:
             return True
         share = limit
@@ -132,8 +137,10 @@ class FairQueue(Generic[T]):
         return bool(self._waiting) and len(self._placed) < self.places and self._first_stuck() is None
 
     def loser(self) -> T | None:
-        """Return the item that has to leave its place, if any: for an item that is stuck, or else, if all
-        places are taken, for one that waits."""
+        """Return the item that has to leave its place, if any.
+
+        It leaves for an item that is stuck, or else, if all places are taken, for one that waits.
+        """
         if (stuck := self._first_stuck()) is not None:
             rival = self._rival_of_waiting(_lasts)
             if rival is not None and self.placed.index(rival) >= self.placed.index(stuck):
@@ -155,8 +162,9 @@ class FairQueue(Generic[T]):
         return next((item for item in self._placed if self._stuck(item)), None)
 
     def _rival(self, caller: Caller, turn_over: Callable[[T], bool], stuck: T | None = None) -> T | None:
-        """Return the item that gives way to an item of ``caller``: to ``stuck``, which has a place, or to an
-        item without a place.
+        """Return the item that gives way to an item of ``caller``.
+
+        The item of ``caller`` is ``stuck``, which has a place, or has no place yet.
 
         Two callers are compared at the first level where they differ. A caller with two places more than the
         other gives up its newest place; a caller with a single place gives it up, when its turn is over, to a
@@ -224,8 +232,11 @@ class FairQueue(Generic[T]):
         return min(self._waiting, key=self._rank)
 
     def _rank(self, caller: Caller) -> list[tuple[int, int]]:
-        """Orders callers: at each level, the caller with the fewest places comes first, and of equals the one
-        whose last turn is longest ago."""
+        """Return a caller's place in the order of callers.
+
+        At each level, the caller with the fewest places comes first, and of equals the one whose last turn is
+        longest ago.
+        """
         return [(self._places_held[prefix], self._turns[prefix]) for prefix in _prefixes(caller)]
 
 

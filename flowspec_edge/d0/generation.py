@@ -50,7 +50,7 @@ class Generation:
                                 for field in fields(TokenCounters)))
 
     def prefilled(self) -> None:
-        """Decoding begins, unless it began in an earlier session."""
+        """Begin to count decoding, unless it began in an earlier session."""
         if not self.tokens:
             self._first_at = self._clock()
 
@@ -98,7 +98,9 @@ class Generation:
     def result(self, counters: TokenCounters, rounds_before: int, slot_s: float, bytes_sent: int,
                stages: tuple[dict[str, float], ...], reused: int, draft: str,
                prompt_chunk: int) -> Result:
-        """counters       of the last session's strategy
+        """Make the request's result.
+
+        counters       of the last session's strategy
         rounds_before  its rounds before the last acceptance, which ends the running round
         slot_s         time of one segment in the slowest stage
 

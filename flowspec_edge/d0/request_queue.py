@@ -56,8 +56,10 @@ class RequestQueue:
             self._queue.put(handle.request.caller, handle, handle.request.priority)
 
     def put_beside(self, handle: RequestHandle) -> None:
-        """Have a request begun at once, without a place and even while the queue is held: one of the
-        cluster's owner, such as a probe."""
+        """Begin a request at once, without a place and even while the queue is held.
+
+        Such a request is the cluster's owner's, for instance a probe.
+        """
         with self._lock:
             handle.arrived_at = self.clock()
             self._beside.append(handle)
@@ -160,7 +162,7 @@ class RequestQueue:
             return loser
 
     def leave(self, handle: RequestHandle) -> None:
-        """A request has ended."""
+        """Free the place of a request that has ended."""
         with self._lock:
             self._queue.discard(handle)
 

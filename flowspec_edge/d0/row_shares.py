@@ -95,8 +95,10 @@ def fair_weights(callers: Sequence[tuple[str, ...]], priorities: Sequence[int]) 
 
 
 def prompt_rows_beside(seconds: Callable[[int], float] | None, others: int, most: int) -> int:
-    """How many rows of prompts a batch with ``others`` rows may have without delaying those much: at least
-    one, at most ``most``."""
+    """Return how many rows of prompts a batch with ``others`` rows may have without delaying those much.
+
+    At least one, at most ``most``.
+    """
     if seconds is None or not others:
         return most
     return max(1, _most_within(_PROMPT_SLOWDOWN * seconds(others), seconds, others + most) - others)

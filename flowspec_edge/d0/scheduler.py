@@ -103,7 +103,9 @@ class Scheduler:
     def __init__(self, clock: Callable[[], float] | None = None,
                  on_failure: Callable[[DraftSession, Exception], None] | None = None,
                  policy: SchedulingPolicy = "fair") -> None:
-        """clock       the driver's, in seconds; None: no segment is sent ahead
+        """Set up a scheduler without requests.
+
+        clock       the driver's, in seconds; None: no segment is sent ahead
         on_failure  gets errors of a request's own strategy or drafter, while the other requests' messages and
                     tasks are still collected; None: such an error is raised
         policy      fair: callers share rows equally, and a caller's requests divide its rows by the weights

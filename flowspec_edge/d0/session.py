@@ -54,12 +54,14 @@ class DraftSession:
                  head: Target, clock: Callable[[], float], session: int = 1,
                  predecessor: DraftSession | None = None, cached_rows: int = 0, parent_session: int = -1,
                  draft: str = "", prompts: PromptCurve | None = None) -> None:
-        """predecessor  the request's draft session in an earlier session: its prompt and answer become this
-                     one's prompt
-        cached_rows  rows of the prompt that the stages retain from ``parent_session``; at least one must be
-                     left to prefill, and a drafter must have been rewound to one token more
-        draft  what the request drafts with, as ``draft_label`` says it
-        prompts  the stages' times of a prompt's segments, if they are known
+        """Begin a request, or go on with one whose earlier session was lost.
+
+        predecessor   the request's draft session in an earlier session: its prompt and answer become this
+                      one's prompt
+        cached_rows   rows of the prompt that the stages retain from ``parent_session``; at least one must be
+                      left to prefill, and a drafter must have been rewound to one token more
+        draft         what the request drafts with, as ``draft_label`` says it
+        prompts       the stages' times of a prompt's segments, if they are known
         """
         if not request.prompt:
             raise UsageError("the prompt is empty; give at least one token")
@@ -290,7 +292,7 @@ class DraftSession:
                                     output.numbers[: len(following)].tolist())
 
     def _end_prompt(self, number: int, position: NDArray[np.int32], state: States, logits: Logits) -> None:
-        """The prompt's last row gives the first token."""
+        """Choose the first token from the output of the prompt's last row."""
         logits, allowed = self._rules.newest(logits) if self._rules else (logits, None)
         token = int(self.head.choose(logits, position, self.request.sampling, allowed)[0])
         self._hidden[number] = (state, 0)

@@ -136,7 +136,7 @@ class StrategyContract:
         self.last = f"asked for a draft pass over {len(request.nodes)} nodes"
 
     def no_drafter(self) -> None:
-        """The request has no draft model, so the strategy is not asked for a draft pass."""
+        """Note that the request has no draft model, so that the strategy is not asked for a draft pass."""
         self._nothing_to_draft = True
         self._check_idle()
 
@@ -214,7 +214,7 @@ class StrategyContract:
     # ---- what the strategy waits for ---------------------------------------------------------------
 
     def sent(self, segment: Segment) -> None:
-        """A segment goes out, of the prompt or of the strategy."""
+        """Note a segment that goes out, of the prompt or of the strategy."""
         self._event()
         self._sent = segment.run
         self._in_flight.add(segment.run)
@@ -222,7 +222,7 @@ class StrategyContract:
             self._due[segment.run] = set(segment.taps)
 
     def returned(self, run: int, rows: int) -> None:
-        """The output of ``run`` is taken in.
+        """Note that the output of ``run`` is taken in.
 
         Its taps may come later, over links of their own; one without rows may have none.
         """

@@ -89,9 +89,10 @@ def mixed(x: Any) -> Any:
 
 
 def log_probs(logits: NDArray[np.floating], sampling: Sampling) -> NDArray[np.float64]:
-    """log p after temperature, top-k, top-p, then min-p (transformers' order): float64 [n, V]; excluded: -inf.
+    """Return log p after temperature, top-k, top-p, then min-p (transformers' order): float64 [n, V].
 
-    Top-p keeps the smallest set of likeliest tokens with mass top_p, at least one.  Undefined for greedy.
+    Excluded tokens have -inf.  Top-p keeps the smallest set of likeliest tokens with mass top_p, at least one.
+    Undefined for greedy.
     """
     x = scaled = logits.astype(np.float64) / sampling.temperature
     if 0 < sampling.top_k < x.shape[-1]:

@@ -150,7 +150,7 @@ class AnswerPenalties:
             self._text_tokens = set()
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """The answer continues with ``tokens``."""
+        """Append ``tokens`` to the answer."""
         for token in tokens:
             self._counts[token] += 1
             self._text_tokens.add(token)
@@ -278,8 +278,10 @@ def likeliest(logits: Tensor, k: int) -> Tensor:
 
 def fetched_children(children: list[Tensor], draft_vocabulary: DraftVocabulary | None
                      ) -> tuple[NDArray[np.int32], NDArray[np.float64]]:
-    """Fetch the children that :func:`likeliest` ranked: the second step of :func:`rank_children`, which waits for the
-    device."""
+    """Fetch the children that :func:`likeliest` ranked, as :func:`rank_children` returns them.
+
+    This second step waits for the device.
+    """
     ids, scores = np.split(fetched(children), 2, axis=1)
     tokens = ids.astype(np.int64)
     if draft_vocabulary:
@@ -289,8 +291,10 @@ def fetched_children(children: list[Tensor], draft_vocabulary: DraftVocabulary |
 
 def log_probs(logits: Tensor, tokens: NDArray[np.integer], most: int
               ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
-    """Return the log softmax at ``tokens`` [n], float64 [n], and the ids and values of the ``most`` likeliest tokens in
-    falling order, [n, most]."""
+    """Return the log softmax at ``tokens`` [n], and the ``most`` likeliest tokens.
+
+    The first is float64 [n]; the likeliest are ids and values in falling order, [n, most].
+    """
     x = logits.double()
     x = x - torch.logsumexp(x, -1, keepdim=True)
     token_values = x.gather(1, indices(tokens, x.device)[:, None])
@@ -304,9 +308,9 @@ def _ids_on(draft_vocabulary: DraftVocabulary, device: torch.device) -> Tensor:
 
 
 def _unpacked(bits: NDArray[np.uint8], width: int, device: torch.device) -> Tensor:
-    """bool [n, width] of bits [n, ceil(width / 8)].
+    """Unpack bits [n, ceil(width / 8)] to bool [n, width].
 
-    On an accelerator there, since a byte for each token would take long to upload.
+    On an accelerator this happens there, since a byte for each token would take long to upload.
     """
     if device.type == "cpu":  # numpy is faster
         return torch.from_numpy(np.unpackbits(bits, 1, width, "little").view(np.bool_))
@@ -389,7 +393,7 @@ def _above(p: Tensor, floor: Tensor) -> Tensor:
 
 def _noisy(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
            draft_vocabulary: DraftVocabulary | None = None) -> Tensor:
-    """x / T + g: [n, V], or [n, D] over ``draft_vocabulary``."""
+    """Return x / T + g: [n, V], or [n, D] over ``draft_vocabulary``."""
     vocabulary = draft_vocabulary.vocabulary if draft_vocabulary else logits.shape[-1]
     rows = noise_rows(sampling.seed, positions + 1, vocabulary, logits)
     if draft_vocabulary:

@@ -116,7 +116,7 @@ def _write_tensors(plan: ShardingPlan, file: TensorsFile, path: Path, progress: 
 
 
 def _quantise(source: SourceModel, name: str, scheme: Scheme | None, prefix: str, target: TensorFile) -> None:
-    """The source's tensor ``name``, written as ``prefix``."""
+    """Write the source's tensor ``name`` as ``prefix``, quantised by ``scheme``."""
     assert scheme is not None
     rows = next(hi for _, hi in slices(*source.tensors[name].shape))
     for _, piece in source.weights.pieces(name, rows):
@@ -129,7 +129,7 @@ def _quantise(source: SourceModel, name: str, scheme: Scheme | None, prefix: str
 
 
 def _convert(plan: ShardingPlan, linear: Linear, target: TensorFile) -> None:
-    """A matrix of the source that is in 4 bits already, or a GGUF file's in other blocks."""
+    """Write a matrix of the source that is in 4 bits already, or a GGUF file's in other blocks."""
     source = plan.source
     assert source.imported is not None
     try:

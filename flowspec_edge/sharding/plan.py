@@ -47,8 +47,9 @@ IN_16_BITS = (".in_proj_a", ".in_proj_b", ".in_proj_ba", ".shared_expert_gate")
 
 @dataclass(frozen=True)
 class Recipe:
-    """The storage of weights, from ``--dtype``, ``--group``, ``--compute-dtype``, ``--lm-head``
-    ``--kv-cache`` and ``--candidates``.
+    """The storage of weights, as the options of ``flowspec models shard`` ask for it.
+
+    The options are ``--dtype``, ``--group``, ``--compute-dtype``, ``--lm-head``, ``--kv-cache`` and ``--candidates``.
 
     compute  dtype of computation on the devices
     plain    dtype of everything that is not quantised
@@ -112,7 +113,9 @@ class PlannedPart:
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """unquantised  matrices that stay in 16 bits beside those in 4
+    """What a model's files will hold.
+
+    unquantised  matrices that stay in 16 bits beside those in 4
     int8         matrices in 8 bits; their names lack ``.weight``
     """
 

@@ -75,7 +75,9 @@ class Linear:
 
 @dataclass(frozen=True)
 class SourceModel:
-    """raw          config.json as it was read
+    """A checkpoint or GGUF file whose tensors can be read.
+
+    raw          config.json as it was read
     tensors      of all tensors stored in plain form, those of the MTP layer among them
     linears      the decoder layers' matrices, by layer
     imported     repacks matrices that are stored in 4 bits (AWQ, GPTQ, GGUF), and others of a GGUF file; None if none

@@ -165,11 +165,11 @@ class Strategy(ABC):
         return None
 
     def on_tap(self, run: int, layer: int) -> None:
-        """The hidden states of ``run``'s rows after ``layer`` layers have arrived for the drafter."""
+        """Take note that hidden states of ``run``'s rows after ``layer`` layers have arrived for the drafter."""
         return
 
     def on_draft(self, request: DraftRequest, output: DraftOutput) -> None:
-        """The draft pass ``request`` finished; the tree may have changed since it began."""
+        """Take the output of the draft pass ``request``; the tree may have changed since the pass began."""
 
     def controls(self) -> list[Prune | Cancel]:
         """Messages for the stages since the last call."""
