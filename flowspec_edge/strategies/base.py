@@ -77,7 +77,7 @@ class Strategy(ABC):
     parallelism: ClassVar[Parallelism] = "pipeline"  # how the target's devices share a pass
 
     def __init_subclass__(cls) -> None:
-        """A strategy that is derived from another, with a name of its own, does not take over its title."""
+        """Keep a derived strategy with a name of its own from taking over its parent's title."""
         super().__init_subclass__()
         attributes = vars(cls)
         if "name" in attributes:
@@ -136,7 +136,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def start(self, token: int, position: int) -> None:
-        """The prompt is in the stages' caches; ``token`` is the first generated one."""
+        """Begin to decode: the prompt is in the stages' caches, and ``token`` is the first generated one."""
 
     @abstractmethod
     def on_verified(self, run: int, numbers: Sequence[int], successors: Sequence[int]) -> list[Commit]:
@@ -147,9 +147,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def next_segment(self, rows: int | None = None) -> Segment | None:
-        """Called when the first stage is idle, or soon will be (:attr:`allows_early_send`).
+        """Return the next segment, if there is one; called when the first stage is idle, or soon will be.
 
-        ``rows``: the most that a batch has for it; given only to strategies with :meth:`row_probabilities`.
+        "Soon" depends on :attr:`allows_early_send`.  ``rows``: the most that a batch has for this segment; given only
+        to strategies with :meth:`row_probabilities`.
         """
 
     def row_probabilities(self, limit: int) -> Sequence[float] | None:

@@ -68,9 +68,9 @@ def title_of(name: str) -> str:
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """Find a strategy by its name, or import it from "package.module:Class", of an installed package or of
-    the current directory; then its own name works, too.
+    """Find a strategy by its name, or import it from "package.module:Class".
 
+    The package is installed or in the current directory; once imported, the strategy's own name works, too.
     UsageError for an unknown name (with the known ones), or if the import fails or is no strategy.
     """
     require_strategy(name)
@@ -181,8 +181,10 @@ def _load(place: str) -> type[Strategy]:
 
 
 def _located(strategy: type[Strategy]) -> type[Strategy]:
-    """A subclass whose methods and properties raise RequestFailed, with file and line, for whatever
-    ``strategy`` raises, ``sys.exit`` included."""
+    """Derive a class whose methods and properties raise RequestFailed for whatever ``strategy`` raises.
+
+    The error names file and line.  ``sys.exit`` is included.
+    """
     from flowspec_edge.strategies.base import Strategy
 
     source = inspect.getsourcefile(strategy)

@@ -1,6 +1,6 @@
-"""CURVE key pairs, their files, and the public keys that each listening socket admits, through ZeroMQ's
-authentication protocol (ZAP).
+"""CURVE key pairs, their files, and the public keys that each listening socket admits.
 
+Sockets ask through ZeroMQ's authentication protocol (ZAP).
 A file holds a set of pairs, usually one.  While a board's keys are rotated, its file holds the pair of the running
 release and that of the next one.  Each release names the public key of its pair.
 """

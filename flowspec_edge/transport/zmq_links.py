@@ -92,7 +92,7 @@ class Endpoint:
             log.warning("%s: dropped a message, number %d: %s", self.name, self.dropped, reason)
 
     def _frames(self, message: Message, peer: str = "") -> list[Buffer]:
-        """Subclasses may add to it; ``peer``: a hub's receiver."""
+        """Encode a message for ``peer``, a hub's receiver; subclasses may add frames."""
         return encode(message)
 
     def _send(self, frames: Sequence[Buffer], timeout: float) -> bool:
@@ -237,7 +237,7 @@ class ZmqHub(Endpoint):
     _key: str = ""  # of the last message's sender
 
     def send(self, peer: str, message: Message) -> bool:
-        """False if there is no room, PeerLost if ``peer`` is not connected."""
+        """Send a message; False if there is no room, PeerLost if ``peer`` is not connected."""
         try:
             return self._send([peer.encode(), *self._frames(message, peer)], 0.0)
         except zmq.Again:  # a ROUTER looks ready as long as any peer has room
@@ -337,7 +337,7 @@ class ZmqTransport:
         zmq.zmq_poll(ends, max(0, round(timeout * 1e3)))
 
     def close(self) -> None:
-        """Takes at most the linger time."""
+        """Close all links, within the linger time."""
         for end in self._ends:
             end.close()
         if self._key_list is not None:

@@ -23,8 +23,11 @@ from flowspec_edge.tree.draft_tree import DraftTree, Node
 
 
 def accepted_path(tree: DraftTree) -> tuple[list[Node], int]:
-    """The accepted nodes below the root, in order, and the token that no child has, or -1 while the path's
-    end is unverified.  Accepted nodes may be verified, in flight or unsent (FlowSpec eq. 2)."""
+    """Return the accepted nodes below the root, in order, and the token that follows them.
+
+    No child has that token; it is -1 while the path's end is unverified.  Accepted nodes may be verified, in flight or
+    unsent (FlowSpec eq. 2).
+    """
     path: list[Node] = []
     node = tree.root
     while node.successor >= 0:
@@ -81,7 +84,7 @@ class AcceptanceWeights:
 
 class AcceptanceEstimator:
     def __init__(self, greedy: bool, learns: bool = True, weights: AcceptanceWeights | None = None) -> None:
-        """
+        """Begin with the initial weights, or with those that earlier requests have learned.
 
         greedy   the text is drawn without noise
         learns   False keeps the initial weights
@@ -104,7 +107,7 @@ class AcceptanceEstimator:
         return np.asarray(-np.logaddexp(0.0, -np.clip(weights.bias + weights.draft * odds, -30.0, 30.0)))
 
     def learn(self, evidence: Evidence, accepted: bool) -> None:
-        """The target accepted the parent, and then this child (``accepted``) or another token."""
+        """Learn that the target accepted the parent, and then this child (``accepted``) or another token."""
         case, draft, lookup = _odds(evidence)
         weights = self._weights[case]
         step = self._rate * (accepted - _logistic(weights, draft, lookup))
