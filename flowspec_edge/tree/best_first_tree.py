@@ -147,8 +147,11 @@ class BestFirstTree(DraftTree):
         return list(islice(self._likeliest(self._unsent, HOPELESS, lambda node: node.number < 0), limit))
 
     def pop_unexpanded(self, limit: int, floor: float = 0.0) -> list[Node]:
-        """Remove up to ``limit`` unexpanded nodes, likeliest first, never the root, whose parents are
-        expanded and whose children may be worth sending: not those with a probability below ``floor``."""
+        """Remove up to ``limit`` unexpanded nodes, likeliest first, never the root.
+
+        Their parents are expanded, and their children may be worth sending: nodes with a probability below
+        ``floor`` stay.
+        """
         ready: list[Node] = []
         early: list[Node] = []  # their parents are not expanded yet
         floor = math.log(max(floor, _LEAST_EXPANDED))

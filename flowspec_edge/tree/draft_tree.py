@@ -128,7 +128,7 @@ class DraftTree:
             for n in nodes), children)
 
     def mark_sent(self, node: Node, number: int) -> None:
-        """The node has its number from the segment builder."""
+        """Give the node its number from the segment builder."""
         node.number = number
         self.sent[number] = node
 
