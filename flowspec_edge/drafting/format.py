@@ -63,8 +63,11 @@ class Surroundings:
     candidates: Candidates | None = None
 
     def narrowed(self, head: nn.Module, rank_states: Callable[[Tensor, nn.Module], Tensor]) -> nn.Module:
-        """What ranks by the target's lm_head for ``head``, which is :meth:`placed`: a candidate head if one is
-        wanted, and lm_head's rows can be looked up.  ``rank_states`` as for ``candidates.narrowed``."""
+        """Return what ranks by the target's lm_head for ``head``, which is :meth:`placed`.
+
+        It is a candidate head if one is wanted, and lm_head's rows can be looked up.  ``rank_states`` as for
+        ``candidates.narrowed``.
+        """
         if self.candidates is None:
             return self.lm_head
         if not self.lm_head.looks_up_rows:
@@ -177,7 +180,7 @@ class OwnLayerFormat(HeadFormat):
         """Shapes of its tensors, by their names in the checkpoint."""
 
     def check_fit(self, directory: Path, config: Any, shapes: Shapes, target: TargetFacts) -> None:
-        """It is the target's own."""
+        """Accept every target, since the head is the target's own."""
 
 
 def format_of(kind: DraftKind) -> DraftFormat:

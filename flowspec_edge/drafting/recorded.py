@@ -104,7 +104,7 @@ class PassGraphs:
         return self._memory.resized == self._resized
 
     def run(self, inputs: PassInputs, asked: Sequence[int]) -> Tensor:
-        """Outputs [n, H], until the next pass; ``asked``: rows whose children :meth:`logits` are for."""
+        """Return outputs [n, H], valid until the next pass; ``asked``: rows whose children :meth:`logits` are for."""
         self.load(inputs, asked)
         self._passes[inputs.visible.shape[1]]()
         return self.outputs[: len(inputs.tokens)]
@@ -120,7 +120,7 @@ class PassGraphs:
         return self._ranks
 
     def load(self, inputs: PassInputs, asked: Sequence[int]) -> None:
-        """Padding is the first row again, which computes and stores what that does."""
+        """Load a pass' inputs; padding is the first row again, which computes and stores what that does."""
         n, width = inputs.visible.shape
         numbers = np.zeros((5, self._rows), np.int64)
         numbers[:3, :n] = inputs.tokens, inputs.positions, inputs.rows
@@ -166,7 +166,7 @@ def fitting(passes: RecordedPasses, rows: int) -> PassGraphs | None:
 
 @torch.inference_mode()
 def warm_up(model: PassModel, memory: CacheMemory) -> None:
-    """A pass of ``WARM_ROWS`` over the whole memory, so that the allocator holds what later passes need."""
+    """Run a pass of ``WARM_ROWS`` over the whole memory, so that the allocator holds what later passes need."""
     model.reach(memory.rows - 1)
     n, like = min(WARM_ROWS, memory.rows), memory.layers[0]
     numbers = torch.arange(n, device=like.device)

@@ -109,7 +109,10 @@ class CacheMemory:
 
     @torch.inference_mode()
     def clear_returned(self) -> None:
-        """A row that overflowed would reach every pass whose mask is as wide: 0 times NaN is NaN."""
+        """Zero the rows that were given back.
+
+        A row that overflowed would reach every pass whose mask is as wide: 0 times NaN is NaN.
+        """
         returned, self._returned = self._returned, []
         if returned:
             slots = np.concatenate(returned)

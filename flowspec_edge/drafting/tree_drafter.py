@@ -48,7 +48,9 @@ class TreeDrafter(Drafter, ABC):
     def __init__(self, shape: CacheShape, model: PassModel,
                  draft_vocabulary: DraftVocabulary | None = None, memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None) -> None:
-        """model     computes passes; its logits are over ``draft_vocabulary``, if that is given
+        """Begin a session without text.
+
+        model     computes passes; its logits are over ``draft_vocabulary``, if that is given
         memory    that all sessions of the model share; None: one of its own, which grows
         recorded  passes over it
         """
@@ -88,7 +90,7 @@ class TreeDrafter(Drafter, ABC):
         """Of the queued text rows, whose states are used up, then of the nodes."""
 
     def _compute(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]]) -> list[Tensor]:
-        """Outputs [n, H] of each drafter's rows, in one pass; all share passes with this one."""
+        """Compute the outputs [n, H] of each drafter's rows in one pass; all share passes with this drafter."""
         model, device = self.pass_model, self.shape.device
         counts = [len(rows) for _, rows, _ in parts]
         tokens = [token for *_, own in parts for token in own.tokens]
@@ -181,7 +183,7 @@ class TreeDrafter(Drafter, ABC):
         return Rows(text, nodes, self._cache.begin(len(text), [(n.id, n.parent) for n in nodes]))
 
     def _store(self, rows: Rows, outputs: Tensor) -> None:
-        """``outputs`` [n, H]: of the text rows, then of the nodes."""
+        """Store ``outputs`` [n, H], those of the text rows, then of the nodes."""
         text, nodes = rows.text, rows.nodes
         if text:
             self._outputs[self._root] = outputs[len(text) - 1].clone()  # a view would keep all rows
@@ -206,7 +208,7 @@ class TreeDrafter(Drafter, ABC):
                 raise ProtocolError("nothing has been committed that the draft model could continue")
 
     def _asked(self, request: DraftRequest) -> Tensor:
-        """Outputs [n, H] of the request's nodes."""
+        """Return the outputs [n, H] of the request's nodes."""
         return torch.stack([self._outputs[node.id] for node in request.nodes])
 
     def _rank(self, request: DraftRequest, logits: Tensor) -> DraftOutput:

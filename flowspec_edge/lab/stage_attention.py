@@ -1,5 +1,8 @@
-"""Attention of transformers' models as stages compute it: over keys and values in 8 bits, and in 16 bits in the order
-of each row's path, so that the reference has the last bits of plain decoding through stages."""
+"""Attention of transformers' models as stages compute it.
+
+Keys and values are in 8 bits, or in 16 bits in the order of each row's path, so that the reference has the last bits
+of plain decoding through stages.
+"""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ class BlockDrafter(Drafter):
 
 
 def visible_slots(slots: range, causal: bool, window: int | None, from_root: bool) -> NDArray[np.bool_]:
-    """bool [slots, columns]: which columns each slot sees; a column's number is its position."""
+    """Return which columns each slot sees: bool [slots, columns]; a column's number is its position."""
     own, columns = np.array(slots)[:, None], np.arange(slots.stop)[None]
     visible = columns <= own if causal else np.ones((len(slots), slots.stop), bool)
     if window is not None:

@@ -163,7 +163,7 @@ def _speculators(raw: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _outputs(settings: dict[str, Any], path: Path) -> dict[str, Any]:
-    """``captured`` by layer ids that count outputs of layers; -1 is the embeddings."""
+    """Translate layer ids that count outputs of layers into ``captured``; -1 is the embeddings."""
     ids = settings.get("target_layer_ids")
     if ids is None:
         count = [_number(settings.get(key), key, path) for key in ("num_target_layers", "num_hidden_layers")]

@@ -33,7 +33,7 @@ from flowspec_edge.util.weight_file import random_embedding
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(DecoderConfig):
-    """Of the head's layers, and beside that:
+    """The configuration of a block drafter's head: its layers', and the fields below.
 
     captured       after how many of the target's layers the states are captured, in fc's order; they have
                    the head's own width

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EagleConfig(DecoderConfig):
-    """Of a head's layer, and beside that:
+    """The configuration of an EAGLE-1/2 head: its layer's, and the fields below.
 
     bias              whether fc has one
     draft_vocab_size  tokens that it drafts; None: all
@@ -109,8 +109,12 @@ def rank_outputs(outputs: Tensor, lm_head: nn.Module) -> Tensor:
 
 
 class EagleDrafter(HeadDrafter):
-    """``logits`` ranks a row's children by its output: the target's lm_head ([V, H], or a module of it), of
-    the head's dtype and on its device, or a module for the tokens of ``draft_vocabulary``."""
+    """A session's drafter with an EAGLE-1/2 head.
+
+    ``logits`` ranks a row's children by its output: the target's lm_head ([V, H], or a module of it), of the head's
+    dtype
+    and on its device, or a module for the tokens of ``draft_vocabulary``.
+    """
 
     def __init__(self, head: DraftHead, logits: Tensor | nn.Module, memory: CacheMemory | None = None,
                  recorded: RecordedPasses | None = None, draft_vocabulary: DraftVocabulary | None = None
@@ -214,7 +218,7 @@ def save_head(head: EagleHead, directory: Path, dtype: torch.dtype, with_embeddi
 
 
 def write_head(head: DraftHead, directory: Path, dtype: torch.dtype, with_embedding: bool, **settings: object) -> None:
-    """A head that is not prepared; config.json has the fields of its layer, and ``settings``."""
+    """Write a head that is not prepared; config.json has the fields of its layer, and ``settings``."""
     config = {**published(head.config), **settings, "torch_dtype": str(dtype).removeprefix("torch.")}
     stored = {name: weight for name, weight in head.state_dict().items()
               if with_embedding or name != checkpoint.EMBEDDING}
@@ -299,8 +303,11 @@ def usual_layer(target: DecoderConfig) -> DecoderConfig:
 
 
 def layer_heads(target: Any) -> dict[str, int]:
-    """The numbers of attention heads of such a layer: the target's, unless they do not divide its width, which other
-    programs' Llamas forbid.  ``target``: its configuration, here or of transformers."""
+    """Return the numbers of attention heads of a head's layer.
+
+    They are the target's, unless these do not divide the layer's width, which other programs' Llamas forbid.
+    ``target``: its configuration, here or of transformers.
+    """
     heads = target.num_attention_heads
     if target.hidden_size % heads:
         heads = target.hidden_size // target.head_dim

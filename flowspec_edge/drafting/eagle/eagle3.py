@@ -46,8 +46,9 @@ def captured_layers(layers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Eagle3Config(DecoderConfig):
-    """Of a head's layer, which norms queries and keys if it is Qwen3's, and beside that, each with EAGLE-3's value as
-    the default:
+    """The configuration of an EAGLE-3 head: its layer's, and the fields below, with EAGLE-3's values as defaults.
+
+    The layer norms queries and keys if it is Qwen3's.
 
     target_hidden_size     width of the target's states
     draft_vocab_size       tokens that it drafts; ``vocab_size`` is the target's

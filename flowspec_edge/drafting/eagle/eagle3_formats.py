@@ -224,7 +224,7 @@ def _own_names(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _check_fc(directory: Path, stored: dict[str, StoredTensor], config: Eagle3Config) -> None:
-    """A clearer error than that of a wrong shape."""
+    """Check fc, with a clearer error than that of a wrong shape."""
     fc, width, states = stored.get("fc.weight"), config.target_hidden_size, config.num_aux_hidden_states
     if fc is not None and len(fc.shape) == 2 and fc.shape[1] != states * width:
         raise FlowspecError(f"{directory}: tensor fc.weight takes {fc.shape[1]} values, but {states} "

@@ -124,10 +124,10 @@ class _Share:
 
 
 class SessionEnergy:
-    """Divides a meter's energy among sessions: work for some of them is shared equally by these, other time
-    by all that are open, and time without sessions is idle.
+    """Divides a meter's energy among sessions.
 
-    The shares add up to the energy used while any session was open. So do their times, which give the energy
+    Work for some sessions is shared equally by these, other time by all that are open, and time without sessions is
+    idle. The shares add up to the energy used while any session was open. So do their times, which give the energy
     above idle. Without a meter all results are empty; a meter that raises is not used any more, since figures
     must not end a request.
     """

@@ -60,7 +60,7 @@ class StageClocks:
         self._offset: dict[int, float] = {}  # D0's clock minus the stage's, seconds
 
     def learn(self, message: Computed, at: float) -> None:
-        """A message arrived ``at`` seconds of D0's clock."""
+        """Learn from a message that arrived ``at`` seconds of D0's clock."""
         difference = at - message.sent * 1e-6
         self._offset[message.stage] = min(difference, self._offset.get(message.stage, difference) + self._forget)
 

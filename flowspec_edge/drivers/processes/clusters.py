@@ -65,10 +65,10 @@ class Services:
         return Connected(self._addresses, self._watch, self._waiting)
 
     def refresh(self) -> None:
-        """Services need no preparation for a request."""
+        """Do nothing: services need no preparation for a request."""
 
     def disconnect(self) -> None:
-        """Services stay up."""
+        """Leave the services running."""
 
     def _watch(self) -> None:
         """Send a keep-alive. The driving thread calls this method several times a second."""

@@ -51,7 +51,7 @@ class EventLoop:
     # ---- losses --------------------------------------------------------------------------------
 
     def suspend(self, reason: str) -> None:
-        """A stage is lost: requests wait for :meth:`resume`; finished ones are answered."""
+        """Let requests wait for :meth:`resume`, since a stage is lost; finished ones are answered."""
         sessions = self.core.sessions
         self.core.feed(Lost(reason))
         self.carry_out()
@@ -60,7 +60,7 @@ class EventLoop:
             self._links.members.take_reports(session)
 
     def resume(self) -> None:
-        """The stages are back, without sessions.
+        """Go on with the stages, which are back without sessions.
 
         PeerLost if one is lost again.
         """

@@ -63,7 +63,9 @@ class Membership:
 
     def __init__(self, instances: Sequence[str], dead_after: float,
                  fail_on_rejoin: bool = False, digests: Sequence[str] = ()) -> None:
-        """dead_after       seconds of silence after which a stage counts as lost
+        """Expect a Hello of each stage.
+
+        dead_after       seconds of silence after which a stage counts as lost
         fail_on_rejoin   a second Hello counts as a loss, because the stage has lost its sessions
         digests          expected digests of the stages' shards, in order; empty: any
         """

@@ -33,7 +33,9 @@ class Recovery:
 
     def __init__(self, links: StageLinks, workers: WorkerProcesses, within: float, observer: Observer,
                  why_ended: Callable[[], str | None]) -> None:
-        """within     seconds until all stages must be back; 0: every loss is final
+        """Set up the recovery of lost stages.
+
+        within     seconds until all stages must be back; 0: every loss is final
         why_ended  returns why a stage that was started elsewhere has ended for good, or None
         """
         self.status = ClusterStatus(ClusterState.RUNNING)
@@ -112,8 +114,12 @@ class Recovery:
         self._observer.observe(StagesBack(now))
 
     def _note_missing(self, lost: Collection[int]) -> None:
-        """Tell the observer which stages are missing, if this has changed: stages that were lost, until their
-        heartbeat says that they are ready, and stages that have been silent since the loss."""
+        """Tell the observer which stages are missing, if this has changed.
+
+        Missing are stages that were lost, until their heartbeat says that they are ready, and stages that have been
+        silent
+        since the loss.
+        """
         now, members = time.monotonic(), self._links.members
         late = members.in_state(StageState.ABSENT) if now > self._lost_at + _LATE_S else set()
         back = members.in_state(StageState.READY)

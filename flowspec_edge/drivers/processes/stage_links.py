@@ -46,7 +46,9 @@ class StageLinks:
     def __init__(self, transport: ZmqTransport, addresses: Addresses, place: Placement, members: Membership,
                  exited: Callable[[float], str | None], on_heartbeat: Callable[[Heartbeat, float], None],
                  is_open: Callable[[int], bool], charge: Callable[[int, int], None]) -> None:
-        """exited        waits up to that many seconds for a stage to end; returns why one has, or None
+        """Set up the links without connecting them.
+
+        exited        waits up to that many seconds for a stage to end; returns why one has, or None
         on_heartbeat  gets every heartbeat and its time of arrival (time.monotonic)
         is_open       whether a session's reports are wanted
         charge        gets a session, and the bytes that D0 sent or received (over the control channel) for it
@@ -186,7 +188,7 @@ class StageLinks:
         return any_messages
 
     def take_dropped(self) -> int:
-        """Number of messages since the last call that no stage of this cluster may have sent."""
+        """Return the number of messages since the last call that no stage of this cluster may have sent."""
         before, self._dropped = self._dropped, self._strangers + self._hub.dropped + self._output.dropped
         return self._dropped - before
 
@@ -217,8 +219,10 @@ class StageLinks:
             raise PeerLost(f"{self._first.name}: the connection to V1 broke, segments may be lost{ADVICE}")
 
     def close_all(self, sessions: Iterable[int]) -> None:
-        """After a loss: drop the queue and close ``sessions`` at the connected stages, which then no longer
-        wait for the Open of any session up to the last of these."""
+        """Drop the queue after a loss, and close ``sessions`` at the connected stages.
+
+        These stages then no longer wait for the Open of any session up to the last of ``sessions``.
+        """
         self._outbox.clear()
         for instance in self.members.instances:
             for session in sessions:

@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 
 
 def shares_a_process(configs: Sequence[WorkerConfig]) -> bool:
-    """Whether the stage is a thread: if it is the only one, and not on a CPU, where forks share memory
-    and a process can be killed."""
+    """Return whether the stage is a thread of this process.
+
+    It is if it is the only stage, and not on a CPU, where forks share memory and a process can be killed.
+    """
     return len(configs) == 1 and configs[0].device != "cpu"
 
 

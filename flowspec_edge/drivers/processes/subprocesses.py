@@ -49,8 +49,10 @@ class WorkerProcesses:
 
     @cached_property
     def _temporary(self) -> TemporaryDirectory[str]:
-        """Made on first use: a draft device whose stages run elsewhere needs none, and would leave it behind
-        if it was killed."""
+        """Make the temporary directory on first use.
+
+        A draft device whose stages run elsewhere needs none, and would leave it behind if it was killed.
+        """
         return TemporaryDirectory(prefix="flowspec-")
 
     @property

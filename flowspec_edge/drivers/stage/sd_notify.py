@@ -79,7 +79,7 @@ def _watchdog_s(environment: Mapping[str, str]) -> float:
 
 
 def _watchdog(seconds: float) -> str:
-    """Sets the watchdog's timeout, and counts as a keep-alive."""
+    """Return the message that sets the watchdog's timeout; it counts as a keep-alive."""
     return f"WATCHDOG_USEC={seconds * 1e6:.0f}"
 
 

@@ -68,7 +68,7 @@ class StatusSender:
         self._control.send(SessionReport(self._config.instance, self._config.stage, session, counters))
 
     def send_failure(self, reason: str) -> None:
-        """The open sessions cannot continue."""
+        """Tell D0 that the open sessions cannot continue."""
         self._control.send(Failed(self._config.instance, self._config.stage, reason))
 
 

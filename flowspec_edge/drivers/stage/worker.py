@@ -103,7 +103,9 @@ class Worker:
                  notifier: Notifier | None = None, meter: PowerMeter | None = None,
                  stopping: Callable[[], bool] = lambda: False, release: ReleaseLink | None = None,
                  charge: Charge | None = None) -> None:
-        """notifier  the service manager's
+        """Set up the loop of a stage.
+
+        notifier  the service manager's
         meter     of the board's power
         stopping  whether a signal has asked the process to end
         release   as for ``process.serve``
@@ -240,9 +242,12 @@ class Worker:
             self._tick()
 
     def _sleep(self, room: ZmqLink | None = None, computing_s: float = math.inf) -> None:
-        """Wait for a message, for room on ``room``, or until the next heartbeat or check is due, and read the
-        data link. ``computing_s``: seconds that an emulated segment has left; they count as computing, not as
-        waiting, and segments that come meanwhile are left where they are."""
+        """Wait for a message, for room on ``room``, or until a heartbeat or check is due; then read the data link.
+
+        ``computing_s``: seconds that an emulated segment has left. They count as computing, not as waiting, and
+        segments
+        that come meanwhile are left where they are.
+        """
         start, waits = time.monotonic(), computing_s == math.inf
         data = waits and self._core.has_room
         incoming = [self._links.control, self._links.previous] if data else [self._links.control]
@@ -300,8 +305,10 @@ class Worker:
                 self._links.control.reject(f"D0 sent a {type(message).__name__}")
 
     def _check_order(self, session: int) -> None:
-        """ProtocolError if D0 does not know how far this stage's session numbers have come: a segment that
-        overtook its Open would have been taken for a stale one. The Hello tells D0."""
+        """Raise ProtocolError if D0 does not know how far this stage's session numbers have come.
+
+        A segment that overtook its Open would have been taken for a stale one. The Hello tells D0.
+        """
         if session <= self._counters.newest:
             self._status.send_hello()
             raise ProtocolError(f"D0 opens session {session} after session {self._counters.newest}")
@@ -350,7 +357,7 @@ class Worker:
         return ""
 
     def _give_up(self, error: FlowspecError) -> None:
-        """The previous device broke the protocol, or a session cannot continue: abandon the sessions."""
+        """Abandon the sessions: the previous device broke the protocol, or a session cannot continue."""
         now = time.monotonic()
         if self._counters or now >= self._gave_up_at + _FAULT_S:  # a flood must fill neither log nor queue
             self._gave_up_at = now

@@ -66,7 +66,9 @@ class VirtualCluster:
     def __init__(self, model: Path | Recording, stages: int, profile: Profile | Devices, dtype: str = "fp32",
                  observer: Observer | None = None, *, device: str = "cpu", learn: bool = False,
                  scheduling_policy: SchedulingPolicy = "fair", right_children: float = 1.0) -> None:
-        """model   a model's directory, or what it said, with which nothing is computed
+        """Load a model, or open a recording, for devices in virtual time.
+
+        model   a model's directory, or what it said, with which nothing is computed
         dtype, device  of D0's weights and the stages'
         learn   D0 learns segment times from the stages' reports (``slot_curve``), instead of from the profile
         scheduling_policy  how concurrent requests share the stages (``Scheduler``)
@@ -209,7 +211,7 @@ class VirtualCluster:
         return self._model.note()
 
     def close(self) -> None:
-        """A virtual cluster holds no processes or sockets."""
+        """Do nothing: a virtual cluster holds no processes or sockets."""
 
     def __enter__(self) -> Self:
         return self

@@ -127,8 +127,10 @@ class Devices:
         return max(sent[0], received[0]), max(sent[1], received[1])
 
     def compute_seconds(self, parallelism: Parallelism) -> Sequence[StageSeconds]:
-        """For each stage of a pipeline, or one for a tensor-parallel group, which shares the layers evenly
-        and is as fast as its slowest device."""
+        """Return the times of each stage of a pipeline, or of one tensor-parallel group.
+
+        A group shares the layers evenly and is as fast as its slowest device.
+        """
         places = range(1, len(self.stages) + 1)
         if parallelism == "pipeline":
             return [partial(self.stage_seconds, place) for place in places]

@@ -97,7 +97,7 @@ class VirtualRun:
         ]
 
     def start(self, handle: RequestHandle) -> None:
-        """A request arrives now.
+        """Let a request arrive now.
 
         What keeps it from running is raised.
         """
@@ -111,7 +111,7 @@ class VirtualRun:
             self._pump()
 
     def expect(self, arrivals: Sequence[tuple[float, Callable[[], None]]]) -> None:
-        """Requests arrive at these times; each callable has to :meth:`start` one."""
+        """Let requests arrive at these times; each callable has to :meth:`start` one."""
         self._expected += len(arrivals)
         for at, start in arrivals:
             self._clock.at(at, partial(self._arrive, start))
@@ -274,7 +274,9 @@ class VirtualRun:
         self._pump()
 
     def _deliver_hint(self, index: int, message: Prune | Cancel | Close) -> None:
-        """A group ignores hints: its devices would see them between different segments, and then compute
-        different rows."""
+        """Deliver a hint to a stage, but not to a group.
+
+        The devices of a group would see the hint between different segments, and then compute different rows.
+        """
         if not self._grouped:
             self._stages[index].receive(message)

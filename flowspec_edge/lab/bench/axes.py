@@ -19,7 +19,9 @@ PaperFigures = BandwidthCurves | DepthCells
 
 @dataclass(frozen=True)
 class Axis:
-    """unit       of a value
+    """What a sweep changes.
+
+    unit       of a value
     title      in headings; ``label``: below a figure
     link       the field of a profile's link that a value sets
     fields     the strategies' parameters that it sets, a pair's one each

@@ -99,8 +99,10 @@ class _Prompts:
         self.have_digests = all(self._each.values())
 
     def numbers(self, cell: Cell, texts: bool) -> dict[object, int]:
-        """What identifies a prompt, its text or else its number → its number, of those whose answers have a
-        speed."""
+        """Return the numbers of the prompts whose answers have a speed, by what identifies a prompt.
+
+        A prompt is identified by its text, or else by its number.
+        """
         names, seen = self._each.get(cell[1], []) if texts else [], Counter[str]()
         keys: dict[int, object] = {}
         for at, name in enumerate(names):  # the same text twice is two prompts

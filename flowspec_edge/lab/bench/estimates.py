@@ -24,7 +24,9 @@ Place = tuple[str, int]  # a task and the number of a prompt in it
 
 @dataclass(frozen=True)
 class Estimate:
-    """error   the standard error; None for a single prompt
+    """A figure over prompts, with its uncertainty.
+
+    error   the standard error; None for a single prompt
     median  of the prompts, for a ratio of their own ratios; None for a single prompt, and for a figure that has
             no median
     """

@@ -20,7 +20,9 @@ MARKS = ("answers ≠, tokens ≠: those that are not plain decoding's with the 
 
 @dataclass(frozen=True)
 class Exactness:
-    """different_tokens  places at which a token is not plain decoding's; None: not known, in older files
+    """How many answers and tokens are not plain decoding's.
+
+    different_tokens  places at which a token is not plain decoding's; None: not known, in older files
     near_ties         of the different answers, those that near ties explain
     """
 

@@ -65,8 +65,10 @@ def _nearly_best(logits: NDArray[np.float64], position: int, candidates: list[in
 
 def _after_filters(x: NDArray[np.float64], sampling: Sampling, off: float
                    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return two masks, bool [V]: the tokens that top-k, top-p and min-p may keep, and those that they must keep, if
-    the values logits / T are off by up to ``off``."""
+    """Return the tokens that top-k, top-p and min-p may keep, and those that they must keep: bool [V] each.
+
+    The values logits / T are off by up to ``off``.
+    """
     descending = np.sort(x)[::-1]
     k = min(sampling.top_k or len(x), len(x))
     may, must = np.ones(len(x), bool), np.ones(len(x), bool)

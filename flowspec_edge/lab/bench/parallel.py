@@ -57,11 +57,16 @@ class PipelineTask:
 
 
 class ParallelRun:
-    """Use :meth:`cluster` and :meth:`plain` in a dry run of a measurement, enter this context, and use them
-    again in the same order: the results are real now."""
+    """A measurement whose requests are computed by several processes.
+
+    Use :meth:`cluster` and :meth:`plain` in a dry run of a measurement, enter this context, and use them again in the
+    same order: the results are real now.
+    """
 
     def __init__(self, workplace: Workplace, jobs: int, dask: str | None = None) -> None:
-        """jobs  processes on this machine
+        """Check that the processes can be had.
+
+        jobs  processes on this machine
         dask  address of a Dask scheduler, whose workers are used instead; they need this package
 
         UsageError if joblib or Dask is not installed.

@@ -142,7 +142,7 @@ def task_means(samples: Sequence[Sample]) -> list[ReportRow]:
 
 
 def _row(samples: Sequence[Sample], base: Sequence[Sample]) -> ReportRow:
-    """``base``: Chunk-PP's samples of the same task and temperature."""
+    """Make the row of one strategy; ``base``: Chunk-PP's samples of the same task and temperature."""
     first, repeats = samples[0], _repeats(samples)
     decoded = [s for s in samples if not is_short(s)]
     turns, rounds = sum(s.turns for s in decoded), sum(s.rounds for s in decoded)
@@ -200,7 +200,7 @@ def _mean_of(values: Iterable[float | None]) -> float | None:
 
 
 def _mean(parts: Sequence[ReportRow], samples: Sequence[Sample], base: Sequence[Sample]) -> ReportRow:
-    """``samples``: of ``parts``; ``base``: Chunk-PP's on the same tasks."""
+    """Average rows of several tasks; ``samples``: of ``parts``; ``base``: Chunk-PP's on the same tasks."""
     averaged = ("tokens_per_second", "alt", "alr", "ttft_s", "itl_mean_s", "itl_p50_s", "itl_p95_s")
     summed = ("turns", "rounds", "tokens", "near_ties", "answers", "short", "different_answers")
     figures: dict[str, Any] = {name: _mean_of(getattr(row, name) for row in parts) for name in averaged}

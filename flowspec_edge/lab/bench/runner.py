@@ -1,5 +1,7 @@
-"""Runs methods × tasks × temperatures on any cluster, or on one for each value of an axis, and checks each
-token against plain decoding."""
+"""Runs methods × tasks × temperatures on a cluster, and checks each token against plain decoding.
+
+The cluster may be any one, or one for each value of an axis.
+"""
 
 from __future__ import annotations
 
@@ -199,7 +201,7 @@ def _at(request: Request, temperature: float, repeat: int) -> Request:
 
 def _answers(cluster: ClusterBackend, plan: BenchPlan, work: Workload, requests: Sequence[Request],
              advance: Advance) -> Iterator[MeasuredAnswer]:
-    """``requests``: all repeats of a task, one strategy's."""
+    """Run ``requests``, all repeats of a task by one strategy, and yield their answers."""
     name, size = requests[0].strategy, len(work.requests)
     if plan.pattern is None:
         for member, request in enumerate(requests):
@@ -263,8 +265,10 @@ class ArrivalGroup:
 
 @dataclass(frozen=True)
 class ArrivalPattern:
-    """Groups of ``clients`` requests that arrive together, or ``rate`` requests a second (a Poisson process,
-    whatever the devices achieve)."""
+    """How requests arrive: in groups of ``clients`` together, or ``rate`` a second.
+
+    A rate is that of a Poisson process, whatever the devices achieve.
+    """
 
     clients: int | None = None
     rate: float | None = None

@@ -1,5 +1,7 @@
-"""Benchmarks as tables, for the terminal (rich) and in Markdown: a run's rows, requests that share the
-devices, sweeps."""
+"""Benchmarks as tables, for the terminal (rich) and in Markdown.
+
+There are tables of a run's rows, of requests that share the devices, and of sweeps.
+"""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Window:
 
 
 def window(first_token: float, end: float, slot: float, turns: int, skip: int = 0) -> Window:
-    """``turns`` turns, or up to the ``end`` of the text, from ``skip`` turns after the first token."""
+    """Return a window of ``turns`` turns, or up to the text's ``end``, from ``skip`` turns after the first token."""
     start = first_token + skip * slot
     if start >= end - _EPSILON:
         raise UsageError(f"the text ends {(end - first_token) / slot:.1f} turns after its first token; "

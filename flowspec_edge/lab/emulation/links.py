@@ -51,7 +51,7 @@ class _Channel:
         return _STAMP.pack(self._next_free_at + latency)
 
     def sent(self) -> None:
-        """The socket accepted the message of the newest trailer."""
+        """Note that the socket accepted the message of the newest trailer."""
         self._free_at = self._next_free_at
 
 

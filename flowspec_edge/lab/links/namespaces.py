@@ -74,7 +74,7 @@ class NetnsTestbed:
 
     @contextmanager
     def entered(self, place: int) -> Iterator[None]:
-        """Moves the calling thread, and threads started in the block, to that device.
+        """Move the calling thread, and threads started in the block, to that device.
 
         Sockets stay where they were created.  Create a ZeroMQ context and its first socket inside: its
         threads create the sockets.
@@ -125,7 +125,7 @@ class NetnsTestbed:
         self.close()
 
     def _join(self) -> None:
-        """A bridge in the last namespace, with a veth pair to each of the others."""
+        """Make a bridge in the last namespace, with a veth pair to each of the others."""
         switch = self._places
         lines = ["ip link add switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
                  f"ip link set switch mtu {_MTU} up"]

@@ -39,7 +39,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Artefact:
-    """minutes       for 16 prompts of the demonstration in one process, from about 25 ms a token on a core of
+    """A table or figure of a paper.
+
+    minutes       for 16 prompts of the demonstration in one process, from about 25 ms a token on a core of
                   2 GHz
     every_method  whether it is to have all of this package's methods: notes name those that are left out
     """

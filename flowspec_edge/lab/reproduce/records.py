@@ -34,7 +34,9 @@ Quantity = Literal["tokens_per_second", "speedup", "tokens_per_second_other", "s
 
 @dataclass(frozen=True)
 class Record:
-    """source     "measured", or the model of a published figure
+    """One figure of a reproduced table, measured or published.
+
+    source     "measured", or the model of a published figure
     acceptance  "the head's", or how drafts were calibrated, of this figure or of those it stands beside
     draft      what the method drafted with (``registry.draft_label``); "" if published
     task       "mean" of all tasks
@@ -219,7 +221,7 @@ def _ratios(samples: Sequence[Sample], others: Others, stages: int) -> Found:
 
 
 def _law(samples: Sequence[Sample], others: Others, stages: int) -> Found:
-    """n N / K with K counted in time, and what the law says for the counted acceptance a."""
+    """Return n N / K with K counted in time, and what the law says for the counted acceptance a."""
     if samples[0].strategy != "spd":
         return {}
 

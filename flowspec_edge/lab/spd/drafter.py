@@ -60,7 +60,7 @@ class SpdDrafter(Drafter):
         self._nodes: dict[int, SpdRow] = {}
 
     def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
-        """Always False: rows that still improve are keyed by the numbers of their session."""
+        """Return False: rows that still improve are keyed by the numbers of their session."""
         return False
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:

@@ -54,7 +54,7 @@ class SpdModule(nn.Module):
         self.rotary_emb = LlamaRotaryEmbedding(config)
 
     def feature(self, embedding: Tensor, middle: Tensor, deepest: Tensor) -> Tensor:
-        """g (eq. 1) of rows that have passed l > 0 layers, from H^0, H^(l//2) and H^l, each [..., H]."""
+        """Compute g (eq. 1) of rows that have passed l > 0 layers, from H^0, H^(l//2) and H^l, each [..., H]."""
         out: Tensor = self.fuse(torch.cat((embedding, middle, deepest), dim=-1))
         return out
 
@@ -253,7 +253,7 @@ class RowStore:
                 self._states.pop(row.number, None)
 
     def visible(self, queries: Sequence[SpdRow]) -> NDArray[np.bool_]:
-        """[queries, slots]: the text and the guesses above each query, without itself."""
+        """Return what each query sees, [queries, slots]: the text and the guesses above it, without itself."""
         mask = np.tile(self._holds_text[: self.slots], (len(queries), 1))
         for i, query in enumerate(queries):
             for row in self._guesses_above(query):

@@ -115,7 +115,7 @@ def speculate(module: SpdModule, states: Sequence[Tensor], levels: Sequence[int]
 
 
 def new_module(target: Any, layers: int) -> SpdModule:
-    """Takes the shape, lm_head and final norm of ``target``."""
+    """Make a module with the shape, lm_head and final norm of ``target``."""
     shape = {**layer_shape(target.config), **layer_heads(target.config)}
     config = LlamaConfig(**shape, num_hidden_layers=layers, tie_word_embeddings=False)
     config.target_layers = target.config.num_hidden_layers

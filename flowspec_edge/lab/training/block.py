@@ -110,7 +110,7 @@ class Block(Student):
         return self.head.after(before, hidden, self.target_logits(hidden))
 
     def _places(self, anchors: Tensor) -> Tensor:
-        """[A, slots]: where the tokens stand after which slots rank."""
+        """Return where the tokens stand after which slots rank: [A, slots]."""
         return anchors[:, None] + 1 + torch.arange(self.head.config.block_size, device=anchors.device)
 
     def step_loss(self, fade: float, rows: Tensor, reading: Reading, noise: Tensor, anchors: Tensor,

@@ -178,7 +178,7 @@ class Eagle3(UnrolledStudent):
         return self._pass.fuse(states)
 
     def targets(self, features: Tensor) -> tuple[Tensor, ...]:
-        """(the target's distribution over the draft vocabulary, rows whose best token is in it)."""
+        """Return the target's distribution over the draft vocabulary, and the rows whose best token is in it."""
         logits = self.target_logits(features)
         return logits[..., self._ids].softmax(-1), self._drafted[logits.argmax(-1)]
 

@@ -143,8 +143,10 @@ class Student(ABC):
 
     @abstractmethod
     def drafts(self, states: Tensor, rows: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:
-        """The head's best tokens [B, A] at depth 1 … ``depth`` below token anchors[a] + 1 of ``rows``, along
-        the text."""
+        """Yield the head's best tokens [B, A] at depth 1 … ``depth``, along the text.
+
+        They follow token anchors[a] + 1 of ``rows``.
+        """
 
     def target_logits(self, features: Tensor) -> Tensor:
         """Return the target's lm_head: [..., H] to float32 logits [..., V]."""

@@ -97,7 +97,9 @@ def is_held_out(group: str) -> bool:
 
 @dataclass(frozen=True)
 class TokenizedCorpus:
-    """train, held_out  uint16 vectors (uint32 for vocabularies above 65536), end-of-text after each file
+    """The text to train and to evaluate with, as tokens.
+
+    train, held_out  uint16 vectors (uint32 for vocabularies above 65536), end-of-text after each file
     held_out_bytes   UTF-8 bytes of the held-out text, without end-of-text marks
     """
 

@@ -1,5 +1,6 @@
-"""A training's files: text from the user's, plain or JSON lines in the usual formats, and output
-directories, in which a part gets its final name only when it is complete.
+"""A training's files: the user's text, and output directories.
+
+Text is plain, or JSON lines in the usual formats.  A part of the output gets its final name only when it is complete.
 """
 
 from __future__ import annotations
