@@ -24,7 +24,9 @@ FETCHED = "fetched.json"  # written last: the download is complete
 
 
 class PublishedHead(StrictModel):
-    """repository  OWNER/NAME
+    """A published draft head.
+
+    repository  OWNER/NAME
     format      one of ``FORMATS``
     licence     that its page states; None: not read
     acceptance  tokens a verification with the bonus token, on which text, by ``source``
@@ -71,7 +73,9 @@ class PackagedWeights(StrictModel):
 
 
 class KnownModel(StrictModel):
-    """target         the checkpoint's repository, OWNER/NAME
+    """A model of the catalogue.
+
+    target         the checkpoint's repository, OWNER/NAME
     packaged       where its weights are fetched from instead of the hub
     published       draft heads, the preferred one of a kind first
     small          a small model with the target's tokenizer: a draft model of the kind "lm"

@@ -1,5 +1,7 @@
-"""Chat messages, chat formats of models whose tokenizers have none (Llama-2-chat, Vicuna, base models), the
-formats of tool calls that chat templates teach, with their grammars, and those of reasoning.
+"""Chat messages, and the formats of chats, tool calls and reasoning.
+
+There are chat formats for models whose tokenizers have none (Llama-2-chat, Vicuna, base models), and the formats of
+tool calls that chat templates teach, with their grammars.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class ToolFormat:
 
     def grammar(self, tools: Sequence[Tool], special: Callable[[str], str | None], required: bool,
                 several: bool, content: str | None) -> str:
-        """Calls of ``tools``, in llguidance's Lark syntax.
+        """Write the grammar of calls of ``tools``, in llguidance's Lark syntax.
 
         special   a word -> its form if it is one token that plain text cannot spell, else None
         required  the answer must be a call; otherwise it may be ``content``, a rule, or text if that is None

@@ -142,8 +142,10 @@ def stored_kinds() -> list[DraftKind]:
 
 
 def head_kinds() -> list[DraftKind]:
-    """List the kinds that a model is run with unless it is told otherwise, the preferred first: the others stand in
-    for it."""
+    """List the kinds of draft that a model is run with unless the user names one.
+
+    The preferred kind is the first: the others stand in for it.
+    """
     kinds = [kind for kind in stored_kinds() if kind.choice is not None]
     return sorted(kinds, key=lambda kind: kind.choice or 0)
 

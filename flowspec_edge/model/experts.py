@@ -114,8 +114,10 @@ class Experts(nn.ModuleList):
 
 
 def _like(module: nn.Module) -> Any:
-    """A module of the same kind on the meta device, which shares the hooks: to make many thousands of linears
-    anew takes seconds."""
+    """Copy a module to the meta device, with the same hooks.
+
+    To make many thousands of linears anew takes seconds.
+    """
     copied = module.__new__(type(module))
     vars(copied).update(vars(module), _parameters={
         name: value if value is None else nn.Parameter(value.data, requires_grad=False)
@@ -125,8 +127,11 @@ def _like(module: nn.Module) -> Any:
 
 
 def touched(layers: Iterable[nn.Module], start: int, stop: int) -> tuple[int, float]:
-    """Count the distinct experts of rows [start, stop) in the last pass, and how many independent rows would touch on
-    average: E (1 - (1 - k/E)^n). Both are sums over ``layers``."""
+    """Count the distinct experts of rows [start, stop) in the last pass.
+
+    The second result is how many independent rows would touch on average: E (1 - (1 - k/E)^n). Both are sums over
+    ``layers``.
+    """
     distinct, expected = 0, 0.0
     for experts, chosen in computed(layers):
         distinct += len(chosen[start:stop].unique())

@@ -64,11 +64,11 @@ class GrammarState:
         self._dead_ends: set[tuple[int, ...]] = set()  # answers that no token can continue, unless they end
 
     def turn(self) -> None:
-        """The masks that follow are of another turn of the pipeline."""
+        """Begin the masks of another turn of the pipeline."""
         self._left_s = min(_MASKS_S, self._left_s + _MASKS_TURN_S)
 
     def advance(self, token: int) -> None:
-        """The answer continues with ``token``.
+        """Continue the answer with ``token``.
 
         UsageError if the grammar does not allow it, or if no token of the vocabulary can continue the answer then.
         """
@@ -84,10 +84,14 @@ class GrammarState:
         return bool(self._matcher.is_stopped())
 
     def allowed(self, path: Sequence[int]) -> NDArray[np.uint8] | None:
-        """Return which tokens may follow the answer and then ``path``: ceil(V / 8) bytes with a bit each, the
-        lowest first; None if ``path`` cannot follow the answer, or nothing ``path``. UsageError if the
-        grammar is too complex, since other answers wait for this thread, or if no token can continue the
-        answer."""
+        """Return which tokens may follow the answer and then ``path``.
+
+        The result has ceil(V / 8) bytes with a bit for each token, the lowest first; it is None if ``path`` cannot
+        follow the
+        answer, or nothing ``path``. UsageError if the grammar is too complex, since other answers wait for this
+        thread, or if
+        no token can continue the answer.
+        """
         import numpy as np  # here: every command's help imports this module
 
         if self._left_s < 0:
@@ -149,9 +153,11 @@ class GrammarText:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """Of a process with limits: why a grammar is refused (empty: it is not), how long that took, and the
-    grammar to use in its place, if there is one: in llguidance's syntax instead of another one, or without
-    what is ignored."""
+    """The verdict of a process with limits on a grammar.
+
+    It says why the grammar is refused (empty: it is not), how long that took, and the grammar to use in its place, if
+    there is one: in llguidance's syntax instead of another one, or without what is ignored.
+    """
 
     refusal: str
     seconds: float
@@ -211,8 +217,10 @@ class GrammarCompiler:
         return verdict is not None and verdict.seconds < _QUICK_S
 
     def compile(self, text: GrammarText, stop_ids: frozenset[int]) -> Grammar:
-        """UsageError if the grammar is wrong, or needs too much time or memory: each is first compiled in a
-        process with limits."""
+        """Compile a grammar, after a process with limits has compiled it.
+
+        UsageError if the grammar is wrong, or needs too much time or memory.
+        """
         lark = self._require_tractable(text).lark
         limits = self._library.LLParserLimits(**_PARSER_LIMITS)
         matcher = self._library.LLMatcher(self._wrap(stop_ids), lark, log_level=0, limits=limits)

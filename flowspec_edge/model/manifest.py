@@ -57,7 +57,9 @@ class PartFile(StrictModel):
 
 
 class ShardPart(StrictModel):
-    """parameters    before quantisation; on D0 of lm_head, embeddings and draft models
+    """What one device holds of a sharded model.
+
+    parameters    before quantisation; on D0 of lm_head, embeddings and draft models
     weight_bytes  in memory, in the compute dtype; token embeddings stay in their file
     row_bytes     of one row's keys and values in this part's caches, in the compute dtype
     windows       how many of these bytes are in layers that see only so many rows
@@ -72,8 +74,10 @@ class ShardPart(StrictModel):
     states: Bytes = 0
 
     def cache_bytes(self, rows: int, requests: int = 0, tentative: int = 0) -> int:
-        """Of ``rows`` rows, for so many requests at once (0: any number, and the states of one), as
-        ``reserved`` says."""
+        """Return the bytes of caches of ``rows`` rows, for so many requests at once, as ``reserved`` says.
+
+        ``requests`` 0: any number, and the states of one.
+        """
         less = sum(size * (rows - reserved(window, rows, requests, tentative))
                    for window, size in self.windows.items())
         return rows * self.row_bytes - less + max(1, requests) * self.states
@@ -92,7 +96,9 @@ class ModelOrigin(StrictModel):
 
 
 class Quantisation(StrictModel):
-    """kept  matrices of decoder layers that stay in 16 bits: no group divides them, or a GGUF file has them so
+    """How a sharded model's matrices are quantised.
+
+    kept  matrices of decoder layers that stay in 16 bits: no group divides them, or a GGUF file has them so
     int8  those in 8 bits, in the groups of an int8 lm_head; without ``.weight``
     """
 
@@ -128,7 +134,9 @@ def types_text(dtype: str, weights: str | None) -> str:
 
 
 class Manifest(StrictModel):
-    """dtype          as requested
+    """The description of a sharded model.
+
+    dtype          as requested
     compute_dtype  of activations, caches and 16-bit weights
     lm_head        None: stored like the embeddings
     candidates     of D0's candidate head (``model.candidates``); 0: drafts read all of lm_head

@@ -150,8 +150,11 @@ class OpenModel:
 
     @contextmanager
     def part(self, name: str) -> Iterator[OpenPart]:
-        """Open one part of a sharded model, compared with its manifest: names, sizes and small files before the
-        block, the sha256 of weights after it.  Use nothing that the block has loaded before it has ended.
+        """Open one part of a sharded model, compared with its manifest.
+
+        Names, sizes and small files are compared before the block, the sha256 of weights after it.  Use nothing
+        that the
+        block has loaded before it has ended.
 
         Of a checkpoint every part is the whole target, which is compared with nothing.  FlowspecError that names a
         missing, altered or unexpected file.
@@ -333,8 +336,12 @@ def model_path(name_or_path: str) -> Path | None:
 
 
 def require_name(name_or_path: str) -> None:
-    """UsageError for what is no directory, no config.json, no name of the catalogue and no repository's name:
-    without torch, which what opens a model imports."""
+    """Raise UsageError for what names no model.
+
+    A model is a directory, a config.json, a name of the catalogue or a repository's name.  The check needs no
+    torch, which
+    what opens a model imports.
+    """
     from flowspec_edge.model.catalogue import find_known, is_repository_name
 
     path = Path(name_or_path)
@@ -405,7 +412,7 @@ _NOT_APPLIED_DRAWING: dict[str, tuple[Any, ...]] = {
 
 def choose_sampling(requested: Sampling, set_by_user: Collection[str], model: OpenModel
                     ) -> tuple[Sampling, dict[str, Origin]]:
-    """``requested``, completed by generation_config.json, and the origin of each value.
+    """Complete ``requested`` by generation_config.json, and return the origin of each value.
 
     ``set_by_user`` names the user's options, which take precedence.  Only with ``do_sample`` does the file
     recommend temperature (1 if absent), top_k, top_p and min_p; transformers' defaults are no recommendation.
@@ -435,7 +442,7 @@ def _recommended(model: OpenModel) -> dict[str, Any]:
 
 
 def not_applied(model: OpenModel, sampling: Sampling) -> list[str]:
-    """Settings in generation_config.json that are ignored but would change the text, as "name value"."""
+    """List settings of generation_config.json that are ignored but would change the text, as "name value"."""
     config = model.generation_config
     settings = _NOT_APPLIED if sampling.greedy else _NOT_APPLIED | _NOT_APPLIED_DRAWING
     return [f"{name} {config[name]}" for name, neutral in settings.items()

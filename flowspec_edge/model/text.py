@@ -166,7 +166,7 @@ class Tokenizer:
         return frozenset(ends | {special[end] for end in turn_ends(self._jinja or "") if end in special})
 
     def decode(self, ids: Sequence[int], special: bool = False) -> str:
-        """``special``: with special tokens."""
+        """Decode token ids to text; ``special``: with special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special,
                                           clean_up_tokenization_spaces=False))
 

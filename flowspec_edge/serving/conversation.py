@@ -15,7 +15,9 @@ _MIN_ANSWER = 64  # tokens; if the answer has less room, the prompt leaves out t
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """limit     tokens that the answer may have
+    """A prompt made from a chat.
+
+    limit     tokens that the answer may have
     left_out  number of oldest exchanges that the prompt leaves out
     """
 

@@ -29,7 +29,9 @@ class Ready:
 
 @dataclass(frozen=True)
 class Door:
-    """read    a body, as a chat's or a completion's
+    """One API that clients speak to.
+
+    read    a body, as a chat's or a completion's
     answer  the form of its answers
     names   patterns of the beginnings of fields' names in errors, and what the door calls these fields
     """

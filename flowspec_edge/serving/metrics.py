@@ -47,7 +47,9 @@ class Metrics(Observer):
 
     def __init__(self, stages: int, system_stats: Callable[[], HeartbeatCounters], about: dict[str, str],
                  fairness: Callable[[], float | None] = lambda: None) -> None:
-        """system_stats  D0's own (``SystemStats.read``)
+        """Set up the metrics.
+
+        system_stats  D0's own (``SystemStats.read``)
         about         labels of flowspec_build_info
         fairness      of the running requests (``RequestStats.fairness``)
         """

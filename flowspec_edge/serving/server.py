@@ -47,7 +47,9 @@ _ENDED = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED, h11.ERROR)  # states of a client
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """connections  limit of open connections. A new one above the limit replaces the connection that has
+    """Limits that keep one client from using the server up.
+
+    connections  limit of open connections. A new one above the limit replaces the connection that has
                  waited longest for its client's request; if none waits, the new one is refused with 503
     head_s       seconds for a request's first line and headers, from the connection or the previous answer
     body_s       seconds for a request's body
@@ -100,10 +102,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def shutdown(self) -> None:
-        """The server ends.
-
-        A connection that waits for its client ends at once.
-        """
+        """End the connection with the server: at once if it waits for its client."""
         self._look()
         if self._waits_for:
             self._end()

@@ -154,7 +154,9 @@ class StageCore:
 
     def __init__(self, engine: StageEngine, stage: int = 1, layers: float = 1.0,
                  open_within_s: float = math.inf) -> None:
-        """stage          from 1
+        """Set up a stage without sessions.
+
+        stage          from 1
         layers         of a charged pass: equal steps between which a stage checks for cancels
         open_within_s  how long segments wait for their session's Open
         """

@@ -38,7 +38,9 @@ class SessionCounters:
 
 
 class StageCounters:
-    """total   over all sessions since ``since``, the last one opened while no other was open
+    """Counters of a stage's sessions.
+
+    total   over all sessions since ``since``, the last one opened while no other was open
     newest  highest session number opened or skipped so far
     """
 
@@ -84,7 +86,7 @@ class StageCounters:
         return session in self._stats and self._stats[session].timed
 
     def mark_ended(self, session: int) -> None:
-        """A session ended before its Open came; neither it nor an earlier one will be opened."""
+        """Note that a session ended before its Open came; neither it nor an earlier one will be opened."""
         self.newest = max(self.newest, session)
 
     def awaits_open(self, session: int, epoch: int) -> bool:

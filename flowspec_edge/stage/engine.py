@@ -294,8 +294,12 @@ class StageEngine:
                 for segment, part in zip(admitted, prepared, strict=True)]
 
     def wants(self, segment: Segment) -> bool:
-        """Return whether anything of a segment is wanted: its session has not ended or begun anew, and its
-        run is not cancelled. This alone decides what ends a pass early, and whose results leave empty."""
+        """Return whether anything of a segment is wanted.
+
+        It is unless its session has ended or begun anew, or its run is cancelled. This alone decides what ends a
+        pass early,
+        and whose results leave empty.
+        """
         state = self._sessions.get(segment.session)
         return state is not None and state.epoch == segment.epoch and segment.run not in state.cancelled
 

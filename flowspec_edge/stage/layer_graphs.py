@@ -35,7 +35,9 @@ class LayerGraphs:
 
     def __init__(self, layers: Sequence[DecoderLayer], turns: Sequence[str], hidden: Tensor,
                  rotations: Mapping[str, Rotation], record: Recorder) -> None:
-        """turns      by layer, the rotation that it takes
+        """Record a pass of the layers.
+
+        turns      by layer, the rotation that it takes
         hidden     [rows, width], like those that will be loaded
         rotations  like those that will be loaded
         """
@@ -81,7 +83,7 @@ class LayerGraphs:
         layer.mix(self.hidden, routed, self._new)
 
     def load(self, hidden: Tensor, rotations: Mapping[str, Rotation], new: int) -> None:
-        """hidden [rows, width], of which ``new`` are no padding."""
+        """Load a pass' inputs: ``hidden`` [rows, width], of which ``new`` are no padding."""
         self._new = new
         load(self.hidden, hidden)
         for turn, rotation in rotations.items():

@@ -42,8 +42,10 @@ def shard_of(engine: StageEngine) -> Shard:
 
 @torch.inference_mode()
 def warm_up(engine: StageEngine) -> None:
-    """Run segments of ``WARM_UP`` rows, the last one at the full length of the caches, so that the allocator
-    holds what later passes need; before the first session.  FlowspecError if the memory does not suffice."""
+    """Run segments of ``WARM_UP`` rows before the first session, so that the allocator holds what later passes need.
+
+    The last one is at the full length of the caches.  FlowspecError if the memory does not suffice.
+    """
     longest = max(sum(WARM_UP), engine.cache_rows)
     for rows in WARM_UP:
         _pass_of(engine, rows, longest - rows if rows == WARM_UP[-1] else 0)()
@@ -176,8 +178,10 @@ def record_layers(shard: Shard, rows: int, record: Recorder) -> LayerGraphs:
 
 
 def _pass_of(engine: StageEngine, rows: int, text: int) -> Callable[[], bytes]:
-    """A function that computes ``rows`` uncommitted rows behind ``text`` rows of zeros, in a new session, and
-    returns the results' bytes."""
+    """Return a function that computes a pass in a new session, and returns the results' bytes.
+
+    The pass has ``rows`` uncommitted rows behind ``text`` rows of zeros.
+    """
     engine.reset()
     engine.open(Open(session=0, epoch=0, capacity=text + rows, tentative=rows))
     cache = engine.cache_of(0)

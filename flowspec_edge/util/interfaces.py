@@ -1,4 +1,4 @@
-"""This machine's network interfaces.
+"""The machine's network interfaces.
 
 Sent to boards with the probe: standard library only, Python 3.8.
 """
@@ -60,8 +60,10 @@ def _pieces(data: bytes, head: struct.Struct) -> Iterator[tuple[int, bytes]]:
 
 
 def is_inside_the_machine(interface: str) -> bool:
-    """Whether it is a bridge without a network card, such as Docker's docker0, which has the same address on
-    many machines."""
+    """Return whether it is a bridge without a network card, such as Docker's docker0.
+
+    Such a bridge has the same address on many machines.
+    """
     devices = "/sys/class/net"
     try:
         ports = os.listdir(f"{devices}/{interface}/brif")

@@ -82,14 +82,17 @@ def to_torch(payload: Payload) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies from the CPU to CUDA are enqueued through pinned memory; ``tensor`` may be changed at once."""
+    """Copy to a device; copies from the CPU to CUDA are enqueued through pinned memory.
+
+    ``tensor`` may be changed at once.
+    """
     if tensor.device == device or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Copies in host memory; copies from CUDA are enqueued, and valid when the device has reached them."""
+    """Copy to host memory; copies from CUDA are enqueued, and valid when the device has reached them."""
     return [tensor if tensor.device.type != "cuda" else
             torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
             for tensor in tensors]

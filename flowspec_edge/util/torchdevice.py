@@ -1,6 +1,6 @@
-"""Torch devices: their selection for ``--device``, how much memory is available, and one-line errors where
-it does not suffice.
+"""Torch devices: their selection for ``--device``, and their available memory.
 
+Where memory does not suffice, there is a one-line error.
 On Jetson the GPU shares the system's memory and no allocation fails: Linux overcommits and then kills a
 process. So an allocation is compared with the available memory first.
 """

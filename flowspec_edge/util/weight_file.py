@@ -59,7 +59,7 @@ class TensorInfo:
 
 
 class WeightFile(ABC):
-    """tensors  by name, in the order of the file"""
+    """A file of weights; ``tensors``: by name, in the order of the file."""
 
     path: Path
     tensors: dict[str, TensorInfo]
@@ -169,9 +169,10 @@ def is_written_otherwise(name: str) -> bool:
 
 
 def use_own_names(file: WeightFile) -> None:
-    """Name a file's tensors as a decoder's are here: without the place of a language model in a multimodal
-    checkpoint, and matrices of their own instead of a layer's stacked experts, [experts, 2 inner, width] for
-    gate and up, [experts, width, inner] for down.
+    """Name a file's tensors as a decoder's are here.
+
+    Names lose the place of a language model in a multimodal checkpoint. A layer's stacked experts, [experts, 2 inner,
+    width] for gate and up, [experts, width, inner] for down, become matrices of their own.
 
     Sources: transformers' conversions of ``qwen3_5_text`` and ``qwen2_moe``; the names in Qwen3.5-35B-A3B.
     """

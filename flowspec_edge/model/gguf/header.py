@@ -30,7 +30,9 @@ _KEY_BYTES = 65_535  # of a key or a tensor's name, as the format allows
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """shape  rows first, as PyTorch has them; the file states them the other way round
+    """A tensor in a GGUF file.
+
+    shape  rows first, as PyTorch has them; the file states them the other way round
     at     its first byte in the file
     """
 

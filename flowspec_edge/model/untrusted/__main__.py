@@ -1,5 +1,9 @@
-"""The program of :mod:`flowspec_edge.model.untrusted.processes`: does jobs from its standard input, a socket,
-until that closes. Imports neither torch nor transformers: it starts in a tenth of a second."""
+"""The program of :mod:`flowspec_edge.model.untrusted.processes`.
+
+It does jobs from its standard input, a socket, until that closes. It imports neither torch nor transformers: it
+starts
+in a tenth of a second.
+"""
 
 from __future__ import annotations
 

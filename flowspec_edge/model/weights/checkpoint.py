@@ -90,7 +90,7 @@ class Checkpoint:
         return {name: self.file_of(name).read(name) for name in names}
 
     def stored(self, names: Iterable[str]) -> dict[str, TensorInfo]:
-        """Reads only the files' headers."""
+        """Return the tensors' dtypes and shapes; reads only the files' headers."""
         return {name: self.file_of(name).info(name) for name in names}
 
     def lazy(self, names: Iterable[str]) -> dict[str, StoredTensor]:

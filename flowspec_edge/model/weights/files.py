@@ -96,8 +96,10 @@ class _PickledFile(WeightFile):
 
 
 def _by_name(content: object) -> dict[str, Tensor] | None:
-    """The tensors by name in what a file holds: at the top, or nested as training frameworks store them, with
-    other things beside them; None if there are none."""
+    """Return the tensors by name in what a file holds; None if there are none.
+
+    They are at the top, or nested as training frameworks store them, with other things beside them.
+    """
     if not isinstance(content, Mapping):
         return None
     if all(isinstance(value, Tensor) for value in content.values()):

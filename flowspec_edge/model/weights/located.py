@@ -36,7 +36,9 @@ _MOST_LISTED = 3
 
 @dataclass(frozen=True)
 class LocatedWeights:
-    """source   the weight file, or the index
+    """The files that hold a checkpoint's weights.
+
+    source   the weight file, or the index
     files    that are read, each once
     indexed  the file of each tensor by the index; None: the file itself knows its tensors
     """

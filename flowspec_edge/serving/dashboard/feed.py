@@ -46,7 +46,9 @@ class NodeState(NamedTuple):  # cheap, because the cluster's thread makes a hund
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """text   tokens of the answer since the previous snapshot's root
+    """What the page shows of a request at one moment.
+
+    text   tokens of the answer since the previous snapshot's root
     nodes  the tree's nodes without the root, parents first
     over   whether the request has ended, so that no node of the tree will become text
     """

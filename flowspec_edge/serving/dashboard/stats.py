@@ -1,5 +1,6 @@
-"""Figures for the page: requests' (docs/explained/method.md defines them), and boards', which are taken from
-heartbeats and the growth of their counters.
+"""Figures for the page, of requests and of boards.
+
+Requests' are defined in docs/explained/method.md. Boards' are taken from heartbeats and the growth of their counters.
 """
 
 from __future__ import annotations
@@ -311,8 +312,10 @@ class Boards(Observer):
                     losses.away_s, losses.since = at - losses.since, None
 
     def losses(self, place: int) -> dict[str, Any]:
-        """Return whether a place is ``lost`` now, its ``losses`` since the start, and ``away_s``: the seconds that the
-        last loss took, or None."""
+        """Return whether a place is ``lost`` now, its ``losses`` since the start, and ``away_s``.
+
+        ``away_s`` is the seconds that the last loss took, or None.
+        """
         with self._lock:
             return self._losses.get(place, Losses()).event()
 

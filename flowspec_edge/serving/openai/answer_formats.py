@@ -16,7 +16,9 @@ _MAX_CHOICES = 4096
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """field    who asks for it
+    """The format that a client asks for.
+
+    field    who asks for it
     rule     in llguidance's Lark syntax, or a whole grammar
     written  it is a whole grammar, which the client wrote
     """

@@ -19,7 +19,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: Sequence[str], keeps: bool = False) -> None:
-        """``keeps``: the text ends after the stop string, not before.
+        """Look for ``stops``; with ``keeps`` the text ends after the stop string, not before.
 
         ValueError for an empty stop string.
         """
@@ -70,7 +70,9 @@ class Detokenizer:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str],
                  after: Sequence[int] = (), keeps_stop: bool = False, least: int = 0) -> None:
-        """after       token ids of the text that the answer continues; none in a chat
+        """Begin an answer without tokens.
+
+        after       token ids of the text that the answer continues; none in a chat
         keeps_stop  the text has the stop string
         least       tokens before which no stop string counts
         """

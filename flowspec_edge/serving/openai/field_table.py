@@ -32,7 +32,9 @@ _PATHS: dict[Endpoint, str] = {
 
 @dataclass(frozen=True)
 class RequestField:
-    """sources      who documents it
+    """A field of a request's body, and what it gets.
+
+    sources      who documents it
     implemented  the endpoints that do what it asks for
     elsewhere    what it gets at the others
     explanation  what it does here; or why it does nothing, and what to use instead

@@ -24,7 +24,9 @@ from flowspec_edge.serving.openai.responses import Answer, AnswerPiece, Finish, 
 
 
 class Choice:
-    """pending           its place in the queue or the cluster
+    """One of the answers that a request asks for.
+
+    pending           its place in the queue or the cluster
     finish            None if it is incomplete
     result            None if it is incomplete, or a stop string ended it
     ids               its token ids, without those after a stop string
@@ -133,7 +135,9 @@ class ResponseHandler:
 
     def __init__(self, admission: Admission, prepared: PreparedRequest, answer: Answer, caller: Caller,
                  keep_alive_s: float, on_tokens: Callable[[int], None]) -> None:
-        """keep_alive_s  seconds without a token after which a stream sends a status line
+        """Set up a request's handler.
+
+        keep_alive_s  seconds without a token after which a stream sends a status line
         on_tokens     called when tokens come, with the number of those that belong to the answer
         """
         self._admission, self._prepared = admission, prepared
@@ -219,8 +223,12 @@ class ResponseHandler:
         return self._admission.status_line(waiting.pending)
 
     def _headers(self) -> dict[str, str]:
-        """The request id that OpenAI's clients show, the place in the queue at arrival, and the request's
-        fields that have no effect."""
+        """Return the headers of an answer.
+
+        They are the request id that OpenAI's clients show, the place in the queue at arrival, and the request's
+        fields that
+        have no effect.
+        """
         ignored = ", ".join(printable_names(self._prepared.ignored)).replace("…", "...")
         return {**self._answer.headers, "x-request-id": self._answer.id,
                 "x-flowspec-position": str(self.choices[0].pending.position),

@@ -49,7 +49,9 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additiona
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """prompts    a request for each, with the first choice's seed
+    """A request's body, checked and tokenized.
+
+    prompts    a request for each, with the first choice's seed
     n          how many answers to each prompt the client wants
     stops      stop strings
     continues  whether an answer continues its prompt's text; not in a chat
@@ -113,7 +115,9 @@ class PreparedRequest:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """name           clients' name of the model
+    """What the server knows of its model.
+
+    name           clients' name of the model
     strategy       for requests that name none
     strategies     those that this cluster and model can run
     answer_tokens  the longest answer in a chat that sets no limit

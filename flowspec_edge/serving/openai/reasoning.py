@@ -84,7 +84,7 @@ class ThinkParser(ReasoningParser):
         self._has_reasoning = False  # reasoning
 
     def _first(self) -> Iterator[Piece]:
-        """Some models begin the reasoning again that the prompt has begun."""
+        """Decide whether the text begins in reasoning or content; some models repeat the prompt's mark."""
         text = self._buffer.lstrip()
         if text.startswith(self._open):
             self._buffer = text[len(self._open):]

@@ -119,8 +119,12 @@ class Answer:
         return {"tokens": list(tokens), "stats": stats}
 
     def figures(self, results: Sequence[Result | None]) -> dict[str, Any]:
-        """The field "flowspec", beside ``usage``, whose entries clients add up: the settings to reproduce the
-        first choice, and the runs' statistics. ``results``: None if a stop string ended the choice."""
+        """Return the field "flowspec", which is beside ``usage``, whose entries clients add up.
+
+        It has the settings that reproduce the first choice, and the runs' statistics. ``results``: None if a stop
+        string ended
+        the choice.
+        """
         request = self.prepared.request
         sampling, penalties = request.sampling, request.penalties
         details: dict[str, Any] = {"strategy": request.strategy, "seed": sampling.seed,
@@ -254,8 +258,10 @@ def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """``logprobs`` of a completion's choice: the top ones always include the token itself, and of tokens
-    with the same text only the likeliest."""
+    """Return ``logprobs`` of a completion's choice.
+
+    The top ones always include the token itself, and of tokens with the same text only the likeliest.
+    """
     tops = [{token.text: token.logprob, **dict(reversed(token.top))} if token.top else {} for token in tokens]
     return {"tokens": [token.text for token in tokens],
             "token_logprobs": [token.logprob for token in tokens],

@@ -1,7 +1,7 @@
-"""OpenAI's Responses API, for text and function calls: a body is a chat's under other names, and so is the
-answer, whose output is a list of items: reasoning, messages and calls.
+"""OpenAI's Responses API, for text and function calls.
 
-The server stores nothing, so a conversation is always in the request's ``input``.
+A body is a chat's under other names, and so is the answer, whose output is a list of items: reasoning, messages and
+calls. The server stores nothing, so a conversation is always in the request's ``input``.
 """
 
 from __future__ import annotations

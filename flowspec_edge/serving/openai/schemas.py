@@ -117,12 +117,12 @@ def _bias(value: Any) -> Any:
 
 
 def _count(value: Any) -> Any:
-    """Some clients send what chats take: false for none, and true, which other servers read as 1."""
+    """Read a count as some clients send it: false for none, and true, which other servers read as 1."""
     return None if value is False else 1 if value is True else _whole(value)
 
 
 def _flag(value: Any) -> Any:
-    """Some clients send what completions take: 1 is a chat's true."""
+    """Read a flag as some clients send it, in the form of completions: 1 is a chat's true."""
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
@@ -135,7 +135,7 @@ class StreamOptions(Ignoring):
 
 
 class Extensions(Ignoring):
-    """This server's own fields, under "flowspec"; an unknown one is an error."""
+    """The server's own fields, under "flowspec"; an unknown one is an error."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -241,7 +241,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
 def _arguments(value: Any) -> Any:
-    """Some clients send the object itself, and null for none."""
+    """Read arguments as some clients send them: the object itself, and null for none."""
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value or ""
 
 

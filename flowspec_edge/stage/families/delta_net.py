@@ -21,8 +21,12 @@ from flowspec_edge.util.linears import detach_and_join
 
 
 class Inputs(NamedTuple):
-    """Of N rows: the convolution's inputs [N, channels], gates of the outputs [N, heads * v], the logarithms of the
-    decays and the betas [N, heads] in float32."""
+    """What a layer's projections give N rows.
+
+    They are the convolution's inputs [N, channels], gates of the outputs [N, heads * v], the logarithms of the
+    decays and
+    the betas [N, heads] in float32.
+    """
 
     convolved: Tensor
     gates: Tensor

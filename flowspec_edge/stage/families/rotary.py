@@ -17,8 +17,12 @@ from flowspec_edge.model.decoder_config import DecoderConfig
 
 
 class Rotation(NamedTuple):
-    """Of N rows: cosines and signed sines [N, 1, d], as ``kernels.rotate_in_place`` takes them, for the first d
-    values of each head; and a factor of queries [N, 1, 1], or None."""
+    """The rotation of N rows, as ``kernels.rotate_in_place`` takes it.
+
+    It has cosines and signed sines [N, 1, d], for the first d values of each head; and a factor of queries [N, 1,
+    1], or
+    None.
+    """
 
     cos: Tensor
     sin: Tensor

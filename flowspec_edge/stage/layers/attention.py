@@ -71,7 +71,10 @@ class BatchCache:
 
     def __init__(self, caches: Sequence[Any], lengths: Sequence[int],
                  ended: Callable[[int], bool] = lambda place: False) -> None:
-        """``ended``: whether a part has ended, whose cache must not be touched any more; by its place."""
+        """Take a pass' caches.
+
+        ``ended``: whether the part at a place has ended, whose cache must not be touched any more.
+        """
         self._caches, self._lengths, self._ended = caches, list(lengths), ended
 
     def write(self, rows: Tensor, layer_idx: int) -> list[Tensor | None]:
@@ -146,7 +149,7 @@ class PathMask:
 
     def __init__(self, visible: Bool, first: int, window: int | None, dtype: torch.dtype, device: torch.device,
                  step: int) -> None:
-        """
+        """Prepare the mask of a pass.
 
         visible  [n, m]: the rows' paths among the session's rows and the pass's
         first    of the m columns, those that the cache does not hold
@@ -226,16 +229,20 @@ class PathMask:
 
 
 class Attended(NamedTuple):
-    """What a kernel gives n rows: outputs [n, heads, d], and the logarithms of the sums of their exponentiated
-    scores [n, heads] in float32, by which results over several sets of columns are put together."""
+    """What a kernel gives n rows, by which results over several sets of columns are put together.
+
+    It gives outputs [n, heads, d], and the logarithms of the sums of their exponentiated scores [n, heads] in
+    float32.
+    """
 
     outputs: Tensor
     log_sums: Tensor
 
 
 def _together(parts: Sequence[Attended], sinks: Tensor | None) -> Tensor:
-    """The outputs of one softmax over the columns of all parts and, with ``sinks`` [heads], one of value 0 a head.
+    """Return the outputs of one softmax over the columns of all parts.
 
+    ``sinks`` [heads] are a further column with value 0 for each head.
     ``softmax`` of a CPU computes every row alike; an exponential of its own would not: elements behind the last whole
     vector have another last bit.
     """

@@ -33,7 +33,7 @@ class KeysValues:
     window: int | None = None
 
     def rows(self, capacity: int, tentative: int) -> int:
-        """That a session of ``capacity`` rows holds at most, ``tentative`` of them uncommitted."""
+        """Return how many rows a session of ``capacity`` rows holds at most, ``tentative`` of them uncommitted."""
         return capacity if self.window is None else min(capacity, window_rows(self.window, tentative))
 
     @property

@@ -251,7 +251,7 @@ class KVCache:
 
     @torch.inference_mode()
     def commit(self, rows: int) -> None:
-        """The session's first ``rows`` rows are text: a window drops those that no later row sees."""
+        """Make the session's first ``rows`` rows text: a window drops those that no later row sees."""
         window = self._arena.window
         if window is None or rows - self.first <= window - 1 + 2 * SLACK:
             return
@@ -268,7 +268,7 @@ class KVCache:
             self._drop(first)
 
     def _drop(self, first: int) -> None:
-        """The rows before ``first``, if it holds any."""
+        """Drop the rows before ``first``, if the cache holds any."""
         dropped = first - self.first
         if dropped <= 0:
             return
@@ -335,8 +335,10 @@ def window_rows(window: int, tentative: int) -> int:
 
 
 def window_reusable(window: int, text: int, wanted: int, snapshot: int) -> int:
-    """The most rows, up to ``wanted``, to which a cache that has up to ``text`` rows of a text can surely be
-    cut; 0: none."""
+    """Return the most rows, up to ``wanted``, to which a cache can surely be cut; 0: none.
+
+    The cache has up to ``text`` rows of a text.
+    """
     if text <= window - 1 + 2 * SLACK or text - wanted <= SLACK:
         return wanted
     return snapshot if snapshot <= wanted else 0

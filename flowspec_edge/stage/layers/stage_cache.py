@@ -50,7 +50,7 @@ class LayerCache(Protocol):
         """Add the rows that every layer has just written; a pass that does not end so leaves no trace."""
 
     def commit(self, rows: int) -> None:
-        """The session's first ``rows`` rows are text now, at least as many as before."""
+        """Make the session's first ``rows`` rows text, at least as many as before."""
 
     def keep(self, mask: Bool) -> None:
         """Drop the held rows where ``mask`` [len] is False."""
@@ -122,8 +122,10 @@ class CacheKind(Hashable, Protocol):
         """
 
     def reusable(self, text: int, wanted: int, snapshot: int) -> int:
-        """The most rows, up to ``wanted``, from which a session can go on whose text has ``text`` rows and a
-        snapshot after ``snapshot`` of them; 0: none."""
+        """Return the most rows, up to ``wanted``, from which a session can go on; 0: none.
+
+        Its text has ``text`` rows, and a snapshot after ``snapshot`` of them (0: none).
+        """
 
     def arena(self, layers: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int) -> LayerArena:
         """Memory for ``rows`` rows of ``layers``, indexes in the whole model."""
@@ -133,8 +135,11 @@ class CacheKind(Hashable, Protocol):
 
     def inputs(self, parts: Sequence[Any], index: int, dtype: torch.dtype, device: torch.device, step: int
                ) -> tuple[Any, Any]:
-        """What the layers take in a pass over ``parts``, whose caches have this kind's as ``parts[index]``:
-        (cache, mask).  ``step``: rows of the pass are padded to a multiple of it."""
+        """Return what the layers take in a pass over ``parts``: (cache, mask).
+
+        The parts' caches have this kind's as ``parts[index]``.  ``step``: rows of the pass are padded to a multiple
+        of it.
+        """
 
 
 class StageCache:
@@ -221,7 +226,7 @@ class StageCache:
         return dropped
 
     def commit(self, rows: int) -> None:
-        """The first ``rows`` rows are text."""
+        """Make the first ``rows`` rows text."""
         self.committed = rows
         for part in self.parts:
             part.commit(rows)
@@ -237,7 +242,7 @@ class StageCache:
         self.renumber(self._length)
 
     def snapshot_at(self, rows: int) -> None:
-        """A later session is to begin with the text's first ``rows`` rows.
+        """Take a snapshot after the text's first ``rows`` rows, with which a later session is to begin.
 
         ProtocolError if it cannot.
         """
@@ -247,7 +252,7 @@ class StageCache:
             part.snapshot_at(rows)
 
     def renumber(self, capacity: int) -> None:
-        """The rows from 0, with room for ``capacity``, which the memory has."""
+        """Number the rows from 0, with room for ``capacity``, which the memory has."""
         self.capacity = capacity
         self._numbers = np.arange(capacity, dtype=np.int32)
         self._positions = np.arange(capacity, dtype=np.int32)
@@ -339,8 +344,10 @@ class StageMemory:
 
 
 def reusable(kinds: Iterable[CacheKind], text: int, wanted: int, snapshot: int = 0) -> int:
-    """Rows, at most ``wanted``, from which every kind's layers can go on if the text has ``text`` rows and a
-    snapshot was taken after ``snapshot`` (0: none)."""
+    """Return the rows, at most ``wanted``, from which every kind's layers can go on.
+
+    The text has ``text`` rows, and a snapshot was taken after ``snapshot`` of them (0: none).
+    """
     distinct, rows = set(kinds), wanted
     while (fewer := min((kind.reusable(text, rows, snapshot) for kind in distinct), default=rows)) < rows:
         rows = fewer

@@ -109,7 +109,7 @@ class QuantLinear(nn.Module, ABC):
         self.register_buffer(name, value, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantLinear:
-        """Does nothing: the packing fits one device and dtype, and casting would change the scales."""
+        """Do nothing: the packing fits one device and dtype, and casting would change the scales."""
         return self
 
     def extra_repr(self) -> str:

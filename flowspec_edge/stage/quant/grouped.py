@@ -125,8 +125,11 @@ def expand(packed: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
 
 
 class GroupedLinear(QuantLinear):
-    """``expands_from``: rows from which on a product multiplies weights that it has expanded to 16 bits, where
-    :func:`expanding` lets it; None: it never does."""
+    """A linear whose weights are quantised in groups.
+
+    ``expands_from``: rows from which on a product multiplies weights that it has expanded to 16 bits, where
+    :func:`expanding` lets it; None: it never does.
+    """
 
     row_dims: ClassVar[Mapping[str, int]] = {"scales_zeros": 1}
     expands_from: int | None = None
@@ -143,7 +146,7 @@ class GroupedLinear(QuantLinear):
 
     @abstractmethod
     def product(self, x: Tensor) -> Tensor:
-        """x Wᵀ for x [n, in_features], n at least 1."""
+        """Multiply x Wᵀ for x [n, in_features], n at least 1."""
 
     def expanded_product(self, x: Tensor) -> Tensor:
         """Return the same with the weights in 16 bits, a slice at a time."""
@@ -258,8 +261,10 @@ _TILE, _LANES = 8, 4  # rows of a tile of the GPU's layout, and lanes of a row i
 
 
 def packed_rows(packed: Tensor, ids: Tensor) -> Tensor:
-    """Rows ``ids``, a multiple of 8, of a matrix in the GPU's layout, as a matrix in it: each of a tile's 32 lanes
-    holds weights of one row, of lane / 4."""
+    """Return rows ``ids``, a multiple of 8, of a matrix in the GPU's layout, as a matrix in it.
+
+    Each of a tile's 32 lanes holds weights of one row, of lane / 4.
+    """
     tiles, runs, lanes, words = packed.shape
     by_row = packed.view(tiles, runs, _TILE, _LANES * words)
     rows = by_row[ids // _TILE, :, ids % _TILE].view(-1, _TILE, runs, _LANES * words)

@@ -163,8 +163,12 @@ class BnbScheme(Scheme):
         return weights
 
     def caveat(self, dtype: torch.dtype, capability: tuple[int, int]) -> str:
-        """For more than 4 rows the library expands the whole matrix first on an Orin, which takes longer than a
-        product with fp16 weights."""
+        """Return what to know of a product's speed on a GPU; "" for nothing.
+
+        For more than 4 rows the library expands the whole matrix first on an Orin, which takes longer than a
+        product with
+        fp16 weights.
+        """
         if capability != ORIN:
             return ""
         return (f"{self.kind} on a GPU of compute capability 8.7: bitsandbytes unpacks the whole matrix for "
@@ -214,8 +218,10 @@ def scheme(kind: Kind, group: int = DEFAULT_GROUP) -> Scheme:
 
 @dataclass(frozen=True)
 class LayerSchemes:
-    """How a model's decoder layers are stored: by ``usual``, but for the matrices ``eight`` (names without
-    ``.weight``), which are in int8."""
+    """How a model's decoder layers are stored.
+
+    Matrices are stored by ``usual``, but for ``eight`` (names without ``.weight``), which are in int8.
+    """
 
     usual: Scheme
     eight: frozenset[str] = frozenset()

@@ -40,8 +40,10 @@ def factor_bytes(rank: int, rows: int, columns: int, width: int, packed: Packed 
 
 
 def rescored_bytes(tokens: int, rows: int, columns: int, width: int, packed: Packed | None) -> int:
-    """What looking up ``tokens`` rows of an lm_head [rows, columns] moves: they are read, and, from each of the pieces
-    in which it is in memory, written and read as a matrix."""
+    """Return the bytes that looking up ``tokens`` rows of an lm_head [rows, columns] moves.
+
+    The rows are read, and, from each of the pieces in which lm_head is in memory, written and read as a matrix.
+    """
     matrix = matrix_bytes(rows, columns, width, packed)
     pieces = -(-matrix // HEAD_BLOCK_BYTES)
     return round(tokens * matrix / rows * (1 + 2 * pieces))

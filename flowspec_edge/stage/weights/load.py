@@ -180,7 +180,7 @@ def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: Lay
 
 
 def _joined(prefix: str, module: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Makes one linear of those that are side by side; the places of their weights in it, by name."""
+    """Make one linear of those that are side by side; return the places of their weights in it, by name."""
     places: dict[str, Tensor] = {}
     for parent, paths, rows, columns in _side_by_side(module):
         if any(type(module.get_submodule(path)) is not nn.Linear for path in paths):
@@ -195,8 +195,10 @@ def _joined(prefix: str, module: nn.Module, dtype: torch.dtype, device: torch.de
 
 
 def _side_by_side(module: nn.Module) -> Iterator[tuple[Any, list[str], list[int], int]]:
-    """Each parent whose ``side_by_side`` names linears that multiply the same rows, without biases, and which
-    it still has: (parent, their paths, their rows, columns)."""
+    """Yield each parent with linears that multiply the same rows, without biases: (parent, paths, rows, columns).
+
+    The parent's ``side_by_side`` names the linears, and it still has them.
+    """
     for path, parent in list(module.named_modules()):
         names = getattr(parent, "side_by_side", ())
         if names and all(name in parent._modules for name in names):
