@@ -16,10 +16,10 @@ _LEAST_REPETITION, _MOST_REPETITION = 0.01, 100.0
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """``temperature`` 0 is greedy, and so is ``top_p`` 0.
+    """How the next token is drawn; ``temperature`` 0 is greedy, and so is ``top_p`` 0.
 
-    ``top_k`` 0 keeps all; ``min_p`` keeps the tokens that are at least so likely as this share of the likeliest
-    one, after temperature, top-k and top-p.
+    ``top_k`` 0 keeps all tokens.  ``min_p`` keeps the tokens that are at least so likely as this share of the
+    likeliest one, after temperature, top-k and top-p.
     """
 
     temperature: float = 0.0
@@ -52,11 +52,11 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """What changes logits before temperature, top-k, top-p and a grammar, in this order: logit_bias is added.
+    """What changes logits before temperature, top-k, top-p and a grammar.
 
-    The logit of a token of the prompt or of the answer before the row is divided by repetition if it is positive,
-    else multiplied (transformers); frequency x count + (presence if count) is subtracted, with the token's count in
-    the answer before the row (OpenAI).
+    First logit_bias is added.  Then the logit of a token of the prompt or of the answer before the row is divided by
+    repetition if it is positive, else multiplied (transformers).  At last frequency x count + (presence if count) is
+    subtracted, with the token's count in the answer before the row (OpenAI).
 
     frequency, presence  -2 to 2; positive: repetitions are less likely
     logit_bias           token id -> -100 to 100

@@ -252,7 +252,7 @@ class StageCache:
             part.snapshot_at(rows)
 
     def renumber(self, capacity: int) -> None:
-        """Number the rows from 0, with room for ``capacity``, which the memory has."""
+        """Renumber the rows from 0, with room for ``capacity``, which the memory has."""
         self.capacity = capacity
         self._numbers = np.arange(capacity, dtype=np.int32)
         self._positions = np.arange(capacity, dtype=np.int32)
