@@ -280,8 +280,10 @@ class Profile(StrictModel):
 
     def stage_seconds(self, rows: int, layers: float, context: int = 0, devices: int = 1,
                       correlation: float | None = None, alike: float = 1.0) -> float:
-        """``layers`` may be a fraction; ``context``: tokens in the cache.
+        """Return the time of a stage for ``rows`` rows.
 
+        layers              may be a fraction
+        context             tokens in the cache
         devices             that share every layer evenly; each launches kernels for all layers
         correlation, alike  as for :meth:`StageCurve.milliseconds`
         """
@@ -335,7 +337,7 @@ class Profile(StrictModel):
         return self.model_copy(update={"link": link})
 
     def check_stages(self, stages: int) -> None:
-        """UsageError for more stages than layers, or other than the testbed has."""
+        """Raise UsageError for more stages than layers, or another number than the testbed has."""
         if self.boards and self.boards != stages + 1:
             raise UsageError(f"{self.name} has {self.boards} boards, one of which drafts: use --stages "
                              f"{self.boards - 1}, or leave --stages out, instead of {stages}")

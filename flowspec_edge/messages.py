@@ -28,7 +28,7 @@ UInt8 = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Payload:
-    """``dtype``: "float32", "float16" or "bfloat16" (as uint16 bits in the row-major ``array``)."""
+    """Hidden states; ``dtype``: "float32", "float16" or "bfloat16" (as uint16 bits in the row-major ``array``)."""
 
     dtype: str
     array: NDArray[Any]

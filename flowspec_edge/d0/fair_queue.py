@@ -20,7 +20,10 @@ Caller = tuple[str, ...]
 
 
 class _Entry(NamedTuple):
-    """``due``: the arrival, plus the aging time for every step of priority; ``number`` counts arrivals."""
+    """An item that waits.
+
+    ``due``: the arrival, plus the aging time for every step of priority; ``number`` counts arrivals.
+    """
 
     due: float
     priority: int

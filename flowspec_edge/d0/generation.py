@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Generation:
-    """``finish_reason`` is None while the answer is incomplete.
+    """An answer while it is made; ``finish_reason`` is None while it is incomplete.
 
     ``grammar``, ``penalties`` and ``restrictions`` are at its newest token, if the request has any.
     """

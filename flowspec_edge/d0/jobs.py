@@ -19,7 +19,7 @@ Failure = tuple[DraftSession, Exception]
 
 @dataclass(frozen=True)
 class Job:
-    """``parts``: outputs to verify, or draft passes of drafters that can share one; one part a request."""
+    """Work of D0: outputs to verify, or draft passes of drafters that can share one; one of ``parts`` a request."""
 
     parts: tuple[tuple[DraftSession, Task], ...]
 

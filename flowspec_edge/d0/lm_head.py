@@ -23,7 +23,7 @@ class LmHead:
     """A ``target.Target``."""
 
     def __init__(self, head: Tensor | OutputHead) -> None:
-        """``head``: the target's output matrix [V, H], or a module of it."""
+        """Take the target's output matrix [V, H], or a module of it."""
         self.head = as_output_head(head)
 
     @property

@@ -68,7 +68,7 @@ class PrefixCache:
     """Counts the rows of open sessions, at their capacities, and of retained prefixes."""
 
     def __init__(self, limit: int | None = None) -> None:
-        """``limit``: rows at a time; None: no limit, and no rows are retained."""
+        """Set up an empty cache; ``limit``: rows at a time; None: no limit, and no rows are retained."""
         self._limit = limit
         self._most: int | None = None
         self._reusable: Callable[[int, int, int], int] = lambda text, most, snapshot: most
@@ -76,9 +76,9 @@ class PrefixCache:
         self._retained: dict[int, CachedPrefix] = {}  # by session, the oldest first
 
     def suit(self, kinds: Sequence[CacheKind], most: int) -> None:
-        """For a model whose layers are of ``kinds``.
+        """Set the cache up for a model whose layers are of ``kinds``.
 
-        At most ``most`` sessions and prefixes at a time where each takes memory whatever its length.
+        It has at most ``most`` sessions and prefixes at a time where each takes memory whatever its length.
         """
         self._reusable = partial(reusable, kinds)
         self._most = most if any(kind.takes_memory_each for kind in kinds) else None

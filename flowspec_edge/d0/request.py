@@ -80,7 +80,7 @@ class Stats:
 
 @dataclass(frozen=True)
 class Result:
-    """``tokens`` exclude the prompt and the end-of-sequence id.
+    """An answer; ``tokens`` exclude the prompt and the end-of-sequence id.
 
     ``token_at``: when each was accepted, in seconds of the cluster's clock; ``stop_id``: the token that ended it,
     if one did.
@@ -138,7 +138,7 @@ class RequestHandle(Future[Result]):
         return not self.done()
 
     def take(self, event: RequestEvent) -> None:
-        """For the cluster: what happened to the request. RuntimeError if it cannot happen in its state."""
+        """Take an event of the request from the cluster; RuntimeError if it cannot happen in the request's state."""
         self.state = next_state(self.state, event)
 
     @property
@@ -156,7 +156,7 @@ class RequestHandle(Future[Result]):
         self.set_exception(raised)
 
     def set_cancelled(self) -> None:
-        """For the cluster: the request was cancelled before it began."""
+        """Note, for the cluster, that the request was cancelled before it began."""
         self.set_result(Result([], "cancelled", Stats()))
 
 
@@ -168,7 +168,7 @@ class ClusterState(Enum):
 
 @dataclass(frozen=True)
 class ClusterStatus:
-    """``outage`` says, during recovery, which stage is lost and why."""
+    """The state of a cluster; during recovery ``outage`` says which stage is lost and why."""
 
     state: ClusterState
     outage: str = ""

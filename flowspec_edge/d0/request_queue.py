@@ -29,7 +29,7 @@ class RequestQueue:
     """
 
     def __init__(self, places: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
-        """``places``: how many requests may have one; ``clock``: the core's, in seconds."""
+        """Set up an empty queue; ``places``: how many requests may have one; ``clock``: the core's, in seconds."""
         self.paused = False
         self.patient = False
         self.clock = clock
@@ -65,7 +65,7 @@ class RequestQueue:
             self._beside.append(handle)
 
     def admits(self, caller: Caller, limit: int) -> bool:
-        """As ``FairQueue.admits``."""
+        """Return whether the caller may put a request, as ``FairQueue.admits`` decides."""
         with self._lock:
             return self._queue.admits(caller, limit)
 
@@ -76,7 +76,7 @@ class RequestQueue:
             return None if before is None else self._ahead(before)
 
     def _ahead(self, before: int) -> int:
-        """``before``: requests that wait before it.
+        """Return how many requests are ahead of one that has ``before`` waiting before it.
 
         The first that waits may get the place of a request that has to give way.
         """
@@ -192,7 +192,7 @@ class SharedCluster(ClusterBackend, Protocol):
         """
 
     def probe(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        """As :meth:`submit`, but the request begins at once, beside the queue."""
+        """Begin a request at once, beside the queue; otherwise as :meth:`submit`."""
 
     def serve(self, stop: Callable[[], bool]) -> None:
         """Answer requests until ``stop()``, called often, is true; the next call continues the rest.

@@ -58,7 +58,7 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
 
 def divide_in_order(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | None, stages: int,
                     most: int, base_rows: int = 0, gained: float = 0.0) -> list[int]:
-    """As :func:`divide`, but the first request gets the rows that it would get alone.
+    """Divide rows as :func:`divide`, but give the first request the rows that it would get alone.
 
     Each later request, in turn, gets rows that cost no time beside the first request's, and at least one.
     """

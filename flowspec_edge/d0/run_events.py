@@ -40,7 +40,7 @@ class SessionOpened(NamedTuple):
 
 
 class SegmentSent(NamedTuple):
-    """``numbers`` and ``positions`` are those of the segment's rows."""
+    """A segment was sent; ``numbers`` and ``positions`` are those of its rows."""
 
     session: int
     at: float

@@ -134,7 +134,7 @@ class DraftSession:
                     or self.builder.in_flight >= self.strategy.max_in_flight)
 
     def row_probabilities(self, limit: int) -> Sequence[float] | None:
-        """As ``Strategy.row_probabilities``; nothing while the prompt is read."""
+        """Return ``Strategy.row_probabilities``; nothing while the prompt is read."""
         offer = self.strategy.row_probabilities(limit) if self._may_send else ()
         if not (self._prompt_left or self.finished):
             self._contract.probabilities(offer, limit)
@@ -361,7 +361,7 @@ class DraftSession:
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while the answer is incomplete."""
+        """Why the answer ended; None while it is incomplete."""
         return self._generation.finish_reason
 
     @property
@@ -379,6 +379,6 @@ class DraftSession:
         return self._generation.new_tokens()
 
     def result(self, slot_s: float, bytes_sent: int, stages: tuple[dict[str, float], ...] = ()) -> Result:
-        """``slot_s``: time of one segment in the slowest stage."""
+        """Make the request's result; ``slot_s``: time of one segment in the slowest stage."""
         return self._generation.result(self.strategy.counters, self._rounds, slot_s, bytes_sent, stages,
                                        self._reused, self._draft, self._prompt_chunk)

@@ -36,7 +36,7 @@ class SlotCurve:
     """
 
     def __init__(self, sparse: bool = False) -> None:
-        """``sparse``: the rows choose experts."""
+        """Begin without times; ``sparse``: the rows choose experts."""
         self._sparse = sparse
         self.link_row_s = 0.0
         self._stages: dict[int, _Stage] = {}

@@ -36,7 +36,7 @@ class StrategyContract:
 
     def __init__(self, strategy: Strategy, builder: SegmentBuilder, vocabulary: int,
                  rows: Callable[[int], int]) -> None:
-        """``rows``: number of stages -> rows that each of them keeps for the session, text and drafts."""
+        """Watch a strategy; ``rows``: number of stages -> rows that each keeps for the session, text and drafts."""
         self._strategy, self._builder = strategy, builder
         self._vocabulary = vocabulary
         self.last = "was created"

@@ -33,9 +33,9 @@ class Drafter(Protocol):
         """Forget everything and begin a session with this ranking."""
 
     def rewind(self, tokens: int, sampling: Sampling, rank: Rank, tau: float) -> bool:
-        """As :meth:`reset`, but keep the first ``tokens`` > 0 committed tokens, which get new numbers.
+        """Begin anew as by :meth:`reset`, but keep the first ``tokens`` > 0 committed tokens, which get new numbers.
 
-        False if the drafter cannot and must be reset.
+        Return False if the drafter cannot and must be reset.
         """
 
     def commit(self, tokens: Sequence[int], features: Tensor | None, rows: Sequence[int] = ()) -> None:

@@ -41,8 +41,9 @@ _CONVERTED = {"fusion_fc.": "fc.", "transformer.": "layers.0.", "draft_id_to_tar
 
 
 def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, Any]:
-    """UsageError if config.json is missing or invalid, FlowspecError if it is of a format that cannot be run.
+    """Read a draft model's config.json.
 
+    UsageError if it is missing or invalid, FlowspecError if it is of a format that cannot be run.
     ``what``: the model's name with its article; ``blocks``: it may be a block drafter.
     """
     path = directory / "config.json"
@@ -103,12 +104,12 @@ class HeadFiles:
 
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
-        """None if there are no weights."""
+        """The weights; None if there are none."""
         return None if locate(self.directory) is None else Checkpoint(self.directory)
 
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
-        """Of the tensors, by :func:`plain_name`; empty if there are no weights."""
+        """The tensors' shapes by :func:`plain_name`; empty if there are no weights."""
         found = self.checkpoint.stored(self.checkpoint.names) if self.checkpoint else {}
         return {plain_name(name): info.shape for name, info in found.items()}
 
@@ -143,14 +144,14 @@ class HeadFiles:
 
 
 def refuse_language_model(directory: Path, names: Collection[str], what: str) -> None:
-    """UsageError if ``names``, of its tensors, are those of a whole model; ``what``: what was looked for."""
+    """Raise UsageError if the tensors' ``names`` are those of a whole model; ``what``: what was looked for."""
     if "layers.0.input_layernorm.weight" in names and "fc.weight" not in names:
         raise UsageError(f"{directory} is a language model, not {what}: to draft with it, put it into "
                          "draft-lm/, or give it to flowspec models shard --draft")
 
 
 def read_weights(directory: Path, what: str) -> dict[str, StoredTensor]:
-    """As ``HeadFiles.read``."""
+    """Read a head's weights, as ``HeadFiles.read``."""
     return HeadFiles(directory).read(what)
 
 
@@ -178,7 +179,7 @@ def plain_name(name: str) -> str:
 
 
 def on_meta(kind: Callable[[_Config], _Module], config: _Config) -> _Module:
-    """On the meta device, without memory."""
+    """Make a module on the meta device, without memory."""
     with torch.device("meta"):
         return kind(config)
 

@@ -123,7 +123,10 @@ class DraftFormat(ABC):
 
     @abstractmethod
     def load(self, directory: Path, beside: Surroundings) -> Loaded:
-        """UsageError if there is none, FlowspecError for damaged weights or those of another target."""
+        """Load the draft model.
+
+        UsageError if there is none, FlowspecError for damaged weights or those of another target.
+        """
 
     @abstractmethod
     def config(self, directory: Path) -> Any:
@@ -190,21 +193,21 @@ def format_of(kind: DraftKind) -> DraftFormat:
 
 
 def head_format_of(kind: DraftKind) -> HeadFormat:
-    """For a kind with ``is_head``."""
+    """Return the format of a kind with ``is_head``."""
     found = format_of(kind)
     assert isinstance(found, HeadFormat)
     return found
 
 
 def own_layer_format_of(kind: DraftKind) -> OwnLayerFormat:
-    """For a kind with ``in_target``."""
+    """Return the format of a kind with ``in_target``."""
     found = format_of(kind)
     assert isinstance(found, OwnLayerFormat)
     return found
 
 
 def require_fit(directory: Path, what: str, heads: int, targets: int) -> None:
-    """FlowspecError if the head was trained for another target."""
+    """Raise FlowspecError if the head was trained for another target."""
     if heads != targets:
         unit = " tokens" if what == "vocabulary" else ""
         raise FlowspecError(f"{directory}: the head's {what} is {heads}{unit}, the target's {targets}; "
@@ -212,7 +215,7 @@ def require_fit(directory: Path, what: str, heads: int, targets: int) -> None:
 
 
 def require_vocabulary(directory: Path, vocabulary: int, target: OutputHead) -> None:
-    """FlowspecError unless a draft model reads as many tokens as the target ranks."""
+    """Raise FlowspecError unless a draft model reads as many tokens as the target ranks."""
     if vocabulary != target.vocabulary:
         raise FlowspecError(f"{directory}: the draft model's vocabulary has {vocabulary} tokens, "
                             f"the target's {target.vocabulary}; they must share one tokenizer")

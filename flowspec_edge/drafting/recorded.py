@@ -77,7 +77,7 @@ class PassInputs(NamedTuple):
 
 class _RecordedMask(SharedMask):
     def __init__(self, hidden: Tensor, rows: int) -> None:
-        """``hidden`` [1, 1, groups * rows, m], additive."""
+        """Take the mask's memory: ``hidden`` [1, 1, groups * rows, m], additive."""
         self._rows, self._hidden = rows, hidden
 
 
@@ -110,7 +110,7 @@ class PassGraphs:
         return self.outputs[: len(inputs.tokens)]
 
     def logits(self) -> Tensor:
-        """Of the rows asked for, then of padding: [rows, V], until the next pass."""
+        """Return logits of the rows asked for, then of padding: [rows, V], valid until the next pass."""
         self._replay_logits()
         return self._logits
 

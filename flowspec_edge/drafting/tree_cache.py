@@ -46,7 +46,7 @@ class CacheShape:
 
     @classmethod
     def of(cls, config: DecoderConfig, layers: int, like: Tensor, window: int | None = None) -> CacheShape:
-        """Of layers of a model; ``like``: a weight of their dtype, where they compute."""
+        """Return the shape for a model's layers; ``like``: a weight of their dtype, where they compute."""
         heads = config.num_key_value_heads
         kind = KeysValues(heads, config.num_attention_heads // heads, config.head_dim, window=window)
         return cls(kind, layers, like.dtype, like.device)
@@ -55,7 +55,7 @@ class CacheShape:
         return self.kind.arena(range(self.layers), self.dtype, self.device, rows)
 
     def mask(self, visible: NDArray[np.bool_]) -> SharedMask:
-        """``visible`` [n, m]: what each row of a pass sees of the cache's first m slots."""
+        """Make a mask from ``visible`` [n, m]: what each row of a pass sees of the cache's first m slots."""
         return self.kind.shared_mask(visible, self.dtype, self.device)
 
 
@@ -232,7 +232,7 @@ class TreeCache:
         return slots
 
     def _visible(self, new_text: int, paths: Sequence[list[int]]) -> NDArray[np.bool_]:
-        """``paths``: of the pass's tree rows."""
+        """Return what the pass' rows see; ``paths``: of its tree rows."""
         text, window = self._text, self.shape.kind.window
         last = max(text.max(initial=-1), max(self._slot.values(), default=-1))
         whole = np.zeros(self.memory.width(int(last) + 1), bool)

@@ -87,7 +87,7 @@ class TreeDrafter(Drafter, ABC):
 
     @abstractmethod
     def _inputs(self, rows: Rows) -> PassInputs:
-        """Of the queued text rows, whose states are used up, then of the nodes."""
+        """Return the inputs of the queued text rows, whose states are used up, then of the nodes."""
 
     def _compute(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]]) -> list[Tensor]:
         """Compute the outputs [n, H] of each drafter's rows in one pass; all share passes with this drafter."""
@@ -129,7 +129,7 @@ class TreeDrafter(Drafter, ABC):
     @staticmethod
     @torch.inference_mode()
     def expand_together(requests: Sequence[tuple[Any, DraftRequest]]) -> list[DraftOutput]:
-        """As ``Drafter.expand_together``: in one pass."""
+        """Expand the nodes of several drafters in one pass, as ``Drafter.expand_together``."""
         begun = [(drafter, drafter._begin(request)) for drafter, request in requests]
         parts = [(drafter, rows, drafter._inputs(rows)) for drafter, rows in begun if rows]
         first, request = requests[0]

@@ -56,7 +56,7 @@ _blocks = lru_cache(maxsize=2 * SESSIONS)(_noise)  # a tree may reach into the n
 
 
 def gumbel_from(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """``rule.gumbel_from`` in ``dtype``; without comparisons, which on a CPU take longer than logarithms."""
+    """Compute ``rule.gumbel_from`` in ``dtype``, without comparisons, which on a CPU take longer than logarithms."""
     t = torch.add(torch.tensor(2.0**-65, dtype=dtype), words, alpha=2.0**-64)
     log_u = F.threshold(t, 0.0, 1.0).log_().add_(t.clamp_(max=0.0).log1p_())
     return log_u.neg_().log_().neg_()
@@ -187,7 +187,7 @@ class AnswerPenalties:
         return changed
 
     def _state_of(self, like: Tensor, places: Sequence[tuple[int, int, bool]]) -> _PenaltyState:
-        """``places``: tokens, their counts in an answer, and whether the text has them.
+        """Make the changes of ``places``: tokens, their counts in an answer, and whether the text has them.
 
         Without a repetition penalty the changes are one sum.
         """
@@ -383,7 +383,10 @@ def _weights(x: Tensor, scale: float) -> Tensor:
 
 
 def _above(p: Tensor, floor: Tensor) -> Tensor:
-    """``p`` [n, V], 0 where not above ``floor`` [n, 1]; by rows on a CPU, where comparing is 7 times slower."""
+    """Return ``p`` [n, V] with 0 where it is not above ``floor`` [n, 1].
+
+    By rows on a CPU, where comparing is 7 times slower.
+    """
     if p.device.type != "cpu":
         return torch.where(p > floor, p, 0.0)
     for row, limit in zip(p, floor.flatten().tolist(), strict=True):
@@ -408,7 +411,7 @@ def _noisy(logits: Tensor, positions: NDArray[np.integer], sampling: Sampling,
 
 
 def _likely(noisy: Tensor, logits: Tensor, sampling: Sampling) -> Tensor:
-    """``noisy`` [n, V], without the tokens that min-p excludes, by the definition's arithmetic."""
+    """Return ``noisy`` [n, V] without the tokens that min-p excludes, by the definition's arithmetic."""
     if not sampling.min_p:
         return noisy
     scaled = logits.double() / sampling.temperature

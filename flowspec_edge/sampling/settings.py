@@ -46,7 +46,7 @@ class Sampling:
 
     @property
     def least_log(self) -> float:
-        """Of the scores x / T below the largest one, those under this are excluded by min-p."""
+        """The least score x / T, beside a largest one of 0, that min-p does not exclude."""
         return math.log(self.min_p) if self.min_p else -math.inf
 
 

@@ -77,7 +77,7 @@ class DraftFiles:
 
 
 def drafts_of(model: OpenModel, paths: Sequence[Path]) -> list[DraftFiles]:
-    """``model``'s own draft models; those ``paths`` replace any of the same kind.
+    """Return ``model``'s own draft models; those at ``paths`` replace any of the same kind.
 
     UsageError for a directory without a draft model, and for two of one kind.
     """
@@ -116,7 +116,7 @@ def _own_layer(kind: DraftKind, directory: Path) -> DraftFiles | None:
 
 
 def open_draft(directory: Path) -> DraftFiles:
-    """UsageError if there is no draft model of a known kind; FlowspecError for damaged files."""
+    """Open a draft model; UsageError if it is of no known kind, FlowspecError for damaged files."""
     raw = weights.read_config(directory, "a draft model", blocks=True)
     located.warn_of_unread(directory)
     checkpoint = Checkpoint(directory)
@@ -138,7 +138,7 @@ def open_draft(directory: Path) -> DraftFiles:
 
 
 def check_fit(draft: DraftFiles, target: TargetFacts) -> None:
-    """FlowspecError, with both numbers, for a draft model of another target."""
+    """Raise FlowspecError, with both numbers, for a draft model of another target."""
     shapes = {plain_name(name): tuple(t.shape) for name, t in draft.tensors.items()}
     format_of(draft.kind).check_fit(draft.directory, draft.config, shapes, target)
 

@@ -146,7 +146,7 @@ def _computable(piece: Tensor) -> Tensor:
 
 
 def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """FlowspecError for a finite value that overflows."""
+    """Cast a tensor; FlowspecError for a finite value that overflows."""
     piece = _computable(piece)
     cast = piece.to(dtype)
     if dtype == torch.float16 and piece.dtype != dtype and not torch.equal(cast.isfinite(), piece.isfinite()):
@@ -155,7 +155,7 @@ def _cast(piece: Tensor, dtype: torch.dtype, name: str) -> Tensor:
 
 
 def _require_room(plan: ShardingPlan, out: Path, journal: Journal) -> None:
-    """FlowspecError if the rest does not fit on the disk, before hours of work."""
+    """Raise FlowspecError if the rest does not fit on the disk, before hours of work."""
     files = [file for part in plan.parts for file in part.files]
     missing = sum(plan.size(file) for file in files if file.path.as_posix() not in journal.done)
     free = shutil.disk_usage(out).free

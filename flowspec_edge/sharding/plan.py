@@ -154,7 +154,7 @@ class ShardingPlan:
 def recipe_for(source: SourceModel, dtype: ShardDtype | None = None, group: int | None = None,
                compute: ComputeDtype | None = None, lm_head: HeadBits | None = None,
                kv_cache: CacheBits = "16bit", candidates: int | None = None) -> Recipe:
-    """UsageError for options that conflict with one another or the checkpoint.
+    """Choose how weights are stored; UsageError for options that conflict with one another or the checkpoint.
 
     dtype    None: the checkpoint's own 16-bit type, or fp16; int4 if its matrices are in 4 bits, as AWQ's and
              GPTQ's have to remain

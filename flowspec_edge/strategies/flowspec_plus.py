@@ -98,7 +98,7 @@ class FlowSpecPlus(TreeStrategy):
 
     @property
     def wants_stage_times(self) -> bool:
-        """Only **curve** uses segment times."""
+        """Whether the strategy uses segment times, which only **curve** does."""
         return "curve" not in self._disabled
 
     @classmethod
@@ -107,7 +107,7 @@ class FlowSpecPlus(TreeStrategy):
 
     @classmethod
     def merges_look_up(cls, params: Parameters) -> bool:
-        """Only if its own look-up is off: both would name the same continuations."""
+        """Return whether its own look-up is off: both would name the same continuations."""
         return super().looks_up(params) and not cls._looks_up_itself(params)
 
     @classmethod

@@ -77,7 +77,7 @@ def all_parameters() -> dict[str, Parameter]:
 
 def set_parameters(params: Params, settings: Iterable[str], parameters: Mapping[str, Parameter], whose: str,
                    ) -> Params:
-    """``params`` with every "name=value" of ``settings``; a dash counts as an underscore.
+    """Return ``params`` with every "name=value" of ``settings``; a dash counts as an underscore.
 
     UsageError for a name that is not in ``parameters``, the parameters of ``whose``, or for a value out of range.
     """

@@ -141,7 +141,7 @@ def encode(message: m.Message) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer]) -> m.Message:
-    """ProtocolError for anything that :func:`encode` cannot make.
+    """Decode a message; ProtocolError for anything that :func:`encode` cannot make.
 
     Of another version's message, fields behind ``version`` have their defaults.
     """
@@ -195,7 +195,7 @@ def _unpacked(name: str, form: Sequence[tuple[str, Scalar]], scalars: Sequence[A
 
 
 def _decode_batch(plain: bool, sizes: Any, frames: Sequence[Buffer]) -> m.Batch:
-    """``sizes``: the number of frames of each part; ``plain``: the header has nothing else."""
+    """Decode a batch; ``sizes``: the number of frames of each part; ``plain``: the header has nothing else."""
     if (not plain or type(sizes) is not list or len(sizes) > m.MAX_BATCH
             or any(type(size) is not int or not 1 <= size <= _PART_FRAMES for size in sizes)
             or sum(sizes) != len(frames)):

@@ -153,7 +153,7 @@ class Arrays:
         return array
 
     def require_consumed(self) -> None:
-        """ProtocolError if anything is left over."""
+        """Raise ProtocolError if anything is left over."""
         if self._offset != len(self._index):
             raise ProtocolError(f"the small arrays have {self._offset} bytes, {len(self._index)} were sent")
         if next(self._dims, None) is not None:
@@ -170,7 +170,7 @@ class ArrayField(Protocol):
         """Put an array that is not absent into ``arrays``; returns its code."""
 
     def unpack(self, code: str, arrays: Arrays, scalars: Mapping[str, Any]) -> Any:
-        """``scalars`` are the message's scalar fields."""
+        """Read a field's value; ``scalars`` are the message's scalar fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +278,7 @@ class Subset:
 
 
 def short(value: Any) -> str:
-    """For error texts."""
+    """Shorten a value for an error's text."""
     if isinstance(value, str | bytes | list | dict) and len(value) > 16:
         return f"a {type(value).__name__} of length {len(value)}"
     return repr(value)[:80]

@@ -104,7 +104,7 @@ def _pair(fields: object) -> KeyPair | None:
 
 
 def parse_public(text: str) -> bytes:
-    """UsageError if ``text`` is not 40 characters of Z85."""
+    """Read a public key; UsageError if ``text`` is not 40 characters of Z85."""
     key = _z85(text)
     if key is None:
         raise UsageError(f"{text[:50]!r} is not a CURVE key: 40 characters of Z85 are expected")
@@ -156,6 +156,6 @@ class KeyAllowList(ThreadAuthenticator):
         return False
 
     async def handle_zap_message(self, msg: list[bytes]) -> None:
-        """Also notes the peer's address for the log."""
+        """Handle a request of ZAP, and note the peer's address for the log."""
         self._address = msg[_ADDRESS].decode(errors="replace") if len(msg) > _ADDRESS else "unknown address"
         await super().handle_zap_message(msg)

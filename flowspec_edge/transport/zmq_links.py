@@ -54,7 +54,10 @@ class Tuning:
 
 
 class Endpoint:
-    """``authenticated``: CURVE has checked the peers' keys; ``dropped``: messages from peers without keys."""
+    """An end of a link.
+
+    ``authenticated``: CURVE has checked the peers' keys; ``dropped``: messages from peers without keys.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], name: str, tuning: Tuning) -> None:
         self.socket = socket
@@ -69,7 +72,7 @@ class Endpoint:
 
     @property
     def endpoint(self) -> str:
-        """With the port that the system chose."""
+        """The address, with the port that the system chose."""
         return cast(bytes, self.socket.last_endpoint).decode().rstrip("\0")
 
     def close(self) -> None:
@@ -163,7 +166,7 @@ class ZmqLink(Endpoint):
         return self._send(self._frames(message), timeout)
 
     def receive(self, timeout: float = 0.0) -> Message | None:
-        """None if nothing arrived within ``timeout`` seconds; anything but a message is rejected."""
+        """Receive a message; None if nothing arrived within ``timeout`` seconds; anything but a message is rejected."""
         frames = self._receive(timeout, MAX_FRAMES)
         if frames is None:
             return None

@@ -205,7 +205,7 @@ class BestFirstTree(DraftTree):
         return child
 
     def child(self, parent: Node, token: int) -> Node | None:
-        """Also makes a node of a named child."""
+        """Return a child; a child that is only named becomes a node."""
         child = parent.children.get(token)
         if child is None:
             candidates = self._scores[parent.id].named

@@ -68,7 +68,10 @@ class DraftOutput:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """``source``: number of the row that predicted the token; ``accepted``: False: not drafted, after a miss."""
+    """A token that became text.
+
+    ``source``: number of the row that predicted the token; ``accepted``: False: not drafted, after a miss.
+    """
 
     token: int
     source: int

@@ -44,7 +44,7 @@ class Node:
     children: dict[int, Node] = field(default_factory=dict)
 
     def __lt__(self, other: Node) -> bool:
-        """By age, for heaps that hold a node twice with one score."""
+        """Compare by age, for heaps that hold a node twice with one score."""
         return self.id < other.id
 
 

@@ -13,7 +13,10 @@ class SegmentBuilder:
     """:meth:`add` rows, then :meth:`seal` the segment; it announces the commits since the one before it."""
 
     def __init__(self, session: int = 0, epoch: int = 0, taps: tuple[int, ...] = (), reused_rows: int = 0) -> None:
-        """``taps``: as ``Segment.taps``, of every row; ``reused_rows``: committed rows that every stage holds."""
+        """Begin a session's numbers.
+
+        ``taps``: as ``Segment.taps``, of every row; ``reused_rows``: committed rows that every stage holds.
+        """
         self.session = session
         self.epoch = epoch
         self.taps = taps

@@ -129,10 +129,12 @@ _WHAT = "an EAGLE head"
 def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
               in_file: bool = False, quantise: Callable[[nn.Module], None] = lambda module: None,
               lm_head: OutputHead | None = None) -> EagleHead:
-    """``embedding`` [V, H], the target's, is used if the file has none.
+    """Load an EAGLE-1/2 head.
 
-    If ``in_file`` the file's own rows are read when they are looked up. ``quantise`` as for ``checkpoint.build``.
-    ``lm_head``: the target's; a stored one is loaded only if it differs from that.
+    embedding  the target's [V, H], which is used if the file has none
+    in_file    the file's own rows are read when they are looked up
+    quantise   as for ``checkpoint.build``
+    lm_head    the target's; a stored one is loaded only if it differs from that
 
     UsageError for a missing file, FlowspecError that names a missing, unexpected, misshapen or unreadable
     tensor.
@@ -144,7 +146,7 @@ def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torc
 def read_head(files: checkpoint.HeadFiles, config: EagleConfig, embedding: Tensor | Embedding | None,
               dtype: torch.dtype, in_file: bool, quantise: Callable[[nn.Module], None], lm_head: OutputHead | None
               ) -> EagleHead:
-    """As :func:`load_head`, of files whose :func:`head_config` is known."""
+    """Read a head from files whose :func:`head_config` is known, as :func:`load_head`."""
     directory, own = files.directory, files.own_embedding(config, dtype) if in_file else None
     stored = checkpoint.plain_names(files.read(_WHAT, own is None), directory)
     matrix, token_map = stored.pop(checkpoint.LM_HEAD, None), stored.pop(_TOKEN_MAP, None)
@@ -201,7 +203,7 @@ _ALIKE = 0.2  # int4 of a matrix changes its logits by about a tenth
 
 
 def check_target_ids(directory: Path, ids: Tensor, vocabulary: int, name: str = "d2t") -> None:
-    """FlowspecError unless the draft tokens' ``ids`` [D] are distinct tokens of the target."""
+    """Raise FlowspecError unless the draft tokens' ``ids`` [D] are distinct tokens of the target."""
     for extreme in (int(ids.min()), int(ids.max())):
         if not 0 <= extreme < vocabulary:
             raise FlowspecError(f"{directory}: tensor {name} maps a draft token to {extreme}, but the "
@@ -254,7 +256,7 @@ def head_config(files: checkpoint.HeadFiles) -> EagleConfig:
 
 
 def eagle_config(fields: Mapping[str, Any], origin: Path | str) -> EagleConfig:
-    """Of a config.json as EAGLE's authors write it: absent means that fc has a bias.
+    """Read a head's configuration from the fields that EAGLE's authors write; fc has a bias if they do not name it.
 
     The layer is Llama's in heads for other families, too.  FlowspecError for fields that do not go together.
     """

@@ -133,7 +133,7 @@ class Eagle3Head(DraftHead):
         return fused
 
     def forward(self, states: Tensor, tokens: Tensor, positions: Tensor, mask: Any, cache: Any) -> Tensor:
-        """``states``: h_i, fused, or the outputs of the rows before."""
+        """Compute rows' outputs from ``states``: h_i, fused, or the outputs of the rows before."""
         layer = self.midlayer
         normed = layer.hidden_norm(states)
         x = torch.cat((layer.input_layernorm(self.embedded(tokens)), normed), dim=-1)
@@ -178,9 +178,10 @@ class Eagle3Head(DraftHead):
 
 
 class Eagle3Drafter(HeadDrafter):
-    """``layers``: after how many target layers the states are captured, in ``fc``'s order; they may repeat.
+    """A session's drafter with an EAGLE-3 head.
 
-    ``lm_head``: the target's, for a head without its own.
+    layers   after how many target layers the states are captured, in ``fc``'s order; they may repeat
+    lm_head  the target's, for a head without its own
     """
 
     def __init__(self, head: Eagle3Head, layers: Sequence[int], memory: CacheMemory | None = None,

@@ -49,7 +49,7 @@ _LAYERS = {family.name: family for family in (LLAMA, QWEN3)}
 def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
                in_file: bool = False, quantise: Callable[[nn.Module], None] = lambda module: None
                ) -> Eagle3Head:
-    """As ``load_head``; also FlowspecError, with both numbers, if the head does not fit the target."""
+    """Load a head as ``load_head`` does; also FlowspecError, with both numbers, if the head does not fit the target."""
     files = checkpoint.HeadFiles(directory)
     config = head3_config(files)
     own = files.own_embedding(config, dtype) if in_file else None
@@ -88,7 +88,7 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
 
 
 def save_head3(head: Eagle3Head, directory: Path, dtype: torch.dtype) -> None:
-    """As EAGLE's authors publish a head, without the embedding, which is the target's."""
+    """Write a head as EAGLE's authors publish it, without the embedding, which is the target's."""
     config = head.config
     write_head(head, directory, dtype, False, architectures=["LlamaForCausalLMEagle3"],
                draft_vocab_size=config.draft_vocab_size, target_hidden_size=config.target_hidden_size,
@@ -141,7 +141,7 @@ def head3_config(files: checkpoint.HeadFiles) -> Eagle3Config:
 
 
 def _speculators_fields(inner: dict[str, Any], raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """``inner`` with what it leaves out, the defaults of its own family, and the fields beside it."""
+    """Complete ``inner`` with the defaults of its own family, and with the fields beside it."""
     family = inner.get("model_type", QWEN3.name)
     if family not in _LAYERS:
         raise FlowspecError(f"{path}: EAGLE-3 heads with a layer of {family!r} are not supported, only of "
@@ -202,7 +202,7 @@ def _named_layers(raw: dict[str, Any], path: Path) -> tuple[int, ...] | None:
 
 
 def head3_layers(directory: Path, config: Any, layers: int) -> tuple[int, ...]:
-    """After how many of a target's ``layers`` the head's states are captured, in fc's order.
+    """Return after how many of a target's ``layers`` the head's states are captured, in fc's order.
 
     FlowspecError for a layer that the target lacks, or if the default has another number of states.
     """
