@@ -143,7 +143,7 @@ def single_board(board: CandidateBoard, profile: Profile, problem: SplitProblem)
 
 
 def _drafting(d0: Profile, problem: SplitProblem, requests: Sequence[Request]) -> Profile:
-    """``d0`` with the time of what is planned to draft, whatever the requests draft with."""
+    """Return ``d0`` with the time of what is planned to draft, whatever the requests draft with."""
     return charged_as(d0, problem.size.planned.kind, requests[0].params.draft)
 
 

@@ -58,13 +58,13 @@ class _Job:
 class Expander:
     """Which nodes below a root are expanded next: whole levels first, then the likeliest of all.
 
-    And always those on the text, which a look-up may draft where the head does not.
+    Nodes on the text are always expanded: a look-up may draft them where the head does not.
 
     ``nodes`` in the order of their expansion, as (parent's place, token)
     """
 
     def __init__(self, budget: Budget, text: Sequence[int] = ()) -> None:
-        """``text``: what follows the root."""
+        """Begin below a root; ``text``: what follows it."""
         self._budget = budget
         self._text = text[:_ON_TEXT]
         self._right: list[int] = []  # places of the root and the nodes on the text
@@ -211,7 +211,10 @@ STRATEGY = f"{__name__}:{RecordingStrategy.__name__}"
 
 @dataclass(frozen=True)
 class TextToRecord:
-    """``task``, ``name``: of the prompt; ``request``: with its sampling and its largest number of tokens."""
+    """A text that is to be recorded.
+
+    ``task``, ``name``: of the prompt; ``request``: with its sampling and its largest number of tokens.
+    """
 
     task: str
     name: str
@@ -239,7 +242,7 @@ def record(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
 
 def _texts(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Recording, budget: Budget, work: Path,
            advance: Advance, name: str) -> list[RecordedText]:
-    """``name``: of the strategy that records."""
+    """Record the prompts' texts and yield them; ``name``: of the strategy that records."""
     texts: list[RecordedText] = []
     for prompt in prompts:
         advance(f"{prompt.task} {prompt.name}, temperature {prompt.request.sampling.temperature:g}")

@@ -171,7 +171,7 @@ def variables_of(template: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class ToolCall:
-    """``arguments``: an object, or the text of one that was cut off."""
+    """A call of a tool; ``arguments``: an object, or the text of one that was cut off."""
 
     id: str
     name: str
@@ -180,10 +180,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Message:
-    """``calls``: an assistant's.
+    """A message of a chat.
 
-    ``call_id``: the call that a tool's message answers; ``name``: the writer's; ``reasoning``: an assistant's,
-    before its content.
+    calls      an assistant's
+    call_id    the call that a tool's message answers
+    name       the writer's
+    reasoning  an assistant's, before its content
     """
 
     role: Role
@@ -198,7 +200,7 @@ class Message:
             raise UsageError(f"no role {self.role!r}; there are {', '.join(get_args(Role))}")
 
     def for_template(self) -> dict[str, Any]:
-        """As templates of transformers' tokenizers read it."""
+        """Return the message as templates of transformers' tokenizers read it."""
         turn: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.calls:
             turn["tool_calls"] = [{"id": call.id, "type": "function",
@@ -232,7 +234,7 @@ _FIXED = ("messages", "tools", "add_generation_prompt", "continue_final_message"
 
 
 def check_values(values: Mapping[str, Any], fixed: Sequence[str] = _FIXED) -> None:
-    """UsageError for a variable of the template that is not the user's."""
+    """Raise UsageError for a variable of the template that is not the user's."""
     if reserved := next((name for name in values if name in fixed), None):
         raise UsageError(f"{reserved} cannot be set so: it is made from the request")
 
@@ -301,7 +303,7 @@ def recognise(model: OpenModel) -> str | None:
 
 
 def require_template(model: OpenModel, template: str | None) -> None:
-    """UsageError for a ``template`` template that is missing, or a model without one; needs no transformers."""
+    """Raise UsageError for a missing file ``template``, or a model without a template; needs no transformers."""
     if template is not None:
         if template not in BUILT_IN:
             read_template(Path(template))

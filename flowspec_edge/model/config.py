@@ -71,7 +71,7 @@ _POSITIVE = ("rms_norm_eps", "rope_theta")
 
 
 def check_config(config: Mapping[str, Any], path: Path, required: Collection[str] = ()) -> None:
-    """UsageError that names the first field of ``path`` which is missing or has an impossible value."""
+    """Raise UsageError for the first field of ``path`` which is missing or has an impossible value."""
     for name in required:
         if name not in config:
             raise UsageError(f"{path} has no {name}")

@@ -83,7 +83,7 @@ class DecoderConfig:
 
     @property
     def turns(self) -> Sequence[str]:
-        """By layer: the key of its rotary embedding in ``ropes``."""
+        """The key of each layer's rotary embedding in ``ropes``."""
         return [""] * self.num_hidden_layers if "" in self.ropes else self.layer_types
 
 
@@ -162,7 +162,7 @@ def layer_types(fields: Mapping[str, Any], origin: Path | str) -> tuple[str, ...
 
 
 def _usual_type(fields: Mapping[str, Any], family: Family, layer: int) -> str:
-    """Of a layer of a configuration that names no types."""
+    """Return the type of a layer whose configuration names no types."""
     if family.recurrent:
         return _LINEAR if (layer + 1) % int(fields.get("full_attention_interval") or 4) else _FULL
     if family.full_every:

@@ -161,7 +161,7 @@ def trained_kinds() -> list[DraftKind]:
 
 
 def draft_kind_named(name: str) -> DraftKind:
-    """UsageError for a name that no kind with files has."""
+    """Return the kind of draft of this name; UsageError for one that no kind with files has."""
     draft_kind = DRAFT_KINDS.get(name)
     if draft_kind is None or not draft_kind.directory:
         raise UsageError(f"unknown kind of draft model {name!r}; there is: "

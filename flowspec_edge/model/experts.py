@@ -76,13 +76,13 @@ class Experts(nn.ModuleList):
     _gated: Any
 
     def __init__(self, experts: Iterable[nn.Module] = (), gated: nn.Module | None = None) -> None:
-        """``gated``: what gate and up become."""
+        """Take the experts; ``gated``: what gate and up become."""
         super().__init__(experts)
         self.__dict__["_gated"] = gated  # not one of the list
 
     @classmethod
     def of(cls, names: ExpertNames, width: int, inner: int, count: int, gated: nn.Module) -> Experts:
-        """``count`` experts on the meta device."""
+        """Make ``count`` experts on the meta device."""
         one = Expert(names, width, inner)
         return cls((_like(one) for _ in range(count)), gated)
 

@@ -56,7 +56,7 @@ class GrammarState:
     """Where one answer is in its grammar. Tokens that end a sequence are never part of a path."""
 
     def __init__(self, start: Any, vocabulary: int) -> None:
-        """``start``: a matcher at the beginning of the grammar, which is only copied."""
+        """Begin an answer; ``start``: a matcher at the beginning of the grammar, which is only copied."""
         self._start, self._matcher = start, start.deep_copy()
         self._vocabulary = vocabulary
         self._left_s = _MASKS_S
@@ -135,10 +135,12 @@ class Grammar:
 
 @dataclass(frozen=True)
 class GrammarText:
-    """``lark``: in llguidance's syntax.
+    """A grammar, not compiled.
 
-    ``checked``: the same with a special token of the byte tokenizer in place of each of the model's. ``written``:
-    by a client, so it holds as it is or is refused; ``gbnf``: both are in llama.cpp's syntax instead.
+    lark     in llguidance's syntax
+    checked  the same with a special token of the byte tokenizer in place of each of the model's
+    written  by a client, so it holds as it is or is refused
+    gbnf     both are in llama.cpp's syntax instead
     """
 
     lark: str
@@ -172,7 +174,7 @@ class GrammarCompiler:
     """Compiles grammars for one tokenizer. Thread-safe."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
-        """``tokenizer``: transformers'; ``vocabulary``: the model's logits. UsageError without llguidance."""
+        """Take a tokenizer of transformers; ``vocabulary``: the model's logits. UsageError without llguidance."""
         try:
             import llguidance
         except ImportError as error:
@@ -193,9 +195,9 @@ class GrammarCompiler:
         return self.compile(self.text(lambda special: f"start: {json_value(schema, strict)}"), stop_ids)
 
     def text(self, write: Callable[[Special], str]) -> GrammarText:
-        """``write``: returns a grammar in llguidance's Lark syntax, given what spells special tokens.
+        """Make the grammar's texts; UsageError if one is too long.
 
-        UsageError if it is too long.
+        ``write``: returns a grammar in llguidance's Lark syntax, given what spells special tokens.
         """
         self._processes.start()  # while the vocabulary is wrapped
         text = GrammarText(write(self.special), write(lambda word: self.special(word) and _BYTES_SPECIAL))

@@ -49,7 +49,7 @@ def reserved(window: int | None, rows: int, requests: int, tentative: int) -> in
 
 
 class PartFile(StrictModel):
-    """``path`` is relative to the model's directory, with forward slashes."""
+    """A file of a part; ``path`` is relative to the model's directory, with forward slashes."""
 
     path: str
     size: Bytes
@@ -88,7 +88,7 @@ class ShardPart(StrictModel):
 
 
 class ModelOrigin(StrictModel):
-    """``revision``: a commit on the hub."""
+    """Where a model is from; ``revision``: a commit on the hub."""
 
     name: str
     config_sha256: Sha256
@@ -123,7 +123,10 @@ class HeadQuantisation(StrictModel):
 
 
 def types_text(dtype: str, weights: str | None) -> str:
-    """In which types a model is and computes; ``weights``: as :attr:`Manifest.stored`, None: not known."""
+    """Name the types in which a model is and computes.
+
+    ``weights``: as :attr:`Manifest.stored`, None: not known.
+    """
     if dtype == "mixed":
         dtype, weights = "fp32", "in 16 bits" if weights == "mixed" else weights
     if weights is None:
@@ -163,7 +166,7 @@ class Manifest(StrictModel):
 
     @classmethod
     def read(cls, directory: Path | str) -> Manifest:
-        """UsageError if there is no manifest; FlowspecError if it is invalid or of another format."""
+        """Read a manifest; UsageError if there is none, FlowspecError if it is invalid or of another format."""
         path = Path(directory) / MANIFEST
         if not path.exists():
             raise UsageError(f"{directory} is not a sharded model: {MANIFEST} is missing; make one with: "
@@ -174,7 +177,7 @@ class Manifest(StrictModel):
 
     @classmethod
     def parse(cls, raw: bytes, path: Path) -> Manifest:
-        """FlowspecError, which names ``path``, if it is invalid or of another format."""
+        """Parse a manifest; FlowspecError, which names ``path``, if it is invalid or of another format."""
         fields = parse_json(raw, str(path))
         version = fields.get("format") if isinstance(fields, dict) else None
         if version != FORMAT:
@@ -220,7 +223,7 @@ class Manifest(StrictModel):
         return (self._directory / part).is_dir()
 
     def check(self, part: str, progress: Progress | None = None) -> None:
-        """FlowspecError that names the first file that is missing, altered, or not in the manifest."""
+        """Raise FlowspecError for the first file that is missing, altered, or not in the manifest."""
         for path, sha256 in self.check_sizes(part).items():
             if sha256_of(path, progress) != sha256:
                 raise altered(path)

@@ -54,7 +54,10 @@ _TOKENIZER = ("tokenizer.json", "tokenizer.model")
 
 @dataclass(frozen=True)
 class OpenModel:
-    """``quantised``: AWQ and GPTQ checkpoints are accepted, which sharding converts."""
+    """A model that a user named.
+
+    ``quantised``: AWQ and GPTQ checkpoints are accepted, which sharding converts.
+    """
 
     path: Path
     quantised: bool = False
@@ -83,11 +86,11 @@ class OpenModel:
 
     @cached_property
     def manifest(self) -> Manifest | None:
-        """None unless it is sharded; FlowspecError if it is invalid or of another format."""
+        """The manifest; None unless the model is sharded; FlowspecError if it is invalid or of another format."""
         return self._read_manifest() if self.sharded else None
 
     def require_manifest(self) -> Manifest:
-        """As :attr:`manifest`; UsageError unless the model is sharded."""
+        """Return :attr:`manifest`; UsageError unless the model is sharded."""
         return self.manifest or self._read_manifest()
 
     def _read_manifest(self) -> Manifest:
@@ -257,7 +260,7 @@ class OpenPart:
 
     @cached_property
     def decoder(self) -> DecoderConfig:
-        """As of the model."""
+        """The configuration of the decoder's layers."""
         return read_decoder_config(self.directory, self.quantised)
 
 
@@ -302,7 +305,7 @@ def resolve_model(name_or_path: str | Path | None = None, quantised: bool = Fals
 
 
 def refuse_two_targets(model: OpenModel) -> None:
-    """UsageError if a directory is a checkpoint and has one in it, or is a sharded model and a checkpoint."""
+    """Raise UsageError if a directory is a checkpoint and has one in it, or is a sharded model and a checkpoint."""
     outer, inner = model.path / "config.json", model.path / "target" / "config.json"
     if outer.is_file() and model.sharded:
         raise UsageError(f"{model.path} contains both a sharded model ({MANIFEST}) and a checkpoint ({outer.name}): "

@@ -49,7 +49,7 @@ class OutputHead(nn.Module):
 
     def __init__(self, blocks: Sequence[RowBlock], hidden_size: int, dtype: torch.dtype, device: torch.device
                  ) -> None:
-        """``blocks``: modules whose rows follow one another."""
+        """Join ``blocks``, modules whose rows follow one another."""
         super().__init__()
         self.blocks = nn.ModuleList(cast(Sequence[nn.Module], blocks))
         self.hidden_size, self.dtype, self.device = hidden_size, dtype, device
@@ -130,7 +130,7 @@ class _ChosenLogits(nn.Module):
 
 
 class MatrixRows(nn.Module):
-    """``weight`` [n, H] as it is; ``nn.Linear`` would allocate its own first."""
+    """Rows of a matrix ``weight`` [n, H], as it is; ``nn.Linear`` would allocate its own first."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class MatrixRows(nn.Module):
 
 
 def as_output_head(weight: Tensor | OutputHead) -> OutputHead:
-    """``weight`` [V, H] is not copied."""
+    """Return an output head; a matrix ``weight`` [V, H] is not copied."""
     if isinstance(weight, OutputHead):
         return weight
     return OutputHead([MatrixRows(weight)], weight.shape[1], weight.dtype, weight.device)

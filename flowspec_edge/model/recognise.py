@@ -31,7 +31,7 @@ _MOST_ENTRIES = 200  # of a directory, to look at
 
 
 def refuse_unless_runnable(directory: Path, quantised: bool = False) -> None:
-    """UsageError if ``directory`` holds something else than a checkpoint that stages can run.
+    """Raise UsageError if ``directory`` holds something else than a checkpoint that stages can run.
 
     A checkpoint may still lack files; weights and tokenizer need not be there.  ``quantised`` accepts AWQ and
     GPTQ, which sharding converts.
@@ -53,7 +53,7 @@ def describe(directory: Path) -> str | None:
 
 
 def require_family(config: Mapping[str, Any], path: Path | str) -> None:
-    """UsageError if stages cannot run models with this ``config``, of ``path``."""
+    """Raise UsageError if stages cannot run models with this ``config``, of ``path``."""
     family, inner = config.get("model_type"), config.get("text_config")
     if not isinstance(family, str):
         raise UsageError(f"{path} names no model_type: it is not the configuration of a model, or an old "
@@ -73,7 +73,7 @@ def require_family(config: Mapping[str, Any], path: Path | str) -> None:
 
 
 def refuse_quantised(config: Mapping[str, Any], path: Path | str, converted: bool = False) -> None:
-    """UsageError for weights that are quantised in a way that cannot be read, or that must be ``converted`` first."""
+    """Raise UsageError for weights in a form that cannot be read, or that must be ``converted`` first."""
     home = Path(path).parent
     quantisation = config.get("quantization_config")
     if not quantisation:
@@ -195,7 +195,7 @@ def _adapter(directory: Path) -> str:
 
 
 def refuse_part(directory: Path) -> None:
-    """UsageError if ``directory``, which a user gave, is one part of a sharded model."""
+    """Raise UsageError if ``directory``, which a user gave, is one part of a sharded model."""
     here = directory.resolve()
     whole = here.parent.parent if here.parent.name == "draft" else here.parent
     if here.name.startswith(("stage-", "draft", "target")) and (whole / MANIFEST).is_file():

@@ -39,9 +39,10 @@ _CONTEXT = 8  # preceding tokens that affect the text of the next
 
 
 class Tokenizer:
-    """``chat_template``: one of ``chat.BUILT_IN``, or a file with a Jinja template.
+    """A model's tokenizer and chat template.
 
-    None uses the tokenizer's own template, else the built-in one for the model's name.
+    ``chat_template``: one of ``chat.BUILT_IN``, or a file with a Jinja template; None: the tokenizer's own, else the
+    built-in one for the model's name.
     """
 
     def __init__(self, model: OpenModel, chat_template: str | None = None) -> None:
@@ -171,7 +172,7 @@ class Tokenizer:
                                           clean_up_tokenization_spaces=False))
 
     def _of_the_model(self, ids: list[int]) -> list[int]:
-        """UsageError for a token that the tokenizer has and the model lacks, such as an added <pad>."""
+        """Raise UsageError for a token that the tokenizer has and the model lacks, such as an added <pad>."""
         vocabulary = int(self._model.config["vocab_size"])
         for token in ids:
             if token >= vocabulary:
@@ -234,7 +235,10 @@ class TextStream:
 
     def __init__(self, decode: Callable[[Sequence[int]], str], write: Callable[[str], None],
                  after: Sequence[int] = ()) -> None:
-        """``after``: the preceding ids.  Some tokenizers drop the leading space of a text's first token."""
+        """Write text as tokens come; ``after``: the preceding ids.
+
+        Some tokenizers drop the leading space of a text's first token.
+        """
         self._decode, self._write = decode, write
         self._ids = self._lead(after)  # the newest, which affect the text of the next
         self._text = self._decode(self._ids)  # of these

@@ -34,7 +34,7 @@ class AccessMiddleware:
     """
 
     def __init__(self, app: ASGIApp, api_key: str | None) -> None:
-        """``api_key``: one or several keys, one a line; each key is another caller."""
+        """Take one or several keys, one a line of ``api_key``; each key is another caller."""
         self._app = app
         keys = None if api_key is None else [key.strip() for key in api_key.splitlines() if key.strip()]
         self._expected = None if keys is None else [key.encode() for key in keys]

@@ -77,7 +77,7 @@ class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg]  # not ge
     """
 
     def __init__(self, most: int = 60, clock: Callable[[], float] = time.monotonic) -> None:
-        """``most``: lines a minute, of one logger, template and HTTP status."""
+        """Limit lines to ``most`` a minute, of one logger, template and HTTP status."""
         super().__init__()
         self._most, self._clock = most, clock
         self._kinds: dict[tuple[object, ...], _Minute] = {}

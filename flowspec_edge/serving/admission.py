@@ -71,7 +71,10 @@ class Readiness:
 
 @dataclass(frozen=True)
 class WaitingRequest:
-    """``ahead``: requests that must end before its turn; ``waited_s``: seconds since its arrival."""
+    """A request that waits.
+
+    ``ahead``: requests that must end before its turn; ``waited_s``: seconds since its arrival.
+    """
     ahead: int
     waited_s: float
     priority: int

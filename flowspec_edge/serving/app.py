@@ -141,7 +141,7 @@ class CompletionEndpoint:
 
     def __init__(self, admission: Admission, intake: Intake, served_model: ServedModel, keep_alive_s: float,
                  metrics: Metrics | None, door: Door) -> None:
-        """``metrics`` gets the tokens as they come, and every finished request's record."""
+        """Set up the endpoints; ``metrics`` gets the tokens as they come, and every finished request's record."""
         self._admission, self._intake, self._served = admission, intake, served_model
         self._door = door
         self._keep_alive_s = keep_alive_s

@@ -31,9 +31,9 @@ class Conversation:
 
     def __init__(self, tokenizer: Tokenizer, model: OpenModel, answer_tokens: int, system: str | None = None,
                  rendering: Rendering | None = None) -> None:
-        """``answer_tokens``: the longest answer; ``rendering``: how chats become prompts.
+        """Begin a chat; UsageError if the model has no chat template.
 
-        UsageError if the model has no chat template.
+        ``answer_tokens``: the longest answer; ``rendering``: how chats become prompts.
         """
         self._tokenizer = tokenizer
         self._rendering = rendering

@@ -200,7 +200,7 @@ class StageMetrics(Observer, Collector):
 
     def __init__(self, stages: int, system_stats: Callable[[], HeartbeatCounters],
                  clock: Callable[[], float] = time.monotonic) -> None:
-        """``system_stats`` are D0's own; ``clock`` tells the seconds at which heartbeats arrive."""
+        """Begin without heartbeats; ``system_stats``: D0's own; ``clock``: of the heartbeats' arrival, in seconds."""
         self._draft_graph_sizes: int | None = None  # of D0's draft model, once it is loaded
         self._system_stats = system_stats
         self._clock = clock
@@ -267,7 +267,7 @@ class StageMetrics(Observer, Collector):
 
 def _family(kind: type[CounterMetricFamily] | type[GaugeMetricFamily], about: tuple[str, str], label: str,
             values: dict[str, float]) -> Metric:
-    """``about``: name and help; ``values`` by the label's."""
+    """Make a family of metrics; ``about``: name and help; ``values`` by the label's."""
     family = kind(*about, labels=[label])
     for name, value in values.items():
         family.add_metric([name], value)

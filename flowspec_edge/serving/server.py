@@ -253,7 +253,7 @@ class _EndSignals:
 
     @contextmanager
     def interrupt(self) -> Iterator[None]:
-        """In this context, a signal raises _Ended at any bytecode.
+        """Let a signal raise _Ended at any bytecode of this context.
 
         Only for the start of a cluster, which may read a model for minutes without checking for the end. Nothing
         can be lost then, and processes that were started end with this one.

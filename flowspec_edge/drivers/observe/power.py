@@ -32,7 +32,7 @@ class PowerMeter:
 
     def __init__(self, rails: Sequence[Rail], board: float = 0.0,
                  clock: Callable[[], float] = time.monotonic) -> None:
-        """``board``: a number unique to the board; ``clock``: in seconds."""
+        """Take the board's rails; ``board``: a number unique to the board; ``clock``: in seconds."""
         self._rails = tuple(rails)
         self._board = board
         self._clock = clock
@@ -134,7 +134,7 @@ class SessionEnergy:
 
     def __init__(self, meter: PowerMeter | None, clock: Callable[[], float] = time.monotonic,
                  settle_s: float = _SETTLE_S) -> None:
-        """``clock``: the meter's; ``settle_s``: seconds after a session that do not count as idle."""
+        """Take a meter and its clock; ``settle_s``: seconds after a session that do not count as idle."""
         self._meter = meter
         self._clock = clock
         self._settle_s = settle_s
@@ -152,7 +152,7 @@ class SessionEnergy:
         self._shares.setdefault(session, _Share(0.0 if self._updated else math.nan))
 
     def work_for(self, *sessions: int) -> None:
-        """From now on the board works for these sessions, or for none."""
+        """Count the board's work from now on for these sessions, or for none."""
         self.update()
         self._worked_for = sessions
 

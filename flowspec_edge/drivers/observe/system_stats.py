@@ -22,7 +22,7 @@ class SystemStats:
 
     def __init__(self, root: Path = _ROOT, clock: Callable[[], float] = time.monotonic,
                  meter: PowerMeter | None = None) -> None:
-        """``root``: contains proc/ and sys/; ``clock``: seconds; ``meter``: the board's, running."""
+        """Take ``root``, which contains proc/ and sys/, a clock in seconds, and the board's running meter."""
         self._meter = meter
         number = board_number(system_root())
         self._machine = {} if number is None else {"machine": number}

@@ -56,7 +56,7 @@ class LocalPlan:
     """
 
     def __init__(self, stages: int, directory: Path, placement: Placement) -> None:
-        """``directory`` receives the key files."""
+        """Choose the addresses of a cluster; ``directory`` receives the key files."""
         self._open = ExitStack()
         self._placement = placement
         self._listeners = [self._listener(place) for place in range(1, stages + 1)]

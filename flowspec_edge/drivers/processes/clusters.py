@@ -36,12 +36,12 @@ def open_cluster(spec: ClusterSpec, place: Processes | OtherPlace[C] = Here()  #
 
 
 class Services:
-    """``spec.BoardStages`` that are services: D0 connects to them, but neither starts nor ends them."""
+    """Stages (``spec.BoardStages``) that are services: D0 connects to them, but neither starts nor ends them."""
 
     def __init__(self, config: DraftConfig, notifier: Notifier) -> None:
-        """``notifier`` gets keep-alives from the driving thread and the names of missing stages.
+        """Read the public keys; UsageError for an invalid one.
 
-        UsageError for an invalid public key.
+        ``notifier`` gets keep-alives from the driving thread and the names of missing stages.
         """
         self._config = config
         self._notifier = notifier

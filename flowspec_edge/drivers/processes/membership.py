@@ -148,7 +148,7 @@ class Membership:
         return {member.stage for member in self._members.values() if member.state is state}
 
     def expect_all(self) -> None:
-        """After a loss, require every stage to show again that it is ready."""
+        """Require every stage to show again, after a loss, that it is ready."""
         for member in self._members.values():
             member.state = StageState.ABSENT
 

@@ -112,7 +112,7 @@ class ProcessCluster:
         self.queue.put(handle)
 
     def probe(self, request: Request, on_tokens: OnTokens | None = None) -> RequestHandle:
-        """As :meth:`submit`, but the request begins at once, beside the queue."""
+        """Begin a request at once, beside the queue; otherwise as :meth:`submit`."""
         handle = RequestHandle(request, on_tokens)
         self._start_for(request, lambda: self.queue.put_beside(handle))
         return handle
@@ -134,7 +134,7 @@ class ProcessCluster:
 
     def generate_many(self, requests: Sequence[Request], arrivals: Sequence[float] | None = None
                       ) -> list[Result]:
-        """As ``d0.request.ClusterBackend``.
+        """Run requests that share the pipeline, as ``d0.request.ClusterBackend``.
 
         A request that is due is submitted between two steps of the event loop, so on an idle cluster up to 20 ms
         late.

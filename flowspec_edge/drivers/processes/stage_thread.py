@@ -37,7 +37,7 @@ class StageThread:
     """
 
     def __init__(self, config: WorkerConfig, output: Path) -> None:
-        """``output``: the file for the error that ends the stage."""
+        """Start the stage; ``output``: the file for the error that ends it."""
         self.pid = os.getpid()
         self._stop = StopRequest()
         self._code: int | None = None

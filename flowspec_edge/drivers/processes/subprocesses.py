@@ -40,7 +40,7 @@ class WorkerProcesses:
     """
 
     def __init__(self, program: str = STAGE) -> None:
-        """``program``: the package that runs a stage."""
+        """Set up without processes; ``program``: the package that runs a stage."""
         self._program = program
         self._starters: list[Callable[[float], AnyWorker]] = []  # by stage; of the seconds allowed
         self._workers: list[AnyWorker] = []
@@ -64,7 +64,7 @@ class WorkerProcesses:
         return [worker.pid for worker in self._workers]
 
     def start(self, configs: Sequence[WorkerConfig], wrap: Wrap | None = None) -> None:
-        """``wrap``: (stage, command) -> command at the stage's place.
+        """Start the stages; ``wrap``: (stage, command) -> command at the stage's place.
 
         Without it, CPU workers are forked, and the only stage on a GPU is a thread of this process.
         """
@@ -97,12 +97,12 @@ class WorkerProcesses:
             self._stopped_at.pop(stage, None)
 
     def _thread(self, config: WorkerConfig, within: float) -> StageThread:
-        """``within`` is not used, because the start of a thread waits for nothing."""
+        """Start a thread; ``within`` is not used, because that start waits for nothing."""
         return StageThread(config, self._output(config.stage))
 
     def _spawn(self, config: WorkerConfig, file: Path, wrap: Wrap | None, within: float
                ) -> subprocess.Popen[bytes]:
-        """``within`` is not used, because the start of a program waits for nothing."""
+        """Start a program; ``within`` is not used, because that start waits for nothing."""
         command = module_command(self._program, "--config", str(file), "--remove", str(self.directory))
         with self._output(config.stage).open("wb") as output:
             return subprocess.Popen(
@@ -163,7 +163,7 @@ class WorkerProcesses:
         self._temporary.cleanup()
 
     def _kill(self, stage: int) -> None:
-        """FlowspecError if the kernel cannot end the process."""
+        """Kill a stage's process; FlowspecError if the kernel cannot end it."""
         worker = self._workers[stage - 1]
         worker.kill()  # ends a stopped process, too
         try:

@@ -19,7 +19,7 @@ class Notifier:
     """Thread-safe. Never raises; sends nothing without systemd."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
-        """``environment`` as set by systemd; {} sends nothing."""
+        """Read ``environment`` as set by systemd; with {} nothing is sent."""
         address = environment.get("NOTIFY_SOCKET", "")
         self._address = "\0" + address[1:] if address[:1] == "@" else address
         self._within_s = _watchdog_s(environment)

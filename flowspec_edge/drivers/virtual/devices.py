@@ -111,7 +111,7 @@ class Devices:
 
     @cached_property
     def _occupied(self) -> dict[int, float]:
-        """By rows."""
+        """Seconds of a prompt of so many rows, as they have been computed."""
         return {}
 
     def link_row_seconds(self) -> float:

@@ -26,7 +26,7 @@ class VirtualLink:
     bytes: int = 0
 
     def send(self, size: int, deliver: Callable[[], None]) -> None:
-        """``deliver`` runs when the last of ``size`` bytes has arrived."""
+        """Send ``size`` bytes; ``deliver`` runs when the last of them has arrived."""
         occupied, latency = self.seconds(size)
         self.free_at = max(self.free_at, self.clock.now) + occupied
         self.bytes += size * self.hops

@@ -158,7 +158,7 @@ class RecordedStage:
     wire = _WIRE
 
     def __init__(self, vocabulary: int | None, is_last: bool) -> None:
-        """``vocabulary``: of the tokens that the first stage takes; None on the others."""
+        """Set up a stage that computes nothing; ``vocabulary``: of the first stage's tokens; None on the others."""
         self.vocabulary, self.is_last = vocabulary, is_last
         self.kinds: Sequence[CacheKind] = () if vocabulary is None else (PathDigests(),)
         self.layers_of_kinds: Mapping[CacheKind, Sequence[int]] = {kind: [0] for kind in self.kinds}
@@ -377,7 +377,10 @@ def _stand_in(node: DraftNode, expansion: Expansion) -> int:
 
 
 class RecordedSessions(DraftSessions):
-    """``requested``: the nodes whose children the drafters of all requests were asked for."""
+    """The draft sessions of a recording.
+
+    ``requested``: the nodes whose children the drafters of all requests were asked for.
+    """
 
     def __init__(self, recording: Recording) -> None:
         super().__init__(RecordedTarget(recording), _Drafts(recording), _MOST_POSITIONS)
@@ -404,7 +407,7 @@ class RecordedSessions(DraftSessions):
 
 @dataclass(frozen=True)
 class _Drafts:
-    """``draft_choice.HasDrafts``: the recorded kind stands for every kind of head."""
+    """The recorded kind of draft, which stands for every kind of head (``draft_choice.HasDrafts``)."""
 
     recording: Recording
 

@@ -281,7 +281,7 @@ def _bytes_of(array: NDArray[Any]) -> bytes:
 
 
 def _put(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
-    """With a fixed date, so that the same content makes the same file."""
+    """Write a file of the archive with a fixed date, so that the same content makes the same file."""
     archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_LZMA)
 
 

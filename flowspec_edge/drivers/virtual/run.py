@@ -63,7 +63,7 @@ class VirtualRun:
 
     def __init__(self, core: DraftCore, engines: list[StageEngine], devices: Devices,
                  parallelism: Parallelism, clock: EventClock, spans: list[Span]) -> None:
-        """``engines``: one per device, or one for a tensor-parallel group."""
+        """Set up a run; ``engines``: one per device, or one for a tensor-parallel group."""
         self._core = core
         self._learned: set[int] = set()  # sessions whose reports have bytes; those for an observer are free
         self._open: dict[int, _Traffic] = {}

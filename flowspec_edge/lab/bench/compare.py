@@ -53,10 +53,11 @@ class ComparedRow:
 
 @dataclass(frozen=True)
 class Comparison:
-    """``files``: what each file says of itself.
+    """Two files of measurements beside each other.
 
-    ``differences``: how the measurements differ beside their code; ``alone``: methods, tasks and temperatures that
-    one file alone has.
+    files        what each file says of itself
+    differences  how the measurements differ beside their code
+    alone        methods, tasks and temperatures that one file alone has
     """
 
     files: list[dict[str, Any]]

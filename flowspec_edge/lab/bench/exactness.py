@@ -47,9 +47,9 @@ class Exactness:
 
 
 def mark_of(different_answers: int | None, near_ties: int | None) -> str:
-    """Beside a figure: "≠" if an answer is wrong, "≈" if near ties alone made answers differ.
+    """Return the mark beside a figure: "≠" if an answer is wrong, "≈" if near ties alone made answers differ.
 
-    "" also if that is not known.
+    It is "" for no difference, and also if that is not known.
     """
     if not different_answers:
         return ""
@@ -65,7 +65,7 @@ def exactness(samples: Iterable[Sample]) -> Exactness:
 
 
 def types_of(settings: Mapping[str, Any]) -> str:
-    """In which types a measurement ran: of the weights, which older files do not name, and of the arithmetic."""
+    """Name the types of a measurement: of the weights, which older files do not name, and of the arithmetic."""
     return types_text(str(settings.get("dtype")), settings.get("weights"))
 
 

@@ -20,7 +20,7 @@ TOLERANCE = 0.05  # of the logits' standard deviation over the text
 
 
 class NearTies:
-    """``model`` is the whole model in transformers."""
+    """Decides whether near ties explain a difference; ``model`` is the whole model in transformers."""
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -92,7 +92,7 @@ class AcceptanceLengths(StrictModel):
 
 
 class PaperResults(StrictModel):
-    """``source`` is that of ``speed`` and ``accepted``."""
+    """A paper's figures; ``source`` is that of ``speed`` and ``accepted``."""
 
     source: str
     speed: list[PaperSpeed]

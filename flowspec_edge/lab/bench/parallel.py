@@ -133,7 +133,7 @@ class ParallelCluster:
     clock = "virtual"
 
     def __init__(self, take: Callable[[PipelineTask], list[Result]], empty: PipelineTask) -> None:
-        """``empty``: its tasks without their requests."""
+        """Take one process' share of the tasks; ``empty``: its tasks without their requests."""
         self._take, self._empty = take, empty
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:

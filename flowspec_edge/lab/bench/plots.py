@@ -218,7 +218,7 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def figure_bytes(figure: Figure, kind: str, about: str = "") -> bytes:
-    """``kind``: svg, png or pdf; ``about`` becomes the description in the file's metadata."""
+    """Render a figure as svg, png or pdf; ``about`` becomes the description in the file's metadata."""
     from matplotlib import rc_context
 
     dates = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}

@@ -112,7 +112,7 @@ class BenchReport(Results):
 
     @property
     def rows(self) -> list[ReportRow]:
-        """By temperature, task and strategy, each in the order of its first sample."""
+        """Rows by temperature, task and strategy, each in the order of its first sample."""
         return rows_of(self.samples)
 
     @property
@@ -149,7 +149,10 @@ class BenchReport(Results):
 
 @dataclass
 class Point:
-    """``measured_mbps``: of each device's link; None in virtual time or without traffic shaping."""
+    """One value of a sweep.
+
+    ``measured_mbps``: of each device's link; None in virtual time or without traffic shaping.
+    """
 
     value: Value | None
     report: BenchReport

@@ -49,11 +49,11 @@ class Workload:
 
 @dataclass(frozen=True)
 class BenchPlan:
-    """``repeats``: each adds 1 to the seed.
+    """What a benchmark runs.
 
-    ``warmup``: uncounted requests before each strategy's first, in which a cluster loads models and fills
-    caches.
-    ``pattern``: how requests arrive that share the devices; None: one by one.
+    repeats  each adds 1 to the seed
+    warmup   uncounted requests before each strategy's first, in which a cluster loads models and fills caches
+    pattern  how requests arrive that share the devices; None: one by one
     """
 
     strategies: Sequence[str]
@@ -293,7 +293,10 @@ class ArrivalPattern:
 
 @dataclass(frozen=True)
 class MeasuredAnswer:
-    """``member``: the request's index; ``alone``, ``timing``: of a request that ran beside others."""
+    """An answer with its times.
+
+    ``member``: the request's index; ``alone``, ``timing``: of a request that ran beside others.
+    """
 
     member: int
     result: Result

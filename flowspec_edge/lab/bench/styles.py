@@ -9,7 +9,7 @@ from flowspec_edge.strategies.registry import STRATEGIES, title_of
 
 
 class MethodStyle(NamedTuple):
-    """``marker`` is one of matplotlib's that can be hollow."""
+    """How figures show a method; ``marker`` is one of matplotlib's that can be hollow."""
 
     label: str
     colour: str

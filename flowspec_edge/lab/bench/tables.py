@@ -298,7 +298,7 @@ def published_depths(published: DepthCells) -> str:
 
 
 def best_and_worst(rows: Mapping[Value, ReportRow]) -> tuple[Value, Value] | None:
-    """None if no row has a speed."""
+    """Return the values with the most and the fewest tokens/s; None if no row has a speed."""
     by_value = {value: speed for value, row in rows.items() if (speed := row.tokens_per_second) is not None}
     if not by_value:
         return None

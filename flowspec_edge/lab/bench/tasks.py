@@ -60,7 +60,7 @@ class Task:
 
     @property
     def digests(self) -> list[str]:
-        """Of each prompt's text, in order: what pairs the prompts of two files."""
+        """The digest of each prompt's text, in order, by which the prompts of two files are paired."""
         return [hashlib.sha256(prompt.text.encode()).hexdigest()[:12] for prompt in self.prompts]
 
 

@@ -24,9 +24,10 @@ _WAKES_LATE_S = 0.0003  # the rest of a wait, which polls the clock
 
 @dataclass(frozen=True)
 class Emulation:
-    """``links`` "made": the receiver delays messages by the profile's time.
+    """What is emulated, and how.
 
-    "real": messages are padded to the profile's bytes, and the network takes its own time.
+    links  "made": the receiver delays messages by the profile's time; "real": messages are padded to the
+           profile's bytes, and the network takes its own time
     """
 
     devices: Devices

@@ -42,7 +42,7 @@ class NetnsTestbed:
     control_port = 7701
 
     def __init__(self, stages: int) -> None:
-        """UsageError, before anything is created, if this process lacks the rights or this machine a tool."""
+        """Raise UsageError, before anything is created, if this process lacks the rights or this machine a tool."""
         if not 1 <= stages <= _MAX_STAGES:
             raise UsageError(f"a testbed has 1 to {_MAX_STAGES} stages, not {stages}")
         check_machine()

@@ -29,7 +29,10 @@ _RESTORABLE = {"fq", "fq_codel", "pfifo", "pfifo_fast", "noqueue"}  # with defau
 class DeviceShaping:
     def __init__(self, runner: Runner, interface: str, protected_ports: Iterable[int],
                  restore_after_s: int = 300) -> None:
-        """``restore_after_s``: the device restores itself after this time without ``apply`` or ``renew``."""
+        """Take a device's interface.
+
+        ``restore_after_s``: the device restores itself after this time without ``apply`` or ``renew``.
+        """
         self._runner = runner
         self._interface = interface
         self._ports = list(protected_ports)

@@ -26,7 +26,10 @@ _LATEX = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"
 
 @dataclass(frozen=True)
 class PaperDocument:
-    """``about`` is the head of every file, ``notes`` are the tables' footnotes."""
+    """A paper's tables as a document.
+
+    ``about`` is the head of every file, ``notes`` are the tables' footnotes.
+    """
 
     name: str
     title: str

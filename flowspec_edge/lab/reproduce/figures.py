@@ -34,7 +34,7 @@ _SOURCE_MARKERS = ("o", "s", "^")
 
 def figure_of(kind: Kind, records: Sequence[Record], results: Sequence[Measured], caption: Sequence[str]
               ) -> Figure:
-    """``caption``: lines below the figure."""
+    """Draw a figure of this kind; ``caption``: lines below it."""
     records = [r for r in records if r.figure is not None]
     if not any(r.source == MEASURED for r in records):
         figure, (axis,) = new_figure(1, _WIDTH, 1.0)
@@ -124,7 +124,7 @@ def _grouped(axis: Axes, records: Sequence[Record], unit: str, title: str,
 
 
 def _wrapped(name: str, width: int) -> str:
-    """In lines of at most ``width`` letters, also after - and _."""
+    """Wrap a name in lines of at most ``width`` letters, also after - and _."""
     return "\n".join(line.replace("_ ", "_") for line in wrap(name.replace("_", "_ "), max(width, 6)))
 
 
@@ -173,9 +173,11 @@ def _lines(axis: Axes, records: Sequence[Record]) -> None:
 
 
 def _published_lines(axis: Axes, records: Sequence[Record]) -> None:
-    """Of one model: the methods' own markers, hollow, with one entry in the legend.
+    """Draw published figures.
 
-    Of several models, which measured one method: a marker and an entry for each.
+    Those of one model have the methods' own markers, hollow, with one entry in the legend. Those of several models,
+    which
+    measured one method, have a marker and an entry for each.
     """
     sources = list(dict.fromkeys(r.source for r in records))
     for source, method in dict.fromkeys((r.source, r.method) for r in records):

@@ -32,8 +32,9 @@ from flowspec_edge.util.weight_file import Embedding, as_embedding, tokens_devic
 
 
 class SpdDrafter(Drafter):
-    """``embedding`` [V, H] is the target's; its rows have the module's dtype and device.
+    """A session's drafter by SPD's module.
 
+    ``embedding`` [V, H] is the target's; its rows have the module's dtype and device.
     A row's feature uses its deepest state so far and the one at half that depth; late or lost taps only worsen the
     drafts.
     """

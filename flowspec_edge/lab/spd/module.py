@@ -38,7 +38,10 @@ KeyValues = tuple[Tensor, Tensor]  # of one layer, keys rotated: 2 x [B, kv_head
 
 
 class SpdModule(nn.Module):
-    """``config``: the target's, but ``num_hidden_layers`` is the module's, ``target_layers`` the target's."""
+    """SPD's draft module.
+
+    ``config``: the target's, but ``num_hidden_layers`` is the module's, ``target_layers`` the target's.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -117,7 +120,7 @@ def load_module(directory: Path, dtype: torch.dtype) -> SpdModule:
 
 
 def module_config(directory: Path) -> LlamaConfig:
-    """UsageError or FlowspecError if config.json is missing or unusable."""
+    """Read a module's configuration; UsageError or FlowspecError if config.json is missing or unusable."""
     raw = checkpoint.read_config(directory, _WHAT)
     for key in _COUNTS:
         if not isinstance(raw.get(key), int):

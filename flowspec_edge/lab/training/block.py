@@ -32,9 +32,13 @@ from flowspec_edge.model.families import QWEN3
 
 @dataclass(frozen=True)
 class BlockRecipe(HeadRecipe):
-    """``depth``: slots of a block, each of which ranks the tokens after it; ``chains``: blocks a window.
+    """How a block drafter's head is trained.
 
-    layers  of the head; states: of the target that it reads; rank: of the Markov head, 0 without one
+    depth   slots of a block, each of which ranks the tokens after it
+    chains  blocks a window
+    layers  of the head
+    states  of the target that it reads
+    rank    of the Markov head, 0 without one
     """
 
     depth: int = 16

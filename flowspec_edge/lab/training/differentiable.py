@@ -140,7 +140,7 @@ class Eagle3Pass:
         return norm(head.norm, out) if head.config.norm_output else out
 
     def logits(self, outputs: Tensor) -> Tensor:
-        """Of a head with an lm_head of its own."""
+        """Compute the logits of a head with an lm_head of its own."""
         head = self._head
         logits: Tensor = head.lm_head(outputs if head.config.norm_output else norm(head.norm, outputs))
         return logits

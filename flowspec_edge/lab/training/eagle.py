@@ -46,7 +46,10 @@ def new_head(target: Any) -> EagleHead:
 
 
 class Eagle2(UnrolledStudent):
-    """``ranked``: ids of the tokens that the cross-entropy is over; by default the whole vocabulary."""
+    """The training of an EAGLE-1/2 head.
+
+    ``ranked``: ids of the tokens that the cross-entropy is over; by default the whole vocabulary.
+    """
 
     name = EAGLE2.name
     states_are_features = True

@@ -56,7 +56,7 @@ class Fields:
 
 
 def family_in(fields: Fields) -> Family:
-    """UsageError for an architecture that stages cannot run."""
+    """Return the file's family; UsageError for an architecture that stages cannot run."""
     sparse = bool(fields.number("expert_count", 0))
     for family in FAMILIES.values():
         if family.gguf and family.gguf.architecture == fields.architecture and family.sparse == sparse:

@@ -52,7 +52,7 @@ class GgufTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """``fields``: numbers, strings, lists of strings and arrays of numbers, by key."""
+    """The header of a GGUF file; ``fields``: numbers, strings, lists of strings and arrays of numbers, by key."""
 
     path: Path
     size: int

@@ -24,10 +24,11 @@ Job = Callable[[dict[str, Any]], str]  # raises any exception if it fails
 
 
 def _grammar_job() -> Job:
-    """``lark``, ``gbnf``, ``limits`` and ``forced``: compile a grammar, and compute its first mask.
+    """Make the job that compiles a grammar and computes its first mask, or that reads a JSON schema.
 
-    ``gbnf``: whether it is in llama.cpp's syntax; then it is converted, which is the result. ``forced``: the most
-    bytes that it may begin with without a choice.
+    ``lark``, ``gbnf``, ``limits`` and ``forced``: a grammar.  ``gbnf``: whether it is in llama.cpp's syntax; then
+    it is
+    converted, which is the result. ``forced``: the most bytes that it may begin with without a choice.
 
     ``schema`` and ``limits``: the result is JSON, of :func:`enforceable`, or null if the schema can be
     enforced as it is.
@@ -64,14 +65,17 @@ def _grammar_job() -> Job:
 
 
 def _template_job() -> Job:
-    """``template`` and ``context``: render a chat template, as transformers does in ``render_jinja_template``."""
+    """Make the job that renders a chat template, as transformers does in ``render_jinja_template``.
+
+    ``template`` and ``context``: what it renders, and with what.
+    """
     from datetime import datetime
 
     import jinja2.ext
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """``{% generation %}`` marks an assistant's text, for training; here it is text like any other."""
+        """The tag ``{% generation %}``, which marks an assistant's text for training; here it is plain text."""
 
         tags = {"generation"}  # noqa: RUF012
 

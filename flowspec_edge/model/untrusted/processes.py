@@ -122,7 +122,7 @@ class LimitedProcesses:
         self._end()
 
     def _reply(self, data: bytes, deadline: float) -> dict[str, Any] | None:
-        """None: the process had ended before."""
+        """Give the process a job and return its reply; None: the process had ended before."""
         process = self._take()
         reusable = False
         try:
@@ -200,7 +200,7 @@ class _Process:
         return self._process.poll() is None
 
     def exit_code(self) -> int:
-        """Of a process that has closed its socket."""
+        """Return the exit code of a process that has closed its socket."""
         try:
             return int(self._process.wait(_END_S))
         except subprocess.TimeoutExpired:
@@ -257,9 +257,9 @@ class TemplateRenderer(LimitedProcesses):
     def render(self, template: str, special_tokens: Mapping[str, Any], messages: Sequence[Mapping[str, Any]],
                tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = False,
                values: Mapping[str, Any] | None = None) -> str:
-        """``special_tokens``: a tokenizer's ``special_tokens_map``; ``values``: further variables.
+        """Render a chat template; UsageError if it fails, rejects the chat, or needs too much for it.
 
-        UsageError if the template fails, rejects the chat, or needs too much for it.
+        ``special_tokens``: a tokenizer's ``special_tokens_map``; ``values``: further variables.
         """
         context = {"documents": None, **(values or {}), **special_tokens, "messages": messages,
                    "tools": tools or None,

@@ -43,7 +43,7 @@ class _Trial:
         self._failures: dict[str, str] = {}  # most keywords are like many others
 
     def checked(self, node: Any, at: str, contradictions: bool = False) -> Any:
-        """``node`` without what cannot be enforced; ``at``: where it is.
+        """Return ``node`` without what cannot be enforced; ``at``: where it is.
 
         ``contradictions``: look also for keywords that exclude each other.
         """

@@ -35,7 +35,7 @@ _SAMPLE = 1024  # elements at each end of a tensor that enter the digest
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """``read`` reads it: a head in 16 bits never has to be in memory as a whole."""
+    """A tensor in a file, which ``read`` reads: a head in 16 bits never has to be in memory as a whole."""
 
     shape: torch.Size
     read: Callable[[], Tensor]
@@ -45,7 +45,7 @@ class Checkpoint:
     """UsageError if the directory holds no weights; FlowspecError for a damaged file or tensor."""
 
     def __init__(self, directory: Path | str, files: WeightFiles | None = None) -> None:
-        """``files`` opens the files: by default, without a comparison of their sha256."""
+        """Open a checkpoint; ``files`` opens its files: by default, without a comparison of their sha256."""
         self.directory = Path(directory)
         if not self.directory.is_dir():
             raise UsageError(f"no model at {self.directory}: not a directory")
@@ -123,7 +123,7 @@ class Checkpoint:
         return _digest({name: _ends(self._store(name), name) for name in stored})
 
     def file_of(self, name: str) -> WeightFile:
-        """FlowspecError if there is no such tensor, or its file cannot be read."""
+        """Return a tensor's file; FlowspecError if there is no such tensor, or its file cannot be read."""
         self.path_of(name)
         return self._stacked.get(name) or self._store(name)
 
@@ -133,7 +133,7 @@ class Checkpoint:
         return file
 
     def path_of(self, name: str) -> Path:
-        """FlowspecError if there is no such tensor."""
+        """Return the path of a tensor's file; FlowspecError if there is no such tensor."""
         if name not in self._files:
             raise missing_tensor(self.directory, name)
         return self._files[name]
@@ -204,7 +204,7 @@ def missing_tensor(directory: Path, name: str) -> FlowspecError:
 
 
 def check_shape(directory: Path, name: str, stored: torch.Size, shape: torch.Size) -> None:
-    """FlowspecError unless ``stored`` is the ``shape`` that the model's configuration requires."""
+    """Raise FlowspecError unless ``stored`` is the ``shape`` that the model's configuration requires."""
     if stored != shape:
         raise FlowspecError(f"{display_path(directory)}: tensor {name} has shape {list(stored)}, "
                             f"config.json asks for {list(shape)}")

@@ -29,12 +29,12 @@ class WeightFiles:
     """Opens each file once."""
 
     def __init__(self, sha256: Mapping[Path, str] | None = None) -> None:
-        """``sha256``: of the files that have to be compared."""
+        """Set up without open files; ``sha256``: of the files that have to be compared."""
         self._digests = sha256 or {}
         self._open: dict[Path, WeightFile | None] = {}
 
     def open(self, path: Path) -> WeightFile:
-        """FlowspecError for a missing or damaged file, and for PyTorch's format from before version 1.6."""
+        """Open a file; FlowspecError if it is missing, damaged, or of PyTorch's format from before version 1.6."""
         if (file := self._open.get(path)) is None:
             self._open[path] = None  # begun, should it fail
             self._open[path] = file = _open(path, path in self._digests)

@@ -48,7 +48,7 @@ class StackedExperts(WeightFile):
     """The experts of one layer, read one at a time: some tens of MB are in memory."""
 
     def __init__(self, prefix: str, names: Iterable[str], file_of: Callable[[str], WeightFile]) -> None:
-        """``names``: of the layer's stacked tensors.
+        """Take the layer's stacked tensors by their ``names``.
 
         FlowspecError if one is missing or has an impossible shape.
         """
@@ -108,7 +108,7 @@ class StackedExperts(WeightFile):
         return self._last_slab[2]
 
     def _shape(self, name: str) -> tuple[int, int, int, torch.dtype]:
-        """Of a stack: experts, rows and columns of each, dtype."""
+        """Return a stack's experts, rows and columns of each, and dtype."""
         if name in self._names:
             info = self._info(name)
             if len(info.shape) != 3:

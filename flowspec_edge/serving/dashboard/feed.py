@@ -87,7 +87,7 @@ class TreeEvents:
     """Converts snapshots to the page's ``tree`` events."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        """``decode``: the text of token ids."""
+        """Set up without requests; ``decode``: the text of token ids."""
         self._decode = decode
         self._texts: dict[int, str] = {}
         self._last: Snapshot | None = None

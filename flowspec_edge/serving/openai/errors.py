@@ -44,7 +44,7 @@ class ApiError(FlowspecError):
                                            "message": str(self)}}
 
     def response(self, path: str = "") -> JSONResponse:
-        """``path``: that was asked."""
+        """Make the response to a request of ``path``."""
         headers = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"

@@ -70,7 +70,10 @@ class FieldTable:
     """The fields of one or more endpoints, by name."""
 
     def __init__(self, fields: Sequence[RequestField], endpoints: int, parent: str = "") -> None:
-        """``endpoints``: how many it is of; ``parent``: the field that has these, for errors."""
+        """Index the fields by name.
+
+        ``endpoints``: how many it is of; ``parent``: the field that has these, for errors.
+        """
         self.fields = {field.name: field for field in fields}
         self._endpoints, self._parent = endpoints, f"{parent}." if parent else ""
 

@@ -131,7 +131,7 @@ class StreamError(Exception):
 
 
 class ResponseHandler:
-    """``choices``: empty if the request was not admitted."""
+    """Answers a request; ``choices``: empty if the request was not admitted."""
 
     def __init__(self, admission: Admission, prepared: PreparedRequest, answer: Answer, caller: Caller,
                  keep_alive_s: float, on_tokens: Callable[[int], None]) -> None:
@@ -240,7 +240,7 @@ class ResponseHandler:
 
     @property
     def energy_j(self) -> float | None:
-        """Of the whole run; None if not measured, or if a stop string ended an answer."""
+        """Energy of the whole run; None if not measured, or if a stop string ended an answer."""
         spent = [choice.result.stats.energy_j if choice.result else None for choice in self.choices]
         measured = [joules for joules in spent if joules is not None]
         return sum(measured) if measured and len(measured) == len(spent) else None

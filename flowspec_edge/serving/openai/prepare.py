@@ -223,7 +223,7 @@ class ServedModel:
                                 "messages", field)
 
     def prepared(self, body: Body) -> PreparedRequest:
-        """Of a chat or a completion, as :meth:`chat` or :meth:`completion`."""
+        """Prepare a chat or a completion, as :meth:`chat` or :meth:`completion`."""
         if isinstance(body, ChatBody):
             return self.chat(body)
         assert isinstance(body, CompletionBody)

@@ -55,9 +55,11 @@ class Answer:
 
     def complete(self, choices: list[dict[str, Any]], usage: dict[str, Any], figures: dict[str, Any],
                  extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """``choices``: of :meth:`choice`.
+        """Make the body of a complete answer.
 
-        ``figures``: of :meth:`figures`; ``extra``: :meth:`details` of the only choice, if the client asked.
+        choices  of :meth:`choice`
+        figures  of :meth:`figures`
+        extra    :meth:`details` of the only choice, if the client asked
         """
         kind = "chat.completion" if self.chat else "text_completion"
         return self._object(kind, choices, usage=usage, flowspec=figures | (extra or {}))
@@ -225,7 +227,7 @@ def model_object(name: str, created: int, context: int, positions: int, vocabula
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """``top``: texts and log-probabilities of the likeliest tokens."""
+    """A token with its log-probability; ``top``: texts and log-probabilities of the likeliest tokens."""
 
     text: str
     logprob: float
@@ -251,7 +253,7 @@ class TokenDecoder:
 
 
 def chat_logprobs(tokens: Sequence[TokenLogprob]) -> dict[str, Any]:
-    """``logprobs`` of a chat completion's choice."""
+    """Return ``logprobs`` of a chat completion's choice."""
     return {"content": [{**_token(token.text, token.logprob),
                          "top_logprobs": [_token(text, logprob) for text, logprob in token.top]}
                         for token in tokens], "refusal": None}

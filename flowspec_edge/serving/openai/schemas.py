@@ -153,7 +153,7 @@ class Reasoning(Ignoring):
 
 
 class JsonSchema(Ignoring):
-    """``schema`` is a method's name in pydantic.
+    """A JSON schema under a name; ``schema`` is a method's name in pydantic.
 
     A misspelt ``schema`` would let any object pass, so an unknown field is an error.
     """
@@ -203,7 +203,7 @@ class StructuredOutputs(Ignoring):
 
 
 class FunctionDefinition(Ignoring):
-    """``parameters``: None: the function has none."""
+    """A function that a model may call; ``parameters``: None: the function has none."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
