@@ -75,12 +75,12 @@ class Pass:
 
     @property
     def cancelled(self) -> list[bool]:
-        """By segment; empty before the layers have run."""
+        """Whether each segment is cancelled; empty before the layers have run."""
         return [result.cancelled for result in self.results]
 
     @property
     def admitted_rows(self) -> int:
-        """Of the segments that were not cancelled."""
+        """Rows of the segments that were not cancelled."""
         skipped = self.cancelled or [False] * len(self.segments)
         return sum(len(segment.numbers) for segment, skip in zip(self.segments, skipped, strict=True)
                    if not skip)
@@ -150,7 +150,10 @@ StageAction = Emit | Pass | Reject | Idle
 
 
 class StageCore:
-    """``engine``: computes; ``counters``: of the sessions."""
+    """A stage without input and output.
+
+    ``engine``: computes; ``counters``: of the sessions.
+    """
 
     def __init__(self, engine: StageEngine, stage: int = 1, layers: float = 1.0,
                  open_within_s: float = math.inf) -> None:

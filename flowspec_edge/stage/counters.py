@@ -30,7 +30,7 @@ class SessionCounters:
         setattr(self, counter, getattr(self, counter) + size)
 
     def counters(self) -> dict[str, float]:
-        """``slot_s`` is the median over segments."""
+        """Return the counters of a heartbeat; ``slot_s`` is the median over segments."""
         late = {} if self.late_s is None else {"late_s": self.late_s}
         return {**late, "compute_s": self.compute_s, "wait_s": self.wait_s,
                 "slot_s": median(self.slots) if self.slots else 0.0, "tokens": self.tokens, "rows": self.rows,

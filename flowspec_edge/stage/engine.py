@@ -90,7 +90,7 @@ class StageModel(Protocol):
         """Return the bytes of one row in one layer."""
 
     def allocating(self, what: str, nbytes: int) -> AbstractContextManager[None]:
-        """FlowspecError if ``nbytes`` more (0: unknown) do not fit."""
+        """Raise FlowspecError, in the context, if ``nbytes`` more (0: unknown) do not fit."""
 
     def run(self, parts: Sequence[Part], keep_going: Callable[[], bool], graphs: Any
             ) -> list[PartResult] | None:
@@ -109,9 +109,9 @@ class StageModel(Protocol):
 
 class StageEngine:
     def __init__(self, model: StageModel, cache_rows: int = 0, requests: int = 0, tentative: int = 0) -> None:
-        """``cache_rows``: rows to allocate now (``CacheKind.reserved``); 0 allocates when sessions need it.
+        """Set up an engine without sessions; FlowspecError if the memory does not suffice.
 
-        FlowspecError if the memory does not suffice.
+        ``cache_rows``: rows to allocate now (``CacheKind.reserved``); 0 allocates when sessions need it.
         """
         self.model = model
         rows_of = {kind: kind.reserved(cache_rows, requests, tentative) for kind in self.model.layers_of_kinds}
@@ -316,7 +316,7 @@ class StageEngine:
         return self.model.run(parts, keep_going, self.graphs) if parts else None
 
     def correlation(self, rows: int) -> float | None:
-        """Of the experts of the last pass, which had ``rows`` (``model.experts``)."""
+        """Return the correlation of the experts of the last pass, which had ``rows`` (``model.experts``)."""
         return self.model.correlation(rows)
 
     def _prepare(self, admitted: Segment) -> Part | None:
@@ -432,7 +432,7 @@ class StageEngine:
             raise
 
     def _allocating(self, nbytes: int, what: str) -> AbstractContextManager[None]:
-        """FlowspecError if ``nbytes`` more do not fit."""
+        """Raise FlowspecError, in the context, if ``nbytes`` more do not fit."""
         return self.model.allocating(what, nbytes)
 
 

@@ -96,5 +96,5 @@ class LayerGraphs:
             step()
 
     def attend(self, layer: int, mask: Any, cache: Any) -> None:
-        """``mask`` and ``cache`` of ``CacheKind.inputs``."""
+        """Run a layer's attention, between two graphs; ``mask`` and ``cache`` of ``CacheKind.inputs``."""
         self._attended[layer].copy_(self._layers[layer].attend(self._begun[layer], mask, cache, self._new))

@@ -81,7 +81,7 @@ def try_prompt_rows(engine: StageEngine, most: int) -> int:
 
 
 def _row_bytes(engine: StageEngine, layer: DecoderLayer) -> int:
-    """Of a row's activations in a layer, and of its mask."""
+    """Return the bytes of a row's activations in a layer, and of its mask."""
     shard = shard_of(engine)
     outputs = _outputs(layer)
     if experts := layer.experts:  # of which a row reads those that it chooses

@@ -28,7 +28,7 @@ def member(numbers: Int32, within: Int32) -> Bool:
 
 
 def check(segment: Segment, hidden_size: int, dtype: str, vocabulary: int | None) -> None:
-    """ProtocolError unless the segment's fields are consistent and match the stage.
+    """Raise ProtocolError unless the segment's fields are consistent and match the stage.
 
     ``vocabulary``: the number of token ids on the first stage; None on stages that take hidden states.
     """
@@ -185,7 +185,7 @@ class Session:
     counters: dict[str, float] = field(default_factory=lambda: dict.fromkeys(COUNTERS, 0))
 
     def check(self, segment: Segment) -> None:
-        """ProtocolError if the segment does not follow the previous one, or names missing rows."""
+        """Raise ProtocolError if the segment does not follow the previous one, or names missing rows."""
         name = f"segment {segment.run} of session {segment.session}"
         if segment.run != (0 if self.run is None else self.run + 1):
             after = "first" if self.run is None else f"after segment {self.run}"

@@ -72,7 +72,7 @@ class Shard:
 
     @cached_property
     def turns(self) -> Sequence[str]:
-        """By layer: the type by which the rotary embedding tells its angles."""
+        """The type by which the rotary embedding tells each layer's angles."""
         return self.config.turns[slice(*self.layers)]
 
     @property
@@ -86,7 +86,7 @@ class Shard:
 
     @property
     def vocabulary(self) -> int | None:
-        """Of the tokens that the first stage takes; None on the others."""
+        """The vocabulary of the tokens that the first stage takes; None on the others."""
         return None if self.embed is None else self.config.vocab_size
 
     @property
@@ -105,7 +105,7 @@ class Shard:
 
     @cached_property
     def kind_indexes(self) -> list[int]:
-        """By layer of the stage: its kind's place among them."""
+        """The place of each layer's kind among the stage's kinds."""
         order = list(self.layers_of_kinds)
         return [order.index(kind) for kind in self.kinds]
 
@@ -120,16 +120,16 @@ class Shard:
         return kind.arena(layers, self.dtype, self.device, rows)
 
     def row_bytes(self, kind: CacheKind) -> int:
-        """Of one row in one layer."""
+        """Return the bytes of one row in one layer."""
         return kind.row_bytes(self.dtype.itemsize)
 
     def allocating(self, what: str, nbytes: int) -> AbstractContextManager[None]:
-        """FlowspecError if ``nbytes`` more (0: unknown) do not fit."""
+        """Raise FlowspecError, in the context, if ``nbytes`` more (0: unknown) do not fit."""
         return allocation(what, nbytes, _NEED_LESS, available_bytes(self.device) if nbytes else None)
 
     def run(self, parts: Sequence[Part], keep_going: Callable[[], bool], graphs: Mapping[int, LayerGraphs]
             ) -> list[PartResult] | None:
-        """As ``forward.run``, in host memory."""
+        """Run the layers as ``forward.run``, with results in host memory."""
         computed = forward.run(self, parts, keep_going, graphs)
         return None if computed is None else [
             PartResult([(layer, from_torch(states)) for layer, states in taps], from_torch(hidden))
@@ -140,7 +140,7 @@ class Shard:
         return from_torch(torch.empty(0, self.hidden_size, dtype=self.dtype))
 
     def correlation(self, rows: int) -> float | None:
-        """Of the experts of the last pass, which had ``rows`` (``model.experts``)."""
+        """Return the correlation of the experts of the last pass, which had ``rows`` (``model.experts``)."""
         return correlation_of(self.modules, rows)
 
     @property

@@ -98,7 +98,7 @@ def write_output(path: Path, data: str | bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """UsageError if :func:`write_output` would fail; does not change ``path``."""
+    """Raise UsageError if :func:`write_output` would fail; does not change ``path``."""
     try:
         target = path.resolve()
         if target.is_dir() or (target.exists() and not target.is_file()):

@@ -55,7 +55,7 @@ def modules_program(modules: Sequence[ModuleType], entry: ModuleType, call: str)
 
 
 def _command(begin: str, *arguments: str, python: str | None) -> list[str]:
-    """``begin``: what runs once the current directory is left out; ``sys`` is imported."""
+    """Make a command; ``begin``: what runs once the current directory is left out; ``sys`` is imported."""
     return [python or sys.executable, "-c", (_SAFE if python else _safe_here()) + begin, *arguments]
 
 
@@ -119,7 +119,7 @@ def _guarded(start: Any) -> Any:
 
 
 def _without_current_directory(command: Sequence[Any]) -> list[Any]:
-    """``command`` with the same program, if it is an interpreter's with -c or -m."""
+    """Return ``command`` with the same program, if it is an interpreter's with -c or -m."""
     for place, word in enumerate(command):
         if word == "-c":
             return [*command[:place + 1], _safe_here() + command[place + 1], *command[place + 2:]]

@@ -25,7 +25,7 @@ def fuses_rms_norm(device: torch.device) -> bool:
 
 
 class RmsNorm:
-    """``F.rms_norm`` in one launch, or in two where PyTorch composes it.
+    """RMS norm by ``F.rms_norm`` in one launch, or in two where PyTorch composes it.
 
     The two: beside −x, the mean of x is 0, so that the layer norm of both divides x by its root mean square.
     It computes in float32 and rounds once, as the fused kernel does; the mean is 0 within the last bit of the

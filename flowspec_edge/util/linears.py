@@ -78,7 +78,7 @@ def concatenated(parts: Sequence[nn.Module]) -> nn.Module:
 
 
 def add_product(rows: Tensor, linear: nn.Module, x: Tensor) -> Tensor:
-    """``rows`` [n, out] plus ``linear(x)``, in place; product and sum are one kernel if possible.
+    """Add ``linear(x)`` to ``rows`` [n, out] in place; product and sum are one kernel if possible.
 
     On a CPU in 16 bits they are two, and the product is rounded, as in plain decoding.
     """

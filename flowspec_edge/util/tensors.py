@@ -36,7 +36,7 @@ def parse_dtype(name: str) -> torch.dtype:
 
 
 def check_finite(values: Tensor, dtype: torch.dtype, source: str) -> None:
-    """FlowspecError, which begins with ``source``, if a value is NaN, infinite, or too large for ``dtype``.
+    """Raise FlowspecError, which begins with ``source``, if a value is NaN, infinite, or too large for ``dtype``.
 
     Costs a tenth of a copy. Integers, and floats of 8 bits, pass.
     """
@@ -111,7 +111,7 @@ def on_host(tensor: Tensor) -> Tensor:
 
 def indices(values: Sequence[int] | Sequence[Sequence[int]] | NDArray[np.integer], device: torch.device
             ) -> Tensor:
-    """``values`` as int64, without waiting for the device's queue."""
+    """Return ``values`` as int64, without waiting for the device's queue."""
     return to_device(torch.from_numpy(np.asarray(values, np.int64)), device)
 
 

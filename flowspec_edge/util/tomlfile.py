@@ -85,12 +85,12 @@ Origin = Annotated[str, AfterValidator(_origin)]  # of a web page
 
 
 def load_toml(path: Path, model: type[M]) -> M:
-    """UsageError with file, line and key of every fault."""
+    """Load a TOML file; UsageError with file, line and key of every fault."""
     return parse_toml(read_bytes(path, _MAX_BYTES), path, model)
 
 
 def parse_toml(raw: bytes, path: Path, model: type[M]) -> M:
-    """``path`` is for the errors, which are those of :func:`load_toml`."""
+    """Parse TOML as :func:`load_toml`; ``path`` is for the errors."""
     try:
         text = raw.decode()
         data: dict[str, Any] = tomllib.loads(text)

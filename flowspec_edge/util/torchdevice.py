@@ -69,7 +69,7 @@ def memory_errors(device: str) -> Iterator[None]:
 @contextmanager
 def allocation(purpose: str, nbytes: int, advice: str, available: int | None = None, meminfo: Path = _MEMINFO
                ) -> Iterator[None]:
-    """FlowspecError, with ``advice``, if an allocation of ``nbytes`` (0: unknown) does not fit or fails.
+    """Raise FlowspecError, with ``advice``, if an allocation of ``nbytes`` (0: unknown) does not fit or fails.
 
     ``available`` comes from ``available_bytes``; None skips the check in advance.
     """

@@ -69,7 +69,7 @@ class WeightFile(ABC):
         self.tensors = {names.get(name, name): info for name, info in self.tensors.items()}
 
     def info(self, name: str) -> TensorInfo:
-        """FlowspecError if there is no such tensor."""
+        """Return a tensor's dtype and shape; FlowspecError if there is no such tensor."""
         if name not in self.tensors:
             raise FlowspecError(f"{self.path} does not hold tensor {name}: copy the model again")
         return self.tensors[name]
@@ -101,7 +101,7 @@ class SafetensorsFile(WeightFile):
     """Reads past the page cache."""
 
     def __init__(self, path: Path, hashed: bool = False) -> None:
-        """``hashed`` as for UncachedFile. FlowspecError if the header does not describe the whole file."""
+        """Open a file; FlowspecError if the header does not describe all of it; ``hashed`` as for UncachedFile."""
         self.path = path
         self.file = UncachedFile(path, hashed)
         self._starts: dict[str, int] = {}

@@ -58,7 +58,7 @@ class DecoderLayer(nn.Module):
 
     @property
     def experts(self) -> Experts | None:
-        """None: the layer is dense."""
+        """The layer's experts; None if it is dense."""
         half = self.feed_forward
         return half.experts if isinstance(half, Mixture) else None
 

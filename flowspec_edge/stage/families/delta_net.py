@@ -100,7 +100,7 @@ class DeltaNet(nn.Module):
         return both[:, :-values], both[:, -values:], *self.in_proj_ba(x).chunk(2, -1)
 
     def _interleaved(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As ``_projected`` of projections that are ordered by key head."""
+        """Project as ``_projected``, where projections are ordered by key head."""
         shape = self._shape
         group = shape.heads // shape.key_heads
         values = group * shape.value_width

@@ -53,11 +53,11 @@ class BatchMask:
     """The masks of a batch's parts, whose rows follow one another."""
 
     def __init__(self, masks: Sequence[Mask], lengths: Sequence[int]) -> None:
-        """``lengths``: rows of each part, at least one."""
+        """Join the parts' masks; ``lengths``: rows of each part, at least one."""
         self._masks, self._lengths = masks, lengths
 
     def attend(self, queries: Tensor, held: Sequence[Tensor | None], scaling: float, sinks: Tensor | None) -> Tensor:
-        """As :meth:`Mask.attend`; rows of parts that have ended, of which nothing is held, become 0."""
+        """Attend as :meth:`Mask.attend`; rows of parts that have ended, of which nothing is held, become 0."""
         made, start = queries.new_zeros(sum(self._lengths), *queries.shape[1:]), 0
         for mask, n, own in zip(self._masks, self._lengths, held, strict=True):
             at = slice(start, start := start + n)
@@ -78,7 +78,7 @@ class BatchCache:
         self._caches, self._lengths, self._ended = caches, list(lengths), ended
 
     def write(self, rows: Tensor, layer_idx: int) -> list[Tensor | None]:
-        """As ``KVCache.write``, by part; None for parts that have ended."""
+        """Write rows as ``KVCache.write``, by part; None for parts that have ended."""
         return [None if self._ended(place) else cache.write(own, layer_idx) for place, (cache, own) in
                 enumerate(zip(self._caches, rows.split(self._lengths), strict=True))]
 
@@ -90,7 +90,7 @@ class SharedMask:
     """All rows in one call over all columns.  The order of sums depends on the other rows and their columns."""
 
     def __init__(self, visible: Bool, groups: int, dtype: torch.dtype, device: torch.device) -> None:
-        """``visible`` [n, m]: what each row sees; ``groups``: query heads per key/value head."""
+        """Take ``visible`` [n, m], what each row sees; ``groups``: query heads per key/value head."""
         self._rows = len(visible)
         self._hidden = additive(np.tile(visible, (groups, 1)), dtype, device)[None, None]
 
@@ -303,7 +303,7 @@ def kernel_of(device: torch.device, dtype: torch.dtype, width: int) -> SDPBacken
 
 def _unfused(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, scaling: float
              ) -> tuple[Tensor, Tensor]:
-    """As :func:`_kernel`, where PyTorch was built without it or it does not take heads of this width."""
+    """Attend as :func:`_kernel`, where PyTorch was built without it or it does not take heads of this width."""
     masks = [None] * len(queries) if hidden is None else hidden.expand(len(queries), -1, -1, -1)
     made = []
     for query, key, value, mask in zip(queries, keys, values, masks, strict=True):  # a product would copy shared keys

@@ -50,7 +50,7 @@ class KeysValues:
         return KVArena(layers, self.kv_heads, self.head_dim, dtype, device, self.kept_in, rows, self.window)
 
     def row_bytes(self, width: int) -> int:
-        """Of one row in one layer; ``width``: bytes of a value in the compute dtype."""
+        """Return the bytes of one row in one layer; ``width``: bytes of a value in the compute dtype."""
         return row_bytes(self.kv_heads, self.head_dim, width, self.kept_in)
 
     def inputs(self, parts: Sequence[Part], index: int, dtype: torch.dtype, device: torch.device, step: int
@@ -69,12 +69,12 @@ class KeysValues:
         return PathMask(part.mask, cache.first, self.window, dtype, device, step)
 
     def shared_mask(self, visible: NDArray[np.bool_], dtype: torch.dtype, device: torch.device) -> SharedMask:
-        """``visible`` [n, m]: which of the columns each row of a pass sees."""
+        """Make a mask from ``visible`` [n, m]: which of the columns each row of a pass sees."""
         return SharedMask(visible, self.groups, dtype, device)
 
 
 def layer_kinds(config: DecoderConfig, kept_in: CacheBits = "16bit") -> list[KeysValues | GatedDelta]:
-    """Of every layer of a model."""
+    """Return the kind of every layer of a model."""
     heads = config.num_key_value_heads
     return [GatedDelta.of(config) if of == "linear_attention" else
             KeysValues(heads, config.num_attention_heads // heads, config.head_dim, kept_in,

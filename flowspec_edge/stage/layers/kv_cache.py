@@ -61,7 +61,7 @@ class KVArena:
 
     @property
     def _caches(self) -> list[KVCache]:
-        """In the order of their ranges."""
+        """The caches in the order of their ranges."""
         return sorted(self._held, key=lambda cache: (cache.start, cache.capacity))
 
     @property
@@ -155,7 +155,7 @@ class KVArena:
             cache.start = start
 
     def move(self, steps: Sequence[tuple[int, int, int]]) -> None:
-        """In every layer, one after another: ``rows`` rows from slot ``source`` to ``target``."""
+        """Move rows in every layer, one step after another: ``rows`` rows from slot ``source`` to ``target``."""
         for layer in self.layers:
             for source, target, rows in steps:
                 layer[:, target:target + rows] = layer[:, source:source + rows].clone()
@@ -169,7 +169,7 @@ class KVCache:
     """
 
     def __init__(self, arena: KVArena, start: int, capacity: int) -> None:
-        """``start``: first slot in the arena, which changes it."""
+        """Set up an empty cache; ``start``: first slot in the arena, which changes it."""
         self.start = start
         self.capacity = capacity
         self.first = 0
@@ -277,7 +277,7 @@ class KVCache:
         self._length -= dropped
 
     def _shift(self, source: int, target: int, rows: int) -> None:
-        """In all layers, to lower slots."""
+        """Move rows to lower slots, in all layers."""
         self._arena.move([(source + lo, target + lo, min(_MOVED, rows - lo))
                           for lo in range(0, rows, _MOVED)])
 
@@ -292,7 +292,7 @@ class KVCache:
 
     @torch.inference_mode()
     def truncate(self, rows: int) -> None:
-        """ProtocolError if a window has dropped rows that the next one sees."""
+        """Keep the first ``rows`` rows; ProtocolError if a window has dropped rows that the next one sees."""
         if self._apart and rows == self._snapshot:
             self.first, self._length = rows - self._apart, self._apart
         else:
@@ -302,7 +302,7 @@ class KVCache:
         self._apart = self._snapshot = 0
 
     def snapshot_at(self, rows: int) -> None:
-        """ProtocolError as for ``truncate``."""
+        """Note a snapshot after ``rows`` rows, to which ``truncate`` can return; ProtocolError as there."""
         if self._arena.window is not None:
             self._check(rows)
             self._snapshot = rows
@@ -365,7 +365,7 @@ class KVPass:
         self._cache, self._slots, self._width = cache, slots, width
 
     def write(self, rows: Tensor, layer_idx: int) -> Tensor:
-        """As :meth:`KVCache.write`."""
+        """Write rows as :meth:`KVCache.write`."""
         return self._cache.write_to(self._slots, rows, layer_idx, self._width)
 
 
@@ -389,5 +389,5 @@ def from_int8(stored: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def row_bytes(kv_heads: int, head_dim: int, width: int, kept_in: CacheBits) -> int:
-    """Of one row's keys and values in one layer; ``width``: bytes of a value in the compute dtype."""
+    """Return the bytes of one row's keys and values in one layer; ``width``: of a value in the compute dtype."""
     return 2 * kv_heads * (head_dim + _SCALE if kept_in == "int8" else head_dim * width)

@@ -140,7 +140,7 @@ class RecurrentArena:
         return sum(cache.nbytes for cache in self._caches)
 
     def missing(self, capacity: int, of: RecurrentCache | None = None) -> int:
-        """In entries' bytes, also for the states of a new session."""
+        """Return what is missing, in entries' bytes, also for the states of a new session."""
         if of is not None:
             return 0
         width = self._dtype.itemsize

@@ -61,15 +61,18 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values of all heads."""
+        """Channels of the convolution: queries, keys and values of all heads."""
         return 2 * self.key_heads * self.key_width + self.heads * self.value_width
 
     def state_bytes(self, width: int) -> int:
-        """Of a layer's state, however long the text is; ``width``: bytes of a value in the compute dtype."""
+        """Return the bytes of a layer's state, however long the text is.
+
+        ``width``: bytes of a value in the compute dtype.
+        """
         return 4 * self.heads * self.key_width * self.value_width + (self.kernel - 1) * self.channels * width
 
     def entry_bytes(self, width: int) -> int:
-        """Of a row that is not folded, in a layer."""
+        """Return the bytes of a row that is not folded, in a layer."""
         return 4 * (self.key_heads * self.key_width + self.heads * (self.value_width + 2)
                     ) + self.channels * width
 
@@ -124,7 +127,7 @@ class RecurrentLayer:
         self._inputs = self._inputs[:self._before].clone()
 
     def make_room(self, entries: int) -> None:
-        """For at least so many."""
+        """Make room for at least so many entries."""
         room = len(self._entries.keys)
         if entries > room:
             more = max(_ROOM, entries - room, room)
@@ -200,7 +203,7 @@ class RecurrentLayer:
         self._move(0, slice(count, self._length))
 
     def keep(self, first: int, moved: Tensor) -> None:
-        """Of the entries from ``first`` on, those in the slots ``moved``, increasing."""
+        """Keep, of the entries from ``first`` on, those in the slots ``moved``, increasing."""
         self._move(first, moved)
 
     def _move(self, first: int, slots: slice | Tensor) -> None:

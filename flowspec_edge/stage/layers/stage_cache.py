@@ -62,7 +62,7 @@ class LayerCache(Protocol):
         """
 
     def truncate(self, rows: int) -> None:
-        """Only the first ``rows`` rows of the text, as many as its kind's ``reusable`` permits.
+        """Keep only the first ``rows`` rows of the text, as many as its kind's ``reusable`` permits.
 
         ProtocolError for others.
         """
@@ -77,7 +77,7 @@ class LayerCache(Protocol):
         """Make an empty cache look as if it held a text of ``rows`` rows of zeros."""
 
     def visible(self, mask: Bool, positions: Int32, columns: Int32) -> Bool:
-        """Of ``mask`` [n, m + n], what the pass's rows see here: [n, len + n].
+        """Return what the pass's rows see here, [n, len + n], of ``mask`` [n, m + n].
 
         ``positions`` [n], and of all columns [m + n].
         """
@@ -131,7 +131,7 @@ class CacheKind(Hashable, Protocol):
         """Memory for ``rows`` rows of ``layers``, indexes in the whole model."""
 
     def row_bytes(self, width: int) -> int:
-        """Of one row in one layer; ``width``: bytes of a value in the compute dtype."""
+        """Return the bytes of one row in one layer; ``width``: bytes of a value in the compute dtype."""
 
     def inputs(self, parts: Sequence[Any], index: int, dtype: torch.dtype, device: torch.device, step: int
                ) -> tuple[Any, Any]:
@@ -258,7 +258,7 @@ class StageCache:
         self._positions = np.arange(capacity, dtype=np.int32)
 
     def truncate(self, rows: int) -> None:
-        """Only the first ``rows`` rows of a text."""
+        """Keep only the first ``rows`` rows of a text."""
         self._length = self.committed = rows
         for part in self.parts:
             part.truncate(rows)

@@ -161,7 +161,10 @@ class AwqImporter(Importer):
 
 
 class GptqImporter(Importer):
-    """``zeros_less_one``: the file holds z - 1 in four bits, so that 15 stands for 0."""
+    """Repacks GPTQ's matrices.
+
+    ``zeros_less_one``: the file holds z - 1 in four bits, so that 15 stands for 0.
+    """
 
     optional = ("g_idx",)
 

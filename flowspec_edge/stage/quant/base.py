@@ -178,7 +178,7 @@ class Scheme(ABC):
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.stored(rows, columns).values())
 
     def group_of(self, rows: int, columns: int) -> int:
-        """``fits``, with a UsageError instead of None."""
+        """Return what ``fits`` returns, with a UsageError instead of None."""
         group = self.fits(rows, columns)
         if group is None:
             raise UsageError(f"{self.kind} cannot hold a matrix of {rows} x {columns}: keep it in 16 bits")
@@ -193,6 +193,6 @@ def slices(rows: int, columns: int, weights: int = _SLICE_WEIGHTS) -> Iterator[t
 
 
 def require_finite(weight: Tensor) -> None:
-    """FlowspecError unless ``weight`` is finite: an infinite scale would ruin its group."""
+    """Raise FlowspecError unless ``weight`` is finite: an infinite scale would ruin its group."""
     if not bool(torch.isfinite(weight).all()):
         raise FlowspecError("a weight is infinite or not a number: the checkpoint is damaged")

@@ -47,7 +47,7 @@ def expanding(allowed: bool) -> Iterator[None]:
 
 
 class GroupedScheme(Scheme):
-    """``group`` weights of a row, or fewer if that does not divide the row, share a scale and a zero.
+    """Storage in which ``group`` weights of a row share a scale and a zero, or fewer if that does not divide the row.
 
     UsageError for a group that no kernel supports.
     """

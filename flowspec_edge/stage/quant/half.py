@@ -25,7 +25,7 @@ class HalfLinear(nn.Module):
     """y = x Wᵀ + b for x [..., in_features] in float32, with W packed in float16."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """``weight`` [n, k] of any floating type, which is not kept.
+        """Round ``weight`` [n, k] of any floating type, which is not kept.
 
         FlowspecError if float16 does not hold a value.
         """

@@ -43,7 +43,7 @@ _CODES = ("packed", "qweight")  # what differs between the planes' modules
 
 
 class Int8Scheme(Scheme):
-    """``group``: as for int4."""
+    """Storage in 8 bits; ``group``: as for int4."""
 
     kind: Kind = "int8"
 
@@ -201,7 +201,7 @@ class BnbLinear(QuantLinear):
 
 
 def scheme(kind: Kind, group: int = DEFAULT_GROUP) -> Scheme:
-    """UsageError for an unknown kind or group, or without bitsandbytes.
+    """Return the scheme of this kind; UsageError for an unknown kind or group, or without bitsandbytes.
 
     int4      PyTorch's grouped int4; ``group``: 32, 64, 128 or 256 weights share a scale and a zero
     nf4, fp4  bitsandbytes, always in blocks of 64
@@ -232,12 +232,12 @@ class LayerSchemes:
 
 
 def head_scheme(bits: HeadBits) -> Scheme | None:
-    """Of lm_head; None for "16bit"."""
+    """Return the scheme of lm_head; None for "16bit"."""
     return None if bits == "16bit" else scheme(bits)
 
 
 def draft_scheme(lm_head: HeadBits) -> Scheme | None:
-    """Of draft heads beside such an lm_head (``sizes.draft_bits``)."""
+    """Return the scheme of draft heads beside such an lm_head (``sizes.draft_bits``)."""
     return head_scheme(draft_bits(lm_head))
 
 

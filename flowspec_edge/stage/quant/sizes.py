@@ -59,7 +59,7 @@ def default_head_bits(dtype: ShardDtype) -> HeadBits:
 
 
 def draft_bits(lm_head: HeadBits) -> HeadBits:
-    """Of draft heads beside such an lm_head: 4, unless that has 16.
+    """Return the bits of draft heads beside such an lm_head: 4, unless that has 16.
 
     What drafts changes no token of the text, and every pass reads it.
     """

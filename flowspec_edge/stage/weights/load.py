@@ -23,7 +23,7 @@ _JOINED = ".joined.weight"  # of matrices that are side by side (``_join``)
 
 
 def schemes_of(model: OpenModel) -> LayerSchemes | None:
-    """Of a model whose layers' matrices are stored in 4 bits, or some in 8, else None."""
+    """Return the schemes of a model whose layers' matrices are stored in 4 bits, or some in 8, else None."""
     quantisation = model.manifest.quantisation if model.manifest else None
     if quantisation is None:
         return None
@@ -93,9 +93,11 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
 def load_tensor(checkpoint: Checkpoint, name: str, shape: torch.Size, dtype: torch.dtype,
                 device: torch.device, transposed: bool = False, buffer: Tensor | None = None,
                 into: Tensor | None = None) -> Tensor:
-    """``transposed``: in memory; ``buffer`` as for ``WeightFile.pieces``; ``into``: memory that it has.
+    """Load a tensor; FlowspecError unless it has ``shape``.
 
-    FlowspecError unless the tensor has ``shape``.
+    transposed  in memory
+    buffer      as for ``WeightFile.pieces``
+    into        memory that it has
     """
     check_shape(checkpoint.directory, name, checkpoint.stored([name])[name].shape, shape)
     value = _empty(shape, dtype, device, transposed) if into is None else into
