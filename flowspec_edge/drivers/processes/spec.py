@@ -97,7 +97,7 @@ class BoardStages(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Called before every request."""
+        """Take in what has changed; called before every request."""
 
     def disconnect(self) -> None:
         """End the stages that :meth:`connect` started; idempotent."""

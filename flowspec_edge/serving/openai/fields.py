@@ -1,5 +1,7 @@
-"""What each field of OpenAI's endpoints gets: all that OpenAI, vLLM, SGLang and llama.cpp's server document, and
-common ones of others (:mod:`.field_table` has the rules)."""
+"""What each field of OpenAI's endpoints gets (:mod:`.field_table` has the rules).
+
+These are all fields that OpenAI, vLLM, SGLang and llama.cpp's server document, and common ones of others.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ def _field(name: str, sources: str, implemented: str, elsewhere: Verdict, explan
 
 def _does(name: str, sources: str, explanation: str, example: Any, endpoints: str = "ctr", *neutral: Any
           ) -> RequestField:
-    """Implemented at some endpoints, refused at the others."""
+    """Describe a field that some endpoints implement and the others refuse."""
     return _field(name, sources, endpoints, "refused", explanation, example, *neutral)
 
 
