@@ -267,7 +267,7 @@ class SshRunner(Runner):
         if own_connection:
             options["ControlPath"] = "none"
         self.login_s = _LOGIN_S + (int(connect) if connect.isdigit() else _CONNECT_S)
-        self._ssh = ["ssh", "-T", *_chosen(inventory, device), *_as_options(options), "--", device.address]
+        self._ssh = ["ssh", "-T", *_file_options(inventory, device), *_as_options(options), "--", device.address]
 
     def command(self, argv: Sequence[str]) -> list[str]:
         # exec makes the program a child of sshd, so that it ends with the connection.
@@ -279,7 +279,7 @@ class SshRunner(Runner):
         return [*options, "-W", place_of(host, port), end, address]
 
 
-def _chosen(inventory: Inventory, device: DeviceEntry) -> list[str]:
+def _file_options(inventory: Inventory, device: DeviceEntry) -> list[str]:
     """The arguments for what the cluster file says of ssh; the user's configuration decides the rest."""
     options: dict[str, str | int] = {}
     if device.ssh_port:
@@ -300,7 +300,7 @@ def _configured(inventory: Inventory, device: DeviceEntry) -> dict[str, str]:
     """What ssh would use for the board, by the option's name in lower case: from the cluster file, the user's
     configuration and ssh's defaults.  Empty if ssh cannot say, which the connection then explains."""
     try:
-        done = subprocess.run(["ssh", "-G", *_chosen(inventory, device), "--", device.address],
+        done = subprocess.run(["ssh", "-G", *_file_options(inventory, device), "--", device.address],
                               stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
                               timeout=_CONNECT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

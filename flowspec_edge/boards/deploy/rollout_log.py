@@ -21,8 +21,8 @@ class Watch:
     def step(self, step: Step) -> None:
         """Called after each step."""
 
-    def amount(self, what: str, done: int, total: int) -> None:
-        """Bytes done for ``what``, a board or "here"."""
+    def amount(self, target: str, done: int, total: int) -> None:
+        """Bytes done for ``target``, a board or "here"."""
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class Eagle3Head(DraftHead):
         """
         if self.lm_head is not None:
             return None
-        return target.chosen(self.target_ids()) if "d2t" in self._buffers else target
+        return target.restrict_to(self.target_ids()) if "d2t" in self._buffers else target
 
     def target_ids(self) -> Tensor:
         """Return the target's id of each draft token: int64 [draft_vocab]."""
