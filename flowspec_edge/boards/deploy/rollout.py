@@ -43,7 +43,7 @@ class Rollout:
         self._watch = self._log.watch
 
     def plan(self) -> DeployReport:
-        """What ``up`` would change; boards are only read."""
+        """Report what ``up`` would change; boards are only read."""
         diff = self._decide(end_others=False)
         for board in diff.boards if diff else ():
             for step in board.steps():
@@ -82,8 +82,10 @@ class Rollout:
     # ---- the decision --------------------------------------------------------------------------
 
     def _decide(self, end_others: bool, rotate: bool = False) -> Diff | None:
-        """The diff; None if a problem prevents the deployment, which is then in the report.  ``end_others``:
-        as for ``ask_boards``."""
+        """Return the diff; None if a problem prevents the deployment, which is then in the report.
+
+        end_others  as for ``ask_boards``
+        """
         self._watch.phase("looking at the boards")
         self._deployment.image  # noqa: B018 - read now: an error in it is the user's to mend
         self._status = look(self._inventory)
@@ -138,7 +140,7 @@ class Rollout:
                          self._status, digests_of(self._manifest), rotate)
 
     def _check(self, needs: Mapping[str, Needs]) -> PreflightReport | None:
-        """None as in ``_decide``."""
+        """Check that the boards meet ``needs``; None as in ``_decide``."""
         self._watch.phase("looking at the boards")
         checked = preflight(self._inventory, needs)
         self._log.notes = [str(problem) for problem in checked.problems if problem.state == "warning"]
@@ -204,7 +206,7 @@ class Rollout:
         return not self._log.failed
 
     def _stop_unused(self, dry_run: bool = False) -> None:
-        """Boards of the cluster file that have a release, and no part in this deployment."""
+        """Stop the boards of the cluster file that have a release, and no part in this deployment."""
         left_out = [device for device, _ in self._deployment.left_out]
         if not left_out:
             return

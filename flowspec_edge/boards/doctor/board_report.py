@@ -88,13 +88,16 @@ def _versions() -> dict[str, Any]:
 
 
 def _memory() -> dict[str, int | None]:
-    """Bytes."""
+    """Return this machine's memory in bytes, by the names in /proc/meminfo."""
     sizes = procfs.sizes(Path("/proc/meminfo"))
     return {name: sizes.get(name) for name in ("MemTotal", "MemFree", "MemAvailable", "Cached", "SwapFree")}
 
 
 def _profile(device: str, options: Sequence[str]) -> Any:
-    """In a process of its own, which a faulty kernel may end; FlowspecError with its last line."""
+    """Measure a profile in a process of its own, which a faulty kernel may end.
+
+    Raise FlowspecError with the last line of the process if it fails.
+    """
     done = subprocess.run(module_command("flowspec_edge", *_PROFILE, device, *options),
                           stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_PROFILE_S,
                           check=False)
@@ -104,7 +107,7 @@ def _profile(device: str, options: Sequence[str]) -> Any:
 
 
 def tegrastats(command: Sequence[str] = _TEGRASTATS) -> str:
-    """The first line that it prints; "" where there is none."""
+    """Return the first line that ``tegrastats`` prints; "" where there is none."""
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TEGRASTATS_S,
                               check=False)
@@ -117,7 +120,7 @@ def tegrastats(command: Sequence[str] = _TEGRASTATS) -> str:
 
 
 def journal(command: Sequence[str] = _JOURNAL) -> list[str]:
-    """The last lines of flowspec's services, "unit: message", by :func:`without_secrets`."""
+    """Return the last lines of flowspec's services, "unit: message", by :func:`without_secrets`."""
     messages = []
     for line in output(*command).splitlines():
         try:
@@ -131,7 +134,7 @@ def journal(command: Sequence[str] = _JOURNAL) -> list[str]:
 
 
 def without_secrets(line: str) -> str:
-    """Without tokens, keys, digests and addresses; better a word too many than one too few."""
+    """Return ``line`` without tokens, keys, digests and addresses; better a word too many than one too few."""
     for pattern, instead in _SECRETS:
         line = pattern.sub(instead, line)
     return line

@@ -44,7 +44,10 @@ def serve(host: str, port: int, seconds: float) -> None:
 
 
 def measure(host: str, port: int, seconds: float) -> dict[str, float]:
-    """Keys and units as in ``linktest.LinkMeasure``.  OSError if no peer answers."""
+    """Measure a link; keys and units as in ``linktest.LinkMeasure``.
+
+    Raise OSError if no peer answers.
+    """
     with socket.create_connection((host, port), _TIMEOUT_S) as link:
         _prepare(link)
         trips = []
@@ -69,7 +72,7 @@ def _prepare(link: socket.socket) -> None:
 
 
 def _exactly(link: socket.socket, count: int) -> bytes:
-    """ConnectionError if the other end closes before ``count`` bytes."""
+    """Receive ``count`` bytes; raise ConnectionError if the other end closes before."""
     received = b""
     while len(received) < count:
         chunk = link.recv(count - len(received))

@@ -115,7 +115,7 @@ def _codec(message: Segment, times: int = 100) -> float:
 
 
 def _echo(pipe: Connection, width: int, dtype: str) -> None:
-    """The child process: answer every message with a small segment until the pipe has data."""
+    """Answer every message with a small segment until the pipe has data, in a child process."""
     transport = ZmqTransport()
     small = segment(width, dtype)
     there = transport.pull(_LOOPBACK, "echo in")

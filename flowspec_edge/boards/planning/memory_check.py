@@ -28,7 +28,9 @@ Setting = Callable[[str, str | int], str]  # how the user writes a setting
 class MemoryCheck:
     def __init__(self, model: str, dtype: PlanDtype, cluster: ClusterSettings, at_once: int, boards: int,
                  profiles: Mapping[str, Profile], drafting: StoredDraft | None = None) -> None:
-        """profiles  by the boards' names, each with [memory]
+        """Take what the boards' memory must hold.
+
+        profiles  by the boards' names, each with [memory]
         boards    size of the cluster
         drafting  what requests draft with; None: with nothing that takes memory
         """
@@ -54,8 +56,10 @@ class MemoryCheck:
         return ranges
 
     def check(self, draft: DeviceEntry, stages: Stages, unknown_memory: Collection[str] = ()) -> None:
-        """Raise DoesNotFit for the first board whose memory is too small for its layers. Boards without a profile, and
-        those in ``unknown_memory``, are not checked."""
+        """Raise DoesNotFit for the first board whose memory is too small for its layers.
+
+        Boards without a profile, and those in ``unknown_memory``, are not checked.
+        """
         with_profile = self._profiles.keys() - set(unknown_memory)
         if draft.name in with_profile:
             self._check(draft, self.problem.d0, "drafting")
@@ -114,7 +118,7 @@ def _option(key: str, value: str | int) -> str:
 
 def memory_error(boards: Sequence[CandidateBoard], problem: SplitProblem, size_in: SizeIn,
                  setting: Setting = _option) -> DoesNotFit:
-    """The error for a problem for which ``planner.plan`` or ``layer_split`` found no split."""
+    """Return the error for a problem for which ``planner.plan`` or ``layer_split`` found no split."""
     size, layers_with_room = problem.size, most_layers(boards, problem)
     if layers_with_room >= size.layers:  # only this order or these layers do not fit
         return DoesNotFit(

@@ -133,12 +133,9 @@ _Asked = TypeVar("_Asked")
 
 @dataclass(frozen=True)
 class Check(Generic[_Asked]):
-    """``rule`` yields findings about what is asked, "ok" among them, none of them worse than ``severity``.
+    """A check, whose ``rule`` yields findings about what is asked.
 
-    name      of its findings, unless the rule gives several
-    asks      the type of the facts that the rule takes
-    ends      whether `deploy init` and `up` say nothing else of the board if this one fails
-    computes  for a ``ComputeDevice``: what is to be computed before the rule finds its ``results``
+    "ok" is among the findings, and none of them is worse than ``severity``.
     """
 
     name: str
@@ -151,9 +148,11 @@ class Check(Generic[_Asked]):
 
 
 def judge(place: Place, subject: object, checks: Sequence[Check[Any]] | None = None) -> list[Finding]:
-    """What the checks of one place find, in the order of ``CHECKS``; causes come before their consequences.
+    """Return what the checks of one place find, in the order of ``CHECKS``; causes come before their consequences.
 
-    ``checks``: others than ``CHECKS``.  Those that compute run their computations together first.
+    checks  others than ``CHECKS``
+
+    Checks that compute run their computations together first.
     """
     applicable = [check for check in (CHECKS if checks is None else checks)
                   if place in check.places and isinstance(subject, check.asks)]
@@ -169,7 +168,7 @@ def judge(place: Place, subject: object, checks: Sequence[Check[Any]] | None = N
 
 
 def faults(place: Place, subject: object) -> list[Finding]:
-    """What failed, and what is worth knowing."""
+    """Return what failed, and what is worth knowing."""
     return [finding for finding in judge(place, subject) if finding.state in ("failed", "warning")]
 
 
@@ -229,7 +228,10 @@ def _systemd(subject: Subject) -> Iterator[Finding]:
 
 
 def _clock(subject: Subject) -> Iterator[Finding]:
-    """`deploy up` sets a clock that NTP does not keep; if NTP keeps both, one of the two is wrong."""
+    """Compare the board's clock with this machine's.
+
+    `deploy up` sets a clock that NTP does not keep; if NTP keeps both, one of the two is wrong.
+    """
     ahead = subject.facts.ahead
     if abs(ahead) - subject.facts.within <= MAX_CLOCK_SKEW_S:
         return
@@ -252,14 +254,20 @@ def _skew(subject: Subject) -> Iterator[Finding]:
 
 
 def _room(subject: Subject) -> Iterator[Finding]:
-    """Without the model's part; whether an existing environment is the right one is known once the wheels
-    are built: ``room_problems`` asks about both."""
+    """Judge the room for a deployment without the model's part.
+
+    Whether an existing environment is the right one is known once the wheels are built: ``room_problems`` asks about
+    both.
+    """
     home_bytes = 0 if subject.system.environments and not subject.in_image else subject.needs.home_bytes
     yield from _enough_room(_room_for(subject.system, subject.needs, home_bytes))
 
 
 def _room_for(system: SystemFacts, needs: Needs, home_bytes: int, state_bytes: int = 0) -> Room:
-    """An image's archive lies on the disk until Docker has unpacked it, which takes as much again."""
+    """Return the room that is needed on a board.
+
+    An image's archive lies on the disk until Docker has unpacked it, which takes as much again.
+    """
     if needs.image is None:
         return Room(system.disks, home_bytes, state_bytes)
     size = 0 if needs.image.tag in system.docker.images else needs.image.size
@@ -306,7 +314,7 @@ def _ports(subject: Subject) -> Iterator[Finding]:
 
 
 def shared_machine_ids(facts: Mapping[str, BoardFacts]) -> list[Finding]:
-    """A problem for each board that has the machine-id of a board before it.
+    """Return a problem for each board that has the machine-id of a board before it.
 
     If the running kernel is the same, too, both are one machine; if not, one system is a copy of the other.
     """
@@ -331,7 +339,7 @@ def shared_machine_ids(facts: Mapping[str, BoardFacts]) -> list[Finding]:
 
 
 def different_processors(facts: Mapping[str, BoardFacts]) -> list[Finding]:
-    """A finding for each board whose processor differs from the most common; "" is an unknown processor."""
+    """Return a finding for each board whose processor differs from the most common; "" is an unknown processor."""
     architectures = {board: board_facts.system.machine for board, board_facts in facts.items()
                      if board_facts.system.machine}
     names = [*architectures.values()]
@@ -343,7 +351,7 @@ def different_processors(facts: Mapping[str, BoardFacts]) -> list[Finding]:
 
 def of_result(place: Place, name: str, rule: Callable[[ComputeDevice, ComputationResult], Finding],
                computes: Callable[[ComputeDevice], Sequence[Computation]]) -> Check[ComputeDevice]:
-    """A check that judges one result.
+    """Make a check that judges one result.
 
     computes  the computation ``name``, or nothing where the check does not apply
     """
@@ -356,7 +364,7 @@ def of_result(place: Place, name: str, rule: Callable[[ComputeDevice, Computatio
 def _computed(place: Place, name: str, function: str,
               rule: Callable[[ComputationResult], Finding] = computed, cuda: bool = False, **arguments: Any
               ) -> Check[ComputeDevice]:
-    """A check that judges the result of one function of ``gpu_check``.
+    """Make a check that judges the result of one function of ``gpu_check``.
 
     function   "module:function"; it takes the device's name and ``arguments``
     cuda       whether it is about GPUs alone
@@ -371,7 +379,7 @@ def _operation(name: str, function: str, **arguments: Any) -> Check[ComputeDevic
 
 
 def _product(kind: str, dtype: str) -> Check[ComputeDevice]:
-    """``dtype``: activations of kinds in 4 bits."""
+    """Make the check of a product with weights of ``kind``; ``dtype``: activations of kinds in 4 bits."""
     name = kind if kind in FULL else f"{kind}, {dtype} activations"
     return of_result("products", name, partial(computing.advised_product, kind=kind), lambda compute_device: [
         computing.product(name, kind, compute_device.name, _SHAPE, _ROWS, dtype)
@@ -452,14 +460,17 @@ CHECKS: tuple[Check[Any], ...] = (
 
 @dataclass(frozen=True)
 class PreflightReport:
-    """``facts`` by board; a board that cannot be reached is in ``problems`` only."""
+    """What was found before a deployment.
+
+    ``facts`` are by board; a board that cannot be reached is in ``problems`` only.
+    """
 
     problems: list[Finding]
     facts: dict[str, BoardFacts]
 
 
 def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightReport:
-    """Before a deployment: ask the boards in ``needs`` at once; problems are in the inventory's order."""
+    """Ask the boards in ``needs`` at once, before a deployment; problems are in the inventory's order."""
     devices = [device for device in inventory.device if device.name in needs]
 
     def one(device: DeviceEntry) -> BoardFacts | list[Finding]:
@@ -483,7 +494,11 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightRepo
 
 def room_problems(report: PreflightReport, needs: Mapping[str, Needs], digests: Mapping[str, str],
                   missing: Mapping[str, int]) -> list[Finding]:
-    """Of boards without room for the environment with this digest and the part's missing bytes."""
+    """Return the problems of boards without room for the environment and the missing part.
+
+    digests  of the boards' environments
+    missing  bytes of the boards' parts
+    """
     problems = []
     for board, digest in digests.items():
         facts = report.facts[board].system

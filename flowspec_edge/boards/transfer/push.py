@@ -90,7 +90,7 @@ def send_image(boards: Sequence[tuple[DeviceEntry, Image]], inventory: Inventory
 
 def _send(home: Path, boards: Sequence[tuple[DeviceEntry, Sequence[PartFile], str]], inventory: Inventory,
           place: dict[str, str], text: str, progress: OnBytes, silence_s: float) -> list[TransferResult]:
-    """Files of the directory ``home`` to each board; ``text``: of the manifest that is written at the end."""
+    """Send files of the directory ``home`` to each board; ``text``: of the manifest that is written at the end."""
     connections: list[_Connection] = []
 
     def one(board: tuple[DeviceEntry, Sequence[PartFile], str]) -> TransferResult:
@@ -150,7 +150,7 @@ def _fill(connection: _Connection, model: Path, files: Sequence[PartFile], place
 
 
 class _Connection:
-    """``receive`` on one board; every error is one line that names the board."""
+    """A connection to ``receive`` on one board; every error is one line that names the board."""
 
     def __init__(self, inventory: Inventory, device: DeviceEntry, python: str, silence_s: float) -> None:
         self._silence_s = silence_s
@@ -172,14 +172,20 @@ class _Connection:
             fcntl(self._in, _SET_PIPE_SIZE, _PIECE)
 
     def ask(self, do: str, size: int, **arguments: Any) -> dict[str, Any]:
-        """The board's answer; FlowspecError for its error or a lost connection.  ``size``: bytes that it may
-        have to read or sync first."""
+        """Ask the board and return its answer.
+
+        size  bytes that the board may have to read or sync first
+
+        Raise FlowspecError for the board's error or a lost connection.
+        """
         self._send(do, **arguments)
         return self._answer(size)
 
     def put(self, file: PartFile, source: Path, offset: int, progress: Callable[[int], None]) -> bool:
-        """Send from ``offset``; whether the file is complete.  ``progress`` gets the bytes since its last
-        call."""
+        """Send a file from ``offset`` on; return whether it is complete.
+
+        ``progress`` gets the bytes since its last call.
+        """
         try:
             with source.open("rb") as stream:
                 there = os.fstat(stream.fileno()).st_size
@@ -206,11 +212,11 @@ class _Connection:
         return bool(self._answer(file.size)["complete"])
 
     def terminate(self) -> None:
-        """For another thread: ends the connection, so that the thread that uses it raises."""
+        """End the connection from another thread, so that the thread that uses it raises."""
         self._client.terminate()
 
     def __enter__(self) -> _Connection:
-        """Unreached if the board lets nothing begin."""
+        """Wait until the board begins; raise Unreached if it lets nothing begin."""
         try:
             self._runner.await_begin(self._out.fileno())
         except BaseException:
@@ -240,7 +246,7 @@ class _Connection:
                 raise self._lost() from None
 
     def _wait(self, event: int, limit_s: float) -> None:
-        """Until the pipe to (POLLOUT) or from (POLLIN) the board is ready, or has ended."""
+        """Wait until the pipe to (POLLOUT) or from (POLLIN) the board is ready, or has ended."""
         ready = select.poll()
         ready.register(self._in if event == select.POLLOUT else self._out, event)
         if not ready.poll(limit_s * 1000):
