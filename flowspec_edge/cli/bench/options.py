@@ -67,7 +67,7 @@ StrategiesOption = Annotated[str | None, typer.Option(
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Every field is a command-line option."""
+    """The options of a measurement; every field is a command-line option."""
 
     strategies: StrategiesOption = None
     prompts: Annotated[list[Path] | None, typer.Option(
@@ -201,7 +201,7 @@ def parse_acceptance(text: str) -> float:
 
 
 def measured_by_default(names: str) -> StrategiesOf:
-    """For ``with_dataclasses``: the strategies of ``--strategies``, else ``names``."""
+    """Return, for ``with_dataclasses``, the strategies of ``--strategies``, else ``names``."""
     return lambda arguments: parse_strategies(
         names if arguments["options"].strategies is None else arguments["options"].strategies)
 

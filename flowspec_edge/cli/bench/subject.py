@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 
 
 class BenchSubject(Protocol):
-    """name     in results
+    """What is measured: a model, or a recording of one.
+
+    name       in results
     recording  what was said, if nothing is computed
     path       of the model or the recording
     """

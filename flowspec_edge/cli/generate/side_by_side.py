@@ -44,10 +44,7 @@ class CountTokens(Protocol):
 
 
 class SideBySide:
-    """On a terminal, a column for each answer, below it how many tokens came how fast.
-
-    Without a terminal each answer is a paragraph, which streams, too: one answer after the other.
-    """
+    """The answers on a terminal, a column each, below it how many tokens came how fast."""
 
     def __init__(self, console: Console, titles: Sequence[str]) -> None:
         self._console = console
@@ -56,7 +53,7 @@ class SideBySide:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Within, answers may stream."""
+        """Show the columns within the block, while answers stream."""
         if not self._console.is_terminal:
             yield
             return
