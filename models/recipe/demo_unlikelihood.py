@@ -81,7 +81,7 @@ def looping(ids: Tensor, prompt: int = 0, eos: int = 0) -> Tensor:
 
 
 def unlikelihood(model: LlamaForCausalLM, ids: Tensor, marked: Tensor) -> Tensor:
-    """Sum of -log(1 - p) over the ``marked`` tokens, bool [B, n], of ``ids`` [B, n]."""
+    """Return the sum of -log(1 - p) over the ``marked`` tokens, bool [B, n], of ``ids`` [B, n]."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
     chosen = marked[:, 1:]
     logits = model.lm_head(hidden[chosen]).float()
