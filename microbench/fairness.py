@@ -34,7 +34,7 @@ _SATURATED_S = 4.0  # of flood before the second client comes
 
 @dataclass(frozen=True)
 class Flood:
-    """The load of the first clients; ``fields``: of each request's body; ``users``: whether each names another user."""
+    """What the first client asks; ``fields``: of each request's body; ``users``: whether each names another user."""
 
     name: str
     connections: int

@@ -38,9 +38,9 @@ _LONGEST = 17  # rows of a segment: longer ones are prompts
 
 
 class Counts:
-    """The experts of passes, by their kind and rows.
+    """The counts of experts in passes, by the passes' kind and rows.
 
-    A sum over layers and passes is (touched, expected, spread).
+    Each is (touched, expected, spread), as sums over layers and passes.
     """
 
     def __init__(self) -> None:

@@ -56,7 +56,7 @@ _waits_lock = threading.Lock()
 
 
 class Unreached(FlowspecError):
-    """No answer: ssh failed, or the board exceeded a time limit."""
+    """The error for a board that gives no answer: ssh failed, or the board exceeded a time limit."""
 
 
 class Runner(ABC):

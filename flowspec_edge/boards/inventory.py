@@ -199,12 +199,12 @@ class Inventory(StrictModel):
 
     @property
     def draft(self) -> DeviceEntry:
-        """D0; UsageError while a role is "auto"."""
+        """The entry of D0; raise UsageError while a role is "auto"."""
         return next(device for device in self._definite() if device.role == "draft")
 
     @property
     def verify(self) -> list[DeviceEntry]:
-        """V1…VN in file order; UsageError while a role is "auto"."""
+        """The entries of V1…VN in file order; raise UsageError while a role is "auto"."""
         return [device for device in self._definite() if device.role == "verify"]
 
     @property

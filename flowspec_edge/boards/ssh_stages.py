@@ -87,7 +87,7 @@ class SshBoards:
     def connect(self) -> Connected:
         """Start the workers without waiting: D0's handshake finds out whether they run.
 
-        Links are encrypted, with keys generated for this run.  FlowspecError if a host name does not resolve.
+        Links are encrypted, with keys generated for this run.  Raise FlowspecError if a host name does not resolve.
         """
         inventory = self._inventory
         try:

@@ -58,7 +58,7 @@ _TEXT = 64  # rows that the draft cache takes at a time
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes.
+    """The memory of a process, planned and measured, in bytes.
 
     planned    weights and caches that the plan counts, without the process
     held       of all tensors, weights and caches

@@ -41,7 +41,7 @@ _MICRO_TEXTS = 8
 
 @dataclass(frozen=True)
 class UnlikelihoodRecipe:
-    """Schedule; lengths and batches in tokens.
+    """The schedule of the further training; lengths and batches in tokens.
 
     texts   continuations a step
     weight  of their loss

@@ -49,7 +49,7 @@ _SAMPLE = 40_000  # held-out tokens that are measured
 
 @dataclass(frozen=True)
 class SparseRecipe:
-    """Lengths and batches in tokens.
+    """The shape and schedule of the sparse model; lengths and batches in tokens.
 
     shared   a layer's most active neurons, copied into every expert
     inner    neurons of an expert; what is left after its own and the shared ones are copies to train

@@ -161,8 +161,8 @@ def drafting(cluster: ClusterSettings, model: OpenModel, head: Path | None = Non
 def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     """Decide what ``path``, read as ``inventory``, leaves open.
 
-    UsageError for a model that is missing or contradicts the file; ``planner.DoesNotFit`` if a board's memory
-    is too small.
+    Raise UsageError for a model that is missing or contradicts the file.  Raise ``planner.DoesNotFit`` if a board's
+    memory is too small.
     """
     path = path.absolute()
     model, head = _model(inventory.cluster, path)

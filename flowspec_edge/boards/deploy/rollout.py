@@ -55,9 +55,10 @@ class Rollout:
     def up(self, rotate: bool = False) -> DeployReport:
         """Bring all boards to the release that follows from the cluster file, this package and the model.
 
-        ``rotate`` also gives every board a new key pair (``services.keys``).  UsageError if the input has errors;
-        FlowspecError if this machine cannot shard the model or gather the wheels.  Failures on boards are in the
-        report.
+        ``rotate`` also gives every board a new key pair (``services.keys``).  Failures on boards are in the report.
+
+        Raise UsageError if the input has errors.  Raise FlowspecError if this machine cannot shard the model or gather
+        the wheels.
         """
         diff = self._decide(end_others=True, rotate=rotate)
         if diff is None:

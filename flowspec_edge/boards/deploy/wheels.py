@@ -205,7 +205,7 @@ def _sha256(path: Path) -> str:
 def build_wheel(out: Path) -> Path:
     """Write this package's wheel into ``out`` in place of any other version, and return its path.
 
-    FlowspecError, with the builder's message, if the build fails or ``out`` cannot be written; UsageError
+    Raise FlowspecError, with the builder's message, if the build fails or ``out`` cannot be written.  Raise UsageError
     without a source tree or an installation.
     """
     try:

@@ -51,7 +51,9 @@ _SECRETS = (
 
 def board_report(gpu: Mapping[str, Any], device: str, date: str, profile: Sequence[str] = (),
                  report: Callable[[str], None] = lambda doing: None) -> dict[str, Any]:
-    """Collect what is known of this board, which takes a few minutes. A part that fails is {"error": …}.
+    """Collect what is known of this board, which takes a few minutes.
+
+    A part that fails is {"error": …}.
 
     gpu      ``GpuReport.as_json``, or the error for which there is none
     date     today's

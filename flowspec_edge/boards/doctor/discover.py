@@ -126,8 +126,10 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
     """Probe all boards concurrently; ``done`` is called with the name of each that has answered.
 
     A loopback address, as Ubuntu's /etc/hosts gives to a machine's own name, becomes this machine's address
-    on the network.  ``NotFound`` if a board does not answer; FlowspecError names boards that are one machine
-    or have one machine-id; UsageError for addresses that other boards cannot reach.
+    on the network.
+
+    Raise ``NotFound`` if a board does not answer.  Raise FlowspecError, which names the boards, if some are one machine
+    or have one machine-id.  Raise UsageError for addresses that other boards cannot reach.
     """
     inventory = on_network(inventory)
     unreachable = [f"{device.name}: {', '.join(problem)}" for device in inventory.device

@@ -53,7 +53,7 @@ class GpuReport:
 
 def check_gpu(tokens: Sequence[Check[ComputeDevice]], device: str = "cuda",
               report: Callable[[str], None] = lambda doing: None) -> GpuReport:
-    """Run all checks, in some minutes; UsageError if the device does not exist.
+    """Run all checks, in some minutes; raise UsageError if the device does not exist.
 
     tokens  the checks of the group "tokens", which simulate a cluster (``lab.token_check``)
     report  called with the name of each group as it begins

@@ -113,7 +113,7 @@ def _answer(flows: dict[bytes, _Flow], peer: bytes, frames: list[bytes]) -> list
 
 
 def measure_link(host: str, port: int, seconds: float = 1.0) -> LinkMeasure:
-    """Send data for ``seconds``; UsageError for a time out of range, FlowspecError if no peer answers."""
+    """Send data for ``seconds``; raise UsageError for a time out of range, FlowspecError if no peer answers."""
     if not 0 < seconds <= MAX_SECONDS:
         raise UsageError(f"a link is measured for up to {MAX_SECONDS:g} s, not {seconds:g}")
     with _connected(host, port) as link:

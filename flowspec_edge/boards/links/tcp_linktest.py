@@ -24,7 +24,7 @@ _REPORT = struct.Struct("!Qd")  # bytes after the first chunk, and their seconds
 
 
 def serve(host: str, port: int, seconds: float) -> None:
-    """Print the port, then answer one connection; TimeoutError if none comes within ``seconds``."""
+    """Print the port, then answer one connection; raise TimeoutError if none comes within ``seconds``."""
     with socket.create_server((host, port)) as server:
         print(json.dumps({"port": server.getsockname()[1]}), flush=True)
         server.settimeout(seconds)

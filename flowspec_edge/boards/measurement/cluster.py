@@ -159,7 +159,7 @@ def _measure_link(inventory: Inventory, source: DeviceEntry, target: DeviceEntry
 def name_profile(path: Path, board: str, file: Path) -> None:
     """Set ``profile`` of the board's [[device]] in the cluster file; all other lines stay as they are.
 
-    FlowspecError if the text does not allow that: it says what to write.
+    Raise FlowspecError, which says what to write, if the text does not allow that.
     """
     directory = path.absolute().parent
     profile_name = str(file.relative_to(directory)) if file.is_relative_to(directory) else str(file)

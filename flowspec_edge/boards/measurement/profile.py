@@ -112,7 +112,7 @@ class MeasuredProfile:
 def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCallback) -> MeasuredProfile:
     """Measure a profile of this device, which takes one to two minutes with the default ``effort``.
 
-    Raise UsageError for a missing device; FlowspecError if memory is short, a process ends, or the peer fails.
+    Raise UsageError for a missing device.  Raise FlowspecError if memory is short, a process ends, or the peer fails.
     """
     torchdevice.require(options.device)
     peer = None

@@ -48,7 +48,7 @@ class MemoryCheck:
         return spec.for_model(self.problem.size)[0]
 
     def split(self, draft: DeviceEntry, verify: Sequence[DeviceEntry]) -> Ranges:
-        """Return the layers of the stages in this order; DoesNotFit, in bytes, if memory is too small."""
+        """Return the layers of the stages in this order; raise DoesNotFit, in bytes, if memory is too small."""
         stages = [self.board(device) for device in verify]
         ranges = split_in_order(stages, self.problem)
         if ranges is None or self.board(draft).room < self.problem.d0:
@@ -81,7 +81,10 @@ class MemoryCheck:
 
 def check_parts(manifest: Manifest, cluster: ClusterSettings, concurrency: int, stages: Stages,
                 profiles: Mapping[str, Profile]) -> None:
-    """Check the stages of a sharded model as :meth:`MemoryCheck.check` does. D0's memory is checked with its board."""
+    """Check the stages of a sharded model as :meth:`MemoryCheck.check` does.
+
+    D0's memory is checked with its board.
+    """
     from flowspec_edge.d0.capacity import cache_rows, tentative_rows
     from flowspec_edge.strategies.params import Params
 

@@ -31,7 +31,9 @@ _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2, "int4": 2}  # bytes of a value outsid
 
 @dataclass(frozen=True)
 class ModelBytes:
-    """A model's parts in bytes, in the element type ``dtype``. Token embeddings stay in their file.
+    """A model's parts in bytes, in the element type ``dtype``.
+
+    Token embeddings stay in their file.
 
     max_positions    the model's limit on tokens of prompt and answer together
     layer            weights of one decoder layer (the largest)
@@ -155,8 +157,8 @@ def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = 
     using       this draft model instead, of any kind
     candidates  of the candidate head; None: the sharder's default
 
-    Raise UsageError if there is no model that stages can run, or no MTP layer where one is wanted; FlowspecError
-    for damaged or incomplete weights.
+    Raise UsageError if there is no model that stages can run, or no MTP layer where one is wanted.  Raise
+    FlowspecError for damaged or incomplete weights.
     """
     if using is None and (entry := _catalogue_entry(name_or_path)):
         name, shape = entry

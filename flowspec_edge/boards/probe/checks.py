@@ -61,7 +61,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is judged.
+    """A board to be judged, and what is wanted of it.
 
     python      the board's interpreter, as the cluster file names it
     storage     where releases and shards will lie; "": the fullest of the disks

@@ -215,7 +215,10 @@ class ServiceFacts:
 
 @dataclass(frozen=True)
 class BoardFacts:
-    """What a board told.  The defaults are those of a bare board, and of sections that were not asked for."""
+    """What a board told.
+
+    The defaults are those of a bare board, and of sections that were not asked for.
+    """
 
     ahead: float = 0.0  # s, the board's clock minus this machine's
     within: float = 0.0  # s, error bound of ahead
@@ -278,7 +281,8 @@ def ask_deployment(inventory: Inventory, device: DeviceEntry, environment: str =
 def _ask(inventory: Inventory, device: DeviceEntry, section: str, **arguments: Any) -> BoardFacts:
     """Ask a board's Python for one section of its facts.
 
-    Raise NoAnswer if the board's Python is none; FlowspecError, Unreached for ssh's, if it cannot be run.
+    Raise NoAnswer if the board's Python is none.  Raise FlowspecError, or Unreached for ssh's errors, if it cannot be
+    run.
     """
     python = inventory.cluster.board_python
     runner = runner_for(inventory, device, _TIMEOUT_S[section])

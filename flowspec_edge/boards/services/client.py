@@ -18,7 +18,7 @@ _DATA = b"data: "
 
 
 class DraftClient:
-    """A context manager that closes its connections."""
+    """A client of the draft device's API, a context manager that closes its connections."""
 
     def __init__(self, inventory: Inventory, device: DeviceEntry, api_key: str | None = None) -> None:
         settings = inventory.cluster

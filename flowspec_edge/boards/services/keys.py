@@ -59,7 +59,7 @@ def recorded(devices: Sequence[DeviceEntry], directory: Path) -> dict[str, str]:
 
 
 def record(directory: Path, publics: Mapping[str, str]) -> None:
-    """Write the public keys, each file atomically; FlowspecError if that fails."""
+    """Write the public keys, each file atomically; raise FlowspecError if that fails."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name, public in publics.items():
@@ -69,7 +69,7 @@ def record(directory: Path, publics: Mapping[str, str]) -> None:
 
 
 def forget(directory: Path, names: Iterable[str]) -> None:
-    """Remove the records of these boards; FlowspecError if a file cannot be removed."""
+    """Remove the records of these boards; raise FlowspecError if a file cannot be removed."""
     try:
         for name in names:
             _file(directory, name).unlink(missing_ok=True)

@@ -29,7 +29,10 @@ class FleetStatus:
 
     @property
     def release(self) -> str | None:
-        """The common release; None without one, or if they differ.  Boards outside the cluster have none."""
+        """The common release; None without one, or if they differ.
+
+        Boards outside the cluster have none.
+        """
         ids = {board.current.id for board in self.boards if board.current}
         return next(iter(ids)) if len(ids) == 1 else None
 

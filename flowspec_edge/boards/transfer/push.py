@@ -54,14 +54,15 @@ class TransferResult:
 def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory: Inventory, *,
          progress: OnBytes = lambda board, done, total: None, models: str = MODELS,
          silence_s: float = _SILENCE_S) -> list[TransferResult]:
-    """Bring the manifest and a part of ``model`` to each board; one result per board, in order.
+    """Bring the manifest and a part of ``model`` to each board; return one result per board, in order.
 
-    boards  (board, part, interpreter with flowspec there; "": the board's own, without)
-    models  the directory of models on the boards
+    boards     (board, part, interpreter with flowspec there; "": the board's own, without)
+    models     the directory of models on the boards
     silence_s  how long a board may take no data and give no answer, besides the time that its data need
 
-    Received data stays on a board, and the next call resumes.  UsageError if ``model`` is not a sharded model
-    or lacks a part; a board's errors are in its result.
+    Received data stays on a board, and the next call resumes.  A board's errors are in its result.
+
+    Raise UsageError if ``model`` is not a sharded model or lacks a part.
     """
     manifest = OpenModel(model).require_manifest()
     text = (model / MANIFEST).read_text(encoding="utf-8")

@@ -188,7 +188,7 @@ class BenchOptions:
 
 
 def parse_acceptance(text: str) -> float:
-    """Read ``--acceptance`` as ``CalibratedDrafter``'s share. UsageError for anything else."""
+    """Read ``--acceptance`` as ``CalibratedDrafter``'s share; raise UsageError for anything else."""
     if text in (words := {"head": 1.0, "paper": PUBLISHED_SHARE}):
         return words[text]
     try:
@@ -207,7 +207,7 @@ def measured_by_default(names: str) -> StrategiesOf:
 
 
 def parse_strategies(text: str) -> list[str]:
-    """Return the names without duplicates. Errors are those of ``strategy_class``."""
+    """Return the names without duplicates; errors are those of ``strategy_class``."""
     from flowspec_edge.strategies.registry import require_strategy, strategy_class, strategy_names
 
     if text.strip() == "all":

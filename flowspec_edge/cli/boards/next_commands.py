@@ -17,7 +17,7 @@ from flowspec_edge.strategies.params import DEFAULT_STRATEGY
 
 
 def next_commands(report: PlanReport, model: str, devices: Sequence[str]) -> list[str]:
-    """List the commands to run next, in their order. A text in parentheses is for the user to do."""
+    """List the commands to run next, in their order; a text in parentheses is for the user to do."""
     plan = report.recommended
     assert plan
     commands, source = _at_hand(report, model)
