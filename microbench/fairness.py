@@ -44,7 +44,12 @@ class Flood:
 
 @dataclass(frozen=True)
 class Waits:
-    """The waits of the second client; a wait that the limit cut short counts as the limit."""
+    """The waits of the second client; a wait that the limit cut short counts as the limit.
+
+    refused   answers of 429 or 503
+    unserved  requests without a token within the limit
+    differ    texts that were not those without a flood
+    """
 
     flood: str
     asked: int

@@ -62,7 +62,11 @@ class Computation:
 
 @dataclass(frozen=True)
 class ComputationResult:
-    """What a computation gave; the fields of ``Deviation``, None and "" without one."""
+    """What a computation gave; the fields of ``Deviation``, None and "" without one.
+
+    message  the text that its function returned
+    fault    what was raised, or how the process ended; "" if all went well
+    """
 
     name: str
     error: float | None = None

@@ -57,7 +57,12 @@ class KindResult:
 
 @dataclass(frozen=True)
 class KernelReport:
-    """Measured products; ``shape``: (outputs, inputs); ``dtype``: of 4-bit kinds' activations."""
+    """The measured products of all kinds of weights.
+
+    shape      (outputs, inputs)
+    dtype      of 4-bit kinds' activations
+    copy_rate  bytes read and written a second by a large copy
+    """
 
     device: str
     name: str
@@ -168,7 +173,11 @@ def _product(kind: str, shape: tuple[int, int], dtype: str, device: str) -> tupl
 
 
 class _Clock:
-    """A clock for single products with cold caches."""
+    """A clock for single products with cold caches.
+
+    On a CPU the other kinds' products evict the weights; on a GPU a large copy does, which also hides the
+    launch time of the product and its events.
+    """
 
     def __init__(self, device: str) -> None:
         self._source = torch.ones(_COPY_BYTES if device == "cuda" else _COPY_BYTES // 4, dtype=torch.uint8,

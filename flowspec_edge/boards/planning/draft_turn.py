@@ -17,7 +17,13 @@ from flowspec_edge.model.draft_kinds import EAGLE2
 
 @dataclass(frozen=True)
 class DraftTurn:
-    """D0's times in a slot, in seconds."""
+    """D0's times in a slot, in seconds.
+
+    output  lm_head, sampling and bookkeeping for a segment's rows
+    draft   a pass of the draft head over one level of a tree, or a level's share of a block drafter's pass
+    slot    a segment in the slowest stage, or over the slowest link if that takes longer
+    on_cpu  whether the device is known to compute on its CPU
+    """
 
     output: float
     draft: float

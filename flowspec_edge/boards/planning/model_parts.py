@@ -26,7 +26,10 @@ Number = Annotated[int, Field(ge=0)]
 
 
 class Matrices(StrictModel):
-    """Several matrices of one shape, ``count`` of them, that may be quantised."""
+    """Several matrices of one shape, ``count`` of them, that may be quantised.
+
+    stored  as a GGUF file has them: in 4 or 8 bits, or "16bit"; None: as the plan says
+    """
 
     rows: Number
     columns: Number

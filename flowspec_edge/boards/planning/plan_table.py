@@ -14,7 +14,16 @@ _SINGLE_BOARD = "D0+V1"  # the role of a board that runs both, in one process
 
 @dataclass(frozen=True)
 class BoardRow:
-    """A board's row; ``role``: "D0", "V1", …, "D0+V1", or None for an unused board."""
+    """A board's row; ``role``: "D0", "V1", …, "D0+V1", or None for an unused board.
+
+    layers          [lo, hi) of the model
+    headroom_mb     usable memory that stays free
+    stage_ms        time of a segment in its layers; None for D0
+    scaled          how its profile was scaled to the model; "" if it was measured with that model
+    basis           what stage_ms rests on; "bandwidth": the memory bandwidth that other engines reach
+    assumed         from what its profile was estimated; "" if the file names one
+    stage_ms_range  from the fastest to the slowest by such a bandwidth; None if it is not known
+    """
 
     name: str
     profile: str

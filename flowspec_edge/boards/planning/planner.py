@@ -66,7 +66,9 @@ class CandidateBoard:
 class SplitProblem:
     """What a split must hold.
 
-    ``tentative``: further cache rows, for the drafts of all requests (the draft session's ``cache_rows``).
+    tentative  further cache rows, for the drafts of all requests (the draft session's ``cache_rows``)
+    rows       of the segment whose time is minimised
+    requests   at once
     """
 
     size: ModelBytes

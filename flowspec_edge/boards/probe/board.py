@@ -25,7 +25,15 @@ _MODES = re.compile(r"<\s*POWER_MODEL\b[^>]*\bID=(\d+)[^>]*\bNAME=([^\s>]+)", re
 
 @dataclass(frozen=True)
 class BoardInfo:
-    """What a board says of itself: empty text or None where it does not say; memory in 10^6 bytes."""
+    """What a board says of itself: empty text or None where it does not say; memory in 10^6 bytes.
+
+    machine        the board's model, else the processor's
+    power_mode     by name, such as "MAXN_SUPER": ids mean other modes on other boards
+    temperature_c  of the hottest thermal zone
+    clocks_mhz     "cpu": the fastest core's current clock; others: devfreq devices
+    cores          of the CPU
+    available_mb   what a new process could take without swapping
+    """
 
     machine: str = ""
     l4t: str = ""

@@ -136,6 +136,11 @@ class Check(Generic[_Asked]):
     """A check, whose ``rule`` yields findings about what is asked.
 
     "ok" is among the findings, and none of them is worse than ``severity``.
+
+    name      of its findings, unless the rule gives several
+    asks      the type of the facts that the rule takes
+    ends      whether `deploy init` and `up` say nothing else of the board if this one fails
+    computes  for a ``ComputeDevice``: what is to be computed before the rule finds its ``results``
     """
 
     name: str

@@ -30,7 +30,11 @@ _MB = 10**6
 
 @dataclass(frozen=True)
 class LibraryFacts:
-    """The versions that a release says of itself and of what it is installed with."""
+    """The versions that a release says of itself and of what it is installed with.
+
+    zmq    ZeroMQ's; ``curve``: whether it can encrypt
+    torch  as a process of its own imports it
+    """
 
     flowspec: str
     transformers: str

@@ -46,7 +46,12 @@ _COMPARED = 3  # splits over different boards with the best rates
 
 @dataclass
 class Case:
-    """The plans for one element type."""
+    """The plans for one element type.
+
+    plans      splits over different boards, the best first; empty if none fits
+    alone      the fastest board that holds everything
+    draft_why  why it drafts by n-grams, where --draft does not ask for that
+    """
 
     problem: SplitProblem
     boards: list[CandidateBoard]
@@ -318,7 +323,14 @@ class _Runs:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The source of the tokens of a prediction."""
+    """The source of the tokens of a prediction.
+
+    source      a model's directory, or a recording
+    acceptance  whose it is, for the label
+    calibrates  whether the chosen split also runs with the acceptance of a published head
+    kinds       of the requests' texts, if there are several
+    beside      texts of several kinds with another head, for the range over them
+    """
 
     source: Path | Recording
     acceptance: str

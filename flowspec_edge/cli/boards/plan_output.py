@@ -60,7 +60,13 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The split, or the board alone, that should be run."""
+    """The split, or the board alone, that should be run.
+
+    boards     D0 first, then the stages in order; one if it holds everything
+    dtype_why  why this element type
+    left_out   the other boards, each with the reason
+    best       the fastest strategy; None if nothing was predicted
+    """
 
     boards: tuple[str, ...]
     dtype: str

@@ -44,7 +44,10 @@ class CountTokens(Protocol):
 
 
 class SideBySide:
-    """The answers on a terminal, a column each, below it how many tokens came how fast."""
+    """The answers on a terminal, a column each, below it how many tokens came how fast.
+
+    Without a terminal each answer is a paragraph, which streams, too: one answer after the other.
+    """
 
     def __init__(self, console: Console, titles: Sequence[str]) -> None:
         self._console = console
