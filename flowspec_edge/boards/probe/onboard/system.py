@@ -245,6 +245,7 @@ def torch(check: dict[str, Any]) -> dict[str, Any]:
     The check runs in a transient unit with the service's groups and sandboxing, if root and systemd are available.
     ``check``: program (``torch_check`` with a call of its main), device, protections (lines of the unit).
     Further facts:
+
     unit     the transient unit's user and groups in words; "" without one
     outside  the same facts without the unit, if the check fails inside it; else None
     own      {"torch": its file} for packages of the ssh user alone, if the import fails
