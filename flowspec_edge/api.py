@@ -88,7 +88,7 @@ class Cluster:
     """
 
     def __init__(self, model: OpenModel, stages: int, dtype: RunDtype, device: str,
-                 place: Here | Virtual, threads: int | None = None,
+                 backend: Here | Virtual, threads: int | None = None,
                  scheduling_policy: SchedulingPolicy = "fair") -> None:
         from flowspec_edge.drivers.processes.clusters import open_cluster
 
@@ -97,7 +97,7 @@ class Cluster:
         self.stages = stages
         self._dtype, self._device = dtype, device
         self._backend = open_cluster(ClusterSpec(model.path, stages, dtype, device=device, threads=threads,
-                                                 scheduling_policy=scheduling_policy), place)
+                                                 scheduling_policy=scheduling_policy), backend)
         self._plain: PlainDecoder | None = None
 
     @classmethod

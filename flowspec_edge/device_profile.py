@@ -15,7 +15,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kind import DraftKind
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, OWN_TIME, timed_kinds
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, PASS_TIME_SUFFIX, timed_kinds
 from flowspec_edge.model.families import LLAMA
 from flowspec_edge.util.resources import resource_dir
 from flowspec_edge.util.terminal import did_you_mean
@@ -157,7 +157,8 @@ class DraftCost(StrictModel):
     def _times_of_kinds(cls, values: Any) -> Any:
         valid_keys = [*cls.model_fields, *(kind.charged_as for kind in timed_kinds())]
         for key in values if isinstance(values, dict) else ():
-            if key not in valid_keys and not (key.endswith(OWN_TIME) and key.removesuffix(OWN_TIME).isidentifier()):
+            if key not in valid_keys and not (key.endswith(PASS_TIME_SUFFIX)
+                                              and key.removesuffix(PASS_TIME_SUFFIX).isidentifier()):
                 raise Misplaced(f"unknown key; {did_you_mean(key, valid_keys)}"
                                 f"known here are {', '.join(valid_keys)}", key)
         return values
@@ -203,13 +204,13 @@ class LaunchCost(StrictModel):
     chosen: Count | None = None  # of these by a row
     pass_graphs: bool = False  # whether draft passes are CUDA graphs
 
-    def of_layer(self, rows: int) -> float:
+    def per_layer(self, rows: int) -> float:
         """Launches of a layer for ``rows`` that choose experts independently."""
         if not self.experts or not self.chosen:
             return self.layer
         return self.layer + EXPERT_LAUNCHES * self.experts * (1 - (1 - self.chosen / self.experts) ** rows)
 
-    def of_pass(self, kind: str) -> tuple[int, int]:
+    def per_pass(self, kind: str) -> tuple[int, int]:
         """Launches within the layers of a small model, and others."""
         draft = DRAFT_KINDS[kind]
         if self.pass_graphs and draft.graph_launches is not None:
@@ -291,7 +292,7 @@ class Profile(StrictModel):
         seconds = (self.stage.overhead_ms + in_layers) * 1e-3 / devices
         if self.launch is None:
             return seconds
-        return seconds + self.launch.added(in_layers * 1e-3 / devices, layers * self.launch.of_layer(rows),
+        return seconds + self.launch.added(in_layers * 1e-3 / devices, layers * self.launch.per_layer(rows),
                                            SEGMENT_LAUNCHES)
 
     def draft_seconds(self, kind: str, nodes: int = 1, scored: bool = False) -> float:
@@ -301,7 +302,7 @@ class Profile(StrictModel):
         times = BLOCK_SCORES if scored and draft.is_block else draft.passes
         cost = times * self.pass_ms(draft) if draft.charged_as else 0.0
         seconds = (cost + self.draft.row_ms * nodes) * 1e-3
-        launches = (0, SCORE_LAUNCHES) if scored else self.launch and self.launch.of_pass(kind)
+        launches = (0, SCORE_LAUNCHES) if scored else self.launch and self.launch.per_pass(kind)
         return seconds + (self.launch.added(seconds, *launches) if self.launch and launches else 0.0)
 
     def pass_ms(self, draft: DraftKind) -> float:
@@ -411,7 +412,7 @@ _COMMENTS = {
     "temperature_c": {"conditions": "the hottest zone at the end of the measurement"},
     "peer": {"conditions": "the other end of the measured link"},
 }
-_LEFT_OUT: tuple[Any, ...] = (None, "", [], {})
+_EMPTY_VALUES: tuple[Any, ...] = (None, "", [], {})
 
 
 def render(profile: Profile) -> str:
@@ -422,7 +423,7 @@ def render(profile: Profile) -> str:
     for table, values in data.items():
         if isinstance(values, Mapping):
             lines += ["", f"[{table}]"]
-            lines += [_line(table, key, value) for key, value in values.items() if value not in _LEFT_OUT]
+            lines += [_line(table, key, value) for key, value in values.items() if value not in _EMPTY_VALUES]
     return "\n".join(lines) + "\n"
 
 

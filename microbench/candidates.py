@@ -21,7 +21,7 @@ from flowspec_edge.boards.planning.testbed import profile_or_testbed
 from flowspec_edge.d0 import models
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drafting.candidates import own_states, principal
+from flowspec_edge.drafting.candidates import principal, sample_states
 from flowspec_edge.drafting.eagle.eagle2 import rank_outputs
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
@@ -47,10 +47,10 @@ class Watched(OutputHead):
 
     def __init__(self, head: OutputHead) -> None:
         super().__init__(list(head.blocks), head.hidden_size, head.dtype, head.device)  # type: ignore[arg-type]
-        self.seen: list[Tensor] = []
+        self.states: list[Tensor] = []
 
     def forward(self, states: Tensor) -> Tensor:
-        self.seen.append(states.flatten(0, -2).clone())
+        self.states.append(states.flatten(0, -2).clone())
         return super().forward(states)
 
 
@@ -72,7 +72,7 @@ def drafted(name: str, prompts: int, tokens: int) -> tuple[OutputHead, nn.Module
             cluster.generate(Request(list(getattr(text, "tokens", text)), "flowspec", tokens,
                                      Sampling(temperature, seed=1), EAGLE2, model.stop_ids))
     watched = kept["watched"]
-    return watched, kept["make"]()._head, torch.cat(watched.seen)
+    return watched, kept["make"]()._head, torch.cat(watched.states)
 
 
 @torch.inference_mode()
@@ -82,7 +82,7 @@ def recall(name: str, prompts: int, tokens: int) -> Iterator[Row]:
     tried, others = states[order[:_STATES]], states[order[_STATES : 3 * _STATES]]
     best = OutputHead.forward(lm_head, tried).topk(10).indices
     every = OutputHead.forward(lm_head, torch.eye(lm_head.hidden_size, dtype=lm_head.dtype)).T  # the matrix
-    factors = {"own": own_states(head, rank_outputs, lm_head), "drafted": others}
+    factors = {"own": sample_states(head, rank_outputs, lm_head), "drafted": others}
     for rank in RANKS:
         bases = {what: principal(seen[:2048], rank).to(states.dtype) for what, seen in factors.items()}
         bases["svd"] = torch.linalg.eigh(every.T @ every)[1][:, -rank:].T

@@ -138,9 +138,9 @@ class _Drafter(TreeDrafter):
             self._states.append(features)
             self._queue += tokens
 
-    def _asked(self, request: DraftRequest) -> Tensor:
+    def _select_outputs(self, request: DraftRequest) -> Tensor:
         self._asked_rows.append((self._text_of, [node.position for node in request.nodes]))
-        return super()._asked(request)
+        return super()._select_outputs(request)
 
     def _inputs(self, rows: Rows) -> PassInputs:
         entering = self._states if rows.text else []

@@ -28,7 +28,7 @@ def measure(prompts: int, tokens: int, profile: str, stages: int, clients: int =
 
     A group has ``clients`` results that arrived together.
     """
-    model, devices = resolve_model(), Devices.of(load_profile(profile), stages)
+    model, devices = resolve_model(), Devices.from_profile(load_profile(profile), stages)
     requests = demo_prompts(prompts)
     groups = [requests[i : i + clients] for i in range(0, len(requests), clients)]
 

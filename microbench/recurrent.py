@@ -58,7 +58,7 @@ def ours_of(net: Any, config: Qwen3NextConfig) -> DeltaNet:
 
 
 def cache_of(config: Qwen3NextConfig, dtype: torch.dtype) -> RecurrentCache:
-    kind = GatedDelta.of(decoder_config(config.to_dict(), "this benchmark"))
+    kind = GatedDelta.from_config(decoder_config(config.to_dict(), "this benchmark"))
     return RecurrentCache(kind, [0], 400, dtype, torch.device("cpu"))
 
 

@@ -276,7 +276,7 @@ class SshRunner(Runner):
         if own_connection:
             options["ControlPath"] = "none"
         self.login_s = _LOGIN_S + (int(connect) if connect.isdigit() else _CONNECT_S)
-        self._ssh = ["ssh", "-T", *_chosen(inventory, device), *_as_options(options), "--", device.address]
+        self._ssh = ["ssh", "-T", *_file_options(inventory, device), *_as_options(options), "--", device.address]
 
     def command(self, argv: Sequence[str]) -> list[str]:
         # exec makes the program a child of sshd, so that it ends with the connection.
@@ -288,7 +288,7 @@ class SshRunner(Runner):
         return [*options, "-W", place_of(host, port), end, address]
 
 
-def _chosen(inventory: Inventory, device: DeviceEntry) -> list[str]:
+def _file_options(inventory: Inventory, device: DeviceEntry) -> list[str]:
     """Return the arguments for what the cluster file says of ssh; the user's configuration decides the rest."""
     options: dict[str, str | int] = {}
     if device.ssh_port:
@@ -312,7 +312,7 @@ def _configured(inventory: Inventory, device: DeviceEntry) -> dict[str, str]:
     which the connection then explains.
     """
     try:
-        done = subprocess.run(["ssh", "-G", *_chosen(inventory, device), "--", device.address],
+        done = subprocess.run(["ssh", "-G", *_file_options(inventory, device), "--", device.address],
                               stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
                               timeout=_CONNECT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):

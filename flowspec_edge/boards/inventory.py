@@ -182,13 +182,13 @@ class Inventory(StrictModel):
     @classmethod
     def _is_a_cluster(cls, devices: list[DeviceEntry]) -> list[DeviceEntry]:
         for key in ("name", "address"):
-            seen: dict[str, str] = {}
+            first_names: dict[str, str] = {}
             for number, device in enumerate(devices):
                 value = str(getattr(device, key))
-                if (folded := value.casefold()) in seen:
-                    raise Misplaced(f"{value!r} is another entry's {key}, too ({seen[folded]}): every board "
+                if (folded := value.casefold()) in first_names:
+                    raise Misplaced(f"{value!r} is another entry's {key}, too ({first_names[folded]}): every board "
                                     "needs its own", number, key)
-                seen[folded] = device.name if key == "address" else device.address
+                first_names[folded] = device.name if key == "address" else device.address
         _check_roles(devices)
         _check_layers(devices)
         return devices

@@ -93,14 +93,14 @@ class SshBoards:
         try:
             directory = Path(self._undo.enter_context(TemporaryDirectory(prefix="flowspec-")))
             pairs = [keys.generate() for _ in inventory.device]
-            for place, pair in enumerate(pairs):
-                keys.save(pair, directory / f"key{place}")
+            for rank, pair in enumerate(pairs):
+                keys.save(pair, directory / f"key{rank}")
             ring = _ring(inventory, [pair.public.decode() for pair in pairs])
-            for place, device in enumerate(inventory.verify, start=1):
-                key = (directory / f"key{place}").read_text(encoding="ascii")
+            for rank, device in enumerate(inventory.verify, start=1):
+                key = (directory / f"key{rank}").read_text(encoding="ascii")
                 runner = SshRunner(inventory, device, own_connection=True)
                 lines = _without_parent(ring.config(
-                    place, model=self._model, dtype=self._dtype, device=inventory.torch_device(device),
+                    rank, model=self._model, dtype=self._dtype, device=inventory.torch_device(device),
                     key_file="/dev/fd/4"))
                 worker = module_command("flowspec_edge.drivers.stage", "--config", "/dev/fd/3",
                                         python=inventory.python(device))

@@ -48,7 +48,7 @@ class DraftConfig(StrictModel):
     api_key_file: str = ""  # one or several keys, one a line
 
     @model_validator(mode="after")
-    def _one_each(self) -> DraftConfig:
+    def _check_counts(self) -> DraftConfig:
         for name in ("digests", "worker_keys"):
             if getattr(self, name) and len(getattr(self, name)) != len(self.instances):
                 raise ValueError(f"{name} must have one entry per instance")

@@ -47,7 +47,7 @@ from flowspec_edge.d0.run_events import (
     SessionEnded,
     SessionProgress,
     StageTimes,
-    sent,
+    message_event,
 )
 from flowspec_edge.d0.scheduler import Scheduler
 from flowspec_edge.d0.session import DraftPass, DraftSession, Task
@@ -168,7 +168,7 @@ class DraftCore:
         self._scheduler = Scheduler(self._clock, lambda *failure: self._failures.append(failure),
                                     self._policy)
         self._work: _Work | None = None
-        self._messages_taken = False  # for hints and a segment, since D0's last work or wait
+        self._has_taken_messages = False  # for hints and a segment, since D0's last work or wait
         self._control.clear()
         self.pool.clear()
 
@@ -242,37 +242,37 @@ class DraftCore:
         if not self._outage and not self._abandoning:
             self._give_places()
         if self._control:
-            return self._sent([])
+            return self._make_send([])
         self._answer_failed()
         if (overdue := self._overdue()) is not None:
             return Finish(overdue.session)
         if self._work is None and not self._outage:
-            if not self._messages_taken:
-                self._messages_taken = True
+            if not self._has_taken_messages:
+                self._has_taken_messages = True
                 messages = self._scheduler.take_messages()
                 self._end_failed()
                 if messages or self._control:
-                    return self._sent(messages)
+                    return self._make_send(messages)
             if (job := self._scheduler.next_job()) is not None:
                 self._work = _Work(job)
             self._end_failed()
             if job is not None and (ahead := self._scheduler.take_ahead(job)):
                 self._end_failed()
-                return self._sent(ahead)
+                return self._make_send(ahead)
         if self._control:  # of requests that failed
-            return self._sent([])
-        self._messages_taken = False
+            return self._make_send([])
+        self._has_taken_messages = False
         if self._work is not None and not self._work.handed_out:
             self._work.handed_out = True
             return Compute(self._work.job, self._do_work)
         self._abandoning = False
         return Wait()
 
-    def _sent(self, messages: Sequence[Segment | Batch | Prune | Cancel]) -> Send:
+    def _make_send(self, messages: Sequence[Segment | Batch | Prune | Cancel]) -> Send:
         for message in messages:
             for part in parts_of(message) if isinstance(message, Segment | Batch) else (message,):
                 assert not isinstance(part, Output)
-                self._observer.observe(sent(part, self._clock()))
+                self._observer.observe(message_event(part, self._clock()))
         control: list[Outgoing] = [*self._control]
         self._control.clear()
         return Send([*control, *messages])
@@ -303,13 +303,13 @@ class DraftCore:
                     break
                 self._open(request)
             if (handle := self.queue.take()) is not None:
-                self._place(handle)
-            elif not self._messages_taken and (handle := self.queue.take_away()) is not None:
-                self._give_way(handle)
+                self._place_request(handle)
+            elif not self._has_taken_messages and (handle := self.queue.take_away()) is not None:
+                self._preempt(handle)
             else:
                 return
 
-    def _place(self, handle: RequestHandle) -> None:
+    def _place_request(self, handle: RequestHandle) -> None:
         request = self._request_of(handle)
         if request is None:
             request = ActiveRequest(handle)
@@ -318,7 +318,7 @@ class DraftCore:
         request.take(RequestEvent.IS_PLACED)
         self._requests.append(request)
 
-    def _give_way(self, handle: RequestHandle) -> None:
+    def _preempt(self, handle: RequestHandle) -> None:
         """Close the session of a request that has lost its place, if it is open. The stages retain its rows
         while there is room."""
         request = self._request_of(handle)
@@ -327,7 +327,7 @@ class DraftCore:
             request.interrupted = True
             self._observer.observe(SessionEnded(request.session, self._clock(), None))
             self._close(request)
-        request.take(RequestEvent.GIVES_WAY)
+        request.take(RequestEvent.IS_PREEMPTED)
         handle.turn_from = None
 
     def _request_of(self, handle: RequestHandle) -> ActiveRequest | None:
@@ -474,7 +474,7 @@ class DraftCore:
         """Close all sessions; finished requests are answered with the reports that have come."""
         self._abandoning = True
         self.pool.clear()
-        self._work, self._messages_taken = None, False
+        self._work, self._has_taken_messages = None, False
         for request in list(self._requests):
             if request.state is RequestState.CLOSING:
                 request.report_deadline = -math.inf

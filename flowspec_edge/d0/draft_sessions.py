@@ -61,9 +61,9 @@ class DraftSessions(ABC):
             if not all(0 <= token < vocabulary for token in tokens):
                 raise UsageError(f"{name}: a token id is outside the vocabulary of {vocabulary}")
 
-    def can_share_drafter(self, one: Request, other: Request) -> bool:
+    def can_share_drafter(self, first: Request, second: Request) -> bool:
         """Return whether one request's drafter can serve the other; UsageError if either cannot run."""
-        return self._drafter_key(one) == self._drafter_key(other)
+        return self._drafter_key(first) == self._drafter_key(second)
 
     def _drafter_key(self, request: Request) -> tuple[object, ...]:
         params = request.params

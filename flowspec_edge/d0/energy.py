@@ -9,7 +9,7 @@ from flowspec_edge.d0.counters import HeartbeatCounters
 
 POWER = ("watts", "energy_j", "board")  # the keys of ``drivers.observe.power.PowerMeter.read``
 
-Place = TypeVar("Place")
+Device = TypeVar("Device")
 
 
 def cluster_energy(processes: Iterable[HeartbeatCounters]) -> tuple[float | None, float | None]:
@@ -26,12 +26,12 @@ def cluster_energy(processes: Iterable[HeartbeatCounters]) -> tuple[float | None
     return whole, sum(measured) if len(measured) == len(above) else None
 
 
-def once_per_board(devices: dict[Place, HeartbeatCounters]) -> dict[Place, HeartbeatCounters]:
+def once_per_board(devices: dict[Device, HeartbeatCounters]) -> dict[Device, HeartbeatCounters]:
     """Keep each board's power and energy only at its first device."""
-    seen: set[float] = set()
-    by_place = {}
-    for place, counters in devices.items():
-        again = counters.get("board", -1.0) in seen
-        seen |= {counters["board"]} if "board" in counters else set()
-        by_place[place] = {k: v for k, v in counters.items() if k not in POWER} if again else counters
-    return by_place
+    boards: set[float] = set()
+    counters_by_device = {}
+    for device, counters in devices.items():
+        again = counters.get("board", -1.0) in boards
+        boards |= {counters["board"]} if "board" in counters else set()
+        counters_by_device[device] = {k: v for k, v in counters.items() if k not in POWER} if again else counters
+    return counters_by_device

@@ -50,7 +50,7 @@ class FairQueue(Generic[T]):
         self._entries: dict[T, tuple[Caller, _Entry]] = {}  # of all items
         self._waiting: dict[Caller, list[tuple[_Entry, T]]] = {}  # sorted
         self._placed: OrderedDict[T, Caller] = OrderedDict()  # the newest place last
-        self._places_held = Counter[Caller]()  # by paths and their beginnings, like the next two
+        self._place_counts = Counter[Caller]()  # by paths and their beginnings, like the next two
         self._items = Counter[Caller]()
         self._turns: dict[Caller, int] = {}  # when each last had a turn
 
@@ -61,7 +61,7 @@ class FairQueue(Generic[T]):
         """Iterate in the order of :meth:`take`, if nothing is added or ends meanwhile."""
         future = copy(self)
         future._waiting = {caller: list(items) for caller, items in self._waiting.items()}
-        future._placed, future._places_held = self._placed.copy(), self._places_held.copy()
+        future._placed, future._place_counts = self._placed.copy(), self._place_counts.copy()
         future._turns, future._numbers = self._turns.copy(), count(next(self._numbers))
         while future._waiting:
             yield future.take()
@@ -112,13 +112,13 @@ class FairQueue(Generic[T]):
         self._placed[item] = caller
         turn = next(self._numbers)
         for prefix in _prefixes(caller):
-            self._places_held[prefix] += 1
+            self._place_counts[prefix] += 1
             self._turns[prefix] = turn
         return item
 
     def withdraw(self, item: T) -> None:
         """Take the item's place away; the item waits where it waited before."""
-        caller = self._leave_place(item)
+        caller = self._release_place(item)
         insort(self._waiting.setdefault(caller, []), (self._entries[item][1], item), key=_entry)
 
     def has_turn(self) -> bool:
@@ -162,8 +162,8 @@ class FairQueue(Generic[T]):
             paths = next(((prefix, other_prefix) for prefix, other_prefix in pairs if prefix != other_prefix), None)
             if paths is None:
                 continue
-            places = self._places_held[paths[0]] - (stuck is not None)
-            more = self._places_held[paths[1]] - places
+            places = self._place_counts[paths[0]] - (stuck is not None)
+            more = self._place_counts[paths[1]] - places
             if more >= 2:
                 rank = more, age
             elif more == 1 and places == 0 and turn_over(item):
@@ -178,7 +178,7 @@ class FairQueue(Generic[T]):
         """Return how many waiting items precede this one if nothing changes; None if it does not wait."""
         if item not in self._entries or item in self._placed:
             return None
-        return next(place for place, other in enumerate(self) if other == item)
+        return next(position for position, other in enumerate(self) if other == item)
 
     def discard(self, item: T) -> bool:
         """Remove an item that waits or has a place; return whether there was one."""
@@ -186,7 +186,7 @@ class FairQueue(Generic[T]):
             return False
         caller, entry = self._entries[item]
         if item in self._placed:
-            self._leave_place(item)
+            self._release_place(item)
         else:
             self._waiting[caller].remove((entry, item))
             if not self._waiting[caller]:
@@ -205,12 +205,12 @@ class FairQueue(Generic[T]):
             self.discard(item)
         return waiting
 
-    def _leave_place(self, item: T) -> Caller:
+    def _release_place(self, item: T) -> Caller:
         caller = self._placed.pop(item)
         for prefix in _prefixes(caller):
-            self._places_held[prefix] -= 1
-            if not self._places_held[prefix]:
-                del self._places_held[prefix]
+            self._place_counts[prefix] -= 1
+            if not self._place_counts[prefix]:
+                del self._place_counts[prefix]
         return caller
 
     def _next_caller(self) -> Caller:
@@ -219,7 +219,7 @@ class FairQueue(Generic[T]):
     def _rank(self, caller: Caller) -> list[tuple[int, int]]:
         """Orders callers: at each level, the caller with the fewest places comes first, and of equals the one
         whose last turn is longest ago."""
-        return [(self._places_held[prefix], self._turns[prefix]) for prefix in _prefixes(caller)]
+        return [(self._place_counts[prefix], self._turns[prefix]) for prefix in _prefixes(caller)]
 
 
 def _prefixes(caller: Caller) -> list[Caller]:

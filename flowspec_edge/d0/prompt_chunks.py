@@ -36,9 +36,9 @@ class PromptCurve:
         longest = min(max(self.most, STEP), -(-tokens // STEP) * STEP)
 
         def first_token(rows: int) -> float:
-            whole, rest = divmod(tokens, rows)
-            parts = whole * self.seconds(min(rows, tokens), cached + max(0, tokens - rest - rows) // 2)
-            parts += self.seconds(rest, cached + tokens - rest) if rest else 0.0
+            whole, remainder = divmod(tokens, rows)
+            parts = whole * self.seconds(min(rows, tokens), cached + max(0, tokens - remainder - rows) // 2)
+            parts += self.seconds(remainder, cached + tokens - remainder) if remainder else 0.0
             return parts + (stages - 1) * self.seconds(min(rows, tokens), cached + max(0, tokens - rows))
 
         return min(range(STEP, longest + 1, STEP), key=first_token)

@@ -24,7 +24,7 @@ class RequestState(Enum):
 class RequestEvent(Enum):
     IS_PLACED = auto()  # it gets a place, also beside the queue
     OPENS = auto()  # a session begins
-    GIVES_WAY = auto()  # its place goes to another one
+    IS_PREEMPTED = auto()  # its place goes to another one
     LOSES_STAGES = auto()
     COMPLETES = auto()  # no more tokens: the last one, or a cancel
     IS_ANSWERED = auto()
@@ -41,14 +41,14 @@ TRANSITIONS: dict[RequestState, dict[RequestEvent, RequestState]] = {
     },
     RequestState.PLACED: {
         RequestEvent.OPENS: RequestState.OPEN,
-        RequestEvent.GIVES_WAY: RequestState.QUEUED,
+        RequestEvent.IS_PREEMPTED: RequestState.QUEUED,
         RequestEvent.LOSES_STAGES: RequestState.PLACED,
         RequestEvent.COMPLETES: RequestState.CLOSING,
         RequestEvent.IS_ANSWERED: RequestState.ENDED,
         RequestEvent.FAILS: RequestState.ENDED,
     },
     RequestState.OPEN: {
-        RequestEvent.GIVES_WAY: RequestState.QUEUED,
+        RequestEvent.IS_PREEMPTED: RequestState.QUEUED,
         RequestEvent.LOSES_STAGES: RequestState.SUSPENDED,
         RequestEvent.COMPLETES: RequestState.CLOSING,
         RequestEvent.FAILS: RequestState.ENDED,

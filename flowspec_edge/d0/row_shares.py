@@ -37,8 +37,8 @@ def divide(offers: Sequence[Sequence[float]], seconds: Callable[[int], float] | 
         free = _most_within(_FREE * seconds(1), seconds, most)
     weights = weights or [1.0] * len(offers)
     sure = [max(1, int(free * weight / sum(weights))) for weight in weights]
-    rows = sorted((place >= sure[request], -worth, place, request) for request, offer in enumerate(offers)
-                  for place, worth in enumerate(offer))[:most]
+    rows = sorted((index >= sure[request], -worth, index, request) for request, offer in enumerate(offers)
+                  for index, worth in enumerate(offer))[:most]
     if seconds is not None:
         if slot is not None:
             # One at least: segments that cannot be divided may take what a slot is worth in every slot.

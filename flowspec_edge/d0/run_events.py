@@ -160,7 +160,7 @@ RunEvent = (SessionEvent | DrafterLoaded | MessagesDropped | HeartbeatArrived | 
             | StagesBack)
 
 
-def sent(message: Segment | Prune | Cancel, at: float) -> SegmentSent | Pruned | Cancelled:
+def message_event(message: Segment | Prune | Cancel, at: float) -> SegmentSent | Pruned | Cancelled:
     """Return the event of a message to the stages."""
     match message:
         case Segment():

@@ -66,7 +66,7 @@ class SlotPredictor:
         durations = self._durations.get(kind)
         return sorted(durations)[min(_RANK, len(durations) - 1)] if durations else None
 
-    def sent(self, rows: int, now: float) -> None:
+    def record_segment(self, rows: int, now: float) -> None:
         self._queue.append((rows, now))
 
     def segment_done(self, now: float) -> None:
@@ -77,8 +77,8 @@ class SlotPredictor:
         if self._queue:
             # The next segment began when V1 became free; a busy D0 may learn that late.
             free = now if expected is None else min(now, began_at + expected)
-            following, sent = self._queue[0]
-            self._queue[0] = following, max(sent, free)
+            following, sent_at = self._queue[0]
+            self._queue[0] = following, max(sent_at, free)
 
     def outlasts(self, kind: Hashable, now: float) -> bool:
         """Return whether D0's work, started now, would end after V1 has run out of segments. False unless
@@ -172,7 +172,7 @@ class Scheduler:
         first = segments[0]
         self._at_v1.add((first.session, first.epoch, first.run))
         if self._clock:
-            self._predictor.sent(sum(len(segment.numbers) for segment in segments), self._clock())
+            self._predictor.record_segment(sum(len(segment.numbers) for segment in segments), self._clock())
         whole = batch_of(segments)
         assert not isinstance(whole, Output)
         return [whole]
@@ -211,7 +211,7 @@ class Scheduler:
             stages = pipeline.stages
             if pipeline.sparse and self._worth is None:
                 self._worth = SlotWorth(stages)
-            offers, weights = [offer for _, offer in offering], _weights([one for one, _ in offering])
+            offers, weights = [offer for _, offer in offering], _weights([session for session, _ in offering])
             shares = (divide_in_order(offers, curve, stages, _MOST_ROWS, rows, len(segments))
                       if self._in_order else
                       divide(offers, curve, stages, _MOST_ROWS, rows, len(segments), weights,
@@ -220,9 +220,9 @@ class Scheduler:
                 segments += self._alone(draft_session, share) if share else []
             rows = sum(len(segment.numbers) for segment in segments)
         room = prompt_rows_beside(curve, rows, _MOST_ROWS)
-        for place, draft_session in enumerate(reading):
+        for index, draft_session in enumerate(reading):
             if room > 0:
-                weights = _weights(reading[place:])
+                weights = _weights(reading[index:])
                 limit = room if self._in_order else ceil(room * weights[0] / sum(weights))
                 chunk = self._alone(draft_session, limit)
                 room -= sum(len(segment.numbers) for segment in chunk)

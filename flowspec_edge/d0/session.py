@@ -89,7 +89,7 @@ class DraftSession:
         self._chunk = request.params.prefill_chunk or (
             prompts.chunk(len(self._prompt), self.strategy.pipeline.stages, cached_rows) if prompts else USUAL)
         self._prompt_chunk: int = predecessor._prompt_chunk if predecessor else self._chunk
-        self._prompt_left = len(self._prompt)  # rows of it that have not come back
+        self._pending_prompt_rows = len(self._prompt)  # rows of it that have not come back
         self._read = list(self._text)  # all accepted tokens, also those after the end of the answer
         self._chain = list(range(cached_rows))  # numbers of its rows that have come back
         self._outputs: deque[Output] = deque()
@@ -115,7 +115,7 @@ class DraftSession:
                     tentative=tentative_rows(self.request.params, stages), snapshot=self.snapshot)
 
     def controls(self) -> list[Prune | Cancel]:
-        if self._prompt_left:
+        if self._pending_prompt_rows:
             return []
         messages = self.strategy.controls()
         self._contract.controls(messages)
@@ -128,13 +128,13 @@ class DraftSession:
 
     @property
     def _may_send(self) -> bool:
-        return not (self.finished or self._prompt_left
+        return not (self.finished or self._pending_prompt_rows
                     or self.builder.in_flight >= self.strategy.max_in_flight)
 
     def row_probabilities(self, limit: int) -> Sequence[float] | None:
         """As ``Strategy.row_probabilities``; nothing while the prompt is read."""
         offer = self.strategy.row_probabilities(limit) if self._may_send else ()
-        if not (self._prompt_left or self.finished):
+        if not (self._pending_prompt_rows or self.finished):
             self._contract.probabilities(offer, limit)
         return offer
 
@@ -143,7 +143,7 @@ class DraftSession:
         caller checks that V1 has room. A chunk of the prompt, while any is left."""
         if self.is_reading:
             return self._next_chunk(min(rows or self._chunk, self._chunk))
-        if self.finished or self._prompt_left:
+        if self.finished or self._pending_prompt_rows:
             return None
         if not self._may_send:
             self._contract.segment(None, rows)
@@ -152,7 +152,7 @@ class DraftSession:
         segment = self.strategy.next_segment() if rows is None else self.strategy.next_segment(rows)
         self._contract.segment(segment, rows)
         if segment and self._rules:
-            self._rules.sent(segment)
+            self._rules.record_segment(segment)
         return segment
 
     def _next_chunk(self, rows: int) -> Segment:
@@ -163,7 +163,7 @@ class DraftSession:
             parent = self.builder.add(self._prompt.popleft(), position, parent, committed=True)
             position += 1
         segment = self.builder.seal(self.strategy.prompt_taps)
-        self._contract.sent(segment)
+        self._contract.record_segment(segment)
         return segment
 
     # ---- arrivals --------------------------------------------------------------------------
@@ -191,16 +191,16 @@ class DraftSession:
         width = message.hidden.array.shape[1]
         if width != self.head.hidden_size:
             raise ProtocolError(f"{name}: its states have {width} values, not {self.head.hidden_size}")
-        sent, numbers = self.builder.sent_numbers(message.run), message.numbers
+        sent_numbers, numbers = self.builder.sent_numbers(message.run), message.numbers
         if isinstance(message, Output):
-            if sent is None or message.run <= self._newest_run:
+            if sent_numbers is None or message.run <= self._newest_run:
                 raise ProtocolError(f"{name}: the segment is not in flight, or has an output already")
-            if self._prompt_left and len(numbers) != len(sent):
-                raise ProtocolError(f"{name}: it has {len(numbers)} rows of a prompt's {len(sent)}")
+            if self._pending_prompt_rows and len(numbers) != len(sent_numbers):
+                raise ProtocolError(f"{name}: it has {len(numbers)} rows of a prompt's {len(sent_numbers)}")
         is_out_of_order = bool((numbers[1:] <= numbers[:-1]).any())
-        if sent is not None and not is_out_of_order:
-            at = np.searchsorted(sent, numbers)
-            is_out_of_order = bool((at >= len(sent)).any() or (sent[at] != numbers).any())
+        if sent_numbers is not None and not is_out_of_order:
+            at = np.searchsorted(sent_numbers, numbers)
+            is_out_of_order = bool((at >= len(sent_numbers)).any() or (sent_numbers[at] != numbers).any())
         if is_out_of_order:
             raise ProtocolError(f"{name}: it has rows that were not sent in it")
 
@@ -213,7 +213,7 @@ class DraftSession:
         return Verify(self._outputs.popleft())
 
     def next_draft(self) -> DraftPass | None:
-        if self.finished or self._prompt_left:
+        if self.finished or self._pending_prompt_rows:
             return None
         if self.drafter is None:
             self._contract.no_drafter()
@@ -259,17 +259,17 @@ class DraftSession:
             self._pass_on_taps(self.drafter)  # before the commits that use them
             self._tapped = {run: layers for run, layers in self._tapped.items() if run > output.run}
         states = self.head.states(output.hidden)
-        if not self._prompt_left:
+        if not self._pending_prompt_rows:
             return states, partial(self._verify, output, positions, states)
         self._take_prompt(output, positions, states)
-        if self._prompt_left:
+        if self._pending_prompt_rows:
             return states[:0], lambda logits: None
         last = self.head.stacked([(states, -1)])  # frees the chunk's other rows
         return last, partial(self._end_prompt, int(output.numbers[-1]), positions[-1:], last)
 
     def _take_prompt(self, output: Output, positions: NDArray[np.int32], states: States) -> None:
         """Pass the features of prompt rows to the drafter."""
-        self._prompt_left -= len(output.numbers)
+        self._pending_prompt_rows -= len(output.numbers)
         self._chain += output.numbers.tolist()
         if self.drafter:
             text = self._text

@@ -50,10 +50,10 @@ class StrategyContract:
         self._most_steps = _STEPS + sum(values)
         self._steps = 0  # segments, and draft passes with nothing in flight, since the newest token
         self._questions = 0  # without an answer, and with nothing under way
-        self._nothing_to_send = self._nothing_to_draft = False  # the answers to the present question
+        self._has_no_segment = self._has_no_draft = False  # the answers to the present question
         self._drafting = False  # a pass is under way
         self._in_flight: set[int] = set()  # runs that were sent and have not come back
-        self._sent = builder.runs - 1  # the newest run that was sent
+        self._newest_run = builder.runs - 1  # the newest run that was sent
         self._due: dict[int, set[int]] = {}  # run -> layers whose taps are still to come
         self._rows: dict[int, tuple[int, int]] = {}  # number -> token, position of a row that was sent
         self._successors: dict[int, int] = {}  # number -> the target's token after a row that came back
@@ -72,17 +72,17 @@ class StrategyContract:
     def segment(self, segment: Any, rows: int | None) -> None:
         """Check what ``next_segment`` returned; ``rows``: the most that it was allowed, if given."""
         if segment is None:
-            self._nothing_to_send = True
+            self._has_no_segment = True
             return
         if not isinstance(segment, Segment):
             raise self._broken(f"returned {_short_repr(segment)} from next_segment, not a Segment or None")
         count = len(segment.numbers)
-        if self._builder.sent_numbers(segment.run) is not segment.numbers or segment.run <= self._sent:
+        if self._builder.sent_numbers(segment.run) is not segment.numbers or segment.run <= self._newest_run:
             raise self._broken(f"returned segment {segment.run} from next_segment, which it has sent before "
                                "or did not build; it has to return what builder.seal() gives, once")
-        if segment.run != self._sent + 1:
+        if segment.run != self._newest_run + 1:
             raise self._broken(f"returned segment {segment.run} from next_segment before segment "
-                               f"{self._sent + 1}; it has to send each segment that it seals, in order")
+                               f"{self._newest_run + 1}; it has to send each segment that it seals, in order")
         if rows is not None and count > rows:
             raise self._broken(f"returned {count} rows from next_segment, which may have {rows}")
         assert segment.tokens is not None
@@ -96,7 +96,7 @@ class StrategyContract:
             raise self._broken(f"has sent {undecided} rows of which none became text, more than the "
                                f"{self._most_rows} that the stages keep")
         self._step()
-        self.sent(segment)
+        self.record_segment(segment)
         self._rows.update(zip(segment.numbers.tolist(), zip(tokens, positions, strict=True), strict=True))
         self.last = f"sent segment {segment.run} with {count} rows"
 
@@ -113,13 +113,13 @@ class StrategyContract:
         if count > limit:
             raise self._broken(f"returned {count} rows from row_probabilities, which may have {limit}")
         if not count:
-            self._nothing_to_send = True
+            self._has_no_segment = True
 
     def draft(self, request: Any, text: int) -> None:
         """Check what ``next_draft`` returned; ``text``: tokens so far. RequestFailed also if the strategy has
         nothing to send, nothing to draft, and nothing to wait for."""
         if request is None:
-            self._nothing_to_draft = True
+            self._has_no_draft = True
             self._check_idle()
             return
         if not isinstance(request, DraftRequest):
@@ -135,7 +135,7 @@ class StrategyContract:
 
     def no_drafter(self) -> None:
         """The request has no draft model, so the strategy is not asked for a draft pass."""
-        self._nothing_to_draft = True
+        self._has_no_draft = True
         self._check_idle()
 
     def _check_nodes(self, request: DraftRequest, text: int) -> None:
@@ -174,7 +174,7 @@ class StrategyContract:
                     right = (0 <= message.start <= message.stop <= builder.next_number
                              and all(a < b for a, b in pairwise(keep)))
                 case Cancel():
-                    right = all(0 <= run <= self._sent for run in message.runs)
+                    right = all(0 <= run <= self._newest_run for run in message.runs)
                 case _:
                     raise self._broken(f"returned {_short_repr(message)} from controls, not a list of Prune and "
                                        "Cancel")
@@ -185,7 +185,7 @@ class StrategyContract:
     def commits(self, run: int, commits: Any, text: Sequence[int]) -> None:
         """Check what ``on_verified`` returned; ``text``: all tokens before. Each commit has to be the
         target's own token after the text, so that no strategy can change an answer."""
-        if not isinstance(commits, list | tuple) or not all(isinstance(one, Commit) for one in commits):
+        if not isinstance(commits, list | tuple) or not all(isinstance(commit, Commit) for commit in commits):
             raise self._broken(f"returned {_short_repr(commits)} from on_verified, not a list of Commit")
         newest, end = text[-1], len(text)
         for commit in commits:
@@ -209,10 +209,10 @@ class StrategyContract:
 
     # ---- what the strategy waits for ---------------------------------------------------------------
 
-    def sent(self, segment: Segment) -> None:
+    def record_segment(self, segment: Segment) -> None:
         """A segment goes out, of the prompt or of the strategy."""
         self._event()
-        self._sent = segment.run
+        self._newest_run = segment.run
         self._in_flight.add(segment.run)
         if segment.taps:
             self._due[segment.run] = set(segment.taps)
@@ -249,13 +249,13 @@ class StrategyContract:
     def _event(self) -> None:
         """Something happened of which the strategy may make something."""
         self._questions = 0
-        self._nothing_to_send = self._nothing_to_draft = False
+        self._has_no_segment = self._has_no_draft = False
 
     def _check_idle(self) -> None:
         waits = self._in_flight or self._drafting or self._due
-        if waits or not (self._nothing_to_send and self._nothing_to_draft):
+        if waits or not (self._has_no_segment and self._has_no_draft):
             return
-        self._nothing_to_send = self._nothing_to_draft = False
+        self._has_no_segment = self._has_no_draft = False
         self._questions += 1
         if self._questions >= _QUESTIONS:
             raise self._broken("does nothing: no segment is in flight, and next_segment has none to send, "

@@ -35,10 +35,10 @@ class TokenRules:
         """All are at the newest token of the text, always."""
         self._grammar, self._penalties, self._restrictions = grammar, penalties, restrictions
         self._stuck: set[int] = set()  # numbers of rows that no token may follow
-        self._sent: dict[int, dict[int, tuple[int, list[int]]]] = {}  # run -> number -> position, path
+        self._paths_by_run: dict[int, dict[int, tuple[int, list[int]]]] = {}  # run -> number -> position, path
         self._paths: dict[int, list[int]] = {}  # number -> tokens of its uncommitted ancestors and its own
 
-    def sent(self, segment: Segment) -> None:
+    def record_segment(self, segment: Segment) -> None:
         """Remember the paths of a segment's rows, from the first token that was not committed."""
         assert segment.tokens is not None
         bits = unpack_bits(segment.bits, segment.stop - segment.base)
@@ -49,7 +49,7 @@ class TokenRules:
             above = [self._paths[n][-1] for n in ancestors.tolist() if n != number]
             self._paths[number] = [*above, int(segment.tokens[i])]
             rows[number] = int(segment.positions[i]), self._paths[number]
-        self._sent[segment.run] = rows
+        self._paths_by_run[segment.run] = rows
 
     def newest(self, logits: Logits) -> Choices:
         """Apply them to the ``logits`` [1, V] of the newest token of the text."""
@@ -60,7 +60,7 @@ class TokenRules:
 
     def returned(self, output: Output, text: int, logits: Logits) -> Choices:
         """Apply them to the ``logits`` of an output's rows; ``text``: tokens of prompt and answer."""
-        rows = self._sent.pop(output.run)
+        rows = self._paths_by_run.pop(output.run)
         if self._grammar:
             self._grammar.turn()
         self._stuck = {n for n in self._stuck if n >= output.numbers.min(initial=0)}

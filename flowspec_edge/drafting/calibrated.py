@@ -38,7 +38,7 @@ class CalibratedDrafter(Drafter):
         """
         self._base, self._text = base, list(text)
         drawn = np.random.default_rng(seed).random(len(self._text) + 1)
-        self._kept: NDArray[np.bool_] = drawn < share
+        self._is_kept: NDArray[np.bool_] = drawn < share
         self._first: NDArray[np.bool_] = drawn < share - 1
         self._better = min(max(share - 1, 0.0), 1 - _LEAST)
         self._begin()
@@ -86,7 +86,7 @@ class CalibratedDrafter(Drafter):
                 output.tokens[row, 1 : rank + 1] = output.tokens[row, :rank].copy()
                 output.tokens[row, 0] = right
                 output.scores[row, 0] = max(output.scores[row, 0], np.log(_LEAST))
-            elif len(ranks) and rank and not self._kept[following]:
+            elif len(ranks) and rank and not self._is_kept[following]:
                 output.tokens[row, rank:] = wider.tokens[row, rank + 1 :]
                 output.scores[row, rank:] = wider.scores[row, rank + 1 :]
         if self._better:

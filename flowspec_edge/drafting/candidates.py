@@ -44,9 +44,9 @@ class CandidateHead(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         flat = states.flatten(0, -2)
         low: Tensor = self.up(self.down(flat))
-        found, ids = largest(low, self.count)
-        scored = self._exact[0].own_logits(flat, ids)
-        moved = low + (scored - found).mean(-1, keepdim=True)
+        low_logits, ids = largest(low, self.count)
+        scored = self._exact[0].logits_at(flat, ids)
+        moved = low + (scored - low_logits).mean(-1, keepdim=True)
         logits = torch.minimum(moved, scored.amin(-1, keepdim=True)).scatter_(-1, ids, scored)
         return logits.view(*states.shape[:-1], -1)
 
@@ -59,26 +59,26 @@ def narrowed(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm_h
     rank_states  the head's outputs [..., H], and what ranks in the place of lm_head, to logits [..., V]
     quantise     replaces linears in a module
     """
-    base = principal(own_states(head, rank_states, lm_head), how.rank).to(lm_head.device, lm_head.dtype)
+    base = principal(sample_states(head, rank_states, lm_head), how.rank).to(lm_head.device, lm_head.dtype)
     up = nn.Linear(how.rank, lm_head.vocabulary, bias=False, device="meta")
     up.weight = nn.Parameter(torch.cat([lm_head(rows) for rows in base.split(_ROWS)]).t().contiguous(),
                              requires_grad=False)
-    made = CandidateHead(lm_head, MatrixRows(base), up, how.count)
-    quantise(made)
-    return made
+    candidate_head = CandidateHead(lm_head, MatrixRows(base), up, how.count)
+    quantise(candidate_head)
+    return candidate_head
 
 
 class _Watched(nn.Module):
     def __init__(self, lm_head: OutputHead) -> None:
         super().__init__()
-        self._lm_head, self.seen = lm_head, list[Tensor]()
+        self._lm_head, self.states = lm_head, list[Tensor]()
 
     def forward(self, states: Tensor) -> Tensor:
-        self.seen.append(states.flatten(0, -2))
+        self.states.append(states.flatten(0, -2))
         return cast(Tensor, self._lm_head(states))
 
 
-def own_states(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm_head: OutputHead) -> Tensor:
+def sample_states(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm_head: OutputHead) -> Tensor:
     """States [n, H] that lm_head reads while the head continues its own text."""
     device, watched, shape = lm_head.device, _Watched(lm_head), head.cache_shape()
     cache = shape.arena(_SEQUENCES * _STEPS).take(_SEQUENCES * _STEPS)
@@ -88,12 +88,12 @@ def own_states(head: Any, rank_states: Callable[[Tensor, nn.Module], Tensor], lm
         positions = torch.full((_SEQUENCES,), step, device=device)
         places = np.arange(_SEQUENCES) + _SEQUENCES * step
         visible = np.tile(np.eye(_SEQUENCES, dtype=bool), step + 1)
-        known = tokens.to(tokens_device(head.embed_tokens, device))
-        states = head(states, known, positions, shape.mask(visible), cache)
+        token_ids = tokens.to(tokens_device(head.embed_tokens, device))
+        states = head(states, token_ids, positions, shape.mask(visible), cache)
         cache.append(_SEQUENCES)
         noise = gumbel_from(device_words(0, places, lm_head.vocabulary, device), torch.float32)
         tokens = (rank_states(states, watched) + noise).argmax(-1)
-    return torch.cat(watched.seen[_UNLIKE:])
+    return torch.cat(watched.states[_UNLIKE:])
 
 
 def principal(states: Tensor, rank: int) -> Tensor:

@@ -40,13 +40,13 @@ _WRAPPERS = ("module.", "_orig_mod.", "model.", "draft_model.")
 _CONVERTED = {"fusion_fc.": "fc.", "transformer.": "layers.0.", "draft_id_to_target_id": "d2t"}
 
 
-def read_config(directory: Path, what: str, blocks: bool = False) -> dict[str, Any]:
+def read_config(directory: Path, title: str, blocks: bool = False) -> dict[str, Any]:
     """UsageError if config.json is missing or invalid, FlowspecError if it is of a format that cannot be run;
-    ``what``: the model's name with its article; ``blocks``: it may be a block drafter."""
+    ``title``: the model's name with its article; ``blocks``: it may be a block drafter."""
     path = directory / "config.json"
     if not path.exists():
-        found = describe(directory) if directory.is_dir() else None
-        raise UsageError(found or f"no {_bare(what)} at {directory}: config.json is missing")
+        problem = describe(directory) if directory.is_dir() else None
+        raise UsageError(problem or f"no {_bare(title)} at {directory}: config.json is missing")
     raw = read_json_object(path)
     check_config(raw, path)
     name = recognise_format(raw)
@@ -69,10 +69,10 @@ def _instead(raw: dict[str, Any]) -> str:
     verifier = inner.get("verifier") if isinstance(inner, dict) else None
     target = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     target = target or raw.get("target_model_name_or_path")
-    known = find_known(target) if isinstance(target, str) else None
-    if known is None:
+    match = find_known(target) if isinstance(target, str) else None
+    if match is None:
         return "what there is for a model: flowspec models head MODEL"
-    heads = ", ".join(head.repository for head in known[1].runnable) or "none"
+    heads = ", ".join(head.repository for head in match[1].runnable) or "none"
     return f"published for {target}: {heads}"
 
 
@@ -84,9 +84,9 @@ def layer_config(fields: Mapping[str, Any], origin: Path | str, family: Family) 
 
     FlowspecError for fields that do not go together.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
+    given_fields = {name: value for name, value in fields.items() if value is not None}
     try:
-        return decoder_config({**given, "model_type": family.name}, origin)
+        return decoder_config({**given_fields, "model_type": family.name}, origin)
     except UsageError as error:
         raise FlowspecError(str(error)) from error
     except (TypeError, ValueError) as error:
@@ -107,8 +107,8 @@ class HeadFiles:
     @cached_property
     def shapes(self) -> dict[str, torch.Size]:
         """Of the tensors, by :func:`plain_name`; empty if there are no weights."""
-        found = self.checkpoint.stored(self.checkpoint.names) if self.checkpoint else {}
-        return {plain_name(name): info.shape for name, info in found.items()}
+        infos = self.checkpoint.stored(self.checkpoint.names) if self.checkpoint else {}
+        return {plain_name(name): info.shape for name, info in infos.items()}
 
     @property
     def has_embedding(self) -> bool:
@@ -126,27 +126,27 @@ class HeadFiles:
         names = self.checkpoint.names if self.checkpoint else []
         return next((name for name in names if plain_name(name) == EMBEDDING), None)
 
-    def read(self, what: str, embedding: bool = True) -> dict[str, StoredTensor]:
+    def read(self, title: str, embedding: bool = True) -> dict[str, StoredTensor]:
         """All tensors by their names in the files, without EMBEDDING unless ``embedding``.
 
         UsageError if there are no weights."""
         if self.checkpoint is None:
-            raise UsageError(f"no {_bare(what)} at {self.directory}: neither {SAFE} nor {PICKLED} is there")
+            raise UsageError(f"no {_bare(title)} at {self.directory}: neither {SAFE} nor {PICKLED} is there")
         warn_of_unread(self.directory)
         return self.checkpoint.lazy(name for name in self.checkpoint.names
                                     if embedding or plain_name(name) != EMBEDDING)
 
 
-def refuse_language_model(directory: Path, names: Collection[str], what: str) -> None:
-    """UsageError if ``names``, of its tensors, are those of a whole model; ``what``: what was looked for."""
+def refuse_language_model(directory: Path, names: Collection[str], title: str) -> None:
+    """UsageError if ``names``, of its tensors, are those of a whole model; ``title``: what was looked for."""
     if "layers.0.input_layernorm.weight" in names and "fc.weight" not in names:
-        raise UsageError(f"{directory} is a language model, not {what}: to draft with it, put it into "
+        raise UsageError(f"{directory} is a language model, not {title}: to draft with it, put it into "
                          "draft-lm/, or give it to flowspec models shard --draft")
 
 
-def read_weights(directory: Path, what: str) -> dict[str, StoredTensor]:
+def read_weights(directory: Path, title: str) -> dict[str, StoredTensor]:
     """As ``HeadFiles.read``."""
-    return HeadFiles(directory).read(what)
+    return HeadFiles(directory).read(title)
 
 
 def plain_names(weights: dict[str, StoredTensor], directory: Path) -> dict[str, StoredTensor]:
@@ -180,7 +180,7 @@ def on_meta(kind: Callable[[_Config], _Module], config: _Config) -> _Module:
 
 
 def build(kind: Callable[[_Config], _Module], config: _Config, weights: dict[str, StoredTensor],
-          directory: Path, what: str, dtype: torch.dtype, embedding: Embedding | None = None,
+          directory: Path, title: str, dtype: torch.dtype, embedding: Embedding | None = None,
           quantise: Callable[[nn.Module], None] = lambda module: None) -> _Module:
     """A module of ``weights``, as :func:`_assign` checks them; ``embedding`` stands for its own.
 
@@ -192,7 +192,7 @@ def build(kind: Callable[[_Config], _Module], config: _Config, weights: dict[str
     fit_biases(module, weights)
     if embedding is not None:
         module.embed_tokens = nn.Identity()  # without weights
-    _assign(module, weights, directory, what, dtype, quantise)
+    _assign(module, weights, directory, title, dtype, quantise)
     if embedding is not None:
         module.embed_tokens = embedding.to(dtype)  # not copied
     return module.eval()
@@ -206,30 +206,30 @@ def fit_biases(module: nn.Module, stored: Collection[str]) -> None:
             linear.register_parameter("bias", bias if f"{name}.bias" in stored else None)
 
 
-def _assign(module: nn.Module, weights: dict[str, StoredTensor], directory: Path, what: str,
+def _assign(module: nn.Module, weights: dict[str, StoredTensor], directory: Path, title: str,
             dtype: torch.dtype, quantise: Callable[[nn.Module], None]) -> None:
     """Replace all parameters by ``weights`` in ``dtype``; integer and bool tensors keep theirs.
     FlowspecError that names a missing, unexpected or misshapen tensor, or one of another kind."""
-    held = module.state_dict()
-    wanted = {name: tuple(w.shape) for name, w in held.items()}
-    for name in wanted:
+    state = module.state_dict()
+    expected_shapes = {name: tuple(w.shape) for name, w in state.items()}
+    for name in expected_shapes:
         if name not in weights:
-            raise FlowspecError(f"{directory}: tensor {name} is missing from the {_bare(what)}")
+            raise FlowspecError(f"{directory}: tensor {name} is missing from the {_bare(title)}")
     for name, weight in weights.items():
-        if name not in wanted:
-            raise FlowspecError(f"{directory}: tensor {name} does not belong in {what}")
-        if tuple(weight.shape) != wanted[name]:
+        if name not in expected_shapes:
+            raise FlowspecError(f"{directory}: tensor {name} does not belong in {title}")
+        if tuple(weight.shape) != expected_shapes[name]:
             raise FlowspecError(
                 f"{directory}: tensor {name} has shape {list(weight.shape)}, "
-                f"config.json asks for {list(wanted[name])}"
+                f"config.json asks for {list(expected_shapes[name])}"
             )
     # The largest first: what is quantised before the last ones is smaller than they are.
-    for name in sorted(weights, key=lambda name: -prod(wanted[name])):
+    for name in sorted(weights, key=lambda name: -prod(expected_shapes[name])):
         tensor = weights[name].read()
-        if tensor.is_floating_point() != held[name].is_floating_point():
-            raise FlowspecError(f"{directory}: tensor {name} holds {tensor.dtype}, not {held[name].dtype}")
+        if tensor.is_floating_point() != state[name].is_floating_point():
+            raise FlowspecError(f"{directory}: tensor {name} holds {tensor.dtype}, not {state[name].dtype}")
         check_finite(tensor, dtype, f"{directory}: tensor {name}")
-        placed = tensor.to(dtype if tensor.is_floating_point() else held[name].dtype)
+        placed = tensor.to(dtype if tensor.is_floating_point() else state[name].dtype)
         owner, _, leaf = name.rpartition(".")
         module.get_submodule(owner).load_state_dict({leaf: placed}, strict=False, assign=True)
         del tensor, placed
@@ -249,5 +249,5 @@ def write(directory: Path, config: dict[str, Any], weights: dict[str, Tensor], d
     (directory / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def _bare(what: str) -> str:
-    return what.split(" ", 1)[1]
+def _bare(title: str) -> str:
+    return title.split(" ", 1)[1]

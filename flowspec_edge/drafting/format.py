@@ -182,29 +182,29 @@ class OwnLayerFormat(HeadFormat):
 
 def format_of(kind: DraftKind) -> DraftFormat:
     """Import the module that reads ``kind``."""
-    found: DraftFormat = import_module(kind.module).FORMAT
-    return found
+    draft_format: DraftFormat = import_module(kind.module).FORMAT
+    return draft_format
 
 
 def head_format_of(kind: DraftKind) -> HeadFormat:
     """For a kind with ``is_head``."""
-    found = format_of(kind)
-    assert isinstance(found, HeadFormat)
-    return found
+    head_format = format_of(kind)
+    assert isinstance(head_format, HeadFormat)
+    return head_format
 
 
 def own_layer_format_of(kind: DraftKind) -> OwnLayerFormat:
     """For a kind with ``in_target``."""
-    found = format_of(kind)
-    assert isinstance(found, OwnLayerFormat)
-    return found
+    layer_format = format_of(kind)
+    assert isinstance(layer_format, OwnLayerFormat)
+    return layer_format
 
 
-def require_fit(directory: Path, what: str, heads: int, targets: int) -> None:
+def require_fit(directory: Path, quantity: str, heads: int, targets: int) -> None:
     """FlowspecError if the head was trained for another target."""
     if heads != targets:
-        unit = " tokens" if what == "vocabulary" else ""
-        raise FlowspecError(f"{directory}: the head's {what} is {heads}{unit}, the target's {targets}; "
+        unit = " tokens" if quantity == "vocabulary" else ""
+        raise FlowspecError(f"{directory}: the head's {quantity} is {heads}{unit}, the target's {targets}; "
                             "a head works with the target that it was trained for only")
 
 

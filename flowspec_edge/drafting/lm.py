@@ -40,8 +40,8 @@ class LanguageModel:
         self.vocabulary = stage.config.vocab_size
         self._rotations = {turn: RotaryTable(stage.rotary, turn, stage.dtype, stage.device)
                            for turn in dict.fromkeys(stage.turns)}
-        self.shape = CacheShape.of(stage.config, len(stage.modules),
-                                   torch.empty(0, dtype=stage.dtype, device=stage.device))
+        self.shape = CacheShape.from_config(stage.config, len(stage.modules),
+                                            torch.empty(0, dtype=stage.dtype, device=stage.device))
 
     def outputs(self, states: Tensor | None, tokens: Tensor, positions: Tensor, mask: Any, cache: Any) -> Tensor:
         """As ``PassModel.run``, without states: what follows the norm, [n, H]."""
@@ -109,33 +109,33 @@ def load_lm(path: Path, target: Path, vocabulary: int, dtype: torch.dtype, devic
     """
     if not (path / "config.json").is_file():
         raise UsageError(f"no draft model at {path}: config.json is missing")
-    found = OpenModel(path)
-    own = found.decoder.vocab_size
-    if own != vocabulary:
-        require_padding(path, target, own, vocabulary)
+    draft_model = OpenModel(path)
+    own_vocabulary = draft_model.decoder.vocab_size
+    if own_vocabulary != vocabulary:
+        require_padding(path, target, own_vocabulary, vocabulary)
     name = next(name for name, named in DTYPES.items() if named == dtype)
-    stage = load_shard(found, 0, 1, name, device)
+    stage = load_shard(draft_model, 0, 1, name, device)
     if not all(isinstance(kind, KeysValues) for kind in stage.kinds):
         raise FlowspecError(f"{path}: models of type {stage.config.model_type!r} cannot draft trees: their recurrent "
                             "layers remember one text, not the branches of a tree")
-    model = LanguageModel(stage, load_output_head(found, name, device))
+    model = LanguageModel(stage, load_output_head(draft_model, name, device))
     release(device)
     return LMDrafter(model, vocabulary)
 
 
-def require_padding(path: Path, target: Path, own: int, vocabulary: int) -> None:
+def require_padding(path: Path, target: Path, own_vocabulary: int, vocabulary: int) -> None:
     """FlowspecError unless the vocabularies differ only in ids that no tokenizer gives."""
-    sizes = (f"{path}: the draft model's vocabulary has {own} tokens, the target's {vocabulary}; "
+    sizes = (f"{path}: the draft model's vocabulary has {own_vocabulary} tokens, the target's {vocabulary}; "
              "they must share one tokenizer")
     tokens = [_tokens(directory) for directory in (path, target)]
-    for directory, known in zip((path, target), tokens, strict=True):
-        if not known:
+    for directory, token_names in zip((path, target), tokens, strict=True):
+        if not token_names:
             raise FlowspecError(f"{sizes}, and without one in {directory} it cannot be told whether they do")
     own_tokens, target_tokens = tokens
-    shared = min(own, vocabulary)
-    for directory, known in zip((path, target), tokens, strict=True):
-        if (last := max(known)) >= shared:
-            raise FlowspecError(f"{sizes}, but token {last} ({known[last]!r}) of {directory} is unknown to "
+    shared = min(own_vocabulary, vocabulary)
+    for directory, token_names in zip((path, target), tokens, strict=True):
+        if (last := max(token_names)) >= shared:
+            raise FlowspecError(f"{sizes}, but token {last} ({token_names[last]!r}) of {directory} is unknown to "
                                 "the other")
     for token in sorted(own_tokens.keys() & target_tokens.keys()):
         if own_tokens[token] != target_tokens[token]:
@@ -172,9 +172,9 @@ class LanguageModelFormat(DraftFormat):
         return config
 
     def check_fit(self, directory: Path, config: dict[str, Any], shapes: Shapes, target: TargetFacts) -> None:
-        own = int(config["vocab_size"])
-        if own != target.vocabulary:
-            require_padding(directory, target.directory, own, target.vocabulary)
+        own_vocabulary = int(config["vocab_size"])
+        if own_vocabulary != target.vocabulary:
+            require_padding(directory, target.directory, own_vocabulary, target.vocabulary)
 
 
 FORMAT = LanguageModelFormat()

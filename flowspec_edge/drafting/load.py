@@ -64,17 +64,17 @@ def load_drafters(kind: str, directory: OpenModel | Path, lm_head: Tensor | Outp
     UsageError for an unknown kind or a missing directory, FlowspecError for bad weights.
     """
     record, model, target = draft_kind_named(kind), opened(directory), as_output_head(lm_head)
-    place = model.draft(kind)
-    if record.in_target and place is None:
+    draft_path = model.draft(kind)
+    if record.in_target and draft_path is None:
         raise UsageError(missing_own_layer(record, model))
-    place = place or model.parts / record.directory
+    draft_path = draft_path or model.parts / record.directory
     if record.looks_up_target and embedding is None:
-        raise FlowspecError(f"{place} looks up embeddings, and {model.target} has none")
-    loaded = format_of(record).load(place, Surroundings(
+        raise FlowspecError(f"{draft_path} looks up embeddings, and {model.target} has none")
+    loaded = format_of(record).load(draft_path, Surroundings(
         model.target, target, None if embedding is None else as_embedding(embedding), layers,
         parse_dtype(dtype), quantise, candidates))
     if loaded.vocabulary is not None:
-        require_vocabulary(place, loaded.vocabulary, target)
+        require_vocabulary(draft_path, loaded.vocabulary, target)
     return memory.drafters(loaded.make) if memory and record.shares_memory else loaded.make
 
 

@@ -55,11 +55,11 @@ class NgramDrafter(Drafter):
             self._paths = {node: path for node, path in self._paths.items() if node > request.root}
         children = DraftOutput.empty(len(request.nodes), request.children)
         for row, node in enumerate(request.nodes):
-            found = self._index.candidates(self._path(node), request.children)
-            if not found:
+            candidates = self._index.candidates(self._path(node), request.children)
+            if not candidates:
                 continue
-            ids = np.array([token for token, _ in found], np.int32)
-            ranks = scores_from_probabilities(ids, np.array([p for _, p in found]), node.position,
+            ids = np.array([token for token, _ in candidates], np.int32)
+            ranks = scores_from_probabilities(ids, np.array([p for _, p in candidates]), node.position,
                                               self._sampling, self._rank)
             best = np.argsort(-ranks, kind="stable")
             children.tokens[row, : len(ids)] = ids[best]
@@ -120,11 +120,11 @@ def merge(first: DraftOutput, second: DraftOutput, children: int) -> DraftOutput
     merged = replace(DraftOutput.empty(len(first.tokens), children), beyond=first.beyond)
     for row in range(len(first.tokens)):
         best: dict[int, float] = {}
-        for found in (first, second):
-            for token, score in zip(found.tokens[row].tolist(), found.scores[row].tolist(), strict=True):
+        for output in (first, second):
+            for token, score in zip(output.tokens[row].tolist(), output.scores[row].tolist(), strict=True):
                 if np.isfinite(score) and score > best.get(token, -np.inf):
                     best[token] = score
         ranked = sorted(best.items(), key=lambda child: -child[1])[:children]
-        for place, (token, score) in enumerate(ranked):
-            merged.tokens[row, place], merged.scores[row, place] = token, score
+        for column, (token, score) in enumerate(ranked):
+            merged.tokens[row, column], merged.scores[row, column] = token, score
     return merged

@@ -87,15 +87,15 @@ class PassGraphs:
     def __init__(self, model: PassModel, memory: CacheMemory, rows: int, record: Recorder) -> None:
         device, dtype = memory.shape.device, memory.shape.dtype
         self.model, self._memory, self._rows, self._resized = model, memory, rows, memory.resized
-        self._seen = torch.zeros(rows * memory.rows, dtype=torch.bool, device=device)
+        self._visible = torch.zeros(rows * memory.rows, dtype=torch.bool, device=device)
         # Tokens, positions, the memory's rows, whose children are asked for, places of states.
         self._numbers = torch.zeros(5, rows, dtype=torch.int64, device=device)
         self._states, self._embedded, self.outputs = (
             torch.zeros(rows, model.width, dtype=dtype, device=device) for _ in range(3))
-        self._seen_as, self._unseen_as = (torch.full((), value, dtype=dtype, device=device)
-                                          for value in (0.0, -torch.inf))
+        self._visible_bias, self._hidden_bias = (torch.full((), value, dtype=dtype, device=device)
+                                                 for value in (0.0, -torch.inf))
         self._passes = {width: record(partial(self._compute, width))[1] for width in memory.widths()}
-        self._logits, self._replay_logits = record(self._asked_logits)
+        self._logits, self._replay_logits = record(self._select_logits)
         self._ranks, self._replay_ranks = record(partial(likeliest, self._logits, MOST_CHILDREN))
 
     @property
@@ -103,9 +103,9 @@ class PassGraphs:
         """Whether the memory is where it was: it is not if it has grown."""
         return self._memory.resized == self._resized
 
-    def run(self, inputs: PassInputs, asked: Sequence[int]) -> Tensor:
-        """Outputs [n, H], until the next pass; ``asked``: rows whose children :meth:`logits` are for."""
-        self.load(inputs, asked)
+    def run(self, inputs: PassInputs, ranked_rows: Sequence[int]) -> Tensor:
+        """Outputs [n, H], until the next pass; ``ranked_rows``: rows whose children :meth:`logits` are for."""
+        self.load(inputs, ranked_rows)
         self._passes[inputs.visible.shape[1]]()
         return self.outputs[: len(inputs.tokens)]
 
@@ -119,40 +119,41 @@ class PassGraphs:
         self._replay_ranks()
         return self._ranks
 
-    def load(self, inputs: PassInputs, asked: Sequence[int]) -> None:
+    def load(self, inputs: PassInputs, ranked_rows: Sequence[int]) -> None:
         """Padding is the first row again, which computes and stores what that does."""
         n, width = inputs.visible.shape
         numbers = np.zeros((5, self._rows), np.int64)
         numbers[:3, :n] = inputs.tokens, inputs.positions, inputs.rows
         numbers[:3, n:] = numbers[:3, :1]
-        numbers[3, : len(asked)] = asked
+        numbers[3, : len(ranked_rows)] = ranked_rows
         numbers[4, :n] = np.arange(n)
-        seen = np.concatenate([inputs.visible, np.repeat(inputs.visible[:1], self._rows - n, 0)])
+        visible = np.concatenate([inputs.visible, np.repeat(inputs.visible[:1], self._rows - n, 0)])
         load(self._numbers, numbers)
-        load(self._seen[: self._rows * width], seen.reshape(-1))
+        load(self._visible[: self._rows * width], visible.reshape(-1))
         if inputs.states:
             torch.cat(inputs.states, out=self._states[:n])
         if self.model.embed is not None:
             load(self._embedded[:n], self.model.embed(torch.tensor(inputs.tokens)))
 
     def _compute(self, width: int) -> None:
-        tokens, positions, places, _, own = self._numbers
-        seen = self._seen[: self._rows * width].view(1, 1, self._rows, width)
-        seen = seen.expand(-1, self._memory.shape.kind.groups, -1, -1)
-        mask = _RecordedMask(torch.where(seen, self._seen_as, self._unseen_as).view(1, 1, -1, width), self._rows)
-        states = self._states.index_select(0, own) if self.model.states else None
+        tokens, positions, places, _, sources = self._numbers
+        visible = self._visible[: self._rows * width].view(1, 1, self._rows, width)
+        visible = visible.expand(-1, self._memory.shape.kind.groups, -1, -1)
+        bias = torch.where(visible, self._visible_bias, self._hidden_bias)
+        mask = _RecordedMask(bias.view(1, 1, -1, width), self._rows)
+        states = self._states.index_select(0, sources) if self.model.states else None
         if self.model.embed is not None:
-            tokens = self._embedded.index_select(0, own)
+            tokens = self._embedded.index_select(0, sources)
         cache = KVPass(self._memory.cache, places, width)
         self.outputs[:] = self.model.run(states, tokens, positions, mask, cache)
 
-    def _asked_logits(self) -> Tensor:
+    def _select_logits(self) -> Tensor:
         return self.model.logits(self.outputs.index_select(0, self._numbers[3]))
 
-    def one_by_one(self, width: int) -> Tensor:
+    def run_unrecorded(self, width: int) -> Tensor:
         """What the graphs compute after :meth:`load`, without them."""
         self._compute(width)
-        return likeliest(self._asked_logits(), MOST_CHILDREN)
+        return likeliest(self._select_logits(), MOST_CHILDREN)
 
 
 RecordedPasses = Mapping[int, PassGraphs]  # by number of rows
@@ -160,8 +161,8 @@ RecordedPasses = Mapping[int, PassGraphs]  # by number of rows
 
 def fitting(passes: RecordedPasses, rows: int) -> PassGraphs | None:
     """The least of them to which ``rows`` rows can be padded; None: they are not recorded."""
-    found = [size for size, graphs in passes.items() if size >= rows and graphs.hold]
-    return passes[min(found)] if found else None
+    sizes = [size for size, graphs in passes.items() if size >= rows and graphs.hold]
+    return passes[min(sizes)] if sizes else None
 
 
 @torch.inference_mode()
@@ -192,8 +193,8 @@ def record_passes(model: PassModel, memory: CacheMemory, record: Recorder, clock
     def prepare(rows: int, graphs: PassGraphs, recorded: bool, turn: int) -> Callable[[], bytes]:
         width = first if turn < TIMED_TURNS else others[turn - TIMED_TURNS >> 1]
         inputs = _trial(graphs, memory, rows, width, turn)
-        for held in (graphs.outputs, *(layer[:, width - rows : width] for layer in memory.layers)):
-            held.zero_()  # else what a pass forgets to write would be there from the one before
+        for tensor in (graphs.outputs, *(layer[:, width - rows : width] for layer in memory.layers)):
+            tensor.zero_()  # else what a pass forgets to write would be there from the one before
 
         def run() -> bytes:
             if recorded:
@@ -201,24 +202,24 @@ def record_passes(model: PassModel, memory: CacheMemory, record: Recorder, clock
                 graphs.logits()
                 return graphs.ranked().cpu().numpy().tobytes()
             graphs.load(inputs, range(rows))
-            return graphs.one_by_one(width).cpu().numpy().tobytes()
+            return graphs.run_unrecorded(width).cpu().numpy().tobytes()
 
         return run
 
-    kept, choice = choose("draft passes", ROWS, lambda rows: PassGraphs(model, memory, rows, record), prepare, clock,
-                          untimed=2 * len(others))
+    passes, choice = choose("draft passes", ROWS, lambda rows: PassGraphs(model, memory, rows, record), prepare, clock,
+                            untimed=2 * len(others))
     for layer in memory.layers:
         layer.zero_()
-    return kept, choice
+    return passes, choice
 
 
 def _trial(graphs: PassGraphs, memory: CacheMemory, rows: int, width: int, turn: int) -> PassInputs:
     """Rows that differ from turn to turn, and see all of the width behind a text of zeros."""
     shape = memory.shape
-    own = np.arange(rows) + width - rows
+    columns = np.arange(rows) + width - rows
     visible = np.ones((rows, width), bool)
-    visible[:, own] = np.tri(rows, dtype=bool)
+    visible[:, columns] = np.tri(rows, dtype=bool)
     states = (turn + torch.arange(rows * graphs.outputs.shape[1])).view(rows, -1).sin()
-    return PassInputs([*range(turn, turn + rows)], own.tolist(),
+    return PassInputs([*range(turn, turn + rows)], columns.tolist(),
                       [states.to(shape.dtype).to(shape.device)] if graphs.model.states else [],
-                      visible, own)
+                      visible, columns)

@@ -45,7 +45,7 @@ class CacheShape:
     device: torch.device
 
     @classmethod
-    def of(cls, config: DecoderConfig, layers: int, like: Tensor, window: int | None = None) -> CacheShape:
+    def from_config(cls, config: DecoderConfig, layers: int, like: Tensor, window: int | None = None) -> CacheShape:
         """Of layers of a model; ``like``: a weight of their dtype, where they compute."""
         heads = config.num_key_value_heads
         kind = KeysValues(heads, config.num_attention_heads // heads, config.head_dim, window=window)
@@ -101,11 +101,11 @@ class CacheMemory:
     def shrink(self) -> None:
         """Give back memory that is far more than what one session takes."""
         self.clear_returned()
-        wanted = max(FIRST_CAPACITY, int(np.flatnonzero(~self._free).max(initial=-1)) + 1)
-        if self.rows > 2 * wanted:
-            self.cache.capacity = wanted
+        capacity = max(FIRST_CAPACITY, int(np.flatnonzero(~self._free).max(initial=-1)) + 1)
+        if self.rows > 2 * capacity:
+            self.cache.capacity = capacity
             self._arena.trim()
-            self._free = self._free[:wanted]
+            self._free = self._free[:capacity]
 
     @torch.inference_mode()
     def clear_returned(self) -> None:
@@ -113,8 +113,8 @@ class CacheMemory:
         returned, self._returned = self._returned, []
         if returned:
             slots = np.concatenate(returned)
-            for held in self.layers:
-                held.index_fill_(1, indices(slots, self.shape.device), 0.0)
+            for layer in self.layers:
+                layer.index_fill_(1, indices(slots, self.shape.device), 0.0)
             self._free[slots] = True
 
     def width(self, rows: int) -> int:
@@ -128,10 +128,10 @@ class CacheMemory:
         return min(self.rows, -(-rows // step) * step)
 
     def widths(self) -> list[int]:
-        found = [self.width(1)]
-        while found[-1] < self.rows:
-            found.append(self.width(found[-1] + 1))
-        return found
+        widths = [self.width(1)]
+        while widths[-1] < self.rows:
+            widths.append(self.width(widths[-1] + 1))
+        return widths
 
     def _reach(self, rows: int) -> None:
         self._arena.reach(self.cache, -(-rows // _WIDTH_STEP) * _WIDTH_STEP if self.shared else rows)

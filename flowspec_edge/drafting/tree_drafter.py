@@ -91,22 +91,22 @@ class TreeDrafter(Drafter, ABC):
         """Outputs [n, H] of each drafter's rows, in one pass; all share passes with this one."""
         model, device = self.pass_model, self.shape.device
         counts = [len(rows) for _, rows, _ in parts]
-        tokens = [token for *_, own in parts for token in own.tokens]
-        places = [position for *_, own in parts for position in own.positions]
+        tokens = [token for *_, inputs in parts for token in inputs.tokens]
+        places = [position for *_, inputs in parts for position in inputs.positions]
         model.reach(max(places))
         positions = indices(places, device)
-        given = [states for *_, own in parts for states in own.states]
-        states = (given[0] if len(given) == 1 else torch.cat(given)) if given else None
+        state_parts = [states for *_, inputs in parts for states in inputs.states]
+        states = (state_parts[0] if len(state_parts) == 1 else torch.cat(state_parts)) if state_parts else None
         embedded = indices(tokens, device) if model.embed is None else model.embed(torch.tensor(tokens))
-        mask, cache = self._seen_and_stored(parts, counts)
+        mask, cache = self._mask_and_cache(parts, counts)
         return list(model.run(states, embedded, positions, mask, cache).split(counts))
 
-    def _seen_and_stored(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]], counts: Sequence[int]
-                         ) -> tuple[Any, Any]:
+    def _mask_and_cache(self, parts: Sequence[tuple[TreeDrafter, Rows, PassInputs]], counts: Sequence[int]
+                        ) -> tuple[Any, Any]:
         """The pass's mask and cache: of one memory, or session by session."""
         shape, memory = self.shape, self._cache.memory
         if memory.shared or len(parts) == 1:
-            whole = joined([own for *_, own in parts])
+            whole = joined([inputs for *_, inputs in parts])
             return (shape.mask(whole.visible),
                     KVPass(memory.cache, indices(whole.rows, shape.device), whole.visible.shape[1]))
         return (BatchMask([drafter._cache.mask(rows.placed) for drafter, rows, _ in parts], counts),
@@ -130,32 +130,32 @@ class TreeDrafter(Drafter, ABC):
         """As ``Drafter.expand_together``: in one pass."""
         begun = [(drafter, drafter._begin(request)) for drafter, request in requests]
         parts = [(drafter, rows, drafter._inputs(rows)) for drafter, rows in begun if rows]
-        first, request = requests[0]
+        first, first_request = requests[0]
         graphs = fitting(first._recorded, sum(len(rows) for _, rows, _ in parts)) if parts else None
-        asked_rows: list[int] = []
+        ranked_rows: list[int] = []
         if graphs:
-            asked_rows = _asked_rows(requests, begun)
-            outputs = graphs.run(joined([inputs for *_, inputs in parts]), asked_rows)
+            ranked_rows = _ranked_rows(requests, begun)
+            outputs = graphs.run(joined([inputs for *_, inputs in parts]), ranked_rows)
             computed = list(outputs.clone().split([len(rows) for _, rows, _ in parts]))
         else:
             computed = parts[0][0]._compute(parts) if parts else []  # a lone part has a cache of its own
         for (drafter, rows, _), output in zip(parts, computed, strict=True):
             drafter._store(rows, output)
         counts = [len(request.nodes) for _, request in requests]
-        if graphs and asked_rows:
+        if graphs and ranked_rows:
             logits = graphs.logits()[: sum(counts)]
-            if all(not drafter._order() and own.children <= MOST_CHILDREN for drafter, own in requests):
+            if all(not drafter._order() and request.children <= MOST_CHILDREN for drafter, request in requests):
                 ids, scores = fetched_children([graphs.ranked()], first._draft_vocabulary)
                 ends = np.cumsum(counts)
                 return [DraftOutput(ids[end - n : end, :k], scores[end - n : end, :k]) for end, n, k in
-                        zip(ends, counts, (own.children for _, own in requests), strict=True)]
+                        zip(ends, counts, (request.children for _, request in requests), strict=True)]
         else:
-            asked = [drafter._asked(own) for drafter, own in requests]
-            logits = first._logits(asked[0] if len(asked) == 1 else torch.cat(asked))
-        if len({(own.children, *drafter._order()) for drafter, own in requests}) == 1:
-            nodes = tuple(node for _, own in requests for node in own.nodes)
-            return first._rank(replace(request, nodes=nodes), logits).split(counts)
-        return [drafter._rank(own, part) for (drafter, own), part in
+            node_outputs = [drafter._select_outputs(request) for drafter, request in requests]
+            logits = first._logits(node_outputs[0] if len(node_outputs) == 1 else torch.cat(node_outputs))
+        if len({(request.children, *drafter._order()) for drafter, request in requests}) == 1:
+            nodes = tuple(node for _, request in requests for node in request.nodes)
+            return first._rank(replace(first_request, nodes=nodes), logits).split(counts)
+        return [drafter._rank(request, part) for (drafter, request), part in
                 zip(requests, logits.split(counts), strict=True)]
 
     def _order(self) -> tuple[object, ...]:
@@ -205,7 +205,7 @@ class TreeDrafter(Drafter, ABC):
             elif not self._queue and self._root not in self._outputs:
                 raise ProtocolError("nothing has been committed that the draft model could continue")
 
-    def _asked(self, request: DraftRequest) -> Tensor:
+    def _select_outputs(self, request: DraftRequest) -> Tensor:
         """Outputs [n, H] of the request's nodes."""
         return torch.stack([self._outputs[node.id] for node in request.nodes])
 
@@ -229,16 +229,16 @@ def joined(parts: Sequence[PassInputs]) -> PassInputs:
         np.concatenate(masks), np.concatenate([part.rows for part in parts]))
 
 
-def _asked_rows(requests: Sequence[tuple[TreeDrafter, DraftRequest]],
-                begun: Sequence[tuple[TreeDrafter, Rows | None]]) -> list[int]:
+def _ranked_rows(requests: Sequence[tuple[TreeDrafter, DraftRequest]],
+                 begun: Sequence[tuple[TreeDrafter, Rows | None]]) -> list[int]:
     """The pass's rows whose children are asked for; none if an output is from an earlier pass."""
-    found, start = [], 0
+    ranked_rows, start = [], 0
     for (drafter, request), (_, rows) in zip(requests, begun, strict=True):
         text = len(rows.text) if rows else 0
         following = iter(range(start + text, start + text + len(request.nodes)))
         for node in request.nodes:
             if node.id == drafter._root and not text:
                 return []
-            found.append(start + text - 1 if node.id == drafter._root else next(following))
+            ranked_rows.append(start + text - 1 if node.id == drafter._root else next(following))
         start += len(rows) if rows else 0
-    return found
+    return ranked_rows

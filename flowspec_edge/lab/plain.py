@@ -153,7 +153,7 @@ def separated(stacked: Any, names: ExpertNames) -> Experts:
     shape = ((stacked.hidden_size, stacked.intermediate_size) if names.clamped else
              (stacked.hidden_dim, stacked.intermediate_dim))
     gated = ClampedGate(stacked.alpha, stacked.limit) if names.clamped else Gated(stacked.act_fn)
-    return Experts.of(names, *shape, stacked.num_experts, gated)
+    return Experts.on_meta(names, *shape, stacked.num_experts, gated)
 
 
 def separate_experts(core: Any) -> None:

@@ -65,12 +65,12 @@ class Workers:
             raise FlowspecError("a process that simulates was killed: if memory ran out, end other programs") from error
 
 
-_of_the_fork: Sequence[Recording] = ()
+_worker_recordings: Sequence[Recording] = ()
 
 
 def _begin(recordings: Sequence[Recording]) -> None:
-    global _of_the_fork
-    _of_the_fork = recordings
+    global _worker_recordings
+    _worker_recordings = recordings
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, which ends these
     Thread(target=_end_with_parent, daemon=True).start()
 
@@ -83,7 +83,7 @@ def _end_with_parent() -> None:
 
 
 def _simulate(devices: Devices, recording: int, right_children: float, request: Request) -> Stats:
-    cluster = VirtualCluster(_of_the_fork[recording], len(devices.stages), devices, right_children=right_children)
+    cluster = VirtualCluster(_worker_recordings[recording], len(devices.stages), devices, right_children=right_children)
     return cluster.generate(request).stats
 
 
@@ -171,9 +171,9 @@ def _run(devices: Devices, strategies: Sequence[str], source: Path | Recording, 
 def _by_kind(stats: Sequence[Stats], kinds: Sequence[str]) -> dict[str, float] | None:
     """Mean tokens/s by kind of text, of answers that have a speed; None without kinds."""
     by_kind: dict[str, list[float]] = {}
-    for one, kind in zip(stats, kinds, strict=bool(kinds)):
-        if one.tokens_per_second is not None:
-            by_kind.setdefault(kind, []).append(one.tokens_per_second)
+    for stat, kind in zip(stats, kinds, strict=bool(kinds)):
+        if stat.tokens_per_second is not None:
+            by_kind.setdefault(kind, []).append(stat.tokens_per_second)
     return {kind: fmean(speeds) for kind, speeds in by_kind.items()} or None
 
 

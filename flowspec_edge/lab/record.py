@@ -108,11 +108,11 @@ class Expander:
     def add(self, nodes: Sequence[tuple[int, int]], output: DraftOutput) -> None:
         """Take in the children of what :meth:`next` returned."""
         for (parent, token), tokens, scores in zip(nodes, output.tokens.tolist(), output.scores.tolist(), strict=True):
-            place = len(self.nodes)
+            index = len(self.nodes)
             self.nodes.append((parent, token))
             self._expanded.add((parent, token))
             if parent < 0:
-                self._right.append(place)
+                self._right.append(index)
             self.tokens.append(tokens)
             self.scores.append(scores)
             depth = self._depths[parent] + 1 if parent >= 0 else 0
@@ -121,7 +121,7 @@ class Expander:
             self._sums.append(total)
             for child, score in zip(tokens, scores, strict=True):
                 if score > -math.inf:
-                    entry = (-(total + score), place, child)
+                    entry = (-(total + score), index, child)
                     heapq.heappush(self._open, entry)
                     self._levels.setdefault(depth + 1, []).append(entry)
 
@@ -131,8 +131,8 @@ class Expander:
         scores_by_token = dict(zip(self.tokens[parent], self.scores[parent], strict=True))
         return scores_by_token.get(token, min(self.scores[parent]))
 
-    def depth(self, place: int) -> int:
-        return self._depths[place]
+    def depth(self, index: int) -> int:
+        return self._depths[index]
 
     def expansion(self) -> Expansion:
         parents, node_tokens = zip(*self.nodes, strict=True)
@@ -240,9 +240,9 @@ def _texts(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
     texts: list[RecordedText] = []
     for prompt in prompts:
         advance(f"{prompt.task} {prompt.name}, temperature {prompt.request.sampling.temperature:g}")
-        one = work / f"{_key(prompt, about, budget)}.flowrec"
-        if one.exists():
-            texts += load_recording(one).texts
+        path = work / f"{_key(prompt, about, budget)}.flowrec"
+        if path.exists():
+            texts += load_recording(path).texts
             continue
         plain = cluster.generate(replace(prompt.request, strategy=Autoregressive.name))
         RecordingStrategy.job = job = _Job(budget, plain.tokens)
@@ -252,7 +252,7 @@ def _texts(cluster: ClusterBackend, prompts: Sequence[TextToRecord], about: Reco
         text = RecordedText(prompt.task, prompt.name, tuple(prompt.request.prompt), tuple(result.tokens),
                             result.finish_reason, result.stop_id, prompt.request.sampling,
                             tuple(job.roots[: len(result.tokens)]))
-        replace(about, texts=(text,)).save(one)
+        replace(about, texts=(text,)).save(path)
         texts.append(text)
     return texts
 

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from flowspec_edge.boards.gpu_check.computations import Computation
-from flowspec_edge.boards.probe.checks import Check, of_result
+from flowspec_edge.boards.probe.checks import Check, result_check
 from flowspec_edge.boards.probe.compute_rules import ComputeDevice, computed
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
@@ -53,7 +53,7 @@ def token_checks(model: OpenModel, new_tokens: int = NEW_TOKENS, dtypes: Sequenc
     model  unsharded and with a draft head, such as the demonstration model
     """
     prompts = [Tokenizer(model).encode(text) for text in PROMPTS]
-    return tuple(of_result("tokens", kind, lambda compute_device, result: computed(result), partial(
+    return tuple(result_check("tokens", kind, lambda compute_device, result: computed(result), partial(
         _computations, kind, {"model": str(model.path), "prompts": prompts, "new_tokens": new_tokens}))
         for kind in token_kinds(dtypes))
 

@@ -56,7 +56,7 @@ class ToolFormat:
         several   further calls may follow the first
         """
         calls = "call" if not (several and self.open) else 'call ("\\n" call)*'
-        opening, closing = (special(word) or json.dumps(word) for word in (self.open, self.close))
+        opening, closing = (special(marker) or json.dumps(marker) for marker in (self.open, self.close))
         names = " | ".join(f"{json.dumps(self._head(tool))} arguments_{i}" for i, tool in enumerate(tools))
         space = "\\n" if self.open else ""
         body = f'"{space}" ({names}) "}}{space}"' if space else f'({names}) "}}"'

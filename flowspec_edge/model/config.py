@@ -96,10 +96,10 @@ def check_config(config: Mapping[str, Any], path: Path, required: Collection[str
 
 def check_stop_ids(config: Mapping[str, Any], path: Path) -> None:
     ids = config.get("eos_token_id")
-    for one in ids if isinstance(ids, list) else [] if ids is None else [ids]:
-        if type(one) is not int:
+    for stop_id in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+        if type(stop_id) is not int:
             raise UsageError(f"{path}: eos_token_id must be a whole number or a list of them, "
-                             f"not {_short_repr(one)}")
+                             f"not {_short_repr(stop_id)}")
 
 
 def _short_repr(value: Any) -> str:

@@ -25,8 +25,8 @@ ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 # Of Gemma's configurations: limits of scores and logits by tanh, and attention in both directions.
 _NOT_COMPUTED = ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 # Fields that mean nothing in the files of families that do not have them.
-_OF_SOME = {"attention_bias", "mlp_bias", "moe_intermediate_size", "shared_expert_intermediate_size", "norm_topk_prob",
-            "query_pre_attn_scalar", "use_sliding_window", "hidden_activation"}
+_FAMILY_FIELDS = {"attention_bias", "mlp_bias", "moe_intermediate_size", "shared_expert_intermediate_size",
+                  "norm_topk_prob", "query_pre_attn_scalar", "use_sliding_window", "hidden_activation"}
 _FULL, _SLIDING, _LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
@@ -93,7 +93,7 @@ def decoder_config(config: Mapping[str, Any], origin: Path | str) -> DecoderConf
     """
     fields = with_defaults(text_config(config))
     family = family_of(fields)
-    fields = {name: value for name, value in fields.items() if name not in _OF_SOME or name in family.defaults}
+    fields = {name: value for name, value in fields.items() if name not in _FAMILY_FIELDS or name in family.defaults}
     layers, heads = int(fields["num_hidden_layers"]), int(fields["num_attention_heads"])
     width = int(fields["hidden_size"])
     kv_heads = int(fields.get("num_key_value_heads") or heads)

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.draft_kind import DraftKind, Shapes
-from flowspec_edge.util.entry_points import OwnAndOffered, load_object, offered
+from flowspec_edge.util.entry_points import EntryPointRegistry, load_object, offered
 
 ENTRY_POINTS = "flowspec.draft_kinds"  # the group under which a package offers its kinds
-OWN_TIME = "_pass_ms"  # the end of the name of the time that a kind brings along
+PASS_TIME_SUFFIX = "_pass_ms"  # the end of the name of the time that a kind brings along
 
 
 def _is_eagle3(config: Mapping[str, Any], shapes: Shapes) -> bool:
@@ -63,7 +63,7 @@ NGRAM = DraftKind("ngram", "", "n-grams of the text", "", (0, 0), is_head=False,
                   charged_as="")
 
 # Kernel launches are counted on torch 2.8 (tests/drafting/test_launches.py), block drafters' are estimated.
-_OWN = {kind.name: kind for kind in (
+_BUILTIN = {kind.name: kind for kind in (
     EAGLE2,
     replace(EAGLE2, name="eagle2-deep", directory="eagle2-deep", title="second EAGLE-2 head",
             recognise=None, formats=(), files_of=EAGLE2.name, choice=None, trainer="", measured_by=()),
@@ -80,43 +80,43 @@ _OWN = {kind.name: kind for kind in (
 @cache
 def _from_outside(name: str) -> DraftKind:
     """Import the record of another package; UsageError if it cannot be used beside those here."""
-    place = offered(ENTRY_POINTS)[name].value
-    offered_kind = load_object(place, "kind of draft model", "package.module:NAME")
+    reference = offered(ENTRY_POINTS)[name].value
+    offered_kind = load_object(reference, "kind of draft model", "package.module:NAME")
     if not isinstance(offered_kind, DraftKind):
-        raise UsageError(f"{place} is not a kind of draft model: a flowspec_edge.model.draft_kind.DraftKind")
+        raise UsageError(f"{reference} is not a kind of draft model: a flowspec_edge.model.draft_kind.DraftKind")
     if offered_kind.name != name:
-        raise UsageError(f"{place} is named {offered_kind.name!r}, but its entry point {name!r}: give both one "
+        raise UsageError(f"{reference} is named {offered_kind.name!r}, but its entry point {name!r}: give both one "
                          "name")
-    used_directories = {kind.directory for kind in _OWN.values()}
+    used_directories = {kind.directory for kind in _BUILTIN.values()}
     directory = offered_kind.directory
     if offered_kind.in_target or not directory.replace("-", "_").isidentifier() or directory in used_directories:
-        raise UsageError(f"the kind of draft model {place} needs a directory of its own in a model: a name of letters, "
-                         f"digits, - and _, other than {', '.join(sorted(used_directories - {''}))}")
+        raise UsageError(f"the kind of draft model {reference} needs a directory of its own in a model: a name of "
+                         f"letters, digits, - and _, other than {', '.join(sorted(used_directories - {''}))}")
     if not offered_kind.layers and offered_kind.charged_as not in ("pass_ms", "lm_pass_ms", ""):
-        raise UsageError(f"the kind of draft model {place} is charged as {offered_kind.charged_as}, and does not "
+        raise UsageError(f"the kind of draft model {reference} is charged as {offered_kind.charged_as}, and does not "
                          "say how many layers a pass reads")
-    if offered_kind.layers and offered_kind.charged_as != f"{name}{OWN_TIME}":
-        raise UsageError(f"the kind of draft model {place} reads {offered_kind.layers} layers in a pass, and is "
-                         f"charged as {offered_kind.charged_as!r}: its own time is {name}{OWN_TIME}")
+    if offered_kind.layers and offered_kind.charged_as != f"{name}{PASS_TIME_SUFFIX}":
+        raise UsageError(f"the kind of draft model {reference} reads {offered_kind.layers} layers in a pass, and is "
+                         f"charged as {offered_kind.charged_as!r}: its own time is {name}{PASS_TIME_SUFFIX}")
     return offered_kind
 
 
-DRAFT_KINDS: Mapping[str, DraftKind] = OwnAndOffered(
-    _OWN, ENTRY_POINTS, lambda name: _OWN.get(name) or _from_outside(name))
+DRAFT_KINDS: Mapping[str, DraftKind] = EntryPointRegistry(
+    _BUILTIN, ENTRY_POINTS, lambda name: _BUILTIN.get(name) or _from_outside(name))
 OWN = "own"  # in the place of a kind: the one that a strategy or a model has by itself
 # Those that are layers of a target's own checkpoint: families name them, so other packages have none.
-OWN_LAYERS = tuple(kind for kind in _OWN.values() if kind.in_target)
+OWN_LAYERS = tuple(kind for kind in _BUILTIN.values() if kind.in_target)
 # Kinds that a configuration names; any other draft there is a head's directory.
 NAMED = (*OWN_LAYERS, NGRAM)
 # What a configuration names; what a plan is made for ("head": a head or own layer that there is, else one yet to
 # be trained; "auto": else n-grams).
 _NAMED = (OWN, *(kind.name for kind in NAMED))
-_WANTED = ("auto", "head", *(kind.name for kind in NAMED))
+_DRAFT_CHOICES = ("auto", "head", *(kind.name for kind in NAMED))
 if TYPE_CHECKING:  # a type checker knows no literals that are computed
     NamedDraft = str
-    WantedDraft = str
+    PlannedDraftName = str
 else:
-    NamedDraft, WantedDraft = Literal[_NAMED], Literal[_WANTED]
+    NamedDraft, PlannedDraftName = Literal[_NAMED], Literal[_DRAFT_CHOICES]
 
 
 class _Drafts(Collection[str]):
@@ -173,7 +173,7 @@ def recognise_kind(config: Mapping[str, Any], shapes: Shapes) -> DraftKind | Non
     if format_kind and format_kind.is_block:  # whose fc looks like an EAGLE-3 head's
         return format_kind
     # Kinds of other packages first: they know theirs, which the rules here would take for a head or a model.
-    kinds = sorted(stored_kinds(), key=lambda kind: kind.name in _OWN)
+    kinds = sorted(stored_kinds(), key=lambda kind: kind.name in _BUILTIN)
     return next((kind for kind in kinds if kind.recognise and kind.recognise(config, shapes)), None)
 
 

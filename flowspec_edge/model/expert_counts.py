@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 
-def independent(experts: int, chosen: int, rows: float) -> float:
-    """Distinct experts that ``rows`` touch on average if each chooses ``chosen`` of ``experts`` by itself."""
-    distinct: float = experts * (1 - (1 - chosen / experts) ** rows)
+def independent(experts: int, experts_per_token: int, rows: float) -> float:
+    """Distinct experts that ``rows`` touch on average if each chooses ``experts_per_token`` of them by itself."""
+    distinct: float = experts * (1 - (1 - experts_per_token / experts) ** rows)
     return distinct
 
 
-def correlated(experts: int, chosen: int, rows: float, correlation: float) -> float:
+def correlated(experts: int, experts_per_token: int, rows: float, correlation: float) -> float:
     """Distinct experts of ``rows`` whose choices have this correlation c: c k + (1 - c) U(n), where all rows
     choose the same k experts at c = 1, and by themselves, U(n), at 0."""
-    return correlation * chosen + (1 - correlation) * independent(experts, chosen, rows)
+    return correlation * experts_per_token + (1 - correlation) * independent(experts, experts_per_token, rows)

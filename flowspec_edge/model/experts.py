@@ -69,10 +69,10 @@ class ClampedGate(nn.Module):
 class Experts(nn.ModuleList):
     """A layer's experts, called like transformers'.
 
-    chosen  [n, k] int64 in host memory: the experts of the last pass's rows; None before it
+    expert_ids  [n, k] int64 in host memory: the experts of the last pass's rows; None before it
     """
 
-    chosen: Tensor | None = None
+    expert_ids: Tensor | None = None
     _gated: Any
 
     def __init__(self, experts: Iterable[nn.Module] = (), gated: nn.Module | None = None) -> None:
@@ -81,21 +81,21 @@ class Experts(nn.ModuleList):
         self.__dict__["_gated"] = gated  # not one of the list
 
     @classmethod
-    def of(cls, names: ExpertNames, width: int, inner: int, count: int, gated: nn.Module) -> Experts:
+    def on_meta(cls, names: ExpertNames, width: int, inner: int, count: int, gated: nn.Module) -> Experts:
         """``count`` experts on the meta device."""
-        one = Expert(names, width, inner)
-        return cls((_like(one) for _ in range(count)), gated)
+        template = Expert(names, width, inner)
+        return cls((_like(template) for _ in range(count)), gated)
 
-    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         """[n, H] and each row's k experts with their weights [n, k] to [n, H].
 
         Memory traffic and launches, two an expert, are in proportion to the experts touched, which run in
         turn.  The host has to know which: this waits for the router.  A row's sum has the order of its own
         choice, whatever other rows there are.
         """
-        n, k = chosen.shape
-        self.chosen = on_host(chosen)
-        flat = self.chosen.numpy().ravel()
+        n, k = expert_ids.shape
+        self.expert_ids = on_host(expert_ids)
+        flat = self.expert_ids.numpy().ravel()
         order = flat.argsort(kind="stable")
         used, counts = np.unique(flat, return_counts=True)
         experts: list[Any] = [self._modules[str(i)] for i in used]
@@ -128,27 +128,27 @@ def touched(layers: Iterable[nn.Module], start: int, stop: int) -> tuple[int, fl
     """Count the distinct experts of rows [start, stop) in the last pass, and how many independent rows would touch on
     average: E (1 - (1 - k/E)^n). Both are sums over ``layers``."""
     distinct, expected = 0, 0.0
-    for experts, chosen in computed(layers):
-        distinct += len(chosen[start:stop].unique())
-        expected += independent(experts, chosen.shape[1], stop - start)
+    for experts, expert_ids in computed(layers):
+        distinct += len(expert_ids[start:stop].unique())
+        expected += independent(experts, expert_ids.shape[1], stop - start)
     return distinct, expected
 
 
 def computed(layers: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
-    """(experts, ``Experts.chosen``) of each sparse layer that has computed a pass."""
+    """(experts, ``Experts.expert_ids``) of each sparse layer that has computed a pass."""
     for layer in layers:
         experts = getattr(layer, "experts", None)
-        if isinstance(experts, Experts) and experts.chosen is not None:
-            yield len(experts), experts.chosen
+        if isinstance(experts, Experts) and experts.expert_ids is not None:
+            yield len(experts), experts.expert_ids
 
 
 def correlation_of(layers: Sequence[nn.Module], rows: int) -> float | None:
     """Return the correlation of the last pass's choices: c = (U(n) - touched) / (U(n) - k), with sums over ``layers``.
     It is below 0 where rows shared fewer experts than independent rows do on average. None without experts, and if the
     pass had one row or another number than ``rows``."""
-    choices = [chosen for _, chosen in computed(layers)]
+    choices = [expert_ids for _, expert_ids in computed(layers)]
     if rows < 2 or not choices or len(choices[0]) != rows:
         return None
     distinct, expected = touched(layers, 0, rows)
-    spread = expected - sum(chosen.shape[1] for chosen in choices)
+    spread = expected - sum(expert_ids.shape[1] for expert_ids in choices)
     return (expected - distinct) / spread if spread > 0 else None

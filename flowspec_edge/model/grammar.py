@@ -35,8 +35,8 @@ _PARSER_LIMITS = {"verbose_errors": False, "step_lexer_fuel": 50_000, "step_max_
                   "max_lexer_states": 50_000}
 _COMPILING = Limits(cpu_s=1.0, memory=128 * 2**20, stack=2**20)
 _MASKS_S, _MASKS_TURN_S = 0.3, 0.1  # CPU time for the masks of an answer: saved at most, and gained per turn
-_KNOWN = 1024  # grammars that are not checked again
-_MAX_KNOWN = 16 * 2**20  # characters of those that are used in their place
+_MAX_CHECKED = 1024  # grammars that are not checked again
+_MAX_CHECKED_CHARACTERS = 16 * 2**20  # characters of those that are used in their place
 _MOST_WRAPPED = 8  # vocabularies: a large one takes tens of megabytes, and clients may name further ends
 _QUICK_S = 0.1
 _BYTES_SPECIAL = "<[256]>"  # a special token of llguidance's tokenizer for bytes
@@ -59,13 +59,13 @@ class GrammarState:
         """``start``: a matcher at the beginning of the grammar, which is only copied."""
         self._start, self._matcher = start, start.deep_copy()
         self._vocabulary = vocabulary
-        self._left_s = _MASKS_S
+        self._mask_budget_s = _MASKS_S
         self._tokens: list[int] = []  # of the answer
         self._dead_ends: set[tuple[int, ...]] = set()  # answers that no token can continue, unless they end
 
     def turn(self) -> None:
         """The masks that follow are of another turn of the pipeline."""
-        self._left_s = min(_MASKS_S, self._left_s + _MASKS_TURN_S)
+        self._mask_budget_s = min(_MASKS_S, self._mask_budget_s + _MASKS_TURN_S)
 
     def advance(self, token: int) -> None:
         """The answer continues with ``token``; UsageError if the grammar does not allow it, or if no token of
@@ -88,14 +88,14 @@ class GrammarState:
         answer."""
         import numpy as np  # here: every command's help imports this module
 
-        if self._left_s < 0:
+        if self._mask_budget_s < 0:
             raise UsageError("the answer's grammar is too complex: its masks take too long")
         began = time.thread_time()
         consumed = self._matcher.try_consume_tokens(list(path)) if path else 0
         bits = self._matcher.compute_bitmask() if consumed == len(path) else None
         if consumed:
             self._matcher.rollback(consumed)
-        self._left_s -= time.thread_time() - began
+        self._mask_budget_s -= time.thread_time() - began
         if path and _is_dead_end(self._matcher):  # of a draft: the answer need not go there
             self._dead_ends.add((*self._tokens, *path))
             self._matcher = self._start.deep_copy()  # the error stays with the other one
@@ -184,7 +184,7 @@ class GrammarCompiler:
         """``write``: returns a grammar in llguidance's Lark syntax, given what spells special tokens.
         UsageError if it is too long."""
         self._processes.start()  # while the vocabulary is wrapped
-        text = GrammarText(write(self.special), write(lambda word: self.special(word) and _BYTES_SPECIAL))
+        text = GrammarText(write(self.special), write(lambda marker: self.special(marker) and _BYTES_SPECIAL))
         if len(text.checked) > _MAX_BYTES:
             raise UsageError(f"the schema is too long: {len(text.checked)} bytes; at most {_MAX_BYTES}")
         return text
@@ -234,8 +234,8 @@ class GrammarCompiler:
             outcome = _Verdict(refusal, time.monotonic() - began, instead)
             with self._lock:
                 self._verdicts[text.digest] = outcome
-                while len(self._verdicts) > _KNOWN or sum(
-                        verdict.characters for verdict in self._verdicts.values()) > _MAX_KNOWN:
+                while len(self._verdicts) > _MAX_CHECKED or sum(
+                        verdict.characters for verdict in self._verdicts.values()) > _MAX_CHECKED_CHARACTERS:
                     self._verdicts.popitem(last=False)
         if outcome.refusal:
             raise UsageError(outcome.refusal)
@@ -267,12 +267,12 @@ class GrammarCompiler:
             verdict = self._enforceable(schema)
             if verdict is None:
                 continue
-            rest, problems = verdict
+            remaining, problems = verdict
             if not schema["x-guidance"]["lenient"]:
                 at, reason = problems[0] if problems else ("", refusal)
-                place = ".".join(filter(None, (schema.get("$comment", "schema"), at)))
-                return f"{place}: {_reason(reason)}", None
-            lark, checked = (whole.replace(value, json.dumps(rest)) for whole in (lark, checked))
+                location = ".".join(filter(None, (schema.get("$comment", "schema"), at)))
+                return f"{location}: {_reason(reason)}", None
+            lark, checked = (whole.replace(value, json.dumps(remaining)) for whole in (lark, checked))
         if lark == text.lark:
             return refusal, None
         return self._refusal(checked), GrammarText(lark, checked)
@@ -283,13 +283,13 @@ class GrammarCompiler:
             verdict = json.loads(self._processes.run({"schema": schema, "limits": _PARSER_LIMITS}))
             if verdict is None:
                 return None
-            rest, problems = verdict
+            remaining, problems = verdict
         except LimitExceeded:  # its keywords are too many to be tried one by one
-            rest, problems = schema, []
-        if self._refusal(f"start: %json {json.dumps(rest)}"):
+            remaining, problems = schema, []
+        if self._refusal(f"start: %json {json.dumps(remaining)}"):
             kind = {"type": "object"} if schema.get("type") == "object" else {}
-            rest = {**kind, "x-guidance": schema["x-guidance"]}
-        return rest, problems
+            remaining = {**kind, "x-guidance": schema["x-guidance"]}
+        return remaining, problems
 
     @cached_property
     def _description(self) -> str:

@@ -220,7 +220,7 @@ class OpenModel:
         """Return the number of values in the target's weights. For a checkpoint it follows from the sizes of its
         files."""
         if (table := self.target / GGUF_TABLE).is_file():
-            return sum(prod(place["shape"]) for place in read_json_object(table)["tensors"].values())
+            return sum(prod(tensor["shape"]) for tensor in read_json_object(table)["tensors"].values())
         dtype_name = str(self.config.get("dtype") or self.config.get("torch_dtype"))
         stored = 4 if dtype_name == "float32" else 1 if dtype_name.startswith("float8") else 2
         files = [file for end in ("safetensors", "bin") for file in self.target.glob(f"*.{end}")]

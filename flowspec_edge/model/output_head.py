@@ -22,11 +22,11 @@ class RowBlock(Protocol):
 
 @runtime_checkable
 class RowLookUp(Protocol):
-    """A matrix in a layout of its own.  ``looks_up_rows``: whether :meth:`own_logits` reads no more than rows."""
+    """A matrix in a layout of its own.  ``looks_up_rows``: whether :meth:`logits_at` reads no more than rows."""
 
     looks_up_rows: bool
 
-    def own_logits(self, x: Tensor, ids: Tensor) -> Tensor:
+    def logits_at(self, x: Tensor, ids: Tensor) -> Tensor:
         """Products of each row of ``x`` [n, H] with its own rows ``ids`` [n, k] of the matrix: [n, k]."""
 
 
@@ -74,14 +74,14 @@ class OutputHead(nn.Module):
 
     @property
     def looks_up_rows(self) -> bool:
-        """Whether :meth:`own_logits` reads no more than the tokens' rows."""
+        """Whether :meth:`logits_at` reads no more than the tokens' rows."""
         return all(block.looks_up_rows if isinstance(block, RowLookUp) else _has_rows(block) for block in self.blocks)
 
-    def own_logits(self, states: Tensor, ids: Tensor) -> Tensor:
+    def logits_at(self, states: Tensor, ids: Tensor) -> Tensor:
         """The logits of each state's own tokens ``ids`` [n, k], for states [n, H]: [n, k]."""
         parts, lo = [], 0
         for block, size in zip(self.blocks, self._sizes, strict=True):
-            parts.append(_own_logits(block, states, (ids - lo).clamp(0, size - 1)))
+            parts.append(_logits_at(block, states, (ids - lo).clamp(0, size - 1)))
             lo += size
         logits, lo = parts[0], self._sizes[0]
         for part, size in zip(parts[1:], self._sizes[1:], strict=True):
@@ -89,14 +89,14 @@ class OutputHead(nn.Module):
             lo += size
         return logits
 
-    def chosen(self, ids: Tensor) -> nn.Module:
+    def restrict_to(self, ids: Tensor) -> nn.Module:
         """The logits of the tokens ``ids`` [n] alone: [..., H] to [..., n].
 
         It holds copies of their rows, or computes all logits if this matrix is quantised.
         """
         ids = ids.to(self.device)
         if not all(isinstance(block, MatrixRows) for block in self.blocks):
-            return _ChosenLogits(self, ids)
+            return _RestrictedHead(self, ids)
         weight = torch.empty((len(ids), self.hidden_size), dtype=self.dtype, device=self.device)
         lo = 0
         for block in cast(Sequence[MatrixRows], self.blocks):
@@ -110,16 +110,16 @@ def _has_rows(block: nn.Module) -> bool:
     return isinstance(getattr(block, "weight", None), Tensor)
 
 
-def _own_logits(block: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
+def _logits_at(block: nn.Module, x: Tensor, ids: Tensor) -> Tensor:
     if isinstance(block, RowLookUp):
-        return block.own_logits(x, ids)
+        return block.logits_at(x, ids)
     if _has_rows(block):
         rows = functional.embedding(ids, cast(Tensor, block.weight))
         return torch.matmul(rows, x[..., None]).squeeze(-1)
     return cast(Tensor, block(x)).gather(-1, ids)
 
 
-class _ChosenLogits(nn.Module):
+class _RestrictedHead(nn.Module):
     def __init__(self, head: OutputHead, ids: Tensor) -> None:
         super().__init__()
         self._head, self._ids = [head], ids  # not a part of this module, which may be moved or counted

@@ -82,7 +82,7 @@ def refuse_quantised(config: Mapping[str, Any], path: Path | str, converted: boo
             raise UsageError(f"{path}: weights quantised for MLX cannot be read; {_IN_16_BITS}")
         for name, method in _QUANTISED_BESIDE.items():
             if (home / name).is_file() and _may_be_quantised(home):
-                raise UsageError(_told_beside(home / name, method, Path(path)))
+                raise UsageError(_explain_quantised(home / name, method, Path(path)))
         return
     facts = quantisation if isinstance(quantisation, dict) else quantisation.to_dict()
     method = str(facts.get("quant_method") or "an unknown method").lower()
@@ -100,7 +100,7 @@ def _may_be_quantised(directory: Path) -> bool:
     return not names or any(name.endswith(_PACKED) for name in names)
 
 
-def _told_beside(file: Path, method: str, config: Path) -> str:
+def _explain_quantised(file: Path, method: str, config: Path) -> str:
     if method in CONVERTED:
         return (f"{file} says that the weights are quantised, but {config.name} has no quantization_config: "
                 f'copy its fields there, with "quant_method": "{method}", or {_IN_16_BITS}')
@@ -178,9 +178,9 @@ def _files_alone(directory: Path) -> Iterator[str]:
 
 def _elsewhere(directory: Path, entries: list[str]) -> Iterator[str]:
     """A checkpoint below, as in a cache of the hub's client."""
-    places = [directory / "snapshots" / entry for entry in _entries(directory / "snapshots")]
-    places += [directory / entry for entry in entries]
-    checkpoints = [str(place) for place in places if (place / "config.json").is_file()]
+    candidates = [directory / "snapshots" / entry for entry in _entries(directory / "snapshots")]
+    candidates += [directory / entry for entry in entries]
+    checkpoints = [str(candidate) for candidate in candidates if (candidate / "config.json").is_file()]
     if checkpoints:
         yield f"{directory} has no config.json; give one of the directories in it: {', '.join(checkpoints[:3])}"
 

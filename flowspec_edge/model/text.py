@@ -70,7 +70,7 @@ class Tokenizer:
         ids = self._ids(text, special) if text else []
         if not ids:
             raise UsageError("the prompt is empty; give some text to continue")
-        return self._of_the_model(ids)
+        return self._require_in_vocabulary(ids)
 
     def words(self, text: str) -> list[tuple[int, ...]]:
         """The tokens of ``text`` within an answer: at its beginning, and after a space."""
@@ -87,7 +87,7 @@ class Tokenizer:
         rendering = rendering or Rendering()
         check_values(rendering.values)
         if self._jinja is not None:
-            return self._of_the_model(self._rendered(messages, self._jinja, tools, rendering))
+            return self._require_in_vocabulary(self._rendered(messages, self._jinja, tools, rendering))
         if self._built_in is None:
             raise no_template(self._model)
         ids: list[int] = []
@@ -96,7 +96,7 @@ class Tokenizer:
             ids += [begin] if piece.add_bos and begin is not None else []
             ids += self._ids(piece.text, False)
             ids += [end] if piece.add_eos and end is not None else []
-        return self._of_the_model(ids)
+        return self._require_in_vocabulary(ids)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
@@ -168,13 +168,13 @@ class Tokenizer:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=not special,
                                           clean_up_tokenization_spaces=False))
 
-    def _of_the_model(self, ids: list[int]) -> list[int]:
+    def _require_in_vocabulary(self, ids: list[int]) -> list[int]:
         """UsageError for a token that the tokenizer has and the model lacks, such as an added <pad>."""
         vocabulary = int(self._model.config["vocab_size"])
         for token in ids:
             if token >= vocabulary:
-                word = self._tokenizer.convert_ids_to_tokens(token)
-                raise UsageError(f"the text has {word!r}, token {token} of the tokenizer, but the model's "
+                token_text = self._tokenizer.convert_ids_to_tokens(token)
+                raise UsageError(f"the text has {token_text!r}, token {token} of the tokenizer, but the model's "
                                  f"vocabulary has {vocabulary} tokens: leave it out")
         return ids
 

@@ -95,8 +95,8 @@ def first_largest(x: Tensor) -> Tensor:
     rows = torch.arange(n, device=x.device)
     best = blocks[rows, block].argmax(-1) + block * _SPAN
     if whole < width:
-        rest = x[:, whole:].argmax(-1) + whole
-        best = torch.where(x[rows, rest] > x[rows, best], rest, best)
+        last_best = x[:, whole:].argmax(-1) + whole
+        best = torch.where(x[rows, last_best] > x[rows, best], last_best, best)
     return best
 
 
@@ -308,7 +308,7 @@ def _unpacked(bits: NDArray[np.uint8], width: int, device: torch.device) -> Tens
 
 @lru_cache
 def _places(device: torch.device) -> Tensor:
-    return to_device(torch.tensor([1 << place for place in range(8)], dtype=torch.uint8), device)
+    return to_device(torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8), device)
 
 
 # ---- choosing ------------------------------------------------------------------------------------

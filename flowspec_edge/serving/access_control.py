@@ -53,7 +53,8 @@ class AccessMiddleware:
         if path == "/health" or is_page(path):
             return None
         client_keys = _client_keys(scope)
-        matches = [max([hmac.compare_digest(one, key) for one in client_keys], default=False) for key in self._expected]
+        matches = [max([hmac.compare_digest(client_key, key) for client_key in client_keys], default=False)
+                   for key in self._expected]
         if any(matches):
             scope[_KEY] = str(matches.index(True))
             return None

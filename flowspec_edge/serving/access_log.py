@@ -13,7 +13,7 @@ from flowspec_edge.util.terminal import printable
 
 requests = logging.getLogger("flowspec_edge.serving.requests")
 
-GONE = 499  # nginx's status for a client that closed its connection
+CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that closed its connection
 
 
 @dataclass

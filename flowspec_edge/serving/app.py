@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from flowspec_edge.d0.fair_queue import Caller
 from flowspec_edge.serving.access_control import AccessMiddleware, caller_of
-from flowspec_edge.serving.access_log import GONE, AccessRecord
+from flowspec_edge.serving.access_log import CLIENT_CLOSED_REQUEST, AccessRecord
 from flowspec_edge.serving.admission import Admission
 from flowspec_edge.serving.anthropic import requests as anthropic
 from flowspec_edge.serving.anthropic.answers import MessageAnswer
@@ -151,9 +151,9 @@ class CompletionEndpoint:
         try:
             to_tell = await self._serve(record, scope, receive, send)
         except ClientDisconnect:
-            record.status = GONE
-        except StreamError as sent:
-            record.status, record.error = sent.error.status, str(sent)
+            record.status = CLIENT_CLOSED_REQUEST
+        except StreamError as stream_error:
+            record.status, record.error = stream_error.error.status, str(stream_error)
         except Exception as error:
             failure = api_error(error)
             if failure.status == 500 and failure is not error:

@@ -15,13 +15,13 @@ _MIN_ANSWER = 64  # tokens; if the answer has less room, the prompt leaves out t
 
 @dataclass(frozen=True)
 class ChatPrompt:
-    """limit     tokens that the answer may have
-    left_out  number of oldest exchanges that the prompt leaves out
+    """limit              tokens that the answer may have
+    omitted_exchanges  number of oldest exchanges that the prompt leaves out
     """
 
     prompt: list[int]
     limit: int
-    left_out: int
+    omitted_exchanges: int
 
 
 class Conversation:

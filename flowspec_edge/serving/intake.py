@@ -76,7 +76,7 @@ class Intake:
         """
         disconnection = asyncio.ensure_future(sse.disconnected(receive))
         try:
-            return cast("T", await sse.unless_gone(self._lanes[work].run(caller, do), disconnection))
+            return cast("T", await sse.wait_unless_disconnected(self._lanes[work].run(caller, do), disconnection))
         finally:
             disconnection.cancel()
 

@@ -31,7 +31,7 @@ from flowspec_edge.d0.run_events import (
     StagesBack,
     StagesLost,
 )
-from flowspec_edge.serving.access_log import GONE, AccessRecord
+from flowspec_edge.serving.access_log import CLIENT_CLOSED_REQUEST, AccessRecord
 from flowspec_edge.serving.admission import Readiness
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000)
@@ -39,7 +39,7 @@ _GAPS = (0.0, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5
 _DEPTHS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 
 # Outcomes by HTTP status; other statuses from 400 are "refused".
-_OUTCOMES = {GONE: "client_gone", 429: "queue_full", 503: "unavailable", 500: "failed"}
+_OUTCOMES = {CLIENT_CLOSED_REQUEST: "client_gone", 429: "queue_full", 503: "unavailable", 500: "failed"}
 
 
 class Metrics(Observer):

@@ -33,8 +33,8 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def unless_gone(coming: Awaitable[T], disconnection: asyncio.Future[None], patience: float | None = None
-                      ) -> T | None:
+async def wait_unless_disconnected(coming: Awaitable[T], disconnection: asyncio.Future[None],
+                                   patience: float | None = None) -> T | None:
     """Return what ``coming`` returns, or None after ``patience`` seconds; raises ClientDisconnect when
     ``disconnection`` (:func:`disconnected`) is done. ``coming`` is cancelled if it has not ended."""
     task = asyncio.ensure_future(coming)

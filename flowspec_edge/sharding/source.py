@@ -188,8 +188,8 @@ def _one_matrix(weights: WeightSource) -> bool:
     if tensor_names.LM_HEAD not in weights:
         return True
     pieces = weights.pieces(tensor_names.LM_HEAD), weights.pieces(tensor_names.EMBEDDING)
-    for (_, one), (_, other) in zip(*pieces, strict=True):
-        if one.shape != other.shape or not torch.equal(one, other):
+    for (_, head_rows), (_, embedding_rows) in zip(*pieces, strict=True):
+        if head_rows.shape != embedding_rows.shape or not torch.equal(head_rows, embedding_rows):
             log.warning("%s: config.json ties %s to %s, but both are stored, with different values: each is "
                         "used", weights.directory, tensor_names.LM_HEAD, tensor_names.EMBEDDING)
             return False

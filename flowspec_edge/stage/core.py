@@ -260,7 +260,7 @@ class StageCore:
                 raise
             if admitted:
                 self._handed_out = False
-                return Pass(segments, admitted, sum(self.engine.cached(one.session) for one in admitted),
+                return Pass(segments, admitted, sum(self.engine.cached(part.session) for part in admitted),
                             self._compute)
             self._credit(segments[0])  # it occupied a slot at V1 nevertheless
         return None

@@ -89,7 +89,7 @@ class StageModel(Protocol):
     def row_bytes(self, kind: CacheKind) -> int:
         """Return the bytes of one row in one layer."""
 
-    def allocating(self, what: str, nbytes: int) -> AbstractContextManager[None]:
+    def allocating(self, purpose: str, nbytes: int) -> AbstractContextManager[None]:
         """FlowspecError if ``nbytes`` more (0: unknown) do not fit."""
 
     def run(self, parts: Sequence[Part], keep_going: Callable[[], bool], graphs: Any
@@ -420,9 +420,9 @@ class StageEngine:
                 self._memory.give_back(inherited)
             raise
 
-    def _allocating(self, nbytes: int, what: str) -> AbstractContextManager[None]:
+    def _allocating(self, nbytes: int, purpose: str) -> AbstractContextManager[None]:
         """FlowspecError if ``nbytes`` more do not fit."""
-        return self.model.allocating(what, nbytes)
+        return self.model.allocating(purpose, nbytes)
 
 
 def _payload(hidden: Payload, dead: rows.Bool) -> Payload:

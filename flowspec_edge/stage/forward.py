@@ -79,7 +79,7 @@ def run(shard: Modules, parts: Sequence[Part], keep_going: Callable[[], bool],
         if layer in tap_layers and (layer > first or shard.embed is not None):
             taps.append((layer, inputs.clone()))  # layers write to their inputs
 
-    pacer = LaunchPacer.of(shard.device)
+    pacer = LaunchPacer.for_device(shard.device)
     with expanding(len(parts) == 1 and parts[0].segment.text):
         hidden = _layers(shard, parts, tap, keep_going, pacer, graphs)
     if hidden is None:
@@ -158,7 +158,7 @@ class LaunchPacer:
         self._events: deque[Event] = deque()
 
     @classmethod
-    def of(cls, device: torch.device) -> LaunchPacer:
+    def for_device(cls, device: torch.device) -> LaunchPacer:
         return cls(partial(_record, device) if device.type == "cuda" else None)
 
     def enqueued(self) -> None:

@@ -48,18 +48,18 @@ class LayerGraphs:
                           for room in (layer.room(len(hidden), self.hidden) for layer in layers)]
         self._begun: list[Begun] = []
         self._new = len(hidden)
-        self._steps = [self._between(place, record) for place in range(len(layers) + 1)]
+        self._steps = [self._between(index, record) for index in range(len(layers) + 1)]
 
-    def _between(self, place: int, record: Recorder) -> list[Replay]:
-        """What runs between the attention of layers ``place`` - 1 and ``place``; adds to ``_begun``."""
-        done = self._layers[place - 1] if place else None
-        last = place == len(self._layers)
+    def _between(self, index: int, record: Recorder) -> list[Replay]:
+        """What runs between the attention of layers ``index`` - 1 and ``index``; adds to ``_begun``."""
+        done = self._layers[index - 1] if index else None
+        last = index == len(self._layers)
 
         def ends() -> Routed | None:
-            return None if done is None else done.after(self.hidden, self._begun[place - 1], self._attended[place - 1])
+            return None if done is None else done.after(self.hidden, self._begun[index - 1], self._attended[index - 1])
 
         def begins() -> Begun | None:
-            return None if last else self._layers[place].before(self.hidden, self._rotations[self._turns[place]])
+            return None if last else self._layers[index].before(self.hidden, self._rotations[self._turns[index]])
 
         if done is None or done.experts is None:
             (_, begun), replay = record(lambda: (ends(), begins()))
@@ -85,9 +85,9 @@ class LayerGraphs:
         self._new = new
         load(self.hidden, hidden)
         for turn, rotation in rotations.items():
-            for own, given in zip(self._rotations[turn], rotation, strict=True):
-                if own is not None and given is not None:
-                    load(own, given)
+            for target, source in zip(self._rotations[turn], rotation, strict=True):
+                if target is not None and source is not None:
+                    load(target, source)
 
     def advance(self, layer: int) -> None:
         for step in self._steps[layer]:

@@ -128,13 +128,13 @@ def expanding_pays(linear: GroupedLinear, clock: Clock) -> tuple[int | None, dic
         x = torch.ones(rows, linear.in_features, dtype=linear.dtype, device=device)
         seconds: tuple[list[float], list[float]] = ([], [])
         for turn in range(_TURNS + 1):
-            for way, product in enumerate((linear.product, linear.expanded_product)):
+            for index, product in enumerate((linear.product, linear.expanded_product)):
                 start = clock()
                 to_host([product(x)[:1]])
                 if device.type == "cuda":
                     torch.cuda.synchronize(device)
                 if turn:
-                    seconds[way].append(clock() - start)
+                    seconds[index].append(clock() - start)
         times[rows] = (1e3 * median(seconds[0]), 1e3 * median(seconds[1]))
     slower = [rows for rows, (kernel, expanded) in times.items() if expanded > _CLEARLY * kernel]
     return min((rows for rows in EXPANDED if rows > max(slower, default=0)), default=None), times

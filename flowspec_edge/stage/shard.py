@@ -123,9 +123,9 @@ class Shard:
         """Of one row in one layer."""
         return kind.row_bytes(self.dtype.itemsize)
 
-    def allocating(self, what: str, nbytes: int) -> AbstractContextManager[None]:
+    def allocating(self, purpose: str, nbytes: int) -> AbstractContextManager[None]:
         """FlowspecError if ``nbytes`` more (0: unknown) do not fit."""
-        return allocation(what, nbytes, _NEED_LESS, available_bytes(self.device) if nbytes else None)
+        return allocation(purpose, nbytes, _NEED_LESS, available_bytes(self.device) if nbytes else None)
 
     def run(self, parts: Sequence[Part], keep_going: Callable[[], bool], graphs: Mapping[int, LayerGraphs]
             ) -> list[PartResult] | None:

@@ -89,7 +89,7 @@ class FlowSpecPlus(TreeStrategy):
         self._pending_draft: dict[int, Node] = {}  # the nodes of the draft pass in progress, by id
         self._beyond: list[Node] = []  # too deep for the drafter below this root
         self._drafts_blocks = False  # whether ranking more nodes by the root's pass costs next to nothing
-        self._least_sent = 0.0  # probability of the last segment's least likely row; 0: it had room for more
+        self._least_probability = 0.0  # probability of the last segment's least likely row; 0: it had room for more
 
     @property
     def allows_early_send(self) -> bool:
@@ -152,7 +152,7 @@ class FlowSpecPlus(TreeStrategy):
         nodes = nodes[: self._rows_to_send(nodes, root)] if rows is None else nodes
         self.tree.requeue(unsent[len(nodes) :])
         is_full = nodes and len(nodes) < len(unsent)
-        self._least_sent = self.tree.probability(nodes[-1]) if is_full else 0.0
+        self._least_probability = self.tree.probability(nodes[-1]) if is_full else 0.0
         return self.send(nodes, root) if root or nodes else None
 
     def _curve(self) -> bool:
@@ -191,7 +191,7 @@ class FlowSpecPlus(TreeStrategy):
             nodes += self._in_flight()
         if self.tree.size < _MAX_NODES:
             nodes += self.tree.pop_unexpanded(self.params.plus_width - self._root_is_stale,
-                                               _WORTH_EXPANDING * self._least_sent)
+                                               _WORTH_EXPANDING * self._least_probability)
         if not nodes:
             return None
         self._pending_draft = {node.id: node for node in nodes}

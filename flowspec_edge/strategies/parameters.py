@@ -27,7 +27,7 @@ _RANGES = {"tau": f"above 0, to {MOST}", "ngram_max": f"ngram_min to {LONGEST_LO
            "ngram_min": "1 to ngram_max"}
 _SWITCH = {"true": True, "yes": True, "on": True, "1": True,
            "false": False, "no": False, "off": False, "0": False}
-_OWN = "own"  # the text of None, for a switch that each strategy sets by itself
+_STRATEGY_DEFAULT = "own"  # the text of None, for a switch that each strategy sets by itself
 
 
 def _number(value: float) -> str:
@@ -57,7 +57,7 @@ class Parameter:
         if self.name in _RANGES:
             return _RANGES[self.name]
         if self.is_switch:
-            return "true, false" if self.kind is bool else f"true, false, {_OWN}"
+            return "true, false" if self.kind is bool else f"true, false, {_STRATEGY_DEFAULT}"
         choices = get_args(self.kind) or self.words
         if choices is not None:
             return ", ".join(choices)
@@ -71,7 +71,7 @@ class Parameter:
         """Raise UsageError for a text that is not of the type; :meth:`check` is for the range."""
         try:
             if self.is_switch:
-                words = _SWITCH if self.kind is bool else {**_SWITCH, _OWN: None}
+                words = _SWITCH if self.kind is bool else {**_SWITCH, _STRATEGY_DEFAULT: None}
                 return words[text.lower()]
             return self.kind(text) if self.kind in (int, float) else text
         except (ValueError, KeyError):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from flowspec_edge.errors import FlowspecError, RequestFailed, UsageError
 from flowspec_edge.strategies.parameters import COMMON, DRAFTED, Parameter, Parameters, parameters
-from flowspec_edge.util.entry_points import OwnAndOffered, load_object, offered
+from flowspec_edge.util.entry_points import EntryPointRegistry, load_object, offered
 from flowspec_edge.util.terminal import did_you_mean
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINTS = "flowspec.strategies"  # the group under which a package offers its strategies
 
-_OWN = {
+_BUILTIN = {
     "autoregressive": "autoregressive:Autoregressive",
     "chunk_pp": "synchronous:ChunkPP",
     "pruned_pp": "flowspec:PrunedPP",
@@ -40,17 +40,17 @@ _OWN = {
 
 def _builtin_strategy(name: str) -> type[Strategy] | None:
     """Import a strategy of this package."""
-    if name not in _OWN:
+    if name not in _BUILTIN:
         return None
-    module, _, attribute = _OWN[name].partition(":")
+    module, _, attribute = _BUILTIN[name].partition(":")
     strategy: type[Strategy] = getattr(import_module(f"flowspec_edge.strategies.{module}"), attribute)
     return strategy
 
 
 # Names need no numpy: a strategy is imported when it is looked up.
-STRATEGIES: Mapping[str, type[Strategy]] = OwnAndOffered(
-    _OWN, ENTRY_POINTS, lambda name: (_builtin_strategy(name) or _loaded.get(name)
-                                      or _load(offered(ENTRY_POINTS)[name].value)))
+STRATEGIES: Mapping[str, type[Strategy]] = EntryPointRegistry(
+    _BUILTIN, ENTRY_POINTS, lambda name: (_builtin_strategy(name) or _loaded.get(name)
+                                          or _load(offered(ENTRY_POINTS)[name].value)))
 _loaded: dict[str, type[Strategy]] = {}  # from elsewhere, once named
 
 
@@ -85,9 +85,9 @@ def strategy_class(name: str) -> type[Strategy]:
 
 
 @contextmanager
-def strategy_meanwhile(place: str) -> Iterator[str]:
+def strategy_meanwhile(reference: str) -> Iterator[str]:
     """Load a strategy by its "package.module:Class" and yield its name, which is known within the block alone."""
-    name = strategy_class(place).name
+    name = strategy_class(reference).name
     try:
         yield name
     finally:
@@ -102,7 +102,7 @@ def require_strategy(name: str) -> None:
                      f"there are {', '.join(strategy_names())}")
 
 
-def one_parallelism(names: Iterable[str]) -> Parallelism:
+def common_parallelism(names: Iterable[str]) -> Parallelism:
     """The parallelism that all these strategies need; a pipeline if there are none. UsageError if they
     differ."""
     kinds: set[Parallelism] = {strategy_class(name).parallelism for name in names} or {"pipeline"}
@@ -147,34 +147,34 @@ def declared_by_strategies() -> list[type[Parameters]]:
     return list(dict.fromkeys(parameter_classes))
 
 
-def _load(place: str) -> type[Strategy]:
+def _load(reference: str) -> type[Strategy]:
     """Import a strategy from elsewhere."""
     from flowspec_edge.strategies.base import Strategy
 
-    strategy = load_object(place, "strategy", "package.module:Class, without a path, such as "
+    strategy = load_object(reference, "strategy", "package.module:Class, without a path, such as "
                                               "my_package.module:MyStrategy")
     if not (inspect.isclass(strategy) and issubclass(strategy, Strategy)) or inspect.isabstract(strategy):
-        raise UsageError(f"{place} is not a strategy: a complete subclass of flowspec_edge.Strategy")
+        raise UsageError(f"{reference} is not a strategy: a complete subclass of flowspec_edge.Strategy")
     name, summary = (getattr(strategy, key, None) for key in ("name", "summary"))
     if not (isinstance(name, str) and name.isidentifier() and isinstance(summary, str)):
-        raise UsageError(f"{place} needs two class attributes: name, an identifier, and summary")
+        raise UsageError(f"{reference} needs two class attributes: name, an identifier, and summary")
     if not isinstance(strategy.title, str):
-        raise UsageError(f"{place} has a title that is no text: {strategy.title!r}")
+        raise UsageError(f"{reference} has a title that is no text: {strategy.title!r}")
     declared = strategy.parameters
     if not (inspect.isclass(declared) and issubclass(declared, Parameters)):
-        raise UsageError(f"{place} must declare its parameters as a dataclass that is derived from "
+        raise UsageError(f"{reference} must declare its parameters as a dataclass that is derived from "
                          f"flowspec_edge.Parameters, not {declared!r}")
     if bare := [name for name in declared.__dataclass_fields__ if name not in parameters(declared)]:
-        raise UsageError(f"{place} does not describe its parameter {bare[0]}: it needs "
+        raise UsageError(f"{reference} does not describe its parameter {bare[0]}: it needs "
                          'Annotated[int, "meaning"] or the like, and a default')
     for parameter in parameters(declared).values():
         try:
             parameter.check(parameter.default)
         except UsageError as error:
-            raise UsageError(f"{place} has a default that it does not allow: {error}") from error
+            raise UsageError(f"{reference} has a default that it does not allow: {error}") from error
     registered = _builtin_strategy(name) or _loaded.get(name) or _loaded.setdefault(name, _located(strategy))
     if strategy not in (registered, *registered.__bases__):
-        raise UsageError(f"{place} has the name of another strategy, {name}: give it its own")
+        raise UsageError(f"{reference} has the name of another strategy, {name}: give it its own")
     return registered
 
 
@@ -195,9 +195,9 @@ def _located(strategy: type[Strategy]) -> type[Strategy]:
             except (Exception, SystemExit) as error:
                 frames = traceback.extract_tb(error.__traceback__)
                 places = [f"{frame.filename}:{frame.lineno}" for frame in frames if frame.filename == source]
-                place = places[-1] if places else f"{source}, {method.__qualname__}"
+                location = places[-1] if places else f"{source}, {method.__qualname__}"
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
-                raise RequestFailed(f"the strategy {strategy.name} failed: {reason} ({place})") from error
+                raise RequestFailed(f"the strategy {strategy.name} failed: {reason} ({location})") from error
         return call
 
     members: dict[str, object] = {}

@@ -143,5 +143,5 @@ class TreeStrategy(Strategy):
             self._prunes.append(self.builder.prune(()))
         elif path:
             self.tree.reroot(path)
-            self._prunes.append(self.builder.prune(self.tree.sent))
+            self._prunes.append(self.builder.prune(self.tree.sent_nodes))
         return commits, missed >= 0

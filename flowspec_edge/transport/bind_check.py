@@ -7,8 +7,8 @@ import ipaddress
 
 def beyond_loopback(endpoint: str) -> bool:
     """Whether other machines can reach ``endpoint``; only tcp://host:port is reachable at all."""
-    scheme, _, place = endpoint.partition("://")
-    host = place.rpartition(":")[0].strip("[]")
+    scheme, _, address = endpoint.partition("://")
+    host = address.rpartition(":")[0].strip("[]")
     if scheme != "tcp" or host in ("localhost", "lo"):
         return False
     try:

@@ -207,9 +207,9 @@ class BestFirstTree(DraftTree):
         child = parent.children.get(token)
         if child is None:
             candidates = self._scores[parent.id].named
-            for place, named in enumerate(candidates):
-                if named[0] == token:
-                    return self._make(parent, candidates.pop(place))
+            for index, candidate in enumerate(candidates):
+                if candidate[0] == token:
+                    return self._make(parent, candidates.pop(index))
         return child
 
     def _push(self, node: Node) -> None:

@@ -53,7 +53,7 @@ class DraftTree:
 
     root        the :class:`Node` of the newest token; its number is -1 until the strategy has sent it
     size        nodes below the root
-    sent        by number: the nodes, root included, that are on their way or verified
+    sent_nodes  by number: the nodes, root included, that are on their way or verified
     generation  expansions begun so far; with ``order`` "layer" nodes of an older one are sent first
     """
 
@@ -61,7 +61,7 @@ class DraftTree:
         self.next_id = first_id + 1  # the next round's tree continues from it
         self._order = order
         self._queue: list[tuple[tuple[int, int], float, int, Node]] = []
-        self.sent: dict[int, Node] = {}  # by number: alive, sent (verified or not)
+        self.sent_nodes: dict[int, Node] = {}  # by number: alive, sent (verified or not)
         self.root = Node(first_id, None, token, position, 0.0)
         self.size = 0  # nodes below the root
         self.generation = 0  # expansions begun; in layer order an older one goes first
@@ -92,22 +92,22 @@ class DraftTree:
         """Remove up to ``limit`` unsent nodes, best first.  Unsent ancestors come along, in front: re-scoring
         may have put a parent behind its child."""
         nodes: list[Node] = []
-        chosen: set[int] = set()
+        result_ids: set[int] = set()
         while self._queue and len(nodes) < limit:
             _, score, _, node = self._queue[0]
             outdated = self._order == "score" and -score != node.score
-            if not node.alive or node.number >= 0 or node.id in chosen or outdated:
+            if not node.alive or node.number >= 0 or node.id in result_ids or outdated:
                 heapq.heappop(self._queue)
                 continue
             chain: list[Node] = []
             step: Node | None = node
-            while step is not None and step is not self.root and step.number < 0 and step.id not in chosen:
+            while step is not None and step is not self.root and step.number < 0 and step.id not in result_ids:
                 chain.append(step)
                 step = step.parent
             chain.reverse()
             room = limit - len(nodes)
             nodes += chain[:room]
-            chosen.update(n.id for n in chain[:room])
+            result_ids.update(n.id for n in chain[:room])
             if len(chain) <= room:
                 heapq.heappop(self._queue)
         return nodes
@@ -126,11 +126,11 @@ class DraftTree:
     def mark_sent(self, node: Node, number: int) -> None:
         """The node has its number from the segment builder."""
         node.number = number
-        self.sent[number] = node
+        self.sent_nodes[number] = node
 
     def record(self, number: int, successor: int) -> bool:
         """Record the target's token after ``number``; False if the node is gone."""
-        node = self.sent.get(number)
+        node = self.sent_nodes.get(number)
         if node is None:
             return False
         node.successor = successor
@@ -163,7 +163,7 @@ class DraftTree:
     def _forget(self, node: Node) -> None:
         node.alive = False
         if node.number >= 0:
-            self.sent.pop(node.number, None)
+            self.sent_nodes.pop(node.number, None)
 
     def discard(self, node: Node) -> None:
         """Drop ``node`` and its descendants."""

@@ -103,8 +103,8 @@ class SegmentBuilder:
 
     def sent_numbers(self, run: int) -> Int32 | None:
         """Return the numbers of ``run``; None if it is not in flight."""
-        sent = self._sent_positions.get(run)
-        return None if sent is None else sent[0]
+        positions = self._sent_positions.get(run)
+        return None if positions is None else positions[0]
 
     @property
     def runs(self) -> int:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class OwnAndOffered(Mapping[str, T]):
+class EntryPointRegistry(Mapping[str, T]):
     """What this package has, by name, then what entry points offer; each is loaded when it is looked up."""
 
     def __init__(self, builtin: Collection[str], group: str, load: Callable[[str], T]) -> None:
@@ -46,17 +46,17 @@ def offered(group: str) -> Mapping[str, EntryPoint]:
     return {entry_point.name: entry_point for entry_point in entry_points(group=group)}
 
 
-def load_object(place: str, description: str, form: str) -> Any:
-    """Import what is at ``place``, "package.module:name".
+def load_object(reference: str, description: str, form: str) -> Any:
+    """Import what is at ``reference``, "package.module:name".
 
     Whatever the import raises becomes a UsageError that calls the object ``description``.  ``form`` says what a place
     must look like.
     """
     from flowspec_edge.util.working_directory import hidden_file
 
-    module, _, attribute = place.partition(":")
+    module, _, attribute = reference.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
-        raise UsageError(f"cannot load the {description} {place}: write {form}")
+        raise UsageError(f"cannot load the {description} {reference}: write {form}")
     try:
         return getattr(import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
@@ -65,4 +65,4 @@ def load_object(place: str, description: str, form: str) -> Any:
             reason += "; a module is found in the current directory or among the installed packages"
         if isinstance(error, AttributeError) and (hidden := hidden_file(module)):
             reason += f"; {hidden} was not read, because an installed module has that name: rename the file"
-        raise UsageError(f"cannot load the {description} {place}: {reason}") from error
+        raise UsageError(f"cannot load the {description} {reference}: {reason}") from error

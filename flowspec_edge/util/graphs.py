@@ -23,7 +23,7 @@ from torch import Tensor
 from flowspec_edge.errors import first_line
 
 Replay = Callable[[], object]
-Made = TypeVar("Made")
+Graph = TypeVar("Graph")
 Clock = Callable[[], float]
 
 TIMED_TURNS = 5
@@ -31,7 +31,7 @@ _NOISE = 1.02  # times that differ by less are equal
 
 
 class Recorder(Protocol):
-    def __call__(self, work: Callable[[], Made]) -> tuple[Made, Replay]:
+    def __call__(self, work: Callable[[], Graph]) -> tuple[Graph, Replay]:
         """Run ``work``; return its result, and what repeats it: on the same memory, result included."""
 
 
@@ -42,7 +42,7 @@ class CudaRecorder:
         self._device = device
         self._pool: Any = None
 
-    def __call__(self, work: Callable[[], Made]) -> tuple[Made, Replay]:
+    def __call__(self, work: Callable[[], Graph]) -> tuple[Graph, Replay]:
         if self._pool is None:
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
         current = torch.cuda.current_stream(self._device)
@@ -72,38 +72,38 @@ class KernelChoice:
         return "; ".join(filter(None, (f"CUDA graphs: {times}" if times else "", self.reason)))
 
 
-def load(place: Tensor, values: Tensor | NDArray[np.generic]) -> None:
+def load(target: Tensor, values: Tensor | NDArray[np.generic]) -> None:
     """Copy ``values`` to a fixed place; from host memory without waiting for the device's queue."""
     source = values if isinstance(values, Tensor) else torch.from_numpy(values)
-    pinned = place.device.type == "cuda" and source.device.type == "cpu"
-    place.copy_(source.pin_memory() if pinned else source, non_blocking=True)
+    pinned = target.device.type == "cuda" and source.device.type == "cpu"
+    target.copy_(source.pin_memory() if pinned else source, non_blocking=True)
 
 
-def choose(what: str, sizes: Iterable[int], record: Callable[[int], Made],
-           prepare: Callable[[int, Made, bool, int], Callable[[], bytes]], clock: Clock = time.perf_counter,
-           untimed: int = 0) -> tuple[dict[int, Made], KernelChoice]:
-    """Record ``what`` for each number of rows, and keep what computes the same bits in no more time.
+def choose(title: str, sizes: Iterable[int], record: Callable[[int], Graph],
+           prepare: Callable[[int, Graph, bool, int], Callable[[], bytes]], clock: Clock = time.perf_counter,
+           untimed: int = 0) -> tuple[dict[int, Graph], KernelChoice]:
+    """Record ``title`` for each number of rows, and keep what computes the same bits in no more time.
 
     record   makes it for so many rows
-    prepare  returns the work of a turn, by the rows, what is made, whether it runs as recorded, and the turn's number;
+    prepare  returns the work of a turn, by the rows, the graph, whether it runs as recorded, and the turn's number;
              the work returns its results' bytes
     untimed  turns after the first ``TIMED_TURNS``, in which only bits are compared
 
     Nothing is kept after a failure: it all runs kernel by kernel as well.
     """
-    kept: dict[int, Made] = {}
+    graphs: dict[int, Graph] = {}
     choice = KernelChoice()
     try:
         for rows in sizes:
-            made = record(rows)
-            times, why = _compare(partial(prepare, rows, made), clock, untimed)
+            graph = record(rows)
+            times, why = _compare(partial(prepare, rows, graph), clock, untimed)
             if why:
-                choice.reason = f"{what} of {rows} rows run kernel by kernel: recorded {what} {why}"
+                choice.reason = f"{title} of {rows} rows run kernel by kernel: recorded {title} {why}"
             else:
-                kept[rows], choice.ms[rows] = made, times
+                graphs[rows], choice.ms[rows] = graph, times
     except Exception as error:  # of PyTorch, the driver, a kernel
-        return {}, KernelChoice(reason=f"{what} run kernel by kernel: they cannot be recorded: {first_line(error)}")
-    return kept, choice
+        return {}, KernelChoice(reason=f"{title} run kernel by kernel: they cannot be recorded: {first_line(error)}")
+    return graphs, choice
 
 
 def _compare(prepare: Callable[[bool, int], Callable[[], bytes]], clock: Clock, untimed: int

@@ -114,9 +114,9 @@ def _guarded(start: Any) -> Any:
 
 def _without_current_directory(command: Sequence[Any]) -> list[Any]:
     """``command`` with the same program, if it is an interpreter's with -c or -m."""
-    for place, word in enumerate(command):
-        if word == "-c":
-            return [*command[:place + 1], _safe_here() + command[place + 1], *command[place + 2:]]
-        if word == "-m":
-            return [*command[:place], "-c", _safe_here() + _RUN, *command[place + 1:]]
+    for index, argument in enumerate(command):
+        if argument == "-c":
+            return [*command[:index + 1], _safe_here() + command[index + 1], *command[index + 2:]]
+        if argument == "-m":
+            return [*command[:index], "-c", _safe_here() + _RUN, *command[index + 1:]]
     return [*command]

@@ -12,8 +12,8 @@ KINDS = ("deploy", "profiles", "models")
 
 def in_package(path: Path) -> bool:
     """Whether ``path`` is in the package, or among the models that come with it."""
-    place = path.resolve()
-    return any(place.is_relative_to(root) for root in (_PACKAGE, resource_dir("models").resolve()))
+    resolved_path = path.resolve()
+    return any(resolved_path.is_relative_to(root) for root in (_PACKAGE, resource_dir("models").resolve()))
 
 
 def resource_dir(kind: str) -> Path:

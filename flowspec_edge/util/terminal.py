@@ -11,9 +11,9 @@ from difflib import get_close_matches
 
 def did_you_mean(name: str, names: Collection[str]) -> str:
     """``"did you mean a or b? "``, or nothing: to be put before a list of all names."""
-    by_lower = {one.lower().replace("-", "_"): one for one in names}
+    by_lower = {candidate.lower().replace("-", "_"): candidate for candidate in names}
     matches = get_close_matches(name.lower().replace("-", "_"), by_lower, n=2)
-    return f"did you mean {' or '.join(by_lower[one] for one in matches)}? " if matches else ""
+    return f"did you mean {' or '.join(by_lower[candidate] for candidate in matches)}? " if matches else ""
 
 
 # Control and format characters (such as those that reverse the direction of text), line separators, lone

@@ -154,10 +154,10 @@ def with_key(text: str, table: KeyPath, key: str, value: str | None) -> str:
             end = max([head, *map(end_of, keys)])
             begin = end + 1
     row = "" if begin > end or end > begin else rows[begin - 1]
-    place = _comment_place(row)
+    column = _find_comment(row)
     new = f"{key} = {value}"
-    if place is not None:
-        new = f"{new:<{place - 1}} {row[place:].rstrip()}"
+    if column is not None:
+        new = f"{new:<{column - 1}} {row[column:].rstrip()}"
     return "\n".join([*rows[:begin - 1], *([] if value is None else [new]), *rows[end:]])
 
 
@@ -169,11 +169,11 @@ def is_toml(text: str) -> bool:
     return True
 
 
-def _comment_place(row: str) -> int | None:
+def _find_comment(row: str) -> int | None:
     """Where the comment at the end of a line with a key begins, whether or not the line is commented out."""
     start = len(row) - len(row.lstrip("# "))
-    return next((place for place in range(start, len(row))
-                 if row[place] == "#" and is_toml(row[start:place])), None)
+    return next((column for column in range(start, len(row))
+                 if row[column] == "#" and is_toml(row[start:column])), None)
 
 
 def _faults(error: ValidationError, model: type[BaseModel]) -> Iterator[tuple[list[str | int], str]]:
@@ -259,5 +259,5 @@ def _paths(value: Any, key_path: KeyPath = ()) -> Iterator[KeyPath]:
 
 def nearest_line(lines: Mapping[KeyPath, int], key_path: Sequence[str | int]) -> int | None:
     """The line of ``key_path`` or of its innermost table that has one; None for the whole file."""
-    place = tuple(key_path)
-    return next((lines[place[:n]] for n in range(len(place), 0, -1) if place[:n] in lines), None)
+    path = tuple(key_path)
+    return next((lines[path[:n]] for n in range(len(path), 0, -1) if path[:n] in lines), None)

@@ -127,11 +127,11 @@ class SafetensorsFile(WeightFile):
         """The tensor's first byte."""
         return self._starts[name]
 
-    def view(self, name: str, of: str, at: int, shape: Sequence[int]) -> None:
-        """Let ``name`` stand for ``shape`` values of tensor ``of``, from its value ``at`` on."""
-        info = self.info(of)
+    def view(self, name: str, source: str, at: int, shape: Sequence[int]) -> None:
+        """Let ``name`` stand for ``shape`` values of tensor ``source``, from its value ``at`` on."""
+        info = self.info(source)
         self.tensors[name] = TensorInfo(torch.Size(shape), info.dtype)
-        self._starts[name] = self._starts[of] + at * info.dtype.itemsize
+        self._starts[name] = self._starts[source] + at * info.dtype.itemsize
 
     def _bytes(self, at: int, count: int) -> bytes:
         if at + count > self.file.size:

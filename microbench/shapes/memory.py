@@ -201,7 +201,7 @@ def _tensor_bytes() -> int:
 def _full_draft_cache(head: Path, dtype: str, rows: int) -> TreeCache:
     """Return a cache with ``rows`` of text, as the drafter of the head in ``head`` would have."""
     config = head_config(HeadFiles(head))
-    shape = CacheShape.of(config, 1, torch.empty(0, dtype=parse_dtype(dtype), device="cpu"))
+    shape = CacheShape.from_config(config, 1, torch.empty(0, dtype=parse_dtype(dtype), device="cpu"))
     cache = TreeCache(shape)
     new = torch.zeros(_TEXT, 2, shape.kind.kv_heads, shape.kind.head_dim, dtype=shape.dtype)
     for _ in range(rows // _TEXT):

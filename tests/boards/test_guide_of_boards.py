@@ -15,7 +15,7 @@ import pytest
 from kits import documents, jetson_boards
 
 from flowspec_edge.boards.deploy.resolve import resolve_deployment
-from flowspec_edge.boards.doctor.discover import of_facts, render_cluster_toml
+from flowspec_edge.boards.doctor.discover import board_from_facts, render_cluster_toml
 from flowspec_edge.boards.inventory import DeviceEntry, load_inventory
 from flowspec_edge.boards.probe.facts import system_facts
 from flowspec_edge.boards.probe.onboard.system import FILES
@@ -35,12 +35,12 @@ def described() -> str:
                         "proc/meminfo": f"MemTotal: {model.memory_kb} kB\n"
                                         f"MemAvailable: {model.memory_kb - 700_000} kB\n"}
 
-    boards = [of_facts(DeviceEntry(name=f"orin-{place}", address=f"10.0.0.{10 + place}", ssh_user="me"),
-                       system_facts({
-        "hostname": f"orin-{place}", "machine": "aarch64", "python": [3, 10, 12], "files": files(model),
-        "interface": "eth0", "disks": {"/opt/flowspec": {"free": 69_000_000_000}}, "gpu": True,
-        "torch": {"version": "2.8.0", "cuda": [8, 7], "why": ""}, "sudo": "", "user": "me",
-        "memory": {"held": 0}})) for place, model in enumerate(BOARDS)]
+    boards = [board_from_facts(DeviceEntry(name=f"orin-{place}", address=f"10.0.0.{10 + place}", ssh_user="me"),
+                               system_facts({
+                "hostname": f"orin-{place}", "machine": "aarch64", "python": [3, 10, 12], "files": files(model),
+                "interface": "eth0", "disks": {"/opt/flowspec": {"free": 69_000_000_000}}, "gpu": True,
+                "torch": {"version": "2.8.0", "cuda": [8, 7], "why": ""}, "sudo": "", "user": "me",
+                "memory": {"held": 0}})) for place, model in enumerate(BOARDS)]
     return render_cluster_toml(boards, "cluster", "cluster.toml", cluster_settings={"power_mode": "MAXN_SUPER"},
                                all_boards=True)
 

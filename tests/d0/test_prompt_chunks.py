@@ -26,7 +26,7 @@ TESTBEDS = ("orin-nano-8gb-super:5/qwen3-32b/int4", "orin-nano-8gb:5/llama-2-7b/
 def test_no_other_size_of_segments_has_the_first_token_sooner(name: str, tokens: int) -> None:
     """Within 2 %: the choice is by a formula, the time by simulation."""
     described = profile_or_testbed(name)
-    devices = Devices.of(described, int(name.partition("/")[0].partition(":")[2]) - 1)
+    devices = Devices.from_profile(described, int(name.partition("/")[0].partition(":")[2]) - 1)
     chosen = in_virtual_time(devices, tokens).seconds
     assert chosen is not None
     others = [in_virtual_time(devices, tokens, Params(prefill_chunk=rows)).seconds for rows in range(16, MOST + 1, 16)]
@@ -60,7 +60,7 @@ def test_rows_follow_from_the_memory_that_is_left() -> None:
 
 
 def test_strategies_and_settings_cut_prompts_alike() -> None:
-    devices = Devices.of(profile(), 3)
+    devices = Devices.from_profile(profile(), 3)
     rows = PromptCurve(devices.prompt_seconds).chunk(300, 3)
     assert in_virtual_time(devices, 300) == in_virtual_time(devices, 300, Params(prefill_chunk=rows))
     assert in_virtual_time(devices, 300) != in_virtual_time(devices, 300, Params(prefill_chunk=rows + 64))

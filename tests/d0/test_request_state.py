@@ -31,5 +31,5 @@ def test_an_ended_request_takes_nothing() -> None:
 
 
 def test_only_a_request_with_a_place_gives_way() -> None:
-    assert {state for state in RequestState if RequestEvent.GIVES_WAY in TRANSITIONS[state]
+    assert {state for state in RequestState if RequestEvent.IS_PREEMPTED in TRANSITIONS[state]
             } == {RequestState.PLACED, RequestState.OPEN}

@@ -13,7 +13,7 @@ def warm(slot: float = SLOT, rows: int = 16, count: int = 5) -> SlotPredictor:
     """Segments one after the other, each heard of in time, and draft passes; V1 is idle in the end."""
     pace = SlotPredictor()
     for i in range(count):
-        pace.sent(rows, 10.0 * i)
+        pace.record_segment(rows, 10.0 * i)
         pace.segment_done(10.0 * i + slot)
         pace.add_duration("Draft", PASS)
     return pace
@@ -29,19 +29,19 @@ def last_moment(pace: SlotPredictor, kind: str = "Draft", start: float = 0.0) ->
 
 def test_a_pass_outlasts_a_segment_that_ends_before_it() -> None:
     pace = warm()
-    pace.sent(16, 100.0)
+    pace.record_segment(16, 100.0)
     assert last_moment(pace, start=100.0) == pytest.approx(100 + SLOT - PASS, abs=0.011)
 
 
 def test_who_knows_too_little_says_no() -> None:
     pace = SlotPredictor()
     assert not pace.outlasts("Draft", 0.0)
-    pace.sent(16, 0.0)
+    pace.record_segment(16, 0.0)
     assert not pace.outlasts("Draft", 1e6)  # neither is known
     pace.add_duration("Draft", PASS)
     assert not pace.outlasts("Draft", 1e6)  # how long a segment takes is not
     pace.segment_done(SLOT)
-    pace.sent(16, 2.0)
+    pace.record_segment(16, 2.0)
     assert pace.outlasts("Draft", 2.0 + SLOT)
     assert not pace.outlasts("Verify", 1e6)  # how long this takes is not
     assert pace.seconds("Verify") is None
@@ -50,17 +50,17 @@ def test_who_knows_too_little_says_no() -> None:
 def test_an_idle_stage_and_one_with_two_segments_are_left_alone() -> None:
     pace = warm()
     assert not pace.outlasts("Draft", 1e6)
-    pace.sent(16, 100.0)
+    pace.record_segment(16, 100.0)
     assert pace.outlasts("Draft", 100.9)
-    pace.sent(16, 100.9)
+    pace.record_segment(16, 100.9)
     assert not pace.outlasts("Draft", 100.95)
     assert not pace.outlasts("Draft", 200.0)
 
 
 def test_what_was_queued_begins_when_the_one_before_is_through() -> None:
     pace = warm()
-    pace.sent(16, 100.0)
-    pace.sent(16, 100.7)
+    pace.record_segment(16, 100.0)
+    pace.record_segment(16, 100.7)
     pace.segment_done(100.0 + SLOT)
     assert last_moment(pace, start=101.0) == pytest.approx(101 + SLOT - PASS, abs=0.011)
     pace.segment_done(101.0 + SLOT)
@@ -70,8 +70,8 @@ def test_what_was_queued_begins_when_the_one_before_is_through() -> None:
 def test_news_that_come_late_do_not_make_the_next_one_begin_late() -> None:
     """D0 was in a pass when the first one was through at 101.0, and hears of that at 101.3."""
     pace = warm()
-    pace.sent(16, 100.0)
-    pace.sent(16, 100.9)
+    pace.record_segment(16, 100.0)
+    pace.record_segment(16, 100.9)
     pace.segment_done(101.3)
     assert pace.outlasts("Draft", 101.65)  # the second one has been there since 101.0
     assert last_moment(pace, start=101.3) == pytest.approx(101 + SLOT - PASS, abs=0.011)
@@ -80,8 +80,8 @@ def test_news_that_come_late_do_not_make_the_next_one_begin_late() -> None:
 def test_a_segment_that_is_sent_late_begins_when_it_is_sent() -> None:
     """Not when the one before should have been through."""
     pace = warm()
-    pace.sent(16, 100.0)
-    pace.sent(16, 101.5)  # V1 should have been through at 101.0
+    pace.record_segment(16, 100.0)
+    pace.record_segment(16, 101.5)  # V1 should have been through at 101.0
     pace.segment_done(102.0)
     assert last_moment(pace, start=102.0) == pytest.approx(101.5 + SLOT - PASS, abs=0.011)
 
@@ -91,7 +91,7 @@ def test_late_news_and_pruned_segments_now_and_then_mislead_no_estimate() -> Non
     pace = warm(count=9)
     for turn in range(50):
         took = {2: 0.0, 5: 0.0, 0: 1.4, 3: 2.0, 7: 1.2}.get(turn % 9, SLOT)
-        pace.sent(16, 1000.0 + 10 * turn)
+        pace.record_segment(16, 1000.0 + 10 * turn)
         pace.segment_done(1000.0 + 10 * turn + took)
         assert pace.seconds(("rows", 5)) == pytest.approx(SLOT)
 
@@ -99,7 +99,7 @@ def test_late_news_and_pruned_segments_now_and_then_mislead_no_estimate() -> Non
 def test_what_changes_is_learned_anew() -> None:
     pace = warm(count=20)
     for i in range(9):
-        pace.sent(16, 1000.0 + 10 * i)
+        pace.record_segment(16, 1000.0 + 10 * i)
         pace.segment_done(1002.5 + 10 * i)
     assert pace.seconds(("rows", 5)) == pytest.approx(2.5)
 
@@ -107,13 +107,13 @@ def test_what_changes_is_learned_anew() -> None:
 def test_short_and_long_segments_are_told_apart() -> None:
     pace = warm(slot=1.0, rows=16)
     for i in range(5):
-        pace.sent(2, 500.0 + 10 * i)
+        pace.record_segment(2, 500.0 + 10 * i)
         pace.segment_done(500.25 + 10 * i)
-    pace.sent(2, 600.0)
+    pace.record_segment(2, 600.0)
     assert pace.outlasts("Draft", 600.0)
     pace.segment_done(600.25)
-    pace.sent(20, 700.0)  # as good as 16
+    pace.record_segment(20, 700.0)  # as good as 16
     assert last_moment(pace, start=700.0) == pytest.approx(700 + SLOT - PASS, abs=0.011)
     pace.segment_done(701.0)
-    pace.sent(64, 800.0)  # unknown
+    pace.record_segment(64, 800.0)  # unknown
     assert not pace.outlasts("Draft", 1e6)

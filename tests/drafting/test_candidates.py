@@ -13,7 +13,7 @@ from kits.torch_devices import needs_cuda
 from flowspec_edge.d0.models import DraftModels
 from flowspec_edge.d0.request import Request
 from flowspec_edge.device_profile import load_profile
-from flowspec_edge.drafting.candidates import CandidateHead, own_states, principal
+from flowspec_edge.drafting.candidates import CandidateHead, principal, sample_states
 from flowspec_edge.drafting.load import load_drafters
 from flowspec_edge.drafting.tree_cache import CacheShape
 from flowspec_edge.drivers.virtual.cluster import VirtualCluster
@@ -63,7 +63,7 @@ def test_rows_of_a_quantised_matrix_are_those_of_its_product(kind: str, dtype: t
     linear = how.linear(256, 64, False, dtype)
     linear.fill(how.quantise(drawn(256, 64)))
     x, ids = drawn(N, 64, seed=1).to(dtype), torch.randint(256, (N, 16), generator=torch.Generator().manual_seed(2))
-    torch.testing.assert_close(linear.own_logits(x, ids), linear(x).gather(1, ids))
+    torch.testing.assert_close(linear.logits_at(x, ids), linear(x).gather(1, ids))
     assert linear.looks_up_rows == (dtype == torch.float32)  # the CPU's kernel has a layout of its own
 
 
@@ -76,7 +76,7 @@ def test_rows_of_a_gpus_layout_are_those_of_its_product(kind: str, columns: int)
     linear.fill(how.quantise(drawn(1024, columns)))
     x = drawn(N, columns, seed=1).to("cuda", torch.bfloat16)
     ids = torch.randint(1024, (N, 64), generator=torch.Generator().manual_seed(2)).cuda()
-    torch.testing.assert_close(linear.own_logits(x, ids), linear(x).gather(1, ids), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(linear.logits_at(x, ids), linear(x).gather(1, ids), rtol=0.02, atol=0.02)
 
 
 def demo_drafter(candidates: Candidates | None) -> tuple[object, torch.Tensor]:
@@ -131,7 +131,7 @@ class Chained(torch.nn.Module):
 
 def test_a_head_goes_on_from_its_own_states_tokens_and_positions() -> None:
     head, lm_head = Chained(drawn(V, H, seed=5)), blocks(drawn(V, H), V)
-    found = own_states(head, lambda states, ranked: ranked(states), lm_head).view(-1, 32, H)
+    found = sample_states(head, lambda states, ranked: ranked(states), lm_head).view(-1, 32, H)
     steps = torch.stack([head.embed_tokens(tokens) + step for step, tokens in enumerate(head.tokens)])
     torch.testing.assert_close(found, steps.double().cumsum(0)[-len(found):].float(), rtol=1e-4, atol=1e-3)
     assert len({tuple(row) for row in torch.stack(head.tokens, 1).tolist()}) == 32  # each sequence is another text

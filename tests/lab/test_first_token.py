@@ -23,7 +23,7 @@ STRATEGIES = ("flowspec_plus", "flowspec", "chunk_pp", "pruned_pp", "pipedec", "
 def boards(stages: int, context_ms: float = 0.0) -> Devices:
     board = profile(latency_ms=0.0, mbps=1e9)
     curve = board.stage.model_copy(update={"context_ms": [context_ms] * len(board.stage.rows)})
-    return Devices.of(board.model_copy(update={"stage": curve}), stages)
+    return Devices.from_profile(board.model_copy(update={"stage": curve}), stages)
 
 
 @pytest.mark.parametrize(("tokens", "chunk"), [(64, 64), (100, 64), (512, 32), (512, 200), (1, 64), (1000, 7)])

@@ -235,7 +235,7 @@ def test_the_syntax_of_a_grammar_is_known_by_its_rules(compiler: GrammarCompiler
 
 def test_converted_grammars_are_kept_within_bounds(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
                                                    ) -> None:
-    monkeypatch.setattr(grammar, "_MAX_KNOWN", 3000)
+    monkeypatch.setattr(grammar, "_MAX_CHECKED_CHARACTERS", 3000)
     for count in range(40):
         text = compiler.written(f'root ::= "{"a" * (100 + count)}"')
         compiler.compile(text, STOPS)

@@ -20,7 +20,7 @@ from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.serving.access_log import GONE
+from flowspec_edge.serving.access_log import CLIENT_CLOSED_REQUEST
 from flowspec_edge.strategies.params import Params
 
 
@@ -131,7 +131,7 @@ def test_a_client_that_goes_away_ends_its_request(held: Held, model: Path, strea
         if stream:
             assert connection.recv(100).startswith(b"HTTP/1.1 200 OK")
         connection.close()
-        line = server.records.wait(GONE)
+        line = server.records.wait(CLIENT_CLOSED_REQUEST)
         assert line.completion_tokens <= 1
         held.may_go.set()
         assert ask(server, "next").choices[0].text
@@ -144,7 +144,7 @@ def test_the_official_client_closing_its_stream_is_seen(held: Held, model: Path)
         with ask(server, "x", max_tokens=LONG, stream=True) as stream:
             assert next(iter(stream)).choices[0].finish_reason is None
         assert ask(server, "next").choices[0].text
-        server.records.wait(GONE)
+        server.records.wait(CLIENT_CLOSED_REQUEST)
     assert broken_off(held.ends[1])
 
 
@@ -164,7 +164,7 @@ def test_who_goes_away_while_waiting_leaves_the_queue(held: Held, model: Path) -
         connection = post(server, {"prompt": "never", "max_tokens": 2})
         until(lambda: server.admission.readiness().waiting == 1)
         connection.close()
-        assert server.records.wait(GONE).queued_s is None
+        assert server.records.wait(CLIENT_CLOSED_REQUEST).queued_s is None
         assert server.admission.readiness().waiting == 0
         held.may_go.set()
         assert first.result(PATIENCE).choices[0].text

@@ -23,7 +23,7 @@ from flowspec_edge.drivers.observe.system_stats import SystemStats
 from flowspec_edge.drivers.processes.clusters import open_cluster
 from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.messages import Heartbeat
-from flowspec_edge.serving.access_log import GONE, AccessRecord
+from flowspec_edge.serving.access_log import CLIENT_CLOSED_REQUEST, AccessRecord
 from flowspec_edge.serving.admission import Readiness
 from flowspec_edge.serving.dashboard.feed import Feed
 from flowspec_edge.serving.metrics import Metrics, StageMetrics
@@ -137,7 +137,7 @@ def test_counters_agree_with_what_the_clients_got(server: Running) -> None:
 def test_a_client_that_goes_away_is_counted_as_one(server: Running) -> None:
     with server.client.completions.create(model=NAME, prompt="x", max_tokens=1500, stream=True) as stream:
         next(iter(stream))
-    server.records.wait(GONE)
+    server.records.wait(CLIENT_CLOSED_REQUEST)
     gone = ("flowspec_requests_total", frozenset({("path", "/v1/completions"), ("outcome", "client_gone")}))
     until(lambda: read(server).samples.get(gone) == 1)
 

@@ -25,7 +25,7 @@ from flowspec_edge.drivers.processes.spec import ClusterSpec
 from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.sampling.rule import Sampling
-from flowspec_edge.serving.access_log import GONE
+from flowspec_edge.serving.access_log import CLIENT_CLOSED_REQUEST
 from flowspec_edge.strategies.params import Params
 
 
@@ -87,7 +87,7 @@ def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(
             waits = post(server, {"prompt": "waits", "max_tokens": 6})  # and of one that waits
             until(lambda: server.admission.readiness().waiting == 1)
             waits.close()
-            assert server.records.wait(GONE).queued_s is None
+            assert server.records.wait(CLIENT_CLOSED_REQUEST).queued_s is None
         assert ask(server, "next").choices[0].text == text("next", 6)
         until(lambda: ran in watch.closed)  # their caches are free
 

@@ -130,7 +130,7 @@ def test_rows_pruned_while_the_device_is_waited_for_are_not_sent(model: Path,
 def test_copies_there_and_back(device: str) -> None:
     tensors = [torch.randn(5, 3), torch.arange(7), torch.zeros(0, 4)]
     there = [to_device(tensor, torch.device(device)) for tensor in tensors]
-    pace = LaunchPacer.of(torch.device(device))
+    pace = LaunchPacer.for_device(torch.device(device))
     back = to_host(there)
     pace.enqueued()
     assert pace.finish(lambda: True)

@@ -60,7 +60,7 @@ def assert_the_same_bits(path: Path, dtype: str) -> None:
             segment = book.text(text)
             taps, output = through([engine], replace(segment, taps=(0, 1, 3)))
             found.append([output.hidden.array, *(tap.hidden.array for tap in taps)])
-            chosen = [layer.experts.chosen for layer in engine.model.modules if layer.experts is not None]
+            chosen = [layer.experts.expert_ids for layer in engine.model.modules if layer.experts is not None]
             assert [of_rows is not None and len(of_rows) for of_rows in chosen] == [rows] * len(chosen)  # no padding's
         assert len(found[0]) == 4
         for mine, its in zip(*found, strict=True):

@@ -106,7 +106,7 @@ def test_launches_of_experts(tmp_path: Path, family: str, fuses: bool, alone: in
                         embed=None, norm=None) for layers in (1, 2))
     for graphs, others in ((False, alone), (True, beside_graphs)):
         found = launches_of(two, graphs) - launches_of(one, graphs)
-        experts = len(two.modules[1].experts.chosen.unique())
+        experts = len(two.modules[1].experts.expert_ids.unique())
         assert found.total() - 2 * experts == others, found
 
 
@@ -123,7 +123,7 @@ def test_launches_of_recurrent_layers(tmp_path: Path, family: str, fuses: bool, 
     parts = [replace(whole, index=1, stages=3, layers=(0, layers), modules=whole.modules[:layers],
                      embed=None, norm=None) for layers in (1, 2, 3)]
     counts = [launches_of(part) for part in parts]
-    experts = [2 * len(layer.experts.chosen.unique()) if layer.experts else 0
+    experts = [2 * len(layer.experts.expert_ids.unique()) if layer.experts else 0
                for layer in whole.modules[:3]]
     assert (counts[2] - counts[1]).total() - experts[2] == recurrent
     assert (counts[1] - counts[0]).total() - experts[1] == attention

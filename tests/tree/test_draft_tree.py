@@ -105,7 +105,7 @@ def test_acceptance_and_rerooting_agree_with_sets_of_paths(
     gone = [n for p, n in nodes.items() if p[: len(expected)] != expected]
     assert not any(n.alive for n in gone)
     alive_sent = {n.number for n in (*tree.nodes(), tree.root) if n.number >= 0}
-    assert set(tree.sent) == alive_sent
+    assert set(tree.sent_nodes) == alive_sent
 
 
 @given(some_paths, some_steps, st.data())

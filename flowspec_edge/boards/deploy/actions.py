@@ -77,7 +77,7 @@ class BoardState:
 
 
 @dataclass(frozen=True)
-class PartWanted:
+class RequiredPart:
     name: str  # the model's directory name
     files: tuple[tuple[str, int, str], ...]  # path, size, sha256
     manifest_sha256: str
@@ -116,7 +116,7 @@ class BoardOutcome:
         return sum(step.changed for step in self.steps)
 
 
-def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardState, PartWanted | None]],
+def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardState, RequiredPart | None]],
                end_others: bool = False) -> list[BoardFacts | FlowspecError]:
     """Ask each board for its facts; a board that fails gives an error that names it.
 
@@ -125,7 +125,7 @@ def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardSt
     """
     others = f"{SCOPE}-*.scope" if end_others else ""
 
-    def one(board: tuple[DeviceEntry, BoardState, PartWanted | None]) -> BoardFacts | FlowspecError:
+    def ask_board(board: tuple[DeviceEntry, BoardState, RequiredPart | None]) -> BoardFacts | FlowspecError:
         device, state, part = board
         part_query = [part.name, [list(file) for file in part.files], part.manifest_sha256] if part else None
         try:
@@ -134,7 +134,7 @@ def ask_boards(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, BoardSt
         except FlowspecError as error:
             return error
 
-    return on_each(one, boards)
+    return on_each(ask_board, boards)
 
 
 def run(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, Sequence[Action]]], dry_run: bool = False,
@@ -146,7 +146,7 @@ def run(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, Sequence[Actio
     """
     stopped = threading.Event()
 
-    def one(board: tuple[DeviceEntry, Sequence[Action]]) -> BoardOutcome:
+    def act_on_board(board: tuple[DeviceEntry, Sequence[Action]]) -> BoardOutcome:
         device, actions = board
         outcome = BoardOutcome(device.name)
         for action in actions:
@@ -168,7 +168,7 @@ def run(inventory: Inventory, boards: Sequence[tuple[DeviceEntry, Sequence[Actio
 
     with ThreadPoolExecutor(max(1, len(boards))) as pool:
         try:
-            return list(pool.map(one, boards))
+            return list(pool.map(act_on_board, boards))
         except BaseException:  # Ctrl-C: the pool waits for running commands, and starts no more
             stopped.set()
             raise

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flowspec_edge.boards.deploy.actions import Action, BoardState, Environment, PartWanted, Step
+from flowspec_edge.boards.deploy.actions import Action, BoardState, Environment, RequiredPart, Step
 from flowspec_edge.boards.deploy.release import render
 from flowspec_edge.boards.deploy.resolve import Deployment
 from flowspec_edge.boards.deploy.rollback import releases_before
-from flowspec_edge.boards.deploy.steps.image import SENT, lacks
+from flowspec_edge.boards.deploy.steps.image import SEND_STEP, lacks
 from flowspec_edge.boards.deploy.steps.phases import decide
 from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.inventory import DeviceEntry
@@ -61,8 +61,8 @@ class BoardDiff:
         def steps_of(actions: tuple[Action, ...]) -> list[Step]:
             return [Step(self.device.name, action.step, action.changes) for action in actions]
 
-        sent = isinstance(self.state.environment, Image)
-        return [*([Step(self.device.name, SENT, bool(self.image))] if sent else []),
+        sends_image = isinstance(self.state.environment, Image)
+        return [*([Step(self.device.name, SEND_STEP, bool(self.image))] if sends_image else []),
                 *steps_of(self.software), Step(self.device.name, "key", self.key != "show"),
                 Step(self.device.name, "shards", self.transfer), *steps_of(self.release),
                 *steps_of((*self.switch, *self.activate, *self.settle))]
@@ -95,13 +95,13 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
     release, files = render(deployment, manifest, publics, digests,
                             {name: venv.digest for name, venv in environments.items()})
     boards, befores = [], releases_before(status)
-    for place, device in enumerate(deployment.boards):
+    for rank, device in enumerate(deployment.boards):
         name = device.name
         before = befores[name]
         state = replace(
-            state_of(deployment, place, environments[name]), release=release, files=files[name],
+            state_of(deployment, rank, environments[name]), release=release, files=files[name],
             before=before.id if before else "", public=publics[name],
-            parts=_needed_parts(manifest, place, release, before, status.boards[names.index(name)]))
+            parts=_needed_parts(manifest, rank, release, before, status.boards[names.index(name)]))
         boards.append(BoardDiff(
             device, state, keys[name], facts[name].part_changes, lacks(state.environment, facts[name]),
             *(tuple(decide(phase, state, facts[name])) for phase in (
@@ -113,27 +113,27 @@ def make_diff(deployment: Deployment, manifest: Manifest, environments: Mapping[
     return Diff(None if {*keys.values()} != {"show"} else release, tuple(boards), tuple(problems))
 
 
-def state_of(deployment: Deployment, place: int, environment: Environment | Image) -> BoardState:
-    """Return the desired state, without a release's files, of the board at ``place`` of the ring (D0: 0)."""
-    device = deployment.boards[place]
-    return BoardState(device.name, unit=verify_unit(place) if place else DRAFT_UNIT, environment=environment,
+def state_of(deployment: Deployment, rank: int, environment: Environment | Image) -> BoardState:
+    """Return the desired state, without a release's files, of the board at ``rank`` of the ring (D0: 0)."""
+    device = deployment.boards[rank]
+    return BoardState(device.name, unit=verify_unit(rank) if rank else DRAFT_UNIT, environment=environment,
                       power_mode=deployment.inventory.power_mode(device),
-                      client_key=not place and deployment.cluster.serves_others)
+                      client_key=not rank and deployment.cluster.serves_others)
 
 
-def part_wanted(manifest: Manifest, place: int) -> PartWanted:
-    return PartWanted(
+def required_part(manifest: Manifest, rank: int) -> RequiredPart:
+    return RequiredPart(
         Path(model_dir(manifest.request)).name,
-        tuple((file.path, file.size, file.sha256) for file in manifest.part(part_name(place)).files),
+        tuple((file.path, file.size, file.sha256) for file in manifest.part(part_name(rank)).files),
         sha256_of(manifest.directory / MANIFEST))
 
 
-def part_name(place: int) -> str:
+def part_name(rank: int) -> str:
     """Return the name of D0's part for place 0, of Vi's for place i."""
-    return stage_part(place - 1) if place else DRAFT
+    return stage_part(rank - 1) if rank else DRAFT
 
 
-def _needed_parts(manifest: Manifest, place: int, release: str, before: Installed | None, board: BoardStatus
+def _needed_parts(manifest: Manifest, rank: int, release: str, before: Installed | None, board: BoardStatus
                   ) -> tuple[str, ...]:
     """Return the board's parts of this release and of the one before it.
 
@@ -144,5 +144,5 @@ def _needed_parts(manifest: Manifest, place: int, release: str, before: Installe
         previous = board.previous
     else:
         previous = before if before and before.id != release else current
-    needed = {(manifest.request, place), *([(previous.model, previous.stage)] if previous else ())}
+    needed = {(manifest.request, rank), *([(previous.model, previous.stage)] if previous else ())}
     return tuple(sorted(f"{Path(model_dir(model)).name}/{part_name(stage)}" for model, stage in needed))

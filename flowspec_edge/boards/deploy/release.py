@@ -78,10 +78,10 @@ class _Rendering:
 
     def files(self, release: str) -> dict[str, Files]:
         files: dict[str, Files] = {}
-        for place, device in enumerate(self._boards):
-            name = f"etc/verify-{place}.toml" if place else "etc/draft.toml"
-            text = self._worker(release, place, device) if place else self._draft(release)
-            board = {"release.json": self._release(release, place), name: text, **self._units}
+        for rank, device in enumerate(self._boards):
+            name = f"etc/verify-{rank}.toml" if rank else "etc/draft.toml"
+            text = self._worker(release, rank, device) if rank else self._draft(release)
+            board = {"release.json": self._release(release, rank), name: text, **self._units}
             if mode := self._deployment.inventory.power_mode(device):
                 board["etc/power-mode.sh"] = power_script(mode)
             else:
@@ -89,20 +89,20 @@ class _Rendering:
             files[device.name] = board
         return files
 
-    def _release(self, release: str, place: int) -> str:
+    def _release(self, release: str, rank: int) -> str:
         fields: dict[str, Any] = {
             "id": release, "cluster": self._deployment.cluster.name, "version": version("flowspec-edge"),
-            "role": "verify" if place else "draft", "stage": place,
-            "layers": list(self._deployment.ranges[place - 1]) if place else None,
-            "model": self._manifest.request, "environment": self._environments[self._boards[place].name],
-            "public_key": self._keys[place]}
+            "role": "verify" if rank else "draft", "stage": rank,
+            "layers": list(self._deployment.ranges[rank - 1]) if rank else None,
+            "model": self._manifest.request, "environment": self._environments[self._boards[rank].name],
+            "public_key": self._keys[rank]}
         return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
-    def _worker(self, release: str, place: int, device: DeviceEntry) -> str:
+    def _worker(self, release: str, rank: int, device: DeviceEntry) -> str:
         return self._ring(release).config(
-            place, model=self._model, dtype=self._manifest.compute_dtype,
+            rank, model=self._model, dtype=self._manifest.compute_dtype,
             device=self._deployment.inventory.torch_device(device), cache_rows=self._cache_rows,
-            requests=self._deployment.at_once, key_file=paths.KEY, public_key=self._keys[place]).dump()
+            requests=self._deployment.at_once, key_file=paths.KEY, public_key=self._keys[rank]).dump()
 
     def _draft(self, release: str) -> str:
         cluster, ring = self._deployment.cluster, self._ring(release)

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from flowspec_edge.boards.planning.model_size import PlanDtype
 
 Stages = tuple[tuple[DeviceEntry, tuple[int, int]], ...]
-LeftOut = tuple[tuple[DeviceEntry, str], ...]
-_Chosen = tuple[DeviceEntry, Stages, LeftOut]
+UnusedBoards = tuple[tuple[DeviceEntry, str], ...]
+_Selection = tuple[DeviceEntry, Stages, UnusedBoards]
 PLAN_DTYPES: Mapping[str, PlanDtype] = {
     "auto": "fp16", "fp32": "fp32", "bf16": "bf16", "fp16": "fp16", "int4": "int4", "nf4": "int4",
     "fp4": "int4"}
@@ -62,7 +62,7 @@ class Deployment:
     dtype: ShardDtype | None  # to store weights in; None: unchanged
     draft: DeviceEntry
     stages: Stages  # V1…VN, each with its layers [lo, hi)
-    left_out: LeftOut = ()  # unused boards, and why
+    unused_boards: UnusedBoards = ()  # unused boards, and why
     notes: tuple[str, ...] = ()  # unknown facts, and what will be slow
     turn: DraftTurn | None = None  # None unless all profiles are known
     lm_head: HeadBits | None = None  # of lm_head and EAGLE heads; None: the sharder's default
@@ -174,13 +174,13 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
     unknown_memory = {device.name for device in inventory.device if device.name in missing and not device.memory_mb}
     choice = _Choice(inventory, path, model, profiles, unknown_memory, head)
     if model.sharded:
-        draft, stages, left_out = choice.as_cut()
+        draft, stages, unused = choice.as_cut()
     elif inventory.decided:
-        draft, stages, left_out = choice.as_listed()
+        draft, stages, unused = choice.as_listed()
     elif unknown:
-        draft, stages, left_out = choice.alike()
+        draft, stages, unused = choice.alike()
     else:
-        draft, stages, left_out = choice.planned()
+        draft, stages, unused = choice.planned()
     dtype = None if inventory.cluster.dtype == "auto" else inventory.cluster.dtype
     lm_head = None if inventory.cluster.lm_head == "auto" else inventory.cluster.lm_head
     if unknown:
@@ -197,7 +197,7 @@ def resolve_deployment(inventory: Inventory, path: Path) -> Deployment:
               and (why := device_mismatch(profiles[device.name], inventory.torch_device(device)))]
     if turn is not None and turn.is_bottleneck:
         notes.append(turn.warning(draft.name))
-    return Deployment(inventory, path, model, head, dtype, draft, stages, left_out, tuple(notes), turn,
+    return Deployment(inventory, path, model, head, dtype, draft, stages, unused, tuple(notes), turn,
                       lm_head)
 
 
@@ -262,7 +262,7 @@ class _Choice:
         self._inventory, self._path, self._model, self._profiles = inventory, path, model, profiles
         self._unknown_memory, self._head = unknown_memory, head
 
-    def as_cut(self) -> _Chosen:
+    def as_cut(self) -> _Selection:
         """Choose as many stages as the sharded model has; boards with role "auto" may be left out."""
         cluster, path, manifest = self._inventory.cluster, self._path, self._model.require_manifest()
         home, count = manifest.directory, manifest.stages
@@ -297,7 +297,7 @@ class _Choice:
             check_parts(manifest, cluster, _at_once(cluster, count), stages, profiles)
         return draft, stages, tuple((device, f"{home} was cut into {count} stages") for device in spare)
 
-    def as_listed(self) -> _Chosen:
+    def as_listed(self) -> _Selection:
         """Choose all boards in file order, with their own layers or the split whose slowest stage is fastest."""
         draft, verify, layers = self._inventory.draft, self._inventory.verify, self._model.layers
         listed_layers = [device.layers for device in verify if device.layers is not None]
@@ -317,7 +317,7 @@ class _Choice:
         self._check(draft, stages)
         return draft, stages, ()
 
-    def alike(self) -> _Chosen:
+    def alike(self) -> _Selection:
         """Choose boards without profiles: in file order, with an even split."""
         draft, others = _in_file_order(self._inventory)
         used, spare = _first(others, self._model.layers)
@@ -326,7 +326,7 @@ class _Choice:
         why = f"{self._model.name} has no more than {self._model.layers} layers"
         return draft, stages, tuple((device, why) for device in spare)
 
-    def planned(self) -> _Chosen:
+    def planned(self) -> _Selection:
         from flowspec_edge.boards.planning.planner import plan
         from flowspec_edge.boards.planning.throughput import Throughput
 
@@ -341,7 +341,7 @@ class _Choice:
                                  f"give memory_mb there, or measure with: {MEASURE} {self._path}") from None
             raise error from None
         return (entries[split.d0.name], tuple((entries[s.board.name], s.layers) for s in split.stages),
-                tuple((entries[board.name], why) for board, why in split.left_out))
+                tuple((entries[board.name], why) for board, why in split.unused_boards))
 
     def turn(self, draft: DeviceEntry, stages: Stages) -> DraftTurn | None:
         """Return how long D0 takes in each slot.
@@ -434,16 +434,16 @@ def needs_of(deployment: Deployment, manifest: Manifest) -> dict[str, Needs]:
     """Return what a deployment needs on each board, by name."""
     cluster, image = deployment.cluster, deployment.image
     needs = {}
-    for place, device in enumerate(deployment.boards):
-        part = manifest.part(stage_part(place - 1)) if place else None
+    for rank, device in enumerate(deployment.boards):
+        part = manifest.part(stage_part(rank - 1)) if rank else None
         part_bytes = (part.weight_bytes + part.cache_bytes(*deployment.caches) if part
                       else d0_bytes(deployment, manifest))
-        ports = (cluster.data_port,) if place else (cluster.control_port, cluster.data_port,
-                                                    cluster.serve_port)
+        ports = (cluster.data_port,) if rank else (cluster.control_port, cluster.data_port,
+                                                   cluster.serve_port)
         needs[device.name] = Needs(
             home_bytes=image.size if image else ENVIRONMENT_BYTES,
             image=on_board(deployment.inventory, device, image) if image else None,
             memory_bytes=part_bytes + process_bytes(deployment, device),
             ports=ports,
-            dtype=manifest.dtype if place else "")
+            dtype=manifest.dtype if rank else "")
     return needs

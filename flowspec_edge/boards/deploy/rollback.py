@@ -11,7 +11,7 @@ from flowspec_edge.boards.deploy.rollout_log import DeployReport, RolloutLog, Wa
 from flowspec_edge.boards.inventory import DeviceEntry, Inventory
 from flowspec_edge.boards.paths import CURRENT, PREVIOUS, release_dir
 from flowspec_edge.boards.probe.facts import BoardStatus, Installed
-from flowspec_edge.boards.services.keys import forget, held_keys
+from flowspec_edge.boards.services.keys import board_public_keys, forget
 from flowspec_edge.boards.services.status import FleetStatus, look
 from flowspec_edge.errors import FlowspecError
 
@@ -47,7 +47,8 @@ def roll_back(inventory: Inventory, watch: Watch | None = None) -> DeployReport:
     needed = {board.name: target.public_key for board in status.boards
               if (target := befores.get(board.name)) and _has_another_key(board)}
     rotated = [device for device in inventory.device if device.name in needed]
-    board_keys = held_keys(inventory, rotated, {device.name: python_for(inventory, device) for device in rotated})
+    pythons = {device.name: python_for(inventory, device) for device in rotated}
+    board_keys = board_public_keys(inventory, rotated, pythons)
     if without_key := [name for name, key in needed.items() if key not in board_keys[name]]:
         raise FlowspecError(f"{', '.join(without_key)}: the keys were rotated since the release before this one, "
                             "which needs the former ones; deploy what you want with: flowspec deploy up; "

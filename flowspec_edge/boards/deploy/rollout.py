@@ -17,12 +17,12 @@ from dataclasses import replace
 
 from flowspec_edge.boards.deploy import wheels
 from flowspec_edge.boards.deploy.actions import BoardState, Environment, Step, ask_boards
-from flowspec_edge.boards.deploy.diff import Diff, make_diff, part_name, part_wanted, state_of
+from flowspec_edge.boards.deploy.diff import Diff, make_diff, part_name, required_part, state_of
 from flowspec_edge.boards.deploy.release import digests_of, sharded_model
 from flowspec_edge.boards.deploy.resolve import Deployment, needs_of
 from flowspec_edge.boards.deploy.rollback import go_back
 from flowspec_edge.boards.deploy.rollout_log import DeployReport, RolloutLog, Watch
-from flowspec_edge.boards.deploy.steps.image import SENT
+from flowspec_edge.boards.deploy.steps.image import SEND_STEP
 from flowspec_edge.boards.deploy.wheels import WheelTarget
 from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.probe.checks import Needs, PreflightReport, preflight, room_problems
@@ -106,12 +106,12 @@ class Rollout:
         environments: Mapping[str, Environment | Image] = {
             name: image for name, need in needs.items() if (image := need.image)}
         if not environments:
-            environments = self._gather_wheels({name: WheelTarget.of(facts.system, needs[name].dtype)
+            environments = self._gather_wheels({name: WheelTarget.from_facts(facts.system, needs[name].dtype)
                                                 for name, facts in checked.facts.items()})
         self._watch.phase("looking at the boards")
         answers = ask_boards(self._inventory, [
-            (device, state_of(self._deployment, place, environments[device.name]),
-             part_wanted(self._manifest, place)) for place, device in enumerate(self._boards)], end_others)
+            (device, state_of(self._deployment, rank, environments[device.name]),
+             required_part(self._manifest, rank)) for rank, device in enumerate(self._boards)], end_others)
         self._log.problems = [str(no_facts(device, facts))
                               for device, facts in zip(self._boards, answers, strict=True)
                               if isinstance(facts, FlowspecError)]
@@ -163,10 +163,10 @@ class Rollout:
         self._watch.phase("the image")
         for board in diff.boards:
             if isinstance(board.state.environment, Image) and not board.image:
-                self._log.add_step(Step(board.device.name, SENT, changed=False))
+                self._log.add_step(Step(board.device.name, SEND_STEP, changed=False))
         for result in send_image([(board.device, board.image) for board in diff.boards if board.image],
                                  self._inventory, progress=self._watch.amount):
-            self._log.add_step(Step(result.board, SENT, changed=True), result.error)
+            self._log.add_step(Step(result.board, SEND_STEP, changed=True), result.error)
         return not self._log.failed
 
     def _make_keys(self, diff: Diff, rotate: bool) -> Diff:
@@ -199,20 +199,20 @@ class Rollout:
         for board in diff.boards:
             if not board.transfer:
                 self._log.add_step(Step(board.device.name, "shards", changed=False))
-        sent = push(self._manifest.directory, [
-            (board.device, part_name(place), board.receiver) for place, board in enumerate(diff.boards)
+        results = push(self._manifest.directory, [
+            (board.device, part_name(rank), board.receiver) for rank, board in enumerate(diff.boards)
             if board.transfer], self._inventory, progress=self._watch.amount)
-        for result in sent:
+        for result in results:
             self._log.add_step(Step(result.board, "shards", changed=True), result.error)
         return not self._log.failed
 
     def _stop_unused(self, dry_run: bool = False) -> None:
         """Stop the boards of the cluster file that have a release, and no part in this deployment."""
-        left_out = [device for device, _ in self._deployment.left_out]
-        if not left_out:
+        unused_devices = [device for device, _ in self._deployment.unused_boards]
+        if not unused_devices:
             return
-        status = look(self._deployment.inventory.model_copy(update={"device": left_out}))
-        unused = [device for device, board in zip(left_out, status.boards, strict=True) if board.current]
+        status = look(self._deployment.inventory.model_copy(update={"device": unused_devices}))
+        unused = [device for device, board in zip(unused_devices, status.boards, strict=True) if board.current]
         if unused:
             self._log.include(device.name for device in unused)
             self._log.run("leave", [(device, BoardState(device.name)) for device in unused],

@@ -21,8 +21,8 @@ class Watch:
     def step(self, step: Step) -> None:
         """Receive a step that is done."""
 
-    def amount(self, what: str, done: int, total: int) -> None:
-        """Receive the bytes done for ``what``, a board or "here"."""
+    def amount(self, target: str, done: int, total: int) -> None:
+        """Receive the bytes done for ``target``, a board or "here"."""
 
 
 @dataclass(frozen=True)

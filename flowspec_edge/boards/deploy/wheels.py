@@ -33,10 +33,10 @@ from flowspec_edge.errors import FlowspecError, UsageError, ended
 from flowspec_edge.util.interpreter import module_command
 from flowspec_edge.util.resources import resource_dir
 
-_OWN = "flowspec-edge"
+_PACKAGE = "flowspec-edge"
 _WHEN = (2020, 2, 2, 0, 0, 0)  # file date in rebuilt wheels, for reproducibility
 # Files that an installer adds, besides .pyc files and scripts.
-_INSTALLERS_OWN = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json", "uv_cache.json", "uv_build.json")
+_INSTALLER_FILES = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json", "uv_cache.json", "uv_build.json")
 _GLIBC = 35  # 2.35: Ubuntu 22.04, JetPack 6
 _BITSANDBYTES = "bitsandbytes"
 _NO_BITSANDBYTES = (
@@ -57,7 +57,7 @@ class WheelTarget:
     four_bit: bool = False  # nf4 or fp4 weights, which need bitsandbytes
 
     @classmethod
-    def of(cls, facts: SystemFacts, dtype: str) -> WheelTarget:
+    def from_facts(cls, facts: SystemFacts, dtype: str) -> WheelTarget:
         """Return the target of a board with these facts; ``dtype``: of the board's weights."""
         return cls(".".join(map(str, facts.python[:2])), facts.machine, facts.torch.version,
                    facts.torch.build, l4t=bool(l4t_of(facts)),
@@ -130,8 +130,8 @@ def _walk(wheelhouse: Path, target: WheelTarget) -> tuple[list[Path], list[Requi
     This package's wheel is the first.  Raise UsageError without it.
     """
     house = _House(wheelhouse, target)
-    if (package_wheel := house.best(Requirement(_OWN))) is None:
-        raise UsageError(f"the wheelhouse {wheelhouse} has no wheel of {_OWN}")
+    if (package_wheel := house.best(Requirement(_PACKAGE))) is None:
+        raise UsageError(f"the wheelhouse {wheelhouse} has no wheel of {_PACKAGE}")
     wheels, missing = [package_wheel], []
     for need in _locked(target):
         wheel = house.best(need)
@@ -222,7 +222,7 @@ def _build(out: Path) -> Path:
         built = _from_tree(tree, Path(directory)) if (tree / "pyproject.toml").is_file() else \
             _from_installed(Path(directory))
         wheel = built.replace(out / built.name)
-    for other in out.glob(f"{_OWN.replace('-', '_')}-*.whl"):
+    for other in out.glob(f"{_PACKAGE.replace('-', '_')}-*.whl"):
         if other != wheel:
             other.unlink()
     return wheel
@@ -244,9 +244,9 @@ def _from_tree(tree: Path, out: Path) -> Path:
 
 def _from_installed(out: Path) -> Path:
     try:
-        installed = distribution(_OWN)
+        installed = distribution(_PACKAGE)
     except PackageNotFoundError:
-        raise UsageError(f"{_OWN} is neither installed nor in a source tree here: "
+        raise UsageError(f"{_PACKAGE} is neither installed nor in a source tree here: "
                          f"put its wheel into the wheelhouse") from None
     return rebuild(installed, out)
 
@@ -258,12 +258,12 @@ def rebuild(installed: Distribution, out: Path) -> Path:
         path = PurePosixPath(entry)
         if ".." in path.parts or path.suffix == ".pyc" or path.is_absolute():
             continue  # a .pyc file, or a script, which entry_points.txt implies
-        if path.parent.name.endswith(".dist-info") and path.name in _INSTALLERS_OWN:
+        if path.parent.name.endswith(".dist-info") and path.name in _INSTALLER_FILES:
             continue
         files[str(path)] = Path(str(entry.locate())).read_bytes()
     info = next((path.partition("/")[0] for path in files if path.endswith(".dist-info/WHEEL")), "")
     if not info:
-        raise UsageError(f"the installed {_OWN} does not say what files it has: "
+        raise UsageError(f"the installed {_PACKAGE} does not say what files it has: "
                          "put its wheel into the wheelhouse")
     lines = [f"{path},sha256={_digest(data)},{len(data)}" for path, data in sorted(files.items())]
     files[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,", ""]).encode()

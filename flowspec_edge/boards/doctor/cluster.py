@@ -17,7 +17,7 @@ from flowspec_edge.boards.links import tc
 from flowspec_edge.boards.links.addresses import address_problem
 from flowspec_edge.boards.links.between import measure_between
 from flowspec_edge.boards.paths import HOME, PYTHON, STATE
-from flowspec_edge.boards.probe.checks import AllBoards, Place, Subject, judge
+from flowspec_edge.boards.probe.checks import AllBoards, CheckScope, Subject, judge
 from flowspec_edge.boards.probe.facts import BoardFacts, NoAnswer, ask_system
 from flowspec_edge.boards.probe.findings import Finding, merged, no_facts, unreachable, wrong_address
 from flowspec_edge.boards.probe.service_rules import ReleaseOnBoard
@@ -102,8 +102,9 @@ def _check_board(inventory: Inventory, device: DeviceEntry, storage: str | None,
         return ask_system(inventory, device, places=[HOME, STATE, *([storage] if storage else [])])
 
     def judged(facts: BoardFacts) -> list[Finding]:
-        place: Place = "installed" if len(release) > 1 else "bare"
-        return merged(judge(place, Subject.of(inventory, device, facts, storage=storage or "", shaping=shaping)))
+        scope: CheckScope = "installed" if len(release) > 1 else "bare"
+        subject = Subject.from_facts(inventory, device, facts, storage=storage or "", shaping=shaping)
+        return merged(judge(scope, subject))
 
     try:
         runner = runner_for(inventory, device, _TIMEOUT_S)

@@ -145,7 +145,7 @@ def discover(inventory: Inventory, done: Callable[[str], None] = lambda name: No
         except FlowspecError as error:
             return no_facts(device, error, "options")
         done(device.name)
-        return of_facts(device, facts[device.name].system)
+        return board_from_facts(device, facts[device.name].system)
 
     answers = on_each(ask, inventory.device)
     discovered = [answer for answer in answers if isinstance(answer, DiscoveredBoard)]
@@ -165,7 +165,7 @@ def require_mode(boards: Sequence[DiscoveredBoard], power_mode: str) -> None:
         raise UsageError(f"no power mode {power_mode!r}: {'; '.join(without_mode)}")
 
 
-def of_facts(device: DeviceEntry, facts: SystemFacts) -> DiscoveredBoard:
+def board_from_facts(device: DeviceEntry, facts: SystemFacts) -> DiscoveredBoard:
     board, torch, disk = board_of(facts), facts.torch, facts.disks.get(places.HOME)
     absent = torch.why.startswith("ModuleNotFoundError")
     discovered = DiscoveredBoard(

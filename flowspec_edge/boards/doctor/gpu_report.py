@@ -13,12 +13,12 @@ import torch
 
 from flowspec_edge.boards.gpu_check.gpu_facts import available
 from flowspec_edge.boards.probe.board import read_board
-from flowspec_edge.boards.probe.checks import CHECKS, Check, Place, judge
+from flowspec_edge.boards.probe.checks import CHECKS, Check, CheckScope, judge
 from flowspec_edge.boards.probe.compute_rules import ComputeDevice
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.util import procfs, torchdevice
 
-GROUPS: tuple[Place, ...] = ("device", "products", "operations", "tokens")
+GROUPS: tuple[CheckScope, ...] = ("device", "products", "operations", "tokens")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class GpuReport:
     device: str
     name: str
     capability: tuple[int, int] | None
-    checks: dict[Place, list[Finding]]
+    checks: dict[CheckScope, list[Finding]]
 
     @property
     def ok(self) -> bool:
@@ -61,7 +61,7 @@ def check_gpu(tokens: Sequence[Check[ComputeDevice]], device: str = "cuda",
     torch_device = torchdevice.require(device)
     on_gpu = torch_device.type == "cuda"
     compute_device = describe(device)
-    checks: dict[Place, list[Finding]] = {}
+    checks: dict[CheckScope, list[Finding]] = {}
     for group in GROUPS:
         report(group)
         checks[group] = judge(group, compute_device, (*CHECKS, *tokens))

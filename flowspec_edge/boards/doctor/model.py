@@ -39,7 +39,7 @@ def parts_of(deployment: Deployment, available: Mapping[str, int]) -> dict[str, 
     turn = (deployment.turn.seconds, deployment.turn.slot) if deployment.turn else None
     parts = {board: BoardPart(name, size, available.get(board), python, turn=turn if board == d0 else None)
              for board, size in needed(deployment).items()}
-    return parts | {device.name: BoardPart(name, idle=why) for device, why in deployment.left_out}
+    return parts | {device.name: BoardPart(name, idle=why) for device, why in deployment.unused_boards}
 
 
 def needed(deployment: Deployment) -> dict[str, int]:
@@ -47,7 +47,7 @@ def needed(deployment: Deployment) -> dict[str, int]:
     cluster, model, stages = deployment.cluster, deployment.model, deployment.ranges
     if model.sharded:
         manifest = model.require_manifest()
-        parts = [manifest.part(stage_part(place)) for place in range(len(stages))]
+        parts = [manifest.part(stage_part(index)) for index in range(len(stages))]
         sizes = [d0_bytes(deployment, manifest),
                  *(part.weight_bytes + part.cache_bytes(*deployment.caches) for part in parts)]
     else:

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from flowspec_edge.errors import FlowspecError, ended, first_line
@@ -81,7 +82,7 @@ def compute(computations: Sequence[Computation]) -> dict[str, ComputationResult]
     Neighbours from one module with one time limit share a process, so that torch is imported once.
     """
     results: list[ComputationResult] = []
-    for (_, timeout_s), group in groupby(computations, key=lambda one: (one.module, one.timeout_s)):
+    for (_, timeout_s), group in groupby(computations, key=attrgetter("module", "timeout_s")):
         remaining = list(group)
         while remaining:
             batch = _child(remaining, timeout_s)

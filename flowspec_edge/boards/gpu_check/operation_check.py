@@ -29,7 +29,7 @@ _CACHED, _CAPACITY = 200, 512  # rows of a cache, in use and allocated
 _WIDTH, _VOCABULARY = 256, 32_000
 _SEED = 7
 
-_Told = TypeVar("_Told")
+_Result = TypeVar("_Result")
 
 
 def _rounded(error: Callable[[torch.device, torch.dtype], float]) -> Callable[..., Deviation]:
@@ -49,7 +49,7 @@ def _exact(check: Callable[[torch.device], None]) -> Callable[[str], Deviation]:
     return run
 
 
-def _on(device: str, run: Callable[[torch.device], _Told]) -> _Told:
+def _on(device: str, run: Callable[[torch.device], _Result]) -> _Result:
     """Run a check on ``device`` as the current GPU, to which streams, events and graphs belong."""
     at = torch.device(device)
     with torch.inference_mode(), torch.cuda.device(at) if at.type == "cuda" else nullcontext():
@@ -152,11 +152,11 @@ def embedding(device: torch.device) -> None:
 @_exact
 def pinned_copies(device: torch.device) -> None:
     """Check copies in both directions, asynchronous and waited for once."""
-    sent = _random(64, 4096).half()
-    back = torch.empty_like(sent).pin_memory()
-    back.copy_(sent.pin_memory().to(device, non_blocking=True), non_blocking=True)
+    original = _random(64, 4096).half()
+    back = torch.empty_like(original).pin_memory()
+    back.copy_(original.pin_memory().to(device, non_blocking=True), non_blocking=True)
     torch.cuda.current_stream(device).synchronize()
-    _require_same(back, sent)
+    _require_same(back, original)
 
 
 @_exact

@@ -28,7 +28,7 @@ _READ_ONLY = ("/opt/flowspec", "/var/lib/flowspec")
 _CACHE = "/var/cache/flowspec"
 _KEYS = "/etc/flowspec"
 _GROUP = "docker"  # whose members may use Docker: the launcher, not what runs in the container
-_OWN = "flowspec"  # whom services run as
+_SERVICE_USER = "flowspec"  # whom services run as
 _USER = "FLOWSPEC_USER"  # as whom a tool's command runs in the container; without it: root
 _SERVICE = "FLOWSPEC_CONTAINER"  # the container's name, which the unit sets; without it a command of a tool runs
 _UNIT = "FLOWSPEC_UNIT"  # the unit's name
@@ -165,7 +165,7 @@ def main() -> int:
     image: dict[str, Any] = json.loads((program.parent.parent / "image.json").read_text(encoding="utf-8"))
     name = environment.get(_SERVICE, "")
     service = _service(name, environment) if name else None
-    user = User(0, 0) if service is None and _USER not in environment else _user(environment.get(_USER, _OWN))
+    user = User(0, 0) if service is None and _USER not in environment else _user(environment.get(_USER, _SERVICE_USER))
     run = command(image, program.name, sys.argv[1:], environment, os.getcwd(), user, service)
     if shutil.which(run[0]) is None:
         sys.exit("there is no docker: sudo apt-get install docker.io")

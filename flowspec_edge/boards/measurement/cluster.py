@@ -183,7 +183,7 @@ def name_profile(path: Path, board: str, file: Path) -> None:
 def _with_profile(text: str, board: str, profile_name: str) -> str:
     """Return ``text`` with the line ``profile`` of the board's table replaced, or added after its name."""
     parts = re.split(r"(?m)^(?=[ \t]*\[)", text)
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         head = re.match(r"[ \t]*\[\[[ \t]*device[ \t]*\]\]", part)
         name = re.search(r"(?m)^([ \t]*)name[ \t]*=[ \t]*(\"|')(.*?)\2.*$", part) if head else None
         if name is None or name[3] != board:
@@ -192,5 +192,5 @@ def _with_profile(text: str, board: str, profile_name: str) -> str:
         changed, count = re.subn(r"(?m)^[ \t]*profile[ \t]*=.*$", lambda _, line=line: line, part, count=1)
         if not count:
             changed = f"{part[:name.end()]}\n{line}{part[name.end():]}"
-        parts[place] = changed
+        parts[index] = changed
     return "".join(parts)

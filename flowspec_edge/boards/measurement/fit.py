@@ -54,10 +54,10 @@ def fit_stage(milliseconds: Mapping[SegmentCase, float]) -> StageCurve:
     # Noise may make the cost of context negative; it is then 0, and ms the mean over the contexts.
     slopes = isotonic(solution[len(rows):].tolist()) if kinds == 2 else []
     slopes = [max(0.0, slope) for slope in slopes]
-    rest = times - overhead
+    residual = times - overhead
     if slopes:
-        rest = rest - design[:, 1 + len(rows):] @ np.array(slopes)
-    levels = isotonic(_solve(design[:, 1:1 + len(rows)], rest, times).tolist())
+        residual = residual - design[:, 1 + len(rows):] @ np.array(slopes)
+    levels = isotonic(_solve(design[:, 1:1 + len(rows)], residual, times).tolist())
     return StageCurve(
         layers=1, rows=[float(r) for r in rows], ms=[rounded(max(_LEAST_MS, ms)) for ms in levels],
         context_ms=[rounded(ms) for ms in slopes], overhead_ms=rounded(overhead))
@@ -92,8 +92,8 @@ def fit_lines(times: Mapping[str, Sequence[tuple[int, float]]]) -> tuple[dict[st
     points = [(name, size, trimmed_mean([t for s, t in samples if s == size]), sum(s == size for s, _ in samples))
               for name, samples in times.items() for size in sorted({size for size, _ in samples})]
 
-    def means(of: Callable[[str, int, float], float]) -> dict[str, float]:
-        return {name: sum(of(n, s, t) * w for n, s, t, w in points if n == name)
+    def means(value: Callable[[str, int, float], float]) -> dict[str, float]:
+        return {name: sum(value(n, s, t) * w for n, s, t, w in points if n == name)
                 / sum(w for n, _, _, w in points if n == name) for name in times}
 
     sizes, levels = means(lambda _, s, t: s), means(lambda _, s, t: t)

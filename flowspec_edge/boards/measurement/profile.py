@@ -131,7 +131,7 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
     launch = None if options.device == "cpu" else LaunchCost(
         us=rounded(launch_us(options.device)),
         layer=model.layer_launches if not graphs else SPARSE_GRAPH_LAYER_LAUNCHES if model.experts
-        else GRAPH_LAYER_LAUNCHES, experts=model.experts or None, chosen=model.chosen or None)
+        else GRAPH_LAYER_LAUNCHES, experts=model.experts or None, chosen=model.experts_per_token or None)
     # A round trip includes two hops and this process's codec work, which are not the stage's, and the
     # launches that virtual time charges beside the stage's curve.
     stage_times = {case: max(0.01 * ms, ms - 2 * hop.latency_ms - hop.codec_ms) for case, ms in stages.items()}
@@ -143,7 +143,7 @@ def measure_profile(options: ProfileOptions, effort: Effort, report: ProgressCal
     if launch:
         launch = launch.model_copy(update={"pass_graphs": times.graphs})
         times = replace(times, lm_head=launch.without(times.lm_head, OUTPUT_LAUNCHES),
-                        passes={kind: launch.without(ms, launch.of_pass(kind)[1])
+                        passes={kind: launch.without(ms, launch.per_pass(kind)[1])
                                 for kind, ms in times.passes.items()})
     board = read_board()  # again: temperature and clocks under load
     draft, estimated = _draft_cost(times, curve, model)

@@ -69,8 +69,8 @@ def draft_turn(d0: Profile, slot: float, rows: int, kind: DraftKind = EAGLE2,
     from flowspec_edge.strategies.tree_strategy import TreeParameters
 
     measured = d0.conditions.device if d0.conditions else ""
-    one_pass = level_seconds(d0, kind, TreeParameters().width)
-    return DraftTurn(d0.verify_seconds(rows), one_pass, slot, (torch_device or measured).startswith("cpu"))
+    pass_s = level_seconds(d0, kind, TreeParameters().width)
+    return DraftTurn(d0.verify_seconds(rows), pass_s, slot, (torch_device or measured).startswith("cpu"))
 
 
 def device_mismatch(profile: Profile, torch_device: str) -> str:

@@ -10,7 +10,7 @@ from flowspec_edge.boards.planning.planned_draft import NGRAMS, PlannedDraft, St
 from flowspec_edge.model.candidates import candidates_for, default_count
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.draft_kind import DraftKind
-from flowspec_edge.model.draft_kinds import WantedDraft
+from flowspec_edge.model.draft_kinds import PlannedDraftName
 from flowspec_edge.model.expert_counts import correlated
 from flowspec_edge.model.families import FAMILIES, UNKNOWN
 from flowspec_edge.model.manifest import CacheBits, HeadBits, reserved
@@ -57,7 +57,7 @@ class ModelBytes:
     from_weights     whether weight files were present and agreed
     planned          what D0 drafts with
     layer_launches   kernel launches of a decoder layer, without those of experts
-    experts          of a sparse model's layer, of ``expert`` bytes each, of which a row chooses ``chosen``;
+    experts          of a sparse model's layer, of ``expert`` bytes each, of which a row chooses ``experts_per_token``;
                      0 for a dense one
     """
 
@@ -84,7 +84,7 @@ class ModelBytes:
     windowed: float = 0.0
     experts: int = 0
     expert: int = 0
-    chosen: int = 0
+    experts_per_token: int = 0
     state: int = 0
     state_read: int = 0
     draft_unread: int = 0
@@ -124,7 +124,7 @@ class ModelBytes:
         """Return the bytes of a layer's weights that a pass of ``rows`` reads, whose experts have this correlation."""
         if not self.experts:
             return self.layer
-        touched = correlated(self.experts, self.chosen, rows, correlation)
+        touched = correlated(self.experts, self.experts_per_token, rows, correlation)
         return self.layer - self.expert * (self.experts - touched)
 
     def layer_cache(self, rows: int, requests: int, tentative: int) -> int:
@@ -142,7 +142,7 @@ class ModelBytes:
 
 
 def model_bytes(name_or_path: str, dtype: PlanDtype, lm_head: HeadBits | None = None,
-                kv_cache: CacheBits = "16bit", draft: WantedDraft = "head", using: StoredDraft | None = None,
+                kv_cache: CacheBits = "16bit", draft: PlannedDraftName = "head", using: StoredDraft | None = None,
                 candidates: int | None = None) -> ModelBytes:
     """Return a model's parts in bytes, in the element type ``dtype``.
 
@@ -203,7 +203,7 @@ def ranking_bytes(kind: DraftKind, head: HeadShape, vocabulary: int, hidden: int
     packed = packed_as(bits)
     matrix = matrix_bytes(vocabulary, hidden, width, packed)
     if head.drafted < vocabulary:
-        copied = bits == "16bit"  # see ``OutputHead.chosen``
+        copied = bits == "16bit"  # see ``OutputHead.restrict_to``
         return (head.drafted * hidden * width, 0, 0) if copied else (0, matrix, 0)
     candidate_head = candidates_for(default_count(vocabulary) if candidates is None else candidates, vocabulary, hidden)
     if candidate_head is None or not kind.narrows:
@@ -236,7 +236,7 @@ def _sized(name: str, shape: ModelParts, planned: PlannedDraft, dtype: PlanDtype
         from_weights=shape.from_weights, planned=planned,
         layer_launches=FAMILIES.get(shape.family, UNKNOWN).launches,
         window=cache.window, windowed=cache.windowed,
-        experts=experts.count if experts else 0, chosen=experts.chosen if experts else 0,
+        experts=experts.count if experts else 0, experts_per_token=experts.chosen if experts else 0,
         expert=experts.expert.nbytes(width, packed, shape.group) if experts else 0,
         state=cache.state, state_read=cache.state_read, queries=shape.queries,
         row_values=_row_values(shape))

@@ -53,7 +53,7 @@ def plan_rows(plan: PipelinePlan, scaled: Mapping[str, Scaling]) -> list[BoardRo
     d0_kv = problem.cached * problem.size.draft_kv_row
     rows = [_row(plan.d0, scaled, "D0", problem.size.d0_weights, d0_kv)]
     rows += [_stage(stage, i, i == last, problem, scaled) for i, stage in enumerate(plan.stages, start=1)]
-    return rows + [_row(board, scaled, None, why=why) for board, why in plan.left_out]
+    return rows + [_row(board, scaled, None, why=why) for board, why in plan.unused_boards]
 
 
 def alone_rows(board: CandidateBoard, others: Sequence[CandidateBoard], problem: SplitProblem,
@@ -67,12 +67,12 @@ def alone_rows(board: CandidateBoard, others: Sequence[CandidateBoard], problem:
     return [row, *(_row(other, scaled, None, why=why) for other in others)]
 
 
-def _stage(stage: PlannedStage, place: int, last: bool, problem: SplitProblem,
+def _stage(stage: PlannedStage, rank: int, last: bool, problem: SplitProblem,
            scaled: Mapping[str, Scaling]) -> BoardRow:
     size, (lo, hi) = problem.size, stage.layers
     weights = (hi - lo) * size.layer + last * size.norm
     kv = (hi - lo) * problem.layer_cache
-    return _row(stage.board, scaled, f"V{place}", weights, kv, stage.layers, stage.seconds * 1e3)
+    return _row(stage.board, scaled, f"V{rank}", weights, kv, stage.layers, stage.seconds * 1e3)
 
 
 def _row(board: CandidateBoard, scaled: Mapping[str, Scaling], role: str | None, weights: int = 0,

@@ -14,7 +14,7 @@ from flowspec_edge.device_profile import Profile
 from flowspec_edge.errors import UsageError
 from flowspec_edge.model.catalogue import find_known
 from flowspec_edge.model.draft_kind import DraftKind
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, EAGLE2, NGRAM, OWN, OWN_LAYERS, WantedDraft, head_kinds
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, EAGLE2, NGRAM, OWN, OWN_LAYERS, PlannedDraftName, head_kinds
 from flowspec_edge.model.families import FAMILIES, UNKNOWN
 from flowspec_edge.model.opened import OpenModel, missing_own_layer
 
@@ -66,7 +66,7 @@ class StoredDraft:
 NGRAMS = PlannedDraft(NGRAM, "text")
 
 
-def _choose(draft: WantedDraft, here: Collection[str], published: Sequence[tuple[str, str]]) -> PlannedDraft:
+def _choose(draft: PlannedDraftName, here: Collection[str], published: Sequence[tuple[str, str]]) -> PlannedDraft:
     """Choose the draft of a model that has the kinds ``here``, and for which (kind, repository) are published.
 
     Heads come first, as when a model is run: an MTP layer drafts only if it is named.
@@ -85,7 +85,7 @@ def _choose(draft: WantedDraft, here: Collection[str], published: Sequence[tuple
     return PlannedDraft(requested_kind or EAGLE2, "untrained")
 
 
-def planned_for(name_or_path: str, draft: WantedDraft, here: Collection[str], family: str,
+def planned_for(name_or_path: str, draft: PlannedDraftName, here: Collection[str], family: str,
                 model: OpenModel | None = None, from_weights: bool = False) -> PlannedDraft:
     """Return the draft of a model of ``family`` that has draft models of the kinds ``here``.
 
@@ -111,6 +111,6 @@ def charged_as(d0: Profile, planned: DraftKind, simulated: str) -> Profile:
     """Return a copy of ``d0`` whose pass time makes ``simulated`` draft as slowly as ``planned`` would."""
     if simulated in (planned.name, NGRAM.name, OWN):
         return d0
-    launches = d0.launch.of_pass(simulated)[1] * d0.launch.us * 1e-6 if d0.launch else 0.0
+    launches = d0.launch.per_pass(simulated)[1] * d0.launch.us * 1e-6 if d0.launch else 0.0
     pass_seconds = max(0.0, level_seconds(d0, planned, 0) - launches)
     return d0.model_copy(update={"draft": d0.draft.model_copy(update={"pass_ms": pass_seconds * 1e3})})

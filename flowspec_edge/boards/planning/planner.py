@@ -135,7 +135,7 @@ class PipelinePlan:
     problem: SplitProblem
     d0: CandidateBoard
     stages: tuple[PlannedStage, ...]
-    left_out: tuple[tuple[CandidateBoard, str], ...]  # (board, reason)
+    unused_boards: tuple[tuple[CandidateBoard, str], ...]  # (board, reason)
     slowest: float  # seconds: objective 2
     latency: float  # seconds: objective 3
 
@@ -241,8 +241,8 @@ class _Split:
             seconds = table.board.profile.stage_seconds(problem.rows, k, problem.context)
             stages.append(PlannedStage(_take(unplaced, table), (first_layer, first_layer + k), seconds))
             first_layer += k
-        left_out = tuple((table.board, table.reason_unused(self.slowest, shortest)) for table in unplaced)
-        return PipelinePlan(problem, drafting, tuple(stages), left_out, self.slowest / _NS,
+        unused_boards = tuple((table.board, table.reason_unused(self.slowest, shortest)) for table in unplaced)
+        return PipelinePlan(problem, drafting, tuple(stages), unused_boards, self.slowest / _NS,
                             self.cost // _COUNT / _NS)
 
 
@@ -420,8 +420,8 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
         steps.append((np.where(better, k + 1, 0), flags))  # layers: 0 where the board is not used
         ways = np.where(better, least, ways)
     stages, flag, remaining = [], 1, layers
-    for table, (layers_taken, flags) in zip(reversed(ordered), reversed(steps), strict=True):
-        if count := int(layers_taken[flag, remaining]):
+    for table, (layer_counts, flags) in zip(reversed(ordered), reversed(steps), strict=True):
+        if count := int(layer_counts[flag, remaining]):
             as_v1 = bool(flags[flag, remaining])
             stages.append((table, count, as_v1))
             flag, remaining = flag - as_v1, remaining - count
@@ -431,9 +431,9 @@ def _least_latency(d0: _Table, others: Sequence[_Table], layers: int, limit: int
 def _in_order(d0: _Table, stages: list[tuple[_Table, int, bool]]) -> list[tuple[_Table, int]]:
     """Order the stages: V1 first, then by port, the slow ports next to the slower one of V1 and D0."""
     [first] = [(t, k) for t, k, is_first in stages if is_first]
-    rest = sorted(((t, k) for t, k, is_first in stages if not is_first), key=lambda s: s[0].port,
-                  reverse=first[0].port >= d0.port)
-    return [first, *rest]
+    others = sorted(((t, k) for t, k, is_first in stages if not is_first), key=lambda s: s[0].port,
+                    reverse=first[0].port >= d0.port)
+    return [first, *others]
 
 
 def _take(tables: list[_Table], like: _Table) -> CandidateBoard:

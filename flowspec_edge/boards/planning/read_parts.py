@@ -35,7 +35,7 @@ from flowspec_edge.model.catalogue import download_config, find_known, is_reposi
 from flowspec_edge.model.config import parse_config
 from flowspec_edge.model.decoder_config import DecoderConfig, decoder_config
 from flowspec_edge.model.draft_kind import DraftKind
-from flowspec_edge.model.draft_kinds import OWN_LAYERS, WantedDraft, head_kinds
+from flowspec_edge.model.draft_kinds import OWN_LAYERS, PlannedDraftName, head_kinds
 from flowspec_edge.model.manifest import CacheBits, HeadBits
 from flowspec_edge.model.opened import OpenModel, model_path, refuse_two_targets, resolve_model
 from flowspec_edge.model.weights.checkpoint import Checkpoint, check_shape
@@ -56,7 +56,7 @@ from flowspec_edge.util.resources import resource_dir
 _WIDTHS = (2, 4)  # bytes of a value
 
 
-def read_model(name_or_path: str, packed: bool, draft: WantedDraft, using: StoredDraft | None
+def read_model(name_or_path: str, packed: bool, draft: PlannedDraftName, using: StoredDraft | None
                ) -> tuple[str, PlannedDraft, ModelParts]:
     """Return a model's name, what D0 drafts with, and shapes; arguments and errors as for ``model_size.model_bytes``.
 
@@ -152,7 +152,7 @@ def _check(target: Path, config: DecoderConfig, core: Decoder) -> None:
 def _shape(config: DecoderConfig, core: Any, drafts: dict[str, HeadShape], repack: GgufImporter | None,
            from_weights: bool) -> ModelParts:
     group = repack.group if repack else DEFAULT_GROUP
-    stored_bits = [_own_bits(repack, i, layer) for i, layer in enumerate(core.layers)]
+    stored_bits = [_stored_bits(repack, i, layer) for i, layer in enumerate(core.layers)]
     layers = [part_shape(layer, bits) for layer, bits in zip(core.layers, stored_bits, strict=True)]
     sizes = [layer.nbytes(2, "int4" if repack else None, group) for layer in layers]
     largest = sizes.index(max(sizes))
@@ -239,7 +239,7 @@ def part_shape(module: nn.Module, stored_bits: Mapping[str, HeadBits] = MappingP
                                                  for (rows, columns, bits), count in counts.items()])
 
 
-def _own_bits(repack: GgufImporter | None, index: int, layer: nn.Module) -> dict[str, HeadBits]:
+def _stored_bits(repack: GgufImporter | None, index: int, layer: nn.Module) -> dict[str, HeadBits]:
     """Return how a GGUF file's linears of a layer are stored."""
     if repack is None:
         return {}

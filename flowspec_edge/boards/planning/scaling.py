@@ -58,7 +58,7 @@ def scaled(profile: Profile, size: ModelBytes) -> tuple[Profile, Scaling]:
         curve = curve.model_copy(update={"ms": [ms + state_ms for ms in curve.ms],
                                          "shared_ms": [ms + state_ms for ms in curve.shared_ms]})
     launch = fitted.launch and fitted.launch.model_copy(update={
-        "layer": size.layer_launches, "experts": size.experts or None, "chosen": size.chosen or None})
+        "layer": size.layer_launches, "experts": size.experts or None, "chosen": size.experts_per_token or None})
     return fitted.model_copy(update={"stage": curve, "launch": launch}), scaling
 
 
@@ -76,8 +76,8 @@ def _with_attention(curve: StageCurve, profile: Profile, size: ModelBytes) -> St
 
     def at_corners(times: list[float]) -> list[float]:
         times_of_rows = dict(zip(curve.rows, times, strict=False))
-        one = StageCurve(layers=curve.layers, rows=curve.rows, ms=times) if times else None
-        return [times_of_rows.get(n, one.milliseconds(n)) for n in corners] if one else []
+        rows_curve = StageCurve(layers=curve.layers, rows=curve.rows, ms=times) if times else None
+        return [times_of_rows.get(n, rows_curve.milliseconds(n)) for n in corners] if rows_curve else []
 
     return curve.model_copy(update={
         "rows": corners, "ms": at_corners(curve.ms), "shared_ms": at_corners(curve.shared_ms),
@@ -221,10 +221,10 @@ def _expanded_corners(profile: Profile) -> set[float]:
 
 def _read_in_all(size: ModelBytes, rows: float, correlation: float) -> float:
     """Return the bytes of a layer if every matrix is read once for 16 of the rows that it multiplies."""
-    touched = correlated(size.experts, size.chosen, rows, correlation)
+    touched = correlated(size.experts, size.experts_per_token, rows, correlation)
     dense = size.layer - size.expert * size.experts
     return (dense * max(1.0, rows / _INT4_ROWS)
-            + size.expert * touched * max(1.0, rows * size.chosen / touched / _INT4_ROWS))
+            + size.expert * touched * max(1.0, rows * size.experts_per_token / touched / _INT4_ROWS))
 
 
 def at_context(profile: Profile, size: ModelBytes, context: int) -> Profile:

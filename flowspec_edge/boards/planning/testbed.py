@@ -71,8 +71,8 @@ def _testbed(match: re.Match[str], candidates: int | None) -> Profile:
     try:
         plan = planner.plan(boards, problem)
     except planner.DoesNotFit:
-        raise memory_error(boards, problem, lambda other, kept_in: model_bytes(
-            match["model"], other, kv_cache=kept_in, candidates=candidates),
+        raise memory_error(boards, problem, lambda other, cache_bits: model_bytes(
+            match["model"], other, kv_cache=cache_bits, candidates=candidates),
             lambda key, value: f"{key} {value}") from None
     shown_model = f"{size.name} in {dtype}"
     scaled = f"scaled to {shown_model} as flowspec plan does."
@@ -90,9 +90,9 @@ def _mixed(name: str, shown_model: str, scaled: str, plan: PipelinePlan) -> Mixe
 
     Raise UsageError if it leaves a board out: figures would be those of other boards than the name says.
     """
-    if plan.left_out:
-        rest = ", ".join(board.name for board, _ in plan.left_out)
-        raise UsageError(f"testbed {name}: the planner leaves out {rest}: {plan.left_out[0][1]}; name the "
+    if plan.unused_boards:
+        unused_names = ", ".join(board.name for board, _ in plan.unused_boards)
+        raise UsageError(f"testbed {name}: the planner leaves out {unused_names}: {plan.unused_boards[0][1]}; name the "
                          "others alone")
     stages = [f"{_role_text(stage.board)} {hi - lo} layers" for stage in plan.stages for lo, hi in [stage.layers]]
     return MixedBoards.model_validate({

@@ -34,11 +34,11 @@ class Throughput:
     _turns: dict[str, tuple[float, float]] = field(default_factory=dict)  # (a turn, a pass) by D0
 
     def __call__(self, d0: CandidateBoard, slowest: float, latency: float) -> float:
-        d0_turn, one_pass = self._of(d0)
+        d0_turn, pass_s = self._of(d0)
         turn = max(slowest, d0_turn)
         round_trip = max(latency, turn * self.at_once)
         depth = round_trip / turn / self.at_once
-        passes = round_trip / one_pass / self.at_once if one_pass else np.inf
+        passes = round_trip / pass_s / self.at_once if pass_s else np.inf
         return self.at_once * tokens(self.problem.size.planned.by_ngrams, depth, passes) / round_trip
 
     def _of(self, d0: CandidateBoard) -> tuple[float, float]:

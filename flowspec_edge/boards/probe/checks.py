@@ -23,7 +23,7 @@ from flowspec_edge.boards.probe import compute_rules as computing
 from flowspec_edge.boards.probe import service_rules as services
 from flowspec_edge.boards.probe import system_rules as rules
 from flowspec_edge.boards.probe.board import BoardInfo, board_of
-from flowspec_edge.boards.probe.compute_rules import BNB, FULL, IN_4_BITS, ComputeDevice, computed, only_told
+from flowspec_edge.boards.probe.compute_rules import BNB, FULL, IN_4_BITS, ComputeDevice, computed, report_only
 from flowspec_edge.boards.probe.facts import BoardFacts, DiskFacts, SystemFacts, ask_system
 from flowspec_edge.boards.probe.findings import Finding, State, no_facts, wrong_address
 from flowspec_edge.boards.probe.service_rules import BoardPart, ReleaseOnBoard
@@ -87,8 +87,8 @@ class Subject:
     in_image: bool = False
 
     @classmethod
-    def of(cls, inventory: Inventory, device: DeviceEntry, facts: BoardFacts, needs: Needs = Needs(),
-           storage: str = "", shaping: str | None = None) -> Subject:
+    def from_facts(cls, inventory: Inventory, device: DeviceEntry, facts: BoardFacts, needs: Needs = Needs(),
+                   storage: str = "", shaping: str | None = None) -> Subject:
         return cls(facts, inventory.cluster.board_python, inventory.torch_device(device), needs, storage,
                    inventory.power_mode(device), resolve(device), inventory.interface(device),
                    address_problem(inventory, device), shaping=shaping, in_image=inventory.cluster.in_image)
@@ -123,16 +123,16 @@ class Room:
 # Who shows a finding.  up: `deploy plan` and `up`; bare, installed, here: the doctor, of a board without a
 # release, of one with it, and of the machine that it runs on; release: the doctor, from the release that a
 # machine has; device, products, operations, tokens: the groups of `doctor --gpu`.
-Place = Literal["init", "up", "status", "bare", "installed", "here", "release",
-                "device", "products", "operations", "tokens"]
-_BOARDS: tuple[Place, ...] = ("bare", "installed")
-_DOCTOR: tuple[Place, ...] = (*_BOARDS, "here")
-_ALL: tuple[Place, ...] = ("init", "up", *_DOCTOR)
-_Asked = TypeVar("_Asked")
+CheckScope = Literal["init", "up", "status", "bare", "installed", "here", "release",
+                     "device", "products", "operations", "tokens"]
+_BOARDS: tuple[CheckScope, ...] = ("bare", "installed")
+_DOCTOR: tuple[CheckScope, ...] = (*_BOARDS, "here")
+_ALL: tuple[CheckScope, ...] = ("init", "up", *_DOCTOR)
+_Subject = TypeVar("_Subject")
 
 
 @dataclass(frozen=True)
-class Check(Generic[_Asked]):
+class Check(Generic[_Subject]):
     """A check, whose ``rule`` yields findings about what is asked.
 
     "ok" is among the findings, and none of them is worse than ``severity``.
@@ -144,37 +144,38 @@ class Check(Generic[_Asked]):
     """
 
     name: str
-    asks: type[_Asked]
+    asks: type[_Subject]
     severity: State
-    places: tuple[Place, ...]
-    rule: Callable[[_Asked], Iterable[Finding]]
+    scopes: tuple[CheckScope, ...]
+    rule: Callable[[_Subject], Iterable[Finding]]
     ends: bool = False
-    computes: Callable[[_Asked], Sequence[Computation]] = lambda asked: ()
+    computes: Callable[[_Subject], Sequence[Computation]] = lambda subject: ()
 
 
-def judge(place: Place, subject: object, checks: Sequence[Check[Any]] | None = None) -> list[Finding]:
-    """Return what the checks of one place find, in the order of ``CHECKS``; causes come before their consequences.
+def judge(scope: CheckScope, subject: object, checks: Sequence[Check[Any]] | None = None) -> list[Finding]:
+    """Return what the checks of one scope find, in the order of ``CHECKS``; causes come before their consequences.
 
     checks  others than ``CHECKS``
 
     Checks that compute run their computations together first.
     """
     applicable = [check for check in (CHECKS if checks is None else checks)
-                  if place in check.places and isinstance(subject, check.asks)]
+                  if scope in check.scopes and isinstance(subject, check.asks)]
     if isinstance(subject, ComputeDevice):
-        subject = replace(subject, results=compute([one for check in applicable for one in check.computes(subject)]))
+        computations = [computation for check in applicable for computation in check.computes(subject)]
+        subject = replace(subject, results=compute(computations))
     findings: list[Finding] = []
     for check in applicable:
         check_findings = list(check.rule(subject))
         findings += check_findings
-        if check.ends and place in ("init", "up") and any(finding.state == "failed" for finding in check_findings):
+        if check.ends and scope in ("init", "up") and any(finding.state == "failed" for finding in check_findings):
             break
     return findings
 
 
-def faults(place: Place, subject: object) -> list[Finding]:
+def faults(scope: CheckScope, subject: object) -> list[Finding]:
     """Return what failed, and what is worth knowing."""
-    return [finding for finding in judge(place, subject) if finding.state in ("failed", "warning")]
+    return [finding for finding in judge(scope, subject) if finding.state in ("failed", "warning")]
 
 
 def _jetpack(subject: Subject) -> Iterator[Finding]:
@@ -354,8 +355,8 @@ def different_processors(facts: Mapping[str, BoardFacts]) -> list[Finding]:
             for board, architecture in architectures.items() if architecture != usual]
 
 
-def of_result(place: Place, name: str, rule: Callable[[ComputeDevice, ComputationResult], Finding],
-               computes: Callable[[ComputeDevice], Sequence[Computation]]) -> Check[ComputeDevice]:
+def result_check(scope: CheckScope, name: str, rule: Callable[[ComputeDevice, ComputationResult], Finding],
+                  computes: Callable[[ComputeDevice], Sequence[Computation]]) -> Check[ComputeDevice]:
     """Make a check that judges one result.
 
     computes  the computation ``name``, or nothing where the check does not apply
@@ -363,10 +364,10 @@ def of_result(place: Place, name: str, rule: Callable[[ComputeDevice, Computatio
     def judged(device: ComputeDevice) -> list[Finding]:
         return [rule(device, device.results[name])] if name in device.results else []
 
-    return Check(name, ComputeDevice, "failed", (place,), judged, computes=computes)
+    return Check(name, ComputeDevice, "failed", (scope,), judged, computes=computes)
 
 
-def _computed(place: Place, name: str, function: str,
+def _computed(scope: CheckScope, name: str, function: str,
               rule: Callable[[ComputationResult], Finding] = computed, cuda: bool = False, **arguments: Any
               ) -> Check[ComputeDevice]:
     """Make a check that judges the result of one function of ``gpu_check``.
@@ -374,7 +375,7 @@ def _computed(place: Place, name: str, function: str,
     function   "module:function"; it takes the device's name and ``arguments``
     cuda       whether it is about GPUs alone
     """
-    return of_result(place, name, lambda compute_device, result: rule(result), lambda compute_device: [
+    return result_check(scope, name, lambda compute_device, result: rule(result), lambda compute_device: [
         Computation(name, f"flowspec_edge.boards.gpu_check.{function}", {"device": compute_device.name, **arguments})
     ] if compute_device.on_gpu or not cuda else [])
 
@@ -386,13 +387,13 @@ def _operation(name: str, function: str, **arguments: Any) -> Check[ComputeDevic
 def _product(kind: str, dtype: str) -> Check[ComputeDevice]:
     """Make the check of a product with weights of ``kind``; ``dtype``: activations of kinds in 4 bits."""
     name = kind if kind in FULL else f"{kind}, {dtype} activations"
-    return of_result("products", name, partial(computing.advised_product, kind=kind), lambda compute_device: [
+    return result_check("products", name, partial(computing.advised_product, kind=kind), lambda compute_device: [
         computing.product(name, kind, compute_device.name, _SHAPE, _ROWS, dtype)
     ] if compute_device.bitsandbytes or kind not in BNB else [])
 
 
 CHECKS: tuple[Check[Any], ...] = (
-    Check("flowspec", ReleaseOnBoard, "failed", _BOARDS, lambda it: [services.release(it)]),
+    Check("flowspec", ReleaseOnBoard, "failed", _BOARDS, lambda release: [services.release(release)]),
     Check("clock", Subject, "warning", _BOARDS, _skew),
     Check("board", Subject, "failed", _ALL, _jetpack, ends=True),
     Check("python", Subject, "failed", _ALL, _python),
@@ -405,29 +406,30 @@ CHECKS: tuple[Check[Any], ...] = (
     Check("disk", Room, "failed", ("up",), _enough_room),
     Check("memory", Subject, "failed", ("up",), _memory),
     Check("port", Subject, "failed", ("up",), _ports),
-    Check("memory", Subject, "warning", _DOCTOR, lambda it: [rules.free_memory(it.board)]),
-    Check("gpu memory", Subject, "warning", ("init", *_DOCTOR), lambda it: rules.large_pieces(it.board.l4t)),
-    Check("swap", Subject, "warning", _DOCTOR, lambda it: [rules.swap(it.system)]),
-    Check("temperature", Subject, "failed", _DOCTOR, lambda it: [rules.temperature(it.board)]),
-    Check("power mode", Subject, "failed", _DOCTOR, lambda it: rules.power_mode(it.system, it.board, it.power_mode)),
+    Check("memory", Subject, "warning", _DOCTOR, lambda subject: [rules.free_memory(subject.board)]),
+    Check("gpu memory", Subject, "warning", ("init", *_DOCTOR), lambda subject: rules.large_pieces(subject.board.l4t)),
+    Check("swap", Subject, "warning", _DOCTOR, lambda subject: [rules.swap(subject.system)]),
+    Check("temperature", Subject, "failed", _DOCTOR, lambda subject: [rules.temperature(subject.board)]),
+    Check("power mode", Subject, "failed", _DOCTOR,
+          lambda subject: rules.power_mode(subject.system, subject.board, subject.power_mode)),
     Check("disk", Subject, "failed", _DOCTOR,
-          lambda it: [rules.free_disk(it.system.disks, it.storage, it.absent)]),
-    Check("time", Subject, "warning", _DOCTOR, lambda it: [rules.time_service(it.system)]),
-    Check("groups", Subject, "failed", ("here",), lambda it: rules.own_groups(it.system)),
-    Check("groups", Subject, "failed", _BOARDS, lambda it: rules.service_groups(it.system)),
+          lambda subject: [rules.free_disk(subject.system.disks, subject.storage, subject.absent)]),
+    Check("time", Subject, "warning", _DOCTOR, lambda subject: [rules.time_service(subject.system)]),
+    Check("groups", Subject, "failed", ("here",), lambda subject: rules.own_groups(subject.system)),
+    Check("groups", Subject, "failed", _BOARDS, lambda subject: rules.service_groups(subject.system)),
     Check("network", Subject, "failed", _BOARDS,
-          lambda it: [rules.network(it.system, it.address, it.interface, it.wrong)]),
-    Check("desktop", Subject, "warning", _DOCTOR, lambda it: rules.desktop(it.system)),
-    Check("apt hold", Subject, "warning", _DOCTOR, lambda it: rules.apt_hold(it.system)),
-    Check("link shaping", Subject, "ok", _BOARDS, lambda it: rules.shaping(it.shaping)),
-    Check("machine-id", AllBoards, "failed", ("init", "up", *_BOARDS), lambda it: shared_machine_ids(it.facts)),
-    Check("machine", AllBoards, "warning", ("up",), lambda it: different_processors(it.facts)),
-    Check("service", AllBoards, "failed", ("status",), lambda it: services.services(it.facts)),
-    Check("release", AllBoards, "failed", ("status",), lambda it: services.releases(it.facts)),
-    Check("ready", AllBoards, "failed", ("status",), lambda it: services.ready(it.facts)),
-    Check("model", BoardPart, "failed", _BOARDS, lambda it: [services.model(it)]),
+          lambda subject: [rules.network(subject.system, subject.address, subject.interface, subject.wrong)]),
+    Check("desktop", Subject, "warning", _DOCTOR, lambda subject: rules.desktop(subject.system)),
+    Check("apt hold", Subject, "warning", _DOCTOR, lambda subject: rules.apt_hold(subject.system)),
+    Check("link shaping", Subject, "ok", _BOARDS, lambda subject: rules.shaping(subject.shaping)),
+    Check("machine-id", AllBoards, "failed", ("init", "up", *_BOARDS), lambda boards: shared_machine_ids(boards.facts)),
+    Check("machine", AllBoards, "warning", ("up",), lambda boards: different_processors(boards.facts)),
+    Check("service", AllBoards, "failed", ("status",), lambda boards: services.services(boards.facts)),
+    Check("release", AllBoards, "failed", ("status",), lambda boards: services.releases(boards.facts)),
+    Check("ready", AllBoards, "failed", ("status",), lambda boards: services.ready(boards.facts)),
+    Check("model", BoardPart, "failed", _BOARDS, lambda part: [services.model(part)]),
     Check("draft device", BoardPart, "warning", _BOARDS, services.draft_device),
-    Check("link", LinkRate, "failed", _BOARDS, lambda it: [rules.link(it)]),
+    Check("link", LinkRate, "failed", _BOARDS, lambda measured: [rules.link(measured)]),
     Check("flowspec", ComputeDevice, "ok", ("release",), computing.installed),
     Check("torch", ComputeDevice, "failed", ("release",), computing.libraries),
     Check("product", ComputeDevice, "failed", ("release",), computing.right_product,
@@ -439,10 +441,10 @@ CHECKS: tuple[Check[Any], ...] = (
     _computed("device", "rms_norm", "gpu_facts:rms_norm"),
     _computed("device", "launch", "gpu_facts:launch"),
     # Whether graphs work is for the operations to judge.
-    _computed("device", "launch in a graph", "gpu_facts:launch_in_graph", only_told, cuda=True),
+    _computed("device", "launch in a graph", "gpu_facts:launch_in_graph", report_only, cuda=True),
     _computed("device", "layers in graphs", "gpu_facts:layers_in_graphs", cuda=True),
     _computed("device", "draft passes in graphs", "gpu_facts:draft_passes_in_graphs", cuda=True),
-    Check("free memory", ComputeDevice, "unknown", ("device",), lambda it: [computing.free_memory(it)]),
+    Check("free memory", ComputeDevice, "unknown", ("device",), lambda device: [computing.free_memory(device)]),
     Check("largest piece", ComputeDevice, "failed", ("device",), computing.largest_piece,
           computes=computing.pieces),
     Check("gpu memory", ComputeDevice, "warning", ("device",), computing.refusing_release),
@@ -478,7 +480,7 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightRepo
     """Ask the boards in ``needs`` at once, before a deployment; problems are in the inventory's order."""
     devices = [device for device in inventory.device if device.name in needs]
 
-    def one(device: DeviceEntry) -> BoardFacts | list[Finding]:
+    def check_board(device: DeviceEntry) -> BoardFacts | list[Finding]:
         if problem := address_problem(inventory, device):
             return [wrong_address(device, problem)]
         try:
@@ -486,14 +488,14 @@ def preflight(inventory: Inventory, needs: Mapping[str, Needs]) -> PreflightRepo
         except FlowspecError as error:
             return [no_facts(device, error)]
 
-    answers = dict(zip((device.name for device in devices), on_each(one, devices), strict=True))
-    facts = {name: one for name, one in answers.items() if isinstance(one, BoardFacts)}
+    answers = dict(zip((device.name for device in devices), on_each(check_board, devices), strict=True))
+    facts = {name: answer for name, answer in answers.items() if isinstance(answer, BoardFacts)}
     findings: list[Finding] = []
     for device in devices:
-        one_board = answers[device.name]
-        findings += one_board if isinstance(one_board, list) else (
+        answer = answers[device.name]
+        findings += answer if isinstance(answer, list) else (
             replace(finding, board=device.name)
-            for finding in faults("up", Subject.of(inventory, device, one_board, needs[device.name])))
+            for finding in faults("up", Subject.from_facts(inventory, device, answer, needs[device.name])))
     return PreflightReport([*findings, *judge("up", AllBoards(facts))], facts)
 
 

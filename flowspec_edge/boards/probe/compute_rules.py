@@ -83,7 +83,7 @@ def computed(result: ComputationResult) -> Finding:
                    error=result.error if math.isfinite(result.error) else None)
 
 
-def only_told(result: ComputationResult) -> Finding:
+def report_only(result: ComputationResult) -> Finding:
     """Report what a computation says; whether it works is for another check to judge."""
     finding = computed(result)
     return finding if finding.ok else replace(finding, state="skipped")
@@ -245,7 +245,7 @@ def largest_piece(device: ComputeDevice) -> Iterator[Finding]:
         yield Finding("largest piece", "warning",
                       f"only {device.available // _MB} MB are available: stop what else runs here, and try again")
         return
-    first_allowed = next((place for place, result in enumerate(allocations) if not result.fault), len(allocations))
+    first_allowed = next((index for index, result in enumerate(allocations) if not result.fault), len(allocations))
     refused = allocations[first_allowed - 1].fault if first_allowed else ""
     if first_allowed == len(allocations):
         yield Finding("largest piece", "failed", f"not even {needed} MB at once, which models need: {refused}")

@@ -31,7 +31,7 @@ from flowspec_edge.util.resources import resource_dir
 User = Literal["any", "root if possible", "root"]
 
 # What is sent for each section, in the order of their imports; time limits in seconds, and who runs it.
-_SENT: Mapping[str, tuple[ModuleType, ...]] = {
+_MODULES: Mapping[str, tuple[ModuleType, ...]] = {
     "service": (paths, rails, tools, service),
     "system": (errors, paths, interfaces, procfs, interpreter, tools, system),
     "deployment": (errors, files, paths, store, tools, deployment)}
@@ -303,7 +303,7 @@ def _ask(inventory: Inventory, device: DeviceEntry, section: str, **arguments: A
 
 def program(section: str, **arguments: Any) -> str:
     """Return the text that a board's Python runs."""
-    return interpreter.modules_program(_SENT[section], tools, f"answer({ {section: arguments}!r})")
+    return interpreter.modules_program(_MODULES[section], tools, f"answer({ {section: arguments}!r})")
 
 
 def parse(answer: dict[str, Any], before: float, after: float) -> BoardFacts:

@@ -104,9 +104,9 @@ def unreachable(device: DeviceEntry, error: str, settings_in: Literal["file", "o
     settings_in  where the user says how to reach the board
     """
     error = error.removeprefix(f"{device.label}: ")  # a finding names the board itself
-    found_port, port = _PORT.search(error), device.ssh_port
+    port_match, port = _PORT.search(error), device.ssh_port
     values = {**(_IN_FILE if settings_in == "file" else _BY_OPTION), "address": device.address,
-              "port": found_port[1] if found_port else port or 22, "p": f"-p {port} " if port else "",
+              "port": port_match[1] if port_match else port or 22, "p": f"-p {port} " if port else "",
               "known": f"'[{device.address}]:{port}'" if port not in (None, 22) else device.address,
               "target": f"{device.ssh_user}@{device.address}" if device.ssh_user else device.address}
     if _HANGS.search(error):

@@ -125,8 +125,8 @@ def public_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: M
     return boards
 
 
-def held_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
-              path: str = KEY) -> dict[str, tuple[str, ...]]:
+def board_public_keys(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[str, str],
+                      path: str = KEY) -> dict[str, tuple[str, ...]]:
     """Return the public keys of the pairs that each board has; FlowspecError names the boards that do not say."""
     boards = ask(inventory, devices, pythons, "show", path)
     if errors := [board.error for board in boards if board.error]:
@@ -142,7 +142,7 @@ def ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[s
     actions  by board, or the same for all
     path     of the key file on every board
     """
-    def one(device: DeviceEntry) -> BoardKeys:
+    def ask_board(device: DeviceEntry) -> BoardKeys:
         action = actions if isinstance(actions, str) else actions[device.name]
         command = key_command(pythons[device.name], action, path)
         try:
@@ -155,7 +155,7 @@ def ask(inventory: Inventory, devices: Sequence[DeviceEntry], pythons: Mapping[s
             return BoardKeys(device.name, error=f"{device.name}: {command[0]} is not a compatible flowspec: "
                                                 "flowspec deploy up")
 
-    return on_each(one, devices)
+    return on_each(ask_board, devices)
 
 
 def key_command(python: str, action: KeyAction, path: str, public: str = "") -> list[str]:

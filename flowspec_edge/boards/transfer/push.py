@@ -36,7 +36,7 @@ OnBytes = Callable[[str, int, int], None]
 """Called with a board's name, how many bytes it has got in this call, and how many it is to get in all;
 from several threads, one a board."""
 
-_SENT = (errors, files, store, receive)  # the receiving end, in the order of their imports
+_RECEIVER_MODULES = (errors, files, store, receive)  # the receiving end, in the order of their imports
 _SET_PIPE_SIZE = 1031  # Linux's F_SETPIPE_SZ
 _PIECE = 1 << 20
 _GRACE_S = 3.0  # for an ssh client to exit
@@ -66,9 +66,9 @@ def push(model: Path, boards: Sequence[tuple[DeviceEntry, str, str]], inventory:
     """
     manifest = OpenModel(model).require_manifest()
     text = (model / MANIFEST).read_text(encoding="utf-8")
-    place = {"root": models, "name": Path(model_dir(manifest.request)).name}
+    destination = {"root": models, "name": Path(model_dir(manifest.request)).name}
     return _send(model, [(device, manifest.part(part).files, python) for device, part, python in boards], inventory,
-                 place, text, progress, silence_s)
+                 destination, text, progress, silence_s)
 
 
 def send_image(boards: Sequence[tuple[DeviceEntry, Image]], inventory: Inventory, *,
@@ -90,45 +90,45 @@ def send_image(boards: Sequence[tuple[DeviceEntry, Image]], inventory: Inventory
 
 
 def _send(home: Path, boards: Sequence[tuple[DeviceEntry, Sequence[PartFile], str]], inventory: Inventory,
-          place: dict[str, str], text: str, progress: OnBytes, silence_s: float) -> list[TransferResult]:
+          destination: dict[str, str], text: str, progress: OnBytes, silence_s: float) -> list[TransferResult]:
     """Send files of the directory ``home`` to each board; ``text``: of the manifest that is written at the end."""
     connections: list[_Connection] = []
 
-    def one(board: tuple[DeviceEntry, Sequence[PartFile], str]) -> TransferResult:
+    def send_to_board(board: tuple[DeviceEntry, Sequence[PartFile], str]) -> TransferResult:
         device, files, python = board
-        sent = 0
+        bytes_sent = 0
 
         def count(piece: int, total: int) -> None:
-            nonlocal sent
-            sent += piece
-            progress(device.name, sent, total)
+            nonlocal bytes_sent
+            bytes_sent += piece
+            progress(device.name, bytes_sent, total)
 
         try:
             connections.append(connection := _Connection(inventory, device, python, silence_s))
             with connection:
-                _fill(connection, home, files, place, count)
+                _fill(connection, home, files, destination, count)
                 connection.ask("finish", sum(file.size for file in files), manifest=text)
         except FlowspecError as error:
-            return TransferResult(device.name, sent, str(error))
-        return TransferResult(device.name, sent)
+            return TransferResult(device.name, bytes_sent, str(error))
+        return TransferResult(device.name, bytes_sent)
 
     with ThreadPoolExecutor(max(1, len(boards))) as pool:
         try:
-            return list(pool.map(one, boards))
+            return list(pool.map(send_to_board, boards))
         except BaseException:  # Ctrl-C: the pool would wait for threads that wait for boards
             for connection in connections:
                 connection.terminate()
             raise
 
 
-def _fill(connection: _Connection, model: Path, files: Sequence[PartFile], place: dict[str, str],
+def _fill(connection: _Connection, model: Path, files: Sequence[PartFile], destination: dict[str, str],
           count: Callable[[int, int], None]) -> None:
-    answer = connection.ask("open", sum(file.size for file in files), **place,
+    answer = connection.ask("open", sum(file.size for file in files), **destination,
                             files=[[file.path, file.size, file.sha256] for file in files])
     missing: dict[str, int] = answer["missing"]
     total = sum(file.size - missing[file.path] for file in files if file.path in missing)
     if total > answer["free"]:
-        raise FlowspecError(f"{connection.device_name}: no room in {place['root']}: {_size(total)} are to be "
+        raise FlowspecError(f"{connection.device_name}: no room in {destination['root']}: {_size(total)} are to be "
                             f"written and {_size(answer['free'])} are free: make room there, and run this "
                             "again")
 
@@ -159,7 +159,7 @@ class _Connection:
         self._runner = runner = runner_for(inventory, device, own_connection=True)
         self.device_name = runner.device_name
         program = module_command("flowspec_edge.boards.transfer.receive", python=python) if python else [
-            inventory.cluster.board_python, "-I", "-c", modules_program(_SENT, receive, "main()")]
+            inventory.cluster.board_python, "-I", "-c", modules_program(_RECEIVER_MODULES, receive, "main()")]
         self._command = runner.announced(as_root(program))
         self._stderr = TemporaryFile()  # noqa: SIM115 - closed with the rest
         self._client = subprocess.Popen(

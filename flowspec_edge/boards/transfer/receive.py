@@ -57,7 +57,7 @@ class Receiver:
         return {}
 
 
-def _give_way(number: int, frame: object) -> NoReturn:
+def _yield_to_newer(number: int, frame: object) -> NoReturn:
     # The other transfer repeats the signal, which would end this process before its exit code is told.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit("another transfer to this board has begun")
@@ -65,7 +65,7 @@ def _give_way(number: int, frame: object) -> NoReturn:
 
 def main() -> None:
     os.umask(0o022)  # root's may differ: the services' user has to read the files
-    signal.signal(signal.SIGTERM, _give_way)
+    signal.signal(signal.SIGTERM, _yield_to_newer)
     with suppress(OSError):  # not a pipe
         fcntl.fcntl(0, _SET_PIPE_SIZE, BLOCK)
     source: Any = sys.stdin.buffer

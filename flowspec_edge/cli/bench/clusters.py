@@ -96,8 +96,8 @@ def _virtual(setup: ClusterSetup) -> Iterator[OpenPoint]:
         if loaded:
             loaded.append(loaded.pop().under(profile, stages, share))
         else:
-            place = Virtual(profile, right_children=share, recording=setup.subject.recording)
-            loaded.append(place.open(replace(setup.spec, stages=stages)))
+            backend = Virtual(profile, right_children=share, recording=setup.subject.recording)
+            loaded.append(backend.open(replace(setup.spec, stages=stages)))
         yield PointCluster(loaded[0], None)
 
     yield open_point
@@ -119,7 +119,7 @@ def _namespaces(setup: ClusterSetup) -> Iterator[OpenPoint]:
         def open_point(value: Value | None) -> Iterator[PointCluster]:
             bed.shape(_mbps(value))
             measured_mbps = [link.mbps for link in measure_links(bed)]
-            devices = Devices.of(setup.described(value)[1], setup.options.stages)
+            devices = Devices.from_profile(setup.described(value)[1], setup.options.stages)
             with open_cluster(setup.spec, emulated(devices, "real", bed)) as cluster:
                 yield PointCluster(cluster, measured_mbps)
 
@@ -143,8 +143,8 @@ def _boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
     from flowspec_edge.drivers.processes.clusters import open_cluster
 
     assert setup.inventory is not None
-    place = SshBoards(setup.inventory, setup.board_model, setup.subject.dtype(setup.options.dtype))
-    with open_cluster(replace(setup.spec, device=place.device), place) as cluster:
+    backend = SshBoards(setup.inventory, setup.board_model, setup.subject.dtype(setup.options.dtype))
+    with open_cluster(replace(setup.spec, device=backend.device), backend) as cluster:
 
         @contextmanager
         def open_point(value: Value | None) -> Iterator[PointCluster]:
@@ -171,9 +171,9 @@ def _shaped_boards(setup: ClusterSetup) -> Iterator[OpenPoint]:
                 if link.measure is None:
                     log.warning("%s to %s was not measured: %s", link.source, link.target, link.error)
             shaping.renew()
-            place = SshBoards(inventory, setup.board_model, setup.subject.dtype(setup.options.dtype),
-                              shaping.renew)
-            with open_cluster(replace(setup.spec, device=place.device), place) as cluster:
+            backend = SshBoards(inventory, setup.board_model, setup.subject.dtype(setup.options.dtype),
+                                shaping.renew)
+            with open_cluster(replace(setup.spec, device=backend.device), backend) as cluster:
                 measured_mbps = [link.measure.mbps for link in links if link.measure]
                 yield PointCluster(cluster, measured_mbps if len(measured_mbps) == len(links) else None)
 

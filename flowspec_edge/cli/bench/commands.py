@@ -21,7 +21,7 @@ from flowspec_edge.cli.bench.options import (
     parse_strategies,
     require_files,
 )
-from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
+from flowspec_edge.cli.common.option_groups import select_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
     MOST_REPEATS,
     OUTPUT,
@@ -227,7 +227,7 @@ def plot(
     draw([load_report(path) for path in paths], out)
 
 
-@with_dataclasses(strategies=of_strategy, sampling=Sampling, params=Params)
+@with_dataclasses(strategies=select_strategy, sampling=Sampling, params=Params)
 def timeline(
     strategy: StrategyOption = "flowspec",
     prompt: Annotated[str | None, typer.Option(

@@ -104,12 +104,12 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
             raise UsageError("give --cluster or --device, not both: the cluster file says torch_device")
         inventory = load_inventory(request.cluster)
         options = replace(options, stages=len(inventory.verify), device="cpu")
-    left_out: list[str] = []  # for each strategy that "all" names and that cannot run here, the reason
+    omissions: list[str] = []  # for each strategy that "all" names and that cannot run here, the reason
     if clock.clock == "wall" and (options.strategies is None or every):
         from flowspec_edge.strategies.registry import groups
 
         if virtual := groups(names):
-            left_out.append(f"{' and '.join(virtual)} exist in virtual time only, and are left out")
+            omissions.append(f"{' and '.join(virtual)} exist in virtual time only, and are left out")
             names = [name for name in names if name not in virtual]
     if dict(params.specific).get("plus_carry") is None:
         params = params.changed(plus_carry=False)  # a prompt's figures must not depend on the prompts before it
@@ -124,7 +124,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
                 if not every or len(names) == 1:
                     raise
                 names.remove(name)
-                left_out.append(f"{name} is left out: {error}")
+                omissions.append(f"{name} is left out: {error}")
     if inventory is None:
         processes = clock.processes(max(stages for _, stages in points))
         options = replace(options, device=subject.device(options.device, dtype, processes))
@@ -143,7 +143,7 @@ def measure(request: MeasureRequest, options: BenchOptions, sampling: Sampling, 
         if options.out is not None:
             saved(options.out, partial(results.save, options.out))
 
-    for why in left_out:
+    for why in omissions:
         print(f"flowspec: note: {why}", file=sys.stderr)
     total = steps(results, plans)
     results.complete = results.complete or not total
@@ -178,7 +178,7 @@ def measure_first_tokens(request: MeasureRequest, options: BenchOptions, params:
     stages = subject.stages(options.stages, clock.profile)
     if clock.clock == "virtual":
         assert clock.profile is not None
-        devices = Devices.of(clock.profile, stages)
+        devices = Devices.from_profile(clock.profile, stages)
         return [in_virtual_time(devices, tokens, params) for tokens in lengths]
     dtype = subject.dtype(options.dtype)
     options = replace(options, stages=stages, dtype=dtype,

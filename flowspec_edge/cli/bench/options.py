@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flowspec_edge.cli.common.option_groups import StrategiesOf
+from flowspec_edge.cli.common.option_groups import StrategySelector
 from flowspec_edge.cli.common.options import (
     MODEL,
     MOST_REPEATS,
@@ -200,7 +200,7 @@ def parse_acceptance(text: str) -> float:
     return share
 
 
-def measured_by_default(names: str) -> StrategiesOf:
+def measured_by_default(names: str) -> StrategySelector:
     """Return, for ``with_dataclasses``, the strategies of ``--strategies``, else ``names``."""
     return lambda arguments: parse_strategies(
         names if arguments["options"].strategies is None else arguments["options"].strategies)

@@ -204,5 +204,5 @@ def _opened(model: OpenModel, dtype: Dtype, device: str, cluster: Path | None, b
     from flowspec_edge.boards.ssh_stages import SshBoards
 
     inventory = load_inventory(cluster)
-    place = SshBoards(inventory, board_model or str(model.path.resolve()), dtype)
-    return open_cluster(ClusterSpec(model.path, len(inventory.verify), dtype, device=place.device), place)
+    backend = SshBoards(inventory, board_model or str(model.path.resolve()), dtype)
+    return open_cluster(ClusterSpec(model.path, len(inventory.verify), dtype, device=backend.device), backend)

@@ -323,7 +323,7 @@ def _rows(profile: Profile) -> list[tuple[str, str]]:
     ]
     if p.launch:
         lines.append(("launches", f"{p.launch.us:g} µs each: {p.launch.layer} a layer and {SEGMENT_LAUNCHES} "
-                                  f"a segment, in the times above; {sum(p.launch.of_pass(EAGLE2.name))} a draft "
+                                  f"a segment, in the times above; {sum(p.launch.per_pass(EAGLE2.name))} a draft "
                                   f"pass and {OUTPUT_LAUNCHES} an output, beside their times"))
     if p.collective.step_ms:
         lines.append(("collectives", f"{p.collective.step_ms:g} ms a step of a ring, beside its bytes"))

@@ -12,7 +12,7 @@ import typer
 
 from flowspec_edge.cli.common.options import MOST_TOKENS
 from flowspec_edge.errors import UsageError
-from flowspec_edge.model.draft_kinds import DRAFT_KINDS, NGRAM, WantedDraft
+from flowspec_edge.model.draft_kinds import DRAFT_KINDS, NGRAM, PlannedDraftName
 from flowspec_edge.model.opened import ANSWERING, DEMO, OpenModel, require_name, resolve_model
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def plan(
     strategies: Annotated[str | None, typer.Option(
         "--strategies", help="Strategies to predict, separated by commas.  Default: flowspec_plus, flowspec, "
                              "chunk_pp, pipedec, speculative, autoregressive.", show_default=False)] = None,
-    draft: Annotated[WantedDraft, typer.Option(
+    draft: Annotated[PlannedDraftName, typer.Option(
         "--draft", help="What D0 drafts with.  head: the model's draft head, else its own MTP layer, else a "
                         "head yet to be trained; mtp: the MTP layer; ngram: n-grams of the text, which need "
                         "no draft model; auto: as head, but ngram if there is neither, or no "

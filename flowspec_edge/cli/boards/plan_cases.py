@@ -36,7 +36,7 @@ from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.lab import first_token, predictions
 from flowspec_edge.lab.first_token import FirstToken
 from flowspec_edge.lab.predictions import Prediction
-from flowspec_edge.model.draft_kinds import NGRAM, WantedDraft
+from flowspec_edge.model.draft_kinds import NGRAM, PlannedDraftName
 from flowspec_edge.model.manifest import CacheBits, HeadBits
 from flowspec_edge.util.threads import cores
 
@@ -157,7 +157,7 @@ class Case:
 
 
 def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context: int, at_once: int,
-            draft: WantedDraft = "auto", lm_head: HeadBits | None = None, kv_cache: CacheBits | None = None
+            draft: PlannedDraftName = "auto", lm_head: HeadBits | None = None, kv_cache: CacheBits | None = None
             ) -> Case:
     """Plan a model in one element type.
 
@@ -167,12 +167,12 @@ def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context:
     Raise UsageError for a context that the model was not made for; ``planner.DoesNotFit`` with what is missing.
     """
     caches: Sequence[CacheBits] = [kv_cache] if kv_cache else ["16bit", "int8"]
-    drafts: Sequence[WantedDraft] = ["auto", NGRAM.name] if draft == "auto" else [draft]
+    drafts: Sequence[PlannedDraftName] = ["auto", NGRAM.name] if draft == "auto" else [draft]
     errors: list[planner.DoesNotFit] = []
     for draft_choice in drafts:
-        for kept_in in caches:
+        for cache_bits in caches:
             try:
-                case = _case_of(model, dtype, members, context, at_once, draft_choice, lm_head, kept_in)
+                case = _case_of(model, dtype, members, context, at_once, draft_choice, lm_head, cache_bits)
             except planner.DoesNotFit as error:
                 errors.append(error)
                 continue
@@ -184,7 +184,7 @@ def case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context:
 
 
 def _case_of(model: str, dtype: PlanDtype, members: Sequence[BoardSpec], context: int, at_once: int,
-             draft: WantedDraft, lm_head: HeadBits | None, kv_cache: CacheBits) -> Case:
+             draft: PlannedDraftName, lm_head: HeadBits | None, kv_cache: CacheBits) -> Case:
     def size_in(dtype: PlanDtype, kv_cache: CacheBits = kv_cache) -> ModelBytes:
         return model_bytes(model, dtype, lm_head, kv_cache, draft)
 
@@ -262,7 +262,7 @@ class Cases:
 
 
 def choose_dtype(model: str, dtype: str, members: Sequence[BoardSpec], context: int, at_once: int,
-                 draft: WantedDraft = "auto", lm_head: HeadBits | None = None,
+                 draft: PlannedDraftName = "auto", lm_head: HeadBits | None = None,
                  kv_cache: CacheBits | None = None) -> Cases:
     """Return the case of the element type ``dtype``, and the cases to compare it with.
 
@@ -368,7 +368,8 @@ class Runs:
     def in_processes(self) -> Iterator[None]:
         """Have a process for each core simulate, within the block, what recordings simulate."""
         tokens = [self._tokens(case) for case in (self._cases.main, *self._cases.others)]
-        every = [of.source for of in (*tokens, *(of.beside for of in tokens if of.beside))]
+        beside = [case_tokens.beside for case_tokens in tokens if case_tokens.beside]
+        every = [case_tokens.source for case_tokens in (*tokens, *beside)]
         recordings = [source for source in every if isinstance(source, Recording)]
         if not recordings or cores() == 1:
             yield
@@ -394,14 +395,14 @@ class Runs:
                                predictions.predict_alone(case.alone, case.problem, *run_of(case), workers=workers)
                                if case.alone else [])
                          for case in every]
-        case, why = self._cases.choose(lambda case: runs_of_cases[_place(every, case)].best)
-        case_runs, run = runs_of_cases[_place(every, case)], run_of(case)
+        case, why = self._cases.choose(lambda case: runs_of_cases[_index_of(every, case)].best)
+        case_runs, run = runs_of_cases[_index_of(every, case)], run_of(case)
         best_plan, first = case_runs.split or (None, None)
         report = case.report(best_plan, members)
         if best_plan and first:
-            rest = predictions.predict(best_plan, [name for name in self._names if name != lead], *run,
-                                       kinds=kinds_of(case), workers=workers)
-            by_strategy = {p.strategy: p for p in (first, *rest)}
+            other_predictions = predictions.predict(best_plan, [name for name in self._names if name != lead], *run,
+                                                    kinds=kinds_of(case), workers=workers)
+            by_strategy = {p.strategy: p for p in (first, *other_predictions)}
             report.predictions = predictions.with_speedup([by_strategy[name] for name in self._names])
             if self._tokens(case).calibrates:
                 report.predictions = [
@@ -435,7 +436,7 @@ class Runs:
         return report
 
 
-def _place(cases: Sequence[Case], case_to_find: Case) -> int:
+def _index_of(cases: Sequence[Case], case_to_find: Case) -> int:
     return next(i for i, case in enumerate(cases) if case is case_to_find)
 
 
@@ -461,13 +462,13 @@ def _recommended(report: PlanReport, case: Case, why: str, alone: Sequence[Predi
         report.alone_rows = alone_rows(case.alone, [b for b in case.boards if b is not case.alone],
                                        case.problem, case.scaled)
         rate = f"{rate_text(best.tokens_per_second)} tokens/s by itself" if best else "everything by itself"
-        left_out = [(b.name, f"{names[0]} makes {rate}, and with others no more" if best and report.plan
-                     else "no pipeline over these boards fits") for b in case.boards if b is not case.alone]
+        unused_boards = [(b.name, f"{names[0]} makes {rate}, and with others no more" if best and report.plan
+                          else "no pipeline over these boards fits") for b in case.boards if b is not case.alone]
     else:
         assert report.plan
         names = (report.plan.d0.name, *(stage.board.name for stage in report.plan.stages))
         best = max(report.predictions, key=lambda p: p.tokens_per_second, default=None)
-        left_out = [(board.name, reason) for board, reason in report.plan.left_out]
-    report.recommended = Recommendation(names, report.size.dtype, why, tuple(left_out), best)
-    report.mark_chosen()
+        unused_boards = [(board.name, reason) for board, reason in report.plan.unused_boards]
+    report.recommended = Recommendation(names, report.size.dtype, why, tuple(unused_boards), best)
+    report.mark_alternatives()
     return report

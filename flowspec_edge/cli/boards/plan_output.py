@@ -62,16 +62,16 @@ class Alternative:
 class Recommendation:
     """The split, or the board alone, that should be run.
 
-    boards     D0 first, then the stages in order; one if it holds everything
-    dtype_why  why this element type
-    left_out   the other boards, each with the reason
-    best       the fastest strategy; None if nothing was predicted
+    boards         D0 first, then the stages in order; one if it holds everything
+    dtype_why      why this element type
+    unused_boards  the other boards, each with the reason
+    best           the fastest strategy; None if nothing was predicted
     """
 
     boards: tuple[str, ...]
     dtype: str
     dtype_why: str
-    left_out: tuple[tuple[str, str], ...]
+    unused_boards: tuple[tuple[str, str], ...]
     best: Prediction | None
 
 
@@ -122,7 +122,7 @@ class PlanReport:
         strategy_type, params = strategy_class(strategy), Params(draft=self.size.planned.kind.name)
         return draft_label(strategy_type, params, strategy_type.drafts_with(params))
 
-    def mark_chosen(self) -> None:
+    def mark_alternatives(self) -> None:
         """Mark the alternative that this report describes, and put the fastest first."""
         names = tuple(row.name for row in self.boards if row.role)
         recommended = self.recommended and (self.recommended.boards, self.recommended.dtype)
@@ -210,7 +210,7 @@ class PlanReport:
             return None
         best = plan.best
         return {"boards": list(plan.boards), "dtype": plan.dtype, "dtype_why": plan.dtype_why,
-                "left_out": [{"name": name, "why": why} for name, why in plan.left_out],
+                "left_out": [{"name": name, "why": why} for name, why in plan.unused_boards],
                 "strategy": best.strategy if best else None,
                 "draft": self.drafts_with(best.strategy) if best else None,
                 "tokens_per_second": best.tokens_per_second if best else None,
@@ -223,9 +223,9 @@ def answer(report: PlanReport) -> list[str]:
     plan, size = report.recommended, report.size
     assert plan
     best, every, used = plan.best, len(report.boards), len(plan.boards)
-    of = "your only board" if every == 1 else f"all {used} of your boards" if used == every else (
+    boards_text = "your only board" if every == 1 else f"all {used} of your boards" if used == every else (
         f"{used} of your {every} boards")
-    line = f"Run {size.name} in {size.dtype} on {of}"
+    line = f"Run {size.name} in {size.dtype} on {boards_text}"
     if best:
         about = "about " if report.by_bandwidth else ""
         line += f", with {best.strategy}: PREDICTED {about}{rate_text(best.tokens_per_second)} tokens/s"
@@ -251,7 +251,7 @@ def answer(report: PlanReport) -> list[str]:
     else:
         lines.append(f"Boards: {d0} holds everything.")
     reasons: dict[str, list[str]] = {}
-    for name, why in plan.left_out:
+    for name, why in plan.unused_boards:
         reasons.setdefault(why, []).append(name)
     lines += [f"Left out: {', '.join(names)}: {why}." for why, names in reasons.items()]
     if best is None or report.drafts_with(best.strategy) != "none":

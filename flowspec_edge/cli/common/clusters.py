@@ -42,7 +42,7 @@ class ClockSettings:
     def profile_name(self) -> str | None:
         return self.profile.name if self.profile else None
 
-    def place(self, stages: int, device: str) -> Here | Virtual:
+    def backend(self, stages: int, device: str) -> Here | Virtual:
         if self.clock == "wall":
             return local_processes(stages, device, self.profile)
         assert self.profile is not None
@@ -79,7 +79,7 @@ def local_processes(stages: int, device: str, emulate: Profile | None = None) ->
     from flowspec_edge.drivers.virtual.devices import Devices
     from flowspec_edge.lab.emulation.emulator import emulated
 
-    return emulated(Devices.of(emulate, stages))
+    return emulated(Devices.from_profile(emulate, stages))
 
 
 def answer(cluster: ClusterBackend, request: Request, on_tokens: OnTokens) -> Result:

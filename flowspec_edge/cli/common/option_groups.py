@@ -33,10 +33,10 @@ DraftOption = Annotated[str | None, typer.Option(
     help="What guesses: a kind of draft model that the model has, such as eagle3; mtp; ngram, which needs none; own: "
          "the strategy's own kind.  Default: own, in bench and sweep the model's head for all.")]
 # From the values of a command's parameters to the strategies that it runs; None: any.
-StrategiesOf = Callable[[Mapping[str, Any]], Sequence[str] | None]
+StrategySelector = Callable[[Mapping[str, Any]], Sequence[str] | None]
 
 
-def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | None = None,
+def with_dataclasses(without: Collection[str] = (), strategies: StrategySelector | None = None,
                      rare: Collection[str] = ("top_k", "min_p"), **groups: Any,
                      ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Replace each named parameter of a command by one option per dataclass field not in ``without``.
@@ -48,8 +48,8 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | N
     shapes = {name: group.func() if isinstance(group, partial) else group() for name, group in groups.items()}
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
-        given_own = inspect.signature(command, eval_str=True).parameters.values()
-        plain_parameters = [parameter for parameter in given_own if parameter.name not in groups]
+        command_parameters = inspect.signature(command, eval_str=True).parameters.values()
+        plain_parameters = [parameter for parameter in command_parameters if parameter.name not in groups]
         options = [option for group in shapes.values() for option in _options(group, without, rare)]
 
         @wraps(command)
@@ -75,7 +75,7 @@ def with_dataclasses(without: Collection[str] = (), strategies: StrategiesOf | N
     return decorate
 
 
-def of_strategy(arguments: Mapping[str, Any]) -> Sequence[str]:
+def select_strategy(arguments: Mapping[str, Any]) -> Sequence[str]:
     """Return the strategy of ``--strategy``."""
     return [arguments["strategy"]]
 
@@ -86,7 +86,7 @@ def _set(params: Params, settings: Sequence[str], names: Sequence[str] | None, w
     from flowspec_edge.strategies.registry import parameters_of, strategy_class
 
     read = [parameters_of(strategy_class(name)) for name in names] if names else [all_parameters()]
-    parameters = {name: one for by_name in read for name, one in by_name.items() if name not in without}
+    parameters = {name: parameter for by_name in read for name, parameter in by_name.items() if name not in without}
     whose = ", ".join(names) if names else "any strategy"
     return set_parameters(params, settings, parameters, whose)
 

@@ -41,7 +41,7 @@ MODEL, STRATEGY, SAMPLING, TIME = "Model", "Strategy", "Sampling", "Devices and 
 PROMPTS, OUTPUT, SERVICE = "Prompts", "Output", "Service"
 
 
-def _at_least_one(context: typer.Context, value: int) -> int:
+def _check_stages(context: typer.Context, value: int) -> int:
     source = context.get_parameter_source("stages")
     if source is not None and source.name == "COMMANDLINE" and not 1 <= value <= MOST_STAGES:
         raise typer.BadParameter(f"{value} is not {'at least 1' if value < 1 else f'at most {MOST_STAGES}'}")
@@ -70,7 +70,7 @@ AnsweringModelOption = Annotated[str | None, typer.Option(
     help="As for flowspec generate.  [default: smollm2-135m if it is on this machine, else demo]")]
 StagesOption = Annotated[int, typer.Option(
     "--stages", help="Verification devices V1…VN.  [default: 4, or those of a sharded model or of a testbed]",
-    show_default=False, callback=_at_least_one, metavar="N",
+    show_default=False, callback=_check_stages, metavar="N",
     rich_help_panel=TIME)]  # 0: not given, see ``stages_of``
 DtypeOption = Annotated[DtypeChoice, typer.Option(
     "--dtype", hidden=True, rich_help_panel=MODEL, help=(

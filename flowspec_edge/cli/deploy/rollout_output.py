@@ -45,10 +45,10 @@ class RolloutProgress(Watch):
         with self._lock:
             self._progress.update(self._task(step.board), status=step.name)
 
-    def amount(self, what: str, done: int, total: int) -> None:
+    def amount(self, target: str, done: int, total: int) -> None:
         status = f"{done / 1e6:,.0f} of {total / 1e6:,.0f} MB"
         with self._lock:
-            self._progress.update(self._task(what), completed=done, total=total, status=status)
+            self._progress.update(self._task(target), completed=done, total=total, status=status)
 
     def show_waits(self) -> None:
         """Name the boards that are slow to answer."""
@@ -153,9 +153,9 @@ def show_roles(deployment: Deployment) -> None:
 
     console = Console(stderr=True, highlight=False)
     rows = [f"{deployment.draft.name} drafts"]
-    rows += [f"{device.name} is V{place}, layers {lo} to {hi - 1}"
-             for place, (device, (lo, hi)) in enumerate(deployment.stages, start=1)]
-    rows += [f"{device.name} does nothing: {why}" for device, why in deployment.left_out]
+    rows += [f"{device.name} is V{stage}, layers {lo} to {hi - 1}"
+             for stage, (device, (lo, hi)) in enumerate(deployment.stages, start=1)]
+    rows += [f"{device.name} does nothing: {why}" for device, why in deployment.unused_boards]
     rows += [f"note: {note}" for note in deployment.notes]
     for row in rows:
         console.print(f"  {row}", markup=False, soft_wrap=True)

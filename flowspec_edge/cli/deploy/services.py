@@ -129,21 +129,21 @@ def _control(cluster: Path, verb: Verb, names: list[str], as_json: bool) -> None
     inventory = load_inventory(cluster)
     from flowspec_edge.boards.services.status import boards_named, control
 
-    chosen_names = [device.name for device in boards_named(inventory, names)]
-    if repeated := [name for name in dict.fromkeys(chosen_names) if chosen_names.count(name) > 1]:
+    board_names = [device.name for device in boards_named(inventory, names)]
+    if repeated := [name for name in dict.fromkeys(board_names) if board_names.count(name) > 1]:
         raise UsageError(f"named twice: {', '.join(repeated)}; name each board once")
-    done_word = {"restart": "restarted", "stop": "stopped", "start": "started"}[verb]
+    past_tense = {"restart": "restarted", "stop": "stopped", "start": "started"}[verb]
     console = Console(highlight=False)
 
     def done(name: str, error: str) -> None:
         if not as_json:
-            console.print(f"{name}: {done_word}" if not error else f"[red]{name}[/red]", soft_wrap=True)
+            console.print(f"{name}: {past_tense}" if not error else f"[red]{name}[/red]", soft_wrap=True)
 
-    with asking_boards(f"{verb}: {', '.join(chosen_names)}"):
+    with asking_boards(f"{verb}: {', '.join(board_names)}"):
         failed = control(inventory, verb, names, done)
     if as_json:
         print(json.dumps({"ok": not failed, "boards": [{"name": name, "error": failed.get(name, "")}
-                                                       for name in chosen_names]}, indent=2))
+                                                       for name in board_names]}, indent=2))
     elif failed:
         raise FlowspecError("; ".join(failed.values()))
     if failed:

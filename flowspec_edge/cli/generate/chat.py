@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from flowspec_edge.cli.common.clusters import choose_clock, first_interrupt, local_processes
-from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
+from flowspec_edge.cli.common.option_groups import select_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
     OUTPUT,
     PROMPTS,
@@ -65,7 +65,7 @@ _HELP = """/stats            figures of the last answer, of all answers, and of 
 Text between lines of \"\"\" is one message; Ctrl-C stops an answer, Ctrl-D ends the chat."""
 
 
-@with_dataclasses(sampling=Sampling, params=Params, strategies=of_strategy)
+@with_dataclasses(sampling=Sampling, params=Params, strategies=select_strategy)
 def chat(
     context: typer.Context,
     model: AnsweringModelOption = None,
@@ -170,7 +170,7 @@ class ChatSession:
 
     def run(self, messages: Iterator[ChatInput]) -> None:
         for typed in messages:
-            name, _, rest = typed.text.strip().partition(" ")
+            name, _, argument = typed.text.strip().partition(" ")
             if not name:
                 continue
             try:
@@ -179,7 +179,7 @@ class ChatSession:
                 elif name == "/quit":
                     return
                 else:
-                    self._run_command(name, rest.strip())
+                    self._run_command(name, argument.strip())
             except UsageError as error:
                 self.screen.note(str(error))
 
@@ -188,8 +188,8 @@ class ChatSession:
         from flowspec_edge.model.text import TextStream
 
         question = self.conversation.ask(text)
-        if question.left_out:
-            self.screen.note(f"[the context is full: the model no longer sees the first {question.left_out} "
+        if question.omitted_exchanges:
+            self.screen.note(f"[the context is full: the model no longer sees the first {question.omitted_exchanges} "
                              "exchanges]")
         sampling = self.sampling
         if self.any_seed and not sampling.greedy:
@@ -216,7 +216,7 @@ class ChatSession:
         self.results.append(result)
         self.conversation.answered(text, "".join(pieces))
 
-    def _run_command(self, name: str, rest: str) -> None:
+    def _run_command(self, name: str, argument: str) -> None:
         commands: Mapping[str, Callable[[str], None]] = {
             "/help": lambda _: self.screen.note(_HELP), "/stats": lambda _: self.screen.stats(self.results),
             "/live": lambda _: self._toggle_live(), "/history": lambda _: self._show_history(),
@@ -225,7 +225,7 @@ class ChatSession:
         if name not in commands:
             raise UsageError(f"there is no {name}; /help lists the commands, and text between lines of "
                              f"{_QUOTES} is never a command")
-        commands[name](rest)
+        commands[name](argument)
 
     def _toggle_live(self) -> None:
         self.screen.live = not self.screen.live

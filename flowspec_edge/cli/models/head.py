@@ -80,14 +80,14 @@ def head(
             _training(name, kind, steps, stages, catalogue_entry, here, cost)]
     if as_json:
         print(json.dumps({"model": name, "here": here is not None, "layers": size.layers,
-                          "hidden_width": size.hidden_width, "choices": [asdict(way) for way in ways],
+                          "hidden_width": size.hidden_width, "choices": [asdict(choice) for choice in ways],
                           "training": _figures(cost) if cost else None}, indent=2))
         return
     presence = "on this machine" if here else "not on this machine"
     print(f"{name}: {size.layers} layers of width {size.hidden_width}, {presence}")
-    for number, way in enumerate(ways, start=1):
-        print(f"\n{number}. {way.text}")
-        for command in way.commands:
+    for number, choice in enumerate(ways, start=1):
+        print(f"\n{number}. {choice.text}")
+        for command in choice.commands:
             print(f"     {command}")
     print('\nOn boards: model = "DIR" in cluster.toml, with the directory that models shard makes; then: '
           "flowspec deploy up, which resumes, too.")

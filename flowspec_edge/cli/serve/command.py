@@ -171,15 +171,15 @@ def serve(
         print(line, *([sharing_note(shared)] if shared else []), sep="\n", flush=True)
 
     with listen(host, port, api_key) as listener:
-        place: Here | SshBoards
+        backend: Here | SshBoards
         if boards is None:
-            place = local_processes(stages, device, clock_settings.profile)
+            backend = local_processes(stages, device, clock_settings.profile)
         else:
             from flowspec_edge.boards.ssh_stages import SshBoards
 
-            place = SshBoards(boards, board_model or str(open_model.path.resolve()), service.dtype)
-            device = place.device
-        service.run(listener, ClusterSpec(open_model.path, stages, service.dtype, device=device), place, ready,
+            backend = SshBoards(boards, board_model or str(open_model.path.resolve()), service.dtype)
+            device = backend.device
+        service.run(listener, ClusterSpec(open_model.path, stages, service.dtype, device=device), backend, ready,
                     log_json)
 
 

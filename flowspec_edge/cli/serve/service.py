@@ -57,7 +57,7 @@ class Service:
     forwarded_allow_ips: str = ""
     cors_origins: Sequence[str] = ()
 
-    def run(self, listener: socket.socket, spec: ClusterSpec, place: Processes, ready: Callable[[str], None],
+    def run(self, listener: socket.socket, spec: ClusterSpec, backend: Processes, ready: Callable[[str], None],
             log_json: bool = False, watchers: Sequence[Observer] = ()) -> None:
         """Serve until SIGINT or SIGTERM, in the main thread; ``ready`` gets a line after the first token.
 
@@ -101,7 +101,7 @@ class Service:
                 observer=Observers([metrics, feed, *watchers]), meter=meter)
             app = make_app(admission, served_model, self.api_key, metrics=metrics, live=live,
                            cors_origins=self.cors_origins)
-            serve_app(listener, app, admission, open_cluster(spec, place), lambda: ready(first_line),
+            serve_app(listener, app, admission, open_cluster(spec, backend), lambda: ready(first_line),
                       self.forwarded_allow_ips)
 
     def _first_line(self, url: str) -> str:

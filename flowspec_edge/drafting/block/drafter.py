@@ -61,10 +61,10 @@ class BlockDrafter(Drafter):
         if not 0 < tokens <= len(self._text):
             return False
         del self._text[tokens:]
-        kept, rows = self._states, tokens - 1
+        former_states, rows = self._states, tokens - 1
         self._restart(min(rows, len(self._cache)), sampling, rank, tau)
         if rows > len(self._cache):
-            self._states = [torch.cat(kept)[: rows - len(self._cache)].clone()]
+            self._states = [torch.cat(former_states)[: rows - len(self._cache)].clone()]
         return True
 
     def _restart(self, rows: int, sampling: Sampling, rank: Rank, tau: float) -> None:
@@ -110,10 +110,10 @@ class BlockDrafter(Drafter):
             self._block = self._draft()
         at = indices([below[row] for row in inside], self._device)
         before = indices([request.nodes[row].token for row in inside], self._device)
-        chosen = self._head.after(before, *(part.index_select(0, at) for part in self._block))
+        logits = self._head.after(before, *(part.index_select(0, at) for part in self._block))
         positions = np.fromiter((request.nodes[row].position for row in inside), np.int64)
         sampling, rank, tau = self._ranking
-        tokens, scores = rank_children(chosen, positions, request.children, sampling, rank, tau,
+        tokens, scores = rank_children(logits, positions, request.children, sampling, rank, tau,
                                        self._vocabulary)
         output.tokens[inside, : tokens.shape[1]] = np.where(np.isfinite(scores), tokens, ABSENT)
         output.scores[inside, : scores.shape[1]] = scores
@@ -132,17 +132,17 @@ class BlockDrafter(Drafter):
             return
         for states in torch.cat(self._states).split(WARM_ROWS):
             rows = self._reserve(len(states))
-            for layer, made in enumerate(self._head.keys_values(states, indices([*rows], self._device))):
-                self._cache.write(made, layer)
+            for layer, keys_values in enumerate(self._head.keys_values(states, indices([*rows], self._device))):
+                self._cache.write(keys_values, layer)
             self._cache.append(len(states))
         self._states.clear()
 
     def _reserve(self, rows: int) -> range:
         """Make room for a pass of ``rows`` rows; the positions of these."""
-        taken = range(len(self._cache), len(self._cache) + rows)
-        self._arena.reach(self._cache, taken.stop)
+        slots = range(len(self._cache), len(self._cache) + rows)
+        self._arena.reach(self._cache, slots.stop)
         self._cache.reserve(rows)
-        return taken
+        return slots
 
     def _draft(self) -> tuple[Tensor, ...]:
         head = self._head
@@ -157,19 +157,19 @@ class BlockDrafter(Drafter):
     def _masks(self, slots: range) -> list[SharedMask]:
         """Of all layers; the text's columns, then the slots'."""
         config = self._head.config
-        made: dict[tuple[bool, int | None], SharedMask] = {}
+        masks: dict[tuple[bool, int | None], SharedMask] = {}
         for kind in zip(config.causal, config.windows, strict=True):
-            if kind not in made:
+            if kind not in masks:
                 visible = visible_slots(slots, *kind, config.window_from_root)
-                made[kind] = self._shape.mask(visible)
-        return [made[kind] for kind in zip(config.causal, config.windows, strict=True)]
+                masks[kind] = self._shape.mask(visible)
+        return [masks[kind] for kind in zip(config.causal, config.windows, strict=True)]
 
 
 def visible_slots(slots: range, causal: bool, window: int | None, from_root: bool) -> NDArray[np.bool_]:
     """bool [slots, columns]: which columns each slot sees; a column's number is its position."""
-    own, columns = np.array(slots)[:, None], np.arange(slots.stop)[None]
-    visible = columns <= own if causal else np.ones((len(slots), slots.stop), bool)
+    positions, columns = np.array(slots)[:, None], np.arange(slots.stop)[None]
+    visible = columns <= positions if causal else np.ones((len(slots), slots.stop), bool)
     if window is not None:
-        last = slots.start - window if from_root else own + 1 - window
+        last = slots.start - window if from_root else positions + 1 - window
         visible &= (columns >= last) | (columns >= slots.start)
     return visible

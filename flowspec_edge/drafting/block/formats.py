@@ -41,7 +41,7 @@ from flowspec_edge.model.families import QWEN3
 from flowspec_edge.model.weights.checkpoint import StoredTensor
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
-_WHAT = "a block drafter"
+_TITLE = "a block drafter"
 _FORMATS = ("DFlash", "DFlash2", "DSpark", "JetSpec")
 # Settings of DFlash2, in speculators with these values by default; and what z-lab's heads for some targets
 # multiply or cap, by the value that changes nothing.
@@ -58,8 +58,8 @@ def load_block_head(directory: Path, embedding: Tensor | Embedding | None, dtype
     config = block_config(directory)
     check_layers(directory, config, layers)
     files = checkpoint.HeadFiles(directory)
-    own = files.own_embedding(config, dtype) if in_file else None
-    stored = _own_names(checkpoint.plain_names(files.read(_WHAT, own is None), directory))
+    file_embedding = files.own_embedding(config, dtype) if in_file else None
+    stored = _rename_tensors(checkpoint.plain_names(files.read(_TITLE, file_embedding is None), directory))
     config = replace(config, own_lm_head="lm_head.weight" in stored)
     if config.draft_vocab_size != config.vocab_size and not config.own_lm_head:
         raise FlowspecError(f"{directory}: tensor lm_head.weight is missing from the block drafter, which "
@@ -72,7 +72,7 @@ def load_block_head(directory: Path, embedding: Tensor | Embedding | None, dtype
         require_fit(directory, "width", config.hidden_size, shared.embedding_dim)
         require_fit(directory, "vocabulary", config.vocab_size, shared.num_embeddings)
         shared = None if EMBEDDING in stored else shared
-    head = checkpoint.build(BlockHead, config, stored, directory, _WHAT, dtype, own or shared, quantise)
+    head = checkpoint.build(BlockHead, config, stored, directory, _TITLE, dtype, file_embedding or shared, quantise)
     if config.draft_vocab_size != config.vocab_size:
         check_target_ids(directory, head.target_ids(), config.vocab_size)
     return head
@@ -81,7 +81,7 @@ def load_block_head(directory: Path, embedding: Tensor | Embedding | None, dtype
 def block_config(directory: Path) -> BlockConfig:
     """UsageError or FlowspecError if config.json is missing or unusable; ``own_lm_head`` is set later."""
     path = directory / "config.json"
-    raw = checkpoint.read_config(directory, _WHAT, blocks=True)
+    raw = checkpoint.read_config(directory, _TITLE, blocks=True)
     if (name := recognise_format(raw)) not in _FORMATS:
         raise FlowspecError(f"{path}: this is no {' or '.join(_FORMATS)}, but {name or 'no draft head'}")
     inner = raw.get("transformer_layer_config")
@@ -93,12 +93,12 @@ def block_config(directory: Path) -> BlockConfig:
     else:
         block = raw.get("dflash_config")
         block = block if isinstance(block, dict) else {}
-        said = raw.get("is_causal")
-        said = block.get("causal") if said is None else said
+        is_causal = raw.get("is_causal")
+        is_causal = block.get("causal") if is_causal is None else is_causal
         fields, settings = raw, {**_outputs({**raw, **block}, path),
                                  "from_root": bool(block.get("shift_label")),
-                                 "all_causal": bool(said or block.get("causal_head")),
-                                 "window_causal": said is None}
+                                 "all_causal": bool(is_causal or block.get("causal_head")),
+                                 "window_causal": is_causal is None}
     if (family := fields.get("model_type", QWEN3.name)) != QWEN3.name:
         raise FlowspecError(f"{path}: block drafters with layers of {family!r} are not supported, only of "
                             f"{QWEN3.name!r}")
@@ -152,11 +152,11 @@ def _speculators(raw: dict[str, Any], name: str) -> dict[str, Any]:
     """Its layer ids count inputs of layers, as in its EAGLE-3 heads."""
     ids: Any = raw.get("aux_hidden_state_layer_ids")
     markov = name == "DSpark"
-    kept = {key: raw.get(key) for key in ("block_size", "mask_token_id", "draft_vocab_size")}
+    settings = {key: raw.get(key) for key in ("block_size", "mask_token_id", "draft_vocab_size")}
     if markov:
-        kept |= {"markov_rank": raw.get("markov_rank", 256),
-                 "markov_head_type": raw.get("markov_head_type", "vanilla")}
-    return {**kept, **{key: raw.get(key, value) for key, value in _DFLASH2.items()},
+        settings |= {"markov_rank": raw.get("markov_rank", 256),
+                     "markov_head_type": raw.get("markov_head_type", "vanilla")}
+    return {**settings, **{key: raw.get(key, value) for key, value in _DFLASH2.items()},
             "captured": tuple(ids) if _are_numbers(ids) else (),
             "from_root": bool(raw.get("sample_from_anchor", markov)),
             "window_causal": not raw.get("sliding_window_non_causal", name == "DFlash2")}
@@ -223,10 +223,10 @@ def _check_dflash2(config: BlockConfig, path: Path) -> None:
                             "tokens is not supported, only over all of them")
 
 
-def _own_names(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    own = {name.removeprefix("logit_head.") + ".weight" * name.endswith("_codebook"): tensor
-           for name, tensor in stored.items()}
-    return {name: tensor for name, tensor in own.items() if not name.startswith(_NOT_READ)}
+def _rename_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    renamed_tensors = {name.removeprefix("logit_head.") + ".weight" * name.endswith("_codebook"): tensor
+                       for name, tensor in stored.items()}
+    return {name: tensor for name, tensor in renamed_tensors.items() if not name.startswith(_NOT_READ)}
 
 
 class BlockFormat(HeadFormat):
@@ -248,8 +248,8 @@ class BlockFormat(HeadFormat):
 
     def on_meta(self, directory: Path) -> nn.Module:
         config = block_config(directory)
-        own = config.draft_vocab_size != config.vocab_size
-        return checkpoint.on_meta(BlockHead, replace(config, own_lm_head=own))
+        has_own_lm_head = config.draft_vocab_size != config.vocab_size
+        return checkpoint.on_meta(BlockHead, replace(config, own_lm_head=has_own_lm_head))
 
     def usual(self, target: DecoderConfig, kind: DraftKind) -> nn.Module:
         layer = checkpoint.layer_config({

@@ -147,10 +147,10 @@ class BlockAttention(SelfAttention):
 
     def keys_values(self, rows: Tensor, rotation: Rotation) -> Tensor:
         """Of normed rows [N, H], as ``KVCache.write`` takes them: [N, 2, kv_heads, head_dim]."""
-        made: Tensor = self.kv_proj(rows).view(len(rows), 2, self._kv_heads, self._width)
-        self._key_norms.in_place(made[:, 0])
-        rotate_in_place(made[:, 0], (rotation.cos, rotation.sin))
-        return made
+        keys_values: Tensor = self.kv_proj(rows).view(len(rows), 2, self._kv_heads, self._width)
+        self._key_norms.in_place(keys_values[:, 0])
+        rotate_in_place(keys_values[:, 0], (rotation.cos, rotation.sin))
+        return keys_values
 
 
 class BlockLayer(DecoderLayer):
@@ -276,4 +276,5 @@ class BlockHead(nn.Module):
         return ids + self.d2t if "d2t" in self._buffers else ids
 
     def cache_shape(self) -> CacheShape:
-        return CacheShape.of(self.config, self.config.num_hidden_layers, self.norm.weight)  # is never quantised
+        # The norm is never quantised.
+        return CacheShape.from_config(self.config, self.config.num_hidden_layers, self.norm.weight)

@@ -96,11 +96,11 @@ class EagleHead(DraftHead):
 
         ``lm_head``: the target's.
         """
-        own = self.own_lm_head
+        own_head = self.own_lm_head
         if self.token_map is None:
-            return (lm_head if own is None else own), None
+            return (lm_head if own_head is None else own_head), None
         vocabulary = DraftVocabulary(self.token_map.cpu().numpy(), self.config.vocab_size)
-        return (lm_head.chosen(self.token_map) if own is None else own), vocabulary
+        return (lm_head.restrict_to(self.token_map) if own_head is None else own_head), vocabulary
 
 
 def rank_outputs(outputs: Tensor, lm_head: nn.Module) -> Tensor:
@@ -119,7 +119,7 @@ class EagleDrafter(HeadDrafter):
         super().__init__(head, ranks, draft_vocabulary, memory, recorded)
 
 
-_WHAT = "an EAGLE head"
+_TITLE = "an EAGLE head"
 
 
 def load_head(directory: Path, embedding: Tensor | Embedding | None, dtype: torch.dtype,
@@ -140,8 +140,8 @@ def read_head(files: checkpoint.HeadFiles, config: EagleConfig, embedding: Tenso
               dtype: torch.dtype, in_file: bool, quantise: Callable[[nn.Module], None], lm_head: OutputHead | None
               ) -> EagleHead:
     """As :func:`load_head`, of files whose :func:`head_config` is known."""
-    directory, own = files.directory, files.own_embedding(config, dtype) if in_file else None
-    stored = checkpoint.plain_names(files.read(_WHAT, own is None), directory)
+    directory, file_embedding = files.directory, files.own_embedding(config, dtype) if in_file else None
+    stored = checkpoint.plain_names(files.read(_TITLE, file_embedding is None), directory)
     matrix, token_map = stored.pop(checkpoint.LM_HEAD, None), stored.pop(_TOKEN_MAP, None)
     shared: Embedding | None = None
     if embedding is not None:
@@ -149,12 +149,12 @@ def read_head(files: checkpoint.HeadFiles, config: EagleConfig, embedding: Tenso
         require_fit(directory, "width", config.hidden_size, shared.embedding_dim)
         require_fit(directory, "vocabulary", config.vocab_size, shared.num_embeddings)
         shared = None if checkpoint.EMBEDDING in stored else shared
-    head = checkpoint.build(EagleHead, config, stored, directory, _WHAT, dtype, own or shared, quantise)
+    head = checkpoint.build(EagleHead, config, stored, directory, _TITLE, dtype, file_embedding or shared, quantise)
     if token_map is not None:
         head.token_map = token_map.read().long()
         check_target_ids(directory, head.token_map, config.vocab_size, _TOKEN_MAP)
     if matrix is not None and lm_head is not None:
-        head.own_lm_head = _own_matrix(directory, matrix, head, lm_head, dtype)
+        head.own_lm_head = _load_lm_head(directory, matrix, head, lm_head, dtype)
         if head.own_lm_head is not None:
             quantise(head)
     return head
@@ -163,8 +163,8 @@ def read_head(files: checkpoint.HeadFiles, config: EagleConfig, embedding: Tenso
 _TOKEN_MAP = "token_map"  # of vLLM's conversions: the target's ids of a smaller draft vocabulary
 
 
-def _own_matrix(directory: Path, stored: StoredTensor, head: EagleHead, lm_head: OutputHead,
-                dtype: torch.dtype) -> nn.Linear | None:
+def _load_lm_head(directory: Path, stored: StoredTensor, head: EagleHead, lm_head: OutputHead,
+                  dtype: torch.dtype) -> nn.Linear | None:
     """A stored lm_head, with the rows of the draft vocabulary; None if it is a copy of the target's.
 
     They are compared by their logits for one state, since the target's may be quantised.
@@ -180,16 +180,16 @@ def _own_matrix(directory: Path, stored: StoredTensor, head: EagleHead, lm_head:
     check_finite(weight, dtype, f"{directory}: tensor {checkpoint.LM_HEAD}")
     state = torch.randn(width, generator=torch.Generator().manual_seed(0)).to(dtype)
     with torch.no_grad():
-        wanted = lm_head(state[None].to(lm_head.device, lm_head.dtype))[0].float().cpu()
-        wanted = wanted if ids is None else wanted[ids]
-        found = (weight.to(dtype).float() @ state.float())
-    if (found - wanted).norm() <= _ALIKE * wanted.norm():
+        target_logits = lm_head(state[None].to(lm_head.device, lm_head.dtype))[0].float().cpu()
+        target_logits = target_logits if ids is None else target_logits[ids]
+        head_logits = (weight.to(dtype).float() @ state.float())
+    if (head_logits - target_logits).norm() <= _ALIKE * target_logits.norm():
         return None
     log.warning("%s: tensor %s is not the target's lm_head: the head drafts with its own", directory,
                 checkpoint.LM_HEAD)
-    own = nn.Linear(width, len(weight), bias=False, device="meta")
-    own.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-    return own
+    linear = nn.Linear(width, len(weight), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+    return linear
 
 
 _ALIKE = 0.2  # int4 of a matrix changes its logits by about a tenth
@@ -227,13 +227,13 @@ def head_config(files: checkpoint.HeadFiles) -> EagleConfig:
     """
     directory = files.directory
     path = directory / "config.json"
-    raw = checkpoint.read_config(directory, _WHAT)
+    raw = checkpoint.read_config(directory, _TITLE)
     for key in ("transformer_layer_config", "model"):  # speculators' and vLLM's conversions
         if isinstance(inner := raw.get(key), dict):
             check_config(inner, path)
             raw = {"vocab_size": raw["vocab_size"], **inner} if "vocab_size" in raw else dict(inner)
     names = files.shapes
-    checkpoint.refuse_language_model(directory, names, _WHAT)
+    checkpoint.refuse_language_model(directory, names, _TITLE)
     if names:
         attention = "layers.0.self_attn."
         raw["bias"] = "fc.bias" in names

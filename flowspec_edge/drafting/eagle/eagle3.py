@@ -166,7 +166,7 @@ class Eagle3Head(DraftHead):
         None if it has one."""
         if self.lm_head is not None:
             return None
-        return target.chosen(self.target_ids()) if "d2t" in self._buffers else target
+        return target.restrict_to(self.target_ids()) if "d2t" in self._buffers else target
 
     def target_ids(self) -> Tensor:
         """The target's id of each draft token: int64 [draft_vocab]."""

@@ -39,7 +39,7 @@ from flowspec_edge.model.families import LLAMA, QWEN3, with_defaults
 from flowspec_edge.model.weights.checkpoint import StoredTensor
 from flowspec_edge.util.weight_file import Embedding, as_embedding
 
-_WHAT = "an EAGLE-3 head"
+_TITLE = "an EAGLE-3 head"
 _LAYER_IDS, _STATES = "eagle_aux_hidden_state_layer_ids", "num_aux_hidden_states"
 _SWITCHES = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _FACTOR, _FACTOR_DOWN = "efficient_lm_head.weight", "efficient_lm_head_down_proj.weight"  # [V, r] and [r, H]
@@ -52,15 +52,15 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
     """As ``load_head``; also FlowspecError, with both numbers, if the head does not fit the target."""
     files = checkpoint.HeadFiles(directory)
     config = head3_config(files)
-    own = files.own_embedding(config, dtype) if in_file else None
+    file_embedding = files.own_embedding(config, dtype) if in_file else None
     output_is_embedding = not config.own_lm_head and config.tie_word_embeddings
-    read = files.read(_WHAT, own is None or output_is_embedding)
-    stored = _own_names(checkpoint.plain_names(read, directory))
+    read = files.read(_TITLE, file_embedding is None or output_is_embedding)
+    stored = _rename_tensors(checkpoint.plain_names(read, directory))
     config = _complete_vocabulary(directory, stored, config)
     if output_is_embedding and EMBEDDING in stored:
         stored[checkpoint.LM_HEAD] = _rows(stored[EMBEDDING], stored.get("d2t"))
         config = replace(config, own_lm_head=True)
-        if own is not None:
+        if file_embedding is not None:
             del stored[EMBEDDING]
     shared: Embedding | None = None
     if embedding is not None:
@@ -72,7 +72,7 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
                 f"{directory}: the head takes states of width {config.target_hidden_size}, the target's have "
                 f"{width}; a head works with the target that it was trained for only"
             )
-        if own is not None or EMBEDDING in stored:
+        if file_embedding is not None or EMBEDDING in stored:
             shared = None
         elif width != config.hidden_size:
             raise FlowspecError(f"{directory}: the head's width is {config.hidden_size}, the target's "
@@ -82,7 +82,7 @@ def load_head3(directory: Path, embedding: Tensor | Embedding | None, dtype: tor
                             f"{config.hidden_size}, so it cannot rank by the target's, of width "
                             f"{config.target_hidden_size}")
     _check_fc(directory, stored, config)
-    head = checkpoint.build(Eagle3Head, config, stored, directory, _WHAT, dtype, own or shared, quantise)
+    head = checkpoint.build(Eagle3Head, config, stored, directory, _TITLE, dtype, file_embedding or shared, quantise)
     _check_draft_vocabulary(directory, head)
     return head
 
@@ -105,9 +105,9 @@ def head3_config(files: checkpoint.HeadFiles) -> Eagle3Config:
     """
     directory = files.directory
     path = directory / "config.json"
-    raw, shapes = checkpoint.read_config(directory, _WHAT), files.shapes
+    raw, shapes = checkpoint.read_config(directory, _TITLE), files.shapes
     if not any(name.endswith("hidden_norm.weight") for name in shapes):
-        checkpoint.refuse_language_model(directory, shapes, _WHAT)
+        checkpoint.refuse_language_model(directory, shapes, _TITLE)
     inner = raw.get("transformer_layer_config")
     if isinstance(inner, dict):
         fields = _speculators_fields(inner, raw, path)
@@ -122,16 +122,16 @@ def head3_config(files: checkpoint.HeadFiles) -> Eagle3Config:
     if window is not None:  # the drafter's window is the head's training length
         layer = replace(layer, max_position_embeddings=min(window, layer.max_position_embeddings))
     captured = _named_layers(raw, path)
-    own: dict[str, Any] = {"captured": captured, **{switch: bool(fields.get(switch)) for switch in _SWITCHES},
+    settings: dict[str, Any] = {"captured": captured, **{switch: bool(fields.get(switch)) for switch in _SWITCHES},
            _STATES: len(captured) if captured else fields.get(_STATES) or CAPTURED,
            "target_hidden_size": fields.get("target_hidden_size") or layer.hidden_size,
            "draft_vocab_size": fields.get("draft_vocab_size") or layer.vocab_size}
     if shapes:
-        own |= _own_of_files(shapes, own["draft_vocab_size"], layer.vocab_size)
+        settings |= _settings_of_files(shapes, settings["draft_vocab_size"], layer.vocab_size)
         qk_norm, biased = _layer_of_files(shapes)
         layer = replace(layer, attention_bias=biased)
-    own |= _candidates(shapes, fields, own, path)
-    config = Eagle3Config(**vars(replace(layer, model_type=(QWEN3 if qk_norm else LLAMA).name)), **own)
+    settings |= _candidates(shapes, fields, settings, path)
+    config = Eagle3Config(**vars(replace(layer, model_type=(QWEN3 if qk_norm else LLAMA).name)), **settings)
     if config.norm_before_fc and config.fc_norm:
         raise FlowspecError(f"{path}: norm_before_fc and fc_norm exclude each other")
     if config.draft_vocab_size > config.vocab_size:
@@ -167,11 +167,11 @@ def _window(fields: dict[str, Any], shapes: dict[str, torch.Size]) -> int | None
     return fields.get("sliding_window") if slides else None
 
 
-def _candidates(shapes: dict[str, torch.Size], fields: dict[str, Any], own: dict[str, Any], path: Path
+def _candidates(shapes: dict[str, torch.Size], fields: dict[str, Any], settings: dict[str, Any], path: Path
                 ) -> dict[str, Any]:
     """The factor's rank is that of the tensors; FlowspecError for a head with a part of one."""
-    held = [name for name in (_FACTOR, _FACTOR_DOWN) if name in shapes]
-    if not held:
+    factors = [name for name in (_FACTOR, _FACTOR_DOWN) if name in shapes]
+    if not factors:
         return {}
     nested = fields.get("candidate_head")
     count = (nested if isinstance(nested, dict) else {}).get("num_candidates", fields.get("num_candidates"))
@@ -179,9 +179,9 @@ def _candidates(shapes: dict[str, torch.Size], fields: dict[str, Any], own: dict
     if type(count) is not int or count < LEAST_COUNT:
         raise FlowspecError(f"{path}: num_candidates must be a number of tokens, {LEAST_COUNT} at least, not "
                             f"{count!r}")
-    if not own["own_lm_head"]:
+    if not settings["own_lm_head"]:
         raise FlowspecError(f"{path.parent}: tensor {checkpoint.LM_HEAD} is missing, by which a candidate head scores")
-    return {"candidate_rank": shapes[held[0]][-1 if held[0] == _FACTOR else 0], "num_candidates": count}
+    return {"candidate_rank": shapes[factors[0]][-1 if factors[0] == _FACTOR else 0], "num_candidates": count}
 
 
 def _named_layers(raw: dict[str, Any], path: Path) -> tuple[int, ...] | None:
@@ -218,7 +218,7 @@ def head3_layers(directory: Path, config: Any, layers: int) -> tuple[int, ...]:
     return depths
 
 
-def _own_names(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _rename_tensors(stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     return {name.replace("layers.0.", "midlayer.", 1) if name.startswith("layers.0.") else name: tensor
             for name, tensor in stored.items()}
 
@@ -231,7 +231,7 @@ def _check_fc(directory: Path, stored: dict[str, StoredTensor], config: Eagle3Co
                             f"captured states of width {width} have {states * width}")
 
 
-def _own_of_files(shapes: dict[str, torch.Size], drafted: int, vocabulary: int) -> dict[str, Any]:
+def _settings_of_files(shapes: dict[str, torch.Size], drafted: int, vocabulary: int) -> dict[str, Any]:
     """What the shapes of the stored tensors tell of a head."""
     rows = [shapes[name][0] for name in (checkpoint.LM_HEAD, "d2t") if shapes.get(name)]
     if rows:  # a whole lm_head may stand beside a smaller vocabulary
@@ -325,8 +325,8 @@ class Eagle3Format(HeadFormat):
     def widths(self, directory: Path, config: Any, shapes: Shapes, layers: int) -> list[int]:
         fc = shapes.get("fc.weight")
         head3_layers(directory, config, layers)
-        own = [] if EMBEDDING in shapes else [config.hidden_size]
-        return [config.target_hidden_size, *([fc[1] // config.num_aux_hidden_states] if fc else []), *own]
+        embedding_widths = [] if EMBEDDING in shapes else [config.hidden_size]
+        return [config.target_hidden_size, *([fc[1] // config.num_aux_hidden_states] if fc else []), *embedding_widths]
 
     def on_meta(self, directory: Path) -> nn.Module:
         return checkpoint.on_meta(Eagle3Head, self.config(directory))

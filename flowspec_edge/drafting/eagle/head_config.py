@@ -18,12 +18,12 @@ def llama_layer(fields: Mapping[str, Any], origin: Path | str, family: Family = 
     ``family``: of the layer, QWEN2 for biases of queries, keys and values alone, QWEN3 for norms of heads.
     FlowspecError for fields that do not go together.
     """
-    given = {name: value for name, value in fields.items() if name not in _OF_WHOLE_MODELS}
-    return replace(layer_config(given, origin, LLAMA), model_type=family.name)
+    layer_fields = {name: value for name, value in fields.items() if name not in _MODEL_FIELDS}
+    return replace(layer_config(layer_fields, origin, LLAMA), model_type=family.name)
 
 
 # Which layers of a model have windows is no matter of a head's.
-_OF_WHOLE_MODELS = {"layer_types", "sliding_window", "max_window_layers"}
+_MODEL_FIELDS = {"layer_types", "sliding_window", "max_window_layers"}
 
 
 def published(config: DecoderConfig) -> dict[str, Any]:

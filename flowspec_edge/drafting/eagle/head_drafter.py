@@ -88,7 +88,7 @@ class DraftHead(nn.Module, ABC):
         return tokens if tokens.is_floating_point() else cast(Tensor, self.embed_tokens(tokens))
 
     def cache_shape(self) -> CacheShape:
-        return CacheShape.of(self.config, 1, self.weight, self.config.max_position_embeddings)
+        return CacheShape.from_config(self.config, 1, self.weight, self.config.max_position_embeddings)
 
     def pass_model(self, logits: Callable[[Tensor], Tensor]) -> PassModel:
         """``logits``: of the head's outputs."""

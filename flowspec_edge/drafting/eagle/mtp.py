@@ -33,7 +33,7 @@ from flowspec_edge.stage.families.norm import Norm
 from flowspec_edge.util.bounded_read import read_json_object
 from flowspec_edge.util.weight_file import MTP, Embedding, as_embedding, random_embedding
 
-_WHAT = "an MTP layer"
+_TITLE = "an MTP layer"
 
 
 class MtpHead(DraftHead):
@@ -87,8 +87,8 @@ def load_mtp(directory: Path, embedding: Tensor | Embedding, dtype: torch.dtype,
     config, shared = mtp_config(directory), as_embedding(embedding)
     require_fit(directory, "width", config.hidden_size, shared.embedding_dim)
     stored = {name.removeprefix(MTP): tensor
-              for name, tensor in checkpoint.read_weights(directory, _WHAT).items() if name.startswith(MTP)}
-    return checkpoint.build(MtpHead, config, stored, directory, _WHAT, dtype, shared, quantise)
+              for name, tensor in checkpoint.read_weights(directory, _TITLE).items() if name.startswith(MTP)}
+    return checkpoint.build(MtpHead, config, stored, directory, _TITLE, dtype, shared, quantise)
 
 
 class MtpFormat(OwnLayerFormat):

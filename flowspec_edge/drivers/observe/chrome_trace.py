@@ -30,7 +30,7 @@ COMPUTING = 1  # a stage's
 _TRACKS = {REQUEST: "request", DRAFTING: "draft passes", VERIFYING: "verification",
            SENDING: "segments on their way to V1", HINTS: "prunes and cancels"}
 _TRACKS_PER_DEVICE = 10  # thread ids are unique in the whole file, as in an operating system
-_ONE_CLOCK = "all devices share one clock"
+_SHARED_CLOCK = "all devices share one clock"
 _MAPPED = ("each stage's clock is mapped onto D0's by its quickest message, "
            "which counts as one that took no time")
 
@@ -51,9 +51,9 @@ def chrome_trace(timeline: RequestTimeline, stages: int, about: dict[str, Any],
 
 @dataclass(eq=False)
 class _Segment:
-    sent: SegmentSent
+    event: SegmentSent
     prompt: bool  # its rows are text
-    next_sent: float | None = None  # when the segment after it was sent
+    next_sent_at: float | None = None  # when the segment after it was sent
     cancelled_at: float | None = None
     times: list[Computed] = field(default_factory=list)
     verified: Event | None = None  # the slice
@@ -68,7 +68,7 @@ class _Writer:
         self._began_at = first.at if first else 0.0
         self._latest = self._began_at  # the last moment that is known of the request
         self._clocks = StageClocks()
-        if not timeline.one_clock:
+        if not timeline.shares_clock:
             for event in timeline.events:
                 if isinstance(event, StageTimes):
                     self._clocks.learn(event.times, event.at)
@@ -93,7 +93,7 @@ class _Writer:
             self._draw_request()
         self._events.sort(key=lambda event: event["ts"])  # stable: a flow stays behind its slice
         trace_facts = {"complete": self._timeline.result is not None,
-                       "clocks": _ONE_CLOCK if self._timeline.one_clock else _MAPPED}
+                       "clocks": _SHARED_CLOCK if self._timeline.shares_clock else _MAPPED}
         return {"traceEvents": [*self._names(), *self._events], "displayTimeUnit": "ms",
                 "otherData": about | trace_facts}
 
@@ -114,7 +114,7 @@ class _Writer:
                 self._text_rows, self._newest, self._in_flight = event.text, None, {}
                 self._count_in_flight(event.at)
             case SegmentSent():
-                self._sent(event)
+                self._add_segment(event)
             case Pruned():
                 interval = f"{event.start} to {event.stop - 1}" if event.stop > event.start else "none"
                 self._instant("prune", event.at, HINTS, {"of the numbers": interval, "kept": len(event.keep)})
@@ -143,10 +143,10 @@ class _Writer:
             case StagesLost():
                 self._instant("the stages were lost", event.at, REQUEST, {"why": event.reason})
 
-    def _sent(self, event: SegmentSent) -> None:
+    def _add_segment(self, event: SegmentSent) -> None:
         prompt = bool(event.positions) and event.positions[-1] < self._text_rows
         if self._newest:
-            self._newest.next_sent = event.at
+            self._newest.next_sent_at = event.at
         self._newest = self._segments[event.session, event.run] = _Segment(event, prompt)
         if not prompt:
             self._in_flight[event.run] = set(event.numbers)
@@ -174,16 +174,16 @@ class _Writer:
     # ---- a segment, and the request as a whole -----------------------------------------------------
 
     def _draw(self, segment: _Segment) -> None:
-        sent, about, category = segment.sent, _about(segment), _category(segment)
-        name = f"segment {sent.run}"
+        event, about, category = segment.event, _about(segment), _category(segment)
+        name = f"segment {event.run}"
         ordered = sorted(segment.times, key=lambda times: times.stage)
         works = [(times, *self._clocks.times(times)) for times in ordered]
-        began_at = works[0][1] if works and works[0][0].stage == 1 else sent.at
-        at_v1 = max(sent.at, began_at if segment.next_sent is None else min(began_at, segment.next_sent))
-        state = "" if sent.numbers else " (empty)"
-        slices = [self._slice(f"{name}{state}", category, sent.at, at_v1, 0, SENDING, about)]
+        began_at = works[0][1] if works and works[0][0].stage == 1 else event.at
+        at_v1 = max(event.at, began_at if segment.next_sent_at is None else min(began_at, segment.next_sent_at))
+        state = "" if event.numbers else " (empty)"
+        slices = [self._slice(f"{name}{state}", category, event.at, at_v1, 0, SENDING, about)]
         for times, start, end in works:
-            cancelled = (bool(sent.numbers) and not times.rows
+            cancelled = (bool(event.numbers) and not times.rows
                          and segment.cancelled_at is not None and segment.cancelled_at < end)
             state = " (cancelled)" if cancelled else "" if times.rows else " (empty)"
             slices.append(self._slice(f"{name}{state}", category, start, end, times.stage, COMPUTING,
@@ -241,11 +241,11 @@ class _Writer:
 
 
 def _about(segment: _Segment) -> dict[str, Any]:
-    sent = segment.sent
-    about: dict[str, Any] = {"segment": sent.run, "rows sent": len(sent.numbers),
+    event = segment.event
+    about: dict[str, Any] = {"segment": event.run, "rows sent": len(event.numbers),
                              "rows are": "prompt" if segment.prompt else "draft tokens"}
-    if sent.numbers:
-        about |= {"numbers": _range(sent.numbers), "positions in the text": _range(sent.positions)}
+    if event.numbers:
+        about |= {"numbers": _range(event.numbers), "positions in the text": _range(event.positions)}
     return about
 
 

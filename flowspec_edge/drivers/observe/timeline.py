@@ -20,11 +20,11 @@ class RequestTimeline(Observer):
     result  None: it is running or failed, so the events are incomplete
     """
 
-    def __init__(self, request: Request, one_clock: bool = True) -> None:
-        """``one_clock``: the stages share D0's clock, as on one machine and in virtual time."""
+    def __init__(self, request: Request, shares_clock: bool = True) -> None:
+        """``shares_clock``: the stages share D0's clock, as on one machine and in virtual time."""
         self.events: list[SessionEvent | StagesLost] = []
         self.request = request
-        self.one_clock = one_clock
+        self.shares_clock = shares_clock
         self.result: Result | None = None
         self._sessions: set[int] = set()
         self._newest = False  # whether the session opened last is the request's

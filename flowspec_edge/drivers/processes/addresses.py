@@ -25,26 +25,26 @@ class Placement(Protocol):
     def control_port(self) -> int:
         """Port of D0's control channel; 0: any free port."""
 
-    def address(self, place: int) -> str:
+    def address(self, rank: int) -> str:
         ...
 
-    def entered(self, place: int) -> AbstractContextManager[None]:
+    def entered(self, rank: int) -> AbstractContextManager[None]:
         """Sockets that the calling thread creates inside are in the device's network namespace."""
 
-    def command(self, place: int, command: Sequence[str]) -> list[str]:
+    def command(self, rank: int, command: Sequence[str]) -> list[str]:
         """Wrap ``command`` to run on the device; the process id must stay the same."""
 
 
 class Loopback:
     control_port = 0
 
-    def address(self, place: int) -> str:
+    def address(self, rank: int) -> str:
         return _LOOPBACK
 
-    def entered(self, place: int) -> AbstractContextManager[None]:
+    def entered(self, rank: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def command(self, place: int, command: Sequence[str]) -> list[str]:
+    def command(self, rank: int, command: Sequence[str]) -> list[str]:
         return list(command)
 
 
@@ -59,12 +59,12 @@ class LocalPlan:
         """``directory`` receives the key files."""
         self._open = ExitStack()
         self._placement = placement
-        self._listeners = [self._listener(place) for place in range(1, stages + 1)]
+        self._listeners = [self._listener(rank) for rank in range(1, stages + 1)]
         self._directory = directory
         public = []
-        for place in range(stages + 1):
+        for rank in range(stages + 1):
             pair = keys.generate()
-            keys.save(pair, self._key_file(place))
+            keys.save(pair, self._key_file(rank))
             public.append(pair.public.decode())
         life = uuid.uuid4().hex[:8]
         here = f"tcp://{placement.address(0)}"
@@ -78,16 +78,16 @@ class LocalPlan:
         """Return the stages' configurations. D0 already listens at ``control`` and ``output``; ``settings``:
         what all stages share."""
         ring = replace(self._ring, control=control, data=[output, *self._ring.data[1:]])
-        return [ring.config(place, listen_fd=listener.fileno(), parent=os.getpid(),
-                            key_file=str(self._key_file(place)), **settings)
-                for place, listener in enumerate(self._listeners, start=1)]
+        return [ring.config(rank, listen_fd=listener.fileno(), parent=os.getpid(),
+                            key_file=str(self._key_file(rank)), **settings)
+                for rank, listener in enumerate(self._listeners, start=1)]
 
-    def _listener(self, place: int) -> socket.socket:
-        with self._placement.entered(place):
-            return self._open.enter_context(socket.create_server((self._placement.address(place), 0)))
+    def _listener(self, rank: int) -> socket.socket:
+        with self._placement.entered(rank):
+            return self._open.enter_context(socket.create_server((self._placement.address(rank), 0)))
 
     def close(self) -> None:
         self._open.close()
 
-    def _key_file(self, place: int) -> Path:
-        return self._directory / f"key{place}"
+    def _key_file(self, rank: int) -> Path:
+        return self._directory / f"key{rank}"

@@ -11,7 +11,7 @@ from flowspec_edge.d0.config import DraftConfig
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.run_events import RunEvent, StagesBack, StagesLost
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
-from flowspec_edge.drivers.processes.spec import BoardStages, ClusterSpec, Connected, Here, OtherPlace, Processes
+from flowspec_edge.drivers.processes.spec import BoardStages, ClusterBackend, ClusterSpec, Connected, Here, Processes
 from flowspec_edge.drivers.ring import Addresses
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.transport import keys
@@ -20,16 +20,16 @@ C = TypeVar("C")
 
 
 @overload
-def open_cluster(spec: ClusterSpec, place: Processes = ...) -> ProcessCluster: ...
+def open_cluster(spec: ClusterSpec, backend: Processes = ...) -> ProcessCluster: ...
 @overload
-def open_cluster(spec: ClusterSpec, place: OtherPlace[C]) -> C: ...
-def open_cluster(spec: ClusterSpec, place: Processes | OtherPlace[C] = Here()  # noqa: B008
+def open_cluster(spec: ClusterSpec, backend: ClusterBackend[C]) -> C: ...
+def open_cluster(spec: ClusterSpec, backend: Processes | ClusterBackend[C] = Here()  # noqa: B008
                  ) -> ProcessCluster | C:
     """Return a cluster, which the caller closes. Processes start with the first request, so errors of their
     start are raised there. A virtual cluster loads the model at once and raises as ``VirtualCluster``."""
-    if isinstance(place, Here | Connected | BoardStages):
-        return ProcessCluster(spec, place)
-    return place.open(spec)
+    if isinstance(backend, Here | Connected | BoardStages):
+        return ProcessCluster(spec, backend)
+    return backend.open(spec)
 
 
 class Services:

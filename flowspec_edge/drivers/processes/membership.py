@@ -53,7 +53,7 @@ class _Member:
     stage: int
     hello: Hello | None = None
     state: StageState = StageState.ABSENT
-    seen_at: float = 0.0
+    last_seen_at: float = 0.0
     counters: dict[str, float] = field(default_factory=dict)  # of all sessions together
     reports: dict[int, dict[str, float]] = field(default_factory=dict)  # final counters by session
 
@@ -78,7 +78,7 @@ class Membership:
         """Process a message that :meth:`objection` admits. PeerLost if the stage failed or, with
         ``fail_on_rejoin``, restarted; ProtocolError if the stage is set up wrongly."""
         member = self._members[sender]
-        member.seen_at = now
+        member.last_seen_at = now
         match message:
             case Hello():
                 again = member.hello is not None
@@ -154,17 +154,17 @@ class Membership:
 
     def silent(self, now: float) -> list[int]:
         """Return the stages that said Hello, but nothing for ``dead_after`` seconds."""
-        return [m.stage for m in self._members.values() if m.hello and now - m.seen_at > self._dead_after]
+        return [m.stage for m in self._members.values() if m.hello and now - m.last_seen_at > self._dead_after]
 
     def reset_silence(self, now: float) -> None:
         """Count silence from ``now``, because no messages were read while no request ran."""
         for member in self._members.values():
-            member.seen_at = max(member.seen_at, now)
+            member.last_seen_at = max(member.last_seen_at, now)
 
     def check(self, now: float, stages: Collection[int] = ()) -> None:
         """Raise PeerLost if a stage (one of ``stages``, if any are given) has been silent for too long."""
         for member in self._members.values():
-            if (not stages or member.stage in stages) and now - member.seen_at > self._dead_after:
+            if (not stages or member.stage in stages) and now - member.last_seen_at > self._dead_after:
                 raise PeerLost(f"V{member.stage} has been silent for {self._dead_after:g} s: "
                                "check that the device is up, reachable and not out of memory")
 

@@ -50,11 +50,11 @@ class ProcessCluster:
     clock = "wall"
     running: ProcessRun | None
 
-    def __init__(self, spec: ClusterSpec, place: Processes = Here()) -> None:  # noqa: B008 (it is frozen)
+    def __init__(self, spec: ClusterSpec, backend: Processes = Here()) -> None:  # noqa: B008 (it is frozen)
         """Start nothing: errors of the start, such as more stages than layers, are raised there."""
         self.running = None
         self.queue = RequestQueue(spec.at_once)
-        self._spec, self._place = spec, place
+        self._spec, self._backend = spec, backend
         self._observer = Observers([spec.observer] if spec.observer else [])
         self._life = threading.RLock()  # held while a run starts or ends, and while a request joins it
         self._driver = threading.Lock()
@@ -133,19 +133,19 @@ class ProcessCluster:
         self.start()
         began = time.monotonic()
         arrival_times = arrivals or [0.0] * len(requests)
-        waiting = deque(sorted((at, place) for place, at in enumerate(arrival_times)))
+        waiting = deque(sorted((at, index) for index, at in enumerate(arrival_times)))
         handles: dict[int, RequestHandle] = {}
 
         def done() -> bool:
             while waiting and waiting[0][0] <= time.monotonic() - began:
-                place = waiting.popleft()[1]
-                handles[place] = RequestHandle(requests[place])
-                self.queue.put(handles[place])  # without a lock, which a start may hold that waits for us
+                index = waiting.popleft()[1]
+                handles[index] = RequestHandle(requests[index])
+                self.queue.put(handles[index])  # without a lock, which a start may hold that waits for us
             return not waiting and all(handle.done() for handle in handles.values())
 
         self._drive_or_wait(done, handles.values())
         with memory_errors(self._spec.device):
-            results = [handles[place].result() for place in range(len(requests))]
+            results = [handles[index].result() for index in range(len(requests))]
         return [replace(result, token_at=tuple(at - began for at in result.token_at)) for result in results]
 
     def serve(self, stop: Callable[[], bool]) -> None:
@@ -173,17 +173,17 @@ class ProcessCluster:
     # ---- start and end -------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        if isinstance(self._place, BoardStages):
-            self._place.refresh()
+        if isinstance(self._backend, BoardStages):
+            self._backend.refresh()
 
     def _start(self) -> None:
         gc.collect()  # frees the reference cycles of the run before, which hold D0's models
-        spec, place = self._spec, self._place
+        spec, backend = self._spec, self._backend
         with ExitStack() as undo, memory_errors(spec.device):
-            if isinstance(place, BoardStages):
-                undo.callback(place.disconnect)
-                place = place.connect()
-            running = ProcessRun(spec, place, self._observer, self.queue)
+            if isinstance(backend, BoardStages):
+                undo.callback(backend.disconnect)
+                backend = backend.connect()
+            running = ProcessRun(spec, backend, self._observer, self.queue)
             self.running = running
             undo.callback(self._end)
             with spec.slow():
@@ -211,8 +211,8 @@ class ProcessCluster:
         running, self.running = self.running, None
         if running is not None:
             running.close()
-        if isinstance(self._place, BoardStages):
-            self._place.disconnect()
+        if isinstance(self._backend, BoardStages):
+            self._backend.disconnect()
 
     def close(self) -> None:
         """End the processes started here and close all sockets; idempotent. No thread may be driving."""

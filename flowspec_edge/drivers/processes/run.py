@@ -40,14 +40,14 @@ _SHUTDOWN_S = 1.0  # for a stage to end after Shutdown
 class ProcessRun:
     """All fields are for the thread that drives the cluster, except ``recovery.status``."""
 
-    def __init__(self, spec: ClusterSpec, place: Here | Connected, observer: Observers, queue: RequestQueue
+    def __init__(self, spec: ClusterSpec, backend: Here | Connected, observer: Observers, queue: RequestQueue
                  ) -> None:
         """Start the stages, or connect to them, and wait until all have loaded.
 
         Links to stages that are started here are encrypted, with keys made for this run. UsageError if the
         model cannot be cut into so many stages; then nothing is started. PeerLost if a stage does not start.
         """
-        here = place if isinstance(place, Here) else Here()
+        here = backend if isinstance(backend, Here) else Here()
         model, emulator = OpenModel(Path(spec.model)), here.emulator
         parse_dtype(spec.dtype)
         stage_ranges(model, spec.stages)
@@ -57,11 +57,11 @@ class ProcessRun:
             undo.callback(self.workers.end)
             network = here.network or Loopback()
             self.plan = plan = None
-            if isinstance(place, Here):
+            if isinstance(backend, Here):
                 self.plan = plan = LocalPlan(spec.stages, self.workers.directory, network)
                 undo.callback(plan.close)
-                place = Connected(plan.addresses)
-            addresses, watch, slow = place.addresses, place.watch, spec.slow
+                backend = Connected(plan.addresses)
+            addresses, watch, slow = backend.addresses, backend.watch, spec.slow
             pair = keys.load(addresses.key_file, addresses.public_key) if addresses.key_file else None
             self._transport = (
                 emulator.transport(addresses.instances, pair, addresses.unencrypted) if emulator
@@ -104,7 +104,7 @@ class ProcessRun:
                 self.draft_models = DraftModels(model, spec.dtype, spec.device, slow, reserved,
                                                 loaded=lambda sizes: observer.observe(DrafterLoaded(sizes)))
                 core.pool.suit(self.draft_models.kinds, SESSIONS * spec.at_once)
-            self.links.wait_for_hello(spec.start_within, place.waiting)
+            self.links.wait_for_hello(spec.start_within, backend.waiting)
             self._undo = undo.pop_all()
 
     def close(self) -> None:

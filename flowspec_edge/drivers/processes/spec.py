@@ -107,8 +107,8 @@ Processes = Here | Connected | BoardStages
 C_co = TypeVar("C_co", covariant=True)
 
 
-class OtherPlace(Protocol[C_co]):
-    """A place that has clusters of its own, such as ``drivers.virtual.place.Virtual``."""
+class ClusterBackend(Protocol[C_co]):
+    """A backend with clusters of its own, such as ``drivers.virtual.place.Virtual``."""
 
     def open(self, spec: ClusterSpec) -> C_co:
         ...

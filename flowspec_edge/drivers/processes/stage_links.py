@@ -43,7 +43,7 @@ class StageLinks:
     output_at  when the last output came (time.monotonic)
     """
 
-    def __init__(self, transport: ZmqTransport, addresses: Addresses, place: Placement, members: Membership,
+    def __init__(self, transport: ZmqTransport, addresses: Addresses, placement: Placement, members: Membership,
                  exited: Callable[[float], str | None], on_heartbeat: Callable[[Heartbeat, float], None],
                  is_open: Callable[[int], bool], charge: Callable[[int, int], None]) -> None:
         """exited        waits up to that many seconds for a stage to end; returns why one has, or None
@@ -63,7 +63,7 @@ class StageLinks:
         self._strangers = 0  # control messages of processes that are no stage of this cluster
         self._dropped = 0  # messages, at the last ``take_dropped``
         allowed = addresses.worker_keys
-        with place.entered(0):  # ZeroMQ's I/O thread keeps the namespace it was created in
+        with placement.entered(0):  # ZeroMQ's I/O thread keeps the namespace it was created in
             self._hub = transport.hub(addresses.control, "D0 control",
                                       dict(zip(addresses.instances, allowed, strict=False)))
             self._output = transport.pull(addresses.output, "D0 data in", allowed[-1:])

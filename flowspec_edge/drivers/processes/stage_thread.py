@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.drivers.stage.process import StopRequest, run_worker
-from flowspec_edge.drivers.stage.status_sender import one_line
+from flowspec_edge.drivers.stage.status_sender import format_error
 from flowspec_edge.errors import FlowspecError
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class StageThread:
         except Exception as error:
             if not isinstance(error, FlowspecError):
                 log.exception("V%d: unexpected error", self._config.stage)
-            self._output.write_text(f"{one_line(error)}\n", encoding="utf-8")
+            self._output.write_text(f"{format_error(error)}\n", encoding="utf-8")
             code = error.exit_code if isinstance(error, FlowspecError) else 1
         self._code = code
 

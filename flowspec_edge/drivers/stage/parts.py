@@ -33,6 +33,6 @@ class StageParts:
 MakeParts = Callable[[WorkerConfig, KeyPair | None], StageParts]
 
 
-def own_parts(config: WorkerConfig, pair: KeyPair | None) -> StageParts:
+def default_parts(config: WorkerConfig, pair: KeyPair | None) -> StageParts:
     """Return the parts of a stage that stands for no other device."""
     return StageParts(ZmqTransport(pair, unencrypted=config.unencrypted))

@@ -19,10 +19,10 @@ from typing import Any
 
 from flowspec_edge.drivers.observe.power import board_meter
 from flowspec_edge.drivers.stage.config import WorkerConfig
-from flowspec_edge.drivers.stage.parts import MakeParts, own_parts
+from flowspec_edge.drivers.stage.parts import MakeParts, default_parts
 from flowspec_edge.drivers.stage.release_link import ReleaseLink
 from flowspec_edge.drivers.stage.sd_notify import Notifier
-from flowspec_edge.drivers.stage.status_sender import one_line
+from flowspec_edge.drivers.stage.status_sender import format_error
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import Failed
 from flowspec_edge.transport import keys
@@ -64,7 +64,7 @@ class StopSignals(StopRequest):
 
 
 def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | None = None,
-               release: ReleaseLink | None = None, make_parts: MakeParts = own_parts) -> None:
+               release: ReleaseLink | None = None, make_parts: MakeParts = default_parts) -> None:
     """Load the shard and serve until Shutdown or a signal; errors are sent to D0 (Failed), then raised."""
     pair = keys.load(Path(config.key_file), config.public_key) if config.key_file else None
     from flowspec_edge.drivers.stage.worker import Worker, connect  # here, as below: it imports torch
@@ -81,7 +81,7 @@ def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | 
                 Worker(config, links, engine, hello, notifier, meter, lambda: signals.arrived, release,
                        parts.charge).run()
         except Exception as error:
-            links.control.send(Failed(config.instance, config.stage, one_line(error)))
+            links.control.send(Failed(config.instance, config.stage, format_error(error)))
             raise
     finally:
         parts.transport.close()
@@ -89,7 +89,7 @@ def run_worker(config: WorkerConfig, signals: StopRequest, notifier: Notifier | 
 
 def serve(path: Path, verbose: bool = False, config_changes: Mapping[str, Any] | None = None,
           notifier: Notifier | None = None, directory: Path | None = None,
-          release: ReleaseLink | None = None, make_parts: MakeParts = own_parts) -> int:
+          release: ReleaseLink | None = None, make_parts: MakeParts = default_parts) -> int:
     """Run a configuration file's worker, with ``config_changes``; return the exit code. Errors go to stderr.
 
     ``directory`` belongs to the process that started this one, and is removed if that was killed.
@@ -104,7 +104,7 @@ def serve(path: Path, verbose: bool = False, config_changes: Mapping[str, Any] |
     except Exception as error:
         if not isinstance(error, FlowspecError):
             log.exception("V: unexpected error")
-        print(f"flowspec worker: {printable(one_line(error))}", file=sys.stderr)
+        print(f"flowspec worker: {printable(format_error(error))}", file=sys.stderr)
         return error.exit_code if isinstance(error, FlowspecError) else 1
     finally:
         signals.ignore()

@@ -72,7 +72,7 @@ class StatusSender:
         self._control.send(Failed(self._config.instance, self._config.stage, reason))
 
 
-def one_line(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Format an error as one line; unexpected ones with their type."""
     text = " ".join(str(error).split())
     return text if isinstance(error, FlowspecError) else f"{type(error).__name__}: {text}"

@@ -20,7 +20,7 @@ from flowspec_edge.drivers.stage.config import WorkerConfig
 from flowspec_edge.drivers.stage.parts import Charge
 from flowspec_edge.drivers.stage.release_link import ReleaseLink
 from flowspec_edge.drivers.stage.sd_notify import Notifier
-from flowspec_edge.drivers.stage.status_sender import StatusSender, one_line
+from flowspec_edge.drivers.stage.status_sender import StatusSender, format_error
 from flowspec_edge.errors import (
     FlowspecError,
     KeyRefused,
@@ -258,7 +258,7 @@ class Worker:
             while (message := self._links.control.receive()) is not None:
                 self._handle_control(message)
         except ProtocolError as error:
-            self._abandon_sessions(one_line(error), tell=True)
+            self._abandon_sessions(format_error(error), tell=True)
         self._notifier.alive()
         now = time.monotonic()
         if now >= self._check_at:
@@ -346,7 +346,7 @@ class Worker:
         now = time.monotonic()
         if self._counters or now >= self._gave_up_at + _FAULT_S:  # a flood must fill neither log nor queue
             self._gave_up_at = now
-            self._abandon_sessions(one_line(error), tell=not self._counters)
+            self._abandon_sessions(format_error(error), tell=not self._counters)
 
     def _abandon_sessions(self, reason: str, tell: bool = False) -> None:
         """Close the open sessions but keep the stage running; tell D0, unless D0 itself was disconnected

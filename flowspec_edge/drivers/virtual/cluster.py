@@ -32,7 +32,7 @@ from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.strategies.base import Parallelism
 from flowspec_edge.strategies.params import Params
-from flowspec_edge.strategies.registry import one_parallelism, strategy_class
+from flowspec_edge.strategies.registry import common_parallelism, strategy_class
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,7 +72,7 @@ class VirtualCluster:
         scheduling_policy  how concurrent requests share the stages (``Scheduler``)
         right_children  the share of right children that drafts have (``CalibratedDrafter``): 1, the head's
         """
-        self.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
+        self.devices = profile if isinstance(profile, Devices) else Devices.from_profile(profile, stages)
         self._model = _recorded(model) if isinstance(model, Recording) else _loaded(model, dtype, device)
         self._stages = stages
         self._observer = observer or Observer()
@@ -91,7 +91,7 @@ class VirtualCluster:
         """Return a cluster of other devices, or another acceptance, that takes over these weights; do not use
         this one again."""
         other = copy(self)
-        other.devices = profile if isinstance(profile, Devices) else Devices.of(profile, stages)
+        other.devices = profile if isinstance(profile, Devices) else Devices.from_profile(profile, stages)
         other._stages, other._right_children = stages, right_children
         other._curve = other._warm_curve() if self._curve else None
         other._engines = {n: engines for n, engines in self._engines.items() if n == stages}
@@ -101,8 +101,8 @@ class VirtualCluster:
     def _warm_curve(self) -> SlotCurve:
         curve = SlotCurve(self.devices.sparse)
         curve.link_row_s = self.devices.link_row_seconds()
-        for place, rows in product(range(1, self._stages + 1), WARM_UP_ROWS):
-            curve.observe(place, rows, self.devices.stage_seconds(place, rows))
+        for stage, rows in product(range(1, self._stages + 1), WARM_UP_ROWS):
+            curve.observe(stage, rows, self.devices.stage_seconds(stage, rows))
         return curve
 
     def generate(self, request: Request, on_tokens: OnTokens | None = None) -> Result:
@@ -122,7 +122,7 @@ class VirtualCluster:
 
         UsageError if one does not fit, or if they need different parallelism.
         """
-        parallelism = one_parallelism(request.strategy for request in requests)
+        parallelism = common_parallelism(request.strategy for request in requests)
         if self._right_children != 1:
             for request in requests:
                 self._text(request)
@@ -137,31 +137,31 @@ class VirtualCluster:
         handles: list[RequestHandle] = []
         errors: list[BaseException] = []
 
-        def start(place: int) -> None:
-            handle = handles[place]
-            if leaves and (leave := leaves[place]) is not None:
+        def start(index: int) -> None:
+            handle = handles[index]
+            if leaves and (leave := leaves[index]) is not None:
                 clock.at(max(leave, clock.now), lambda: run.cancel(handle))
             run.start(handle)
 
-        def tokens(place: int, new: list[int]) -> None:
-            if on_tokens and (listener := on_tokens[place]):
+        def tokens(index: int, new: list[int]) -> None:
+            if on_tokens and (listener := on_tokens[index]):
                 listener(new)
             if stop is not None and stop():
-                clock.at(clock.now, lambda: run.cancel(handles[place]))
+                clock.at(clock.now, lambda: run.cancel(handles[index]))
 
-        def done(place: int, _: object) -> None:
+        def done(index: int, _: object) -> None:
             try:
-                for following in [other for other, first in enumerate(follows or ()) if first == place]:
+                for following in [other for other, first in enumerate(follows or ()) if first == index]:
                     start(following)
             except BaseException as error:  # a future would only log it
                 errors.append(error)
 
-        for place, request in enumerate(requests):
-            handles.append(RequestHandle(request, partial(tokens, place)))
-            handles[place].add_done_callback(partial(done, place))
-        order = sorted((place for place in range(len(requests)) if not follows or follows[place] is None),
-                       key=lambda place: arrivals[place] if arrivals else 0.0)
-        run.expect([(arrivals[place] if arrivals else 0.0, partial(start, place)) for place in order])
+        for index, request in enumerate(requests):
+            handles.append(RequestHandle(request, partial(tokens, index)))
+            handles[index].add_done_callback(partial(done, index))
+        order = sorted((index for index in range(len(requests)) if not follows or follows[index] is None),
+                       key=lambda index: arrivals[index] if arrivals else 0.0)
+        run.expect([(arrivals[index] if arrivals else 0.0, partial(start, index)) for index in order])
         with self._model.computing():
             run.run()
             failed = (handle.exception() for handle in handles if handle.done())

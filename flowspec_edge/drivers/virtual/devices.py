@@ -58,7 +58,7 @@ class Devices:
                              f"but the profiles' model has {self.d0.model.layers}")
 
     @classmethod
-    def of(cls, profile: Profile, stages: int) -> Devices:
+    def from_profile(cls, profile: Profile, stages: int) -> Devices:
         """The devices of a testbed of several kinds; of any other profile ``stages`` equal devices that share
         the model's layers evenly, and an equal D0. UsageError as ``Profile.check_stages``."""
         profile.check_stages(stages)
@@ -66,13 +66,13 @@ class Devices:
             return cls(profile, profile.verify, tuple(map(float, profile.layers)), profile.name)
         return cls(profile, (profile,) * stages, (profile.model.layers / stages,) * stages, profile.name)
 
-    def stage_seconds(self, place: int, rows: int, context: int = 0, correlation: float | None = None,
+    def stage_seconds(self, stage: int, rows: int, context: int = 0, correlation: float | None = None,
                       alike: float = 1.0) -> float:
-        """Time of Vi (``place`` = i) for ``rows`` rows with ``context`` tokens in its cache.
+        """Time of Vi (``stage`` = i) for ``rows`` rows with ``context`` tokens in its cache.
 
         correlation, alike  as for ``StageCurve.milliseconds``
         """
-        return self.stages[place - 1].stage_seconds(rows, self.layers[place - 1], context,
+        return self.stages[stage - 1].stage_seconds(rows, self.layers[stage - 1], context,
                                                     correlation=correlation, alike=alike)
 
     @property
@@ -82,7 +82,7 @@ class Devices:
 
     def slot_seconds(self, rows: int) -> float:
         """Time of a segment in the slowest stage."""
-        return max(self.stage_seconds(place, rows) for place in range(1, len(self.stages) + 1))
+        return max(self.stage_seconds(stage, rows) for stage in range(1, len(self.stages) + 1))
 
     def occupied_seconds(self, rows: int) -> float:
         """Time of a segment in the slowest stage plus the slowest link after a stage."""
@@ -102,7 +102,7 @@ class Devices:
         size = rows * self.d0.model.hidden_width * self.d0.model.bytes_per_value
         ring = [*range(1, len(self.stages) + 1), 0]
         link = max(self.hop_seconds(a, b, size)[0] for a, b in pairwise(ring))
-        return max(self.stage_seconds(place, rows, context) for place in ring[:-1]) + link
+        return max(self.stage_seconds(stage, rows, context) for stage in ring[:-1]) + link
 
     @cached_property
     def _occupied(self) -> dict[int, float]:
@@ -117,16 +117,16 @@ class Devices:
 
     def hop_seconds(self, sender: int, receiver: int, size: int) -> tuple[float, float]:
         """(Time that ``size`` bytes occupy the link, latency after that), at the speed of the slower port."""
-        sent = self._profile(sender).link_seconds(size)
-        received = self._profile(receiver).link_seconds(size)
-        return max(sent[0], received[0]), max(sent[1], received[1])
+        sender_times = self._profile(sender).link_seconds(size)
+        receiver_times = self._profile(receiver).link_seconds(size)
+        return max(sender_times[0], receiver_times[0]), max(sender_times[1], receiver_times[1])
 
     def compute_seconds(self, parallelism: Parallelism) -> Sequence[StageSeconds]:
         """For each stage of a pipeline, or one for a tensor-parallel group, which shares the layers evenly
         and is as fast as its slowest device."""
         places = range(1, len(self.stages) + 1)
         if parallelism == "pipeline":
-            return [partial(self.stage_seconds, place) for place in places]
+            return [partial(self.stage_seconds, stage) for stage in places]
         distinct = {id(p): p for p in self.stages}.values()
         n = len(self.stages)
         return [lambda rows, context, *_: max(tensor_seconds(p, parallelism, rows, n, context)
@@ -137,8 +137,8 @@ class Devices:
         parts = self.compute_seconds(parallelism)
         hidden = rows * self.d0.model.hidden_width * self.d0.model.bytes_per_value
         following = [*range(2, len(parts) + 1), 0]  # the receiver of each part's results
-        hops = sum(sum(self.hop_seconds(place, receiver, hidden))
-                   for place, receiver in enumerate(following, start=1))
+        hops = sum(sum(self.hop_seconds(sender, receiver, hidden))
+                   for sender, receiver in enumerate(following, start=1))
         return sum(seconds(rows, 0) for seconds in parts) + hops + self.d0.verify_seconds(rows)
 
     def job_seconds(self, job: Job) -> float:
@@ -153,8 +153,8 @@ class Devices:
         scored = drafter is not None and drafter.scores_only(requests[0])
         return self.d0.draft_seconds(draft_session.draft_kind, nodes, scored)
 
-    def _profile(self, place: int) -> Profile:
-        return self.stages[place - 1] if place else self.d0
+    def _profile(self, rank: int) -> Profile:
+        return self.stages[rank - 1] if rank else self.d0
 
 
 def tile_bytes(profile: Profile, rows: int, devices: int) -> int:

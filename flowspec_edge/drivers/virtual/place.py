@@ -1,6 +1,6 @@
-"""Virtual time as a place for ``clusters.open_cluster``.
+"""Virtual time as a backend of ``clusters.open_cluster``.
 
-This module imports quickly, because the command line builds places before it imports torch.
+This module imports quickly, because the command line builds backends before it imports torch.
 """
 
 from __future__ import annotations

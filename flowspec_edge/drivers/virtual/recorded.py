@@ -65,8 +65,8 @@ class PathDigests:
     def reserved(self, rows: int, requests: int, tentative: int) -> int:
         return rows
 
-    def reusable(self, text: int, wanted: int, snapshot: int) -> int:
-        return wanted
+    def reusable(self, text: int, limit: int, snapshot: int) -> int:
+        return limit
 
     def arena(self, layers: Sequence[int], dtype: Any, device: Any, rows: int) -> DigestArena:
         return DigestArena()
@@ -85,7 +85,7 @@ class DigestArena:
     row_bytes = 8
     nbytes = 0
 
-    def missing(self, capacity: int, of: Any = None) -> int:
+    def missing(self, capacity: int, existing: Any = None) -> int:
         return 0
 
     def take(self, capacity: int) -> DigestCache:
@@ -168,7 +168,7 @@ class RecordedStage:
     def row_bytes(self, kind: CacheKind) -> int:
         return kind.row_bytes(0)
 
-    def allocating(self, what: str, nbytes: int) -> AbstractContextManager[None]:
+    def allocating(self, purpose: str, nbytes: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def run(self, parts: Sequence[Part], keep_going: Callable[[], bool], graphs: Any) -> list[PartResult] | None:
@@ -311,29 +311,29 @@ class RecordedDrafter(Drafter):
                 self._nodes[node.id] = node.parent, node.token
             if not expansion:
                 continue  # the answer is complete: nothing below it can become text
-            place = self._place(node.id, expansion.index)
+            position = self._find_position(node.id, expansion.index)
             right = self._is_right(node.id)
             self._requested.nodes += 1
             self._requested.right += right
-            if place is None:
+            if position is None:
                 self._requested.missing += right
                 if right:
                     continue
-                place = _stand_in(node, expansion)
+                position = _stand_in(node, expansion)
             count = min(request.children, expansion.tokens.shape[1])
-            output.tokens[row, :count] = expansion.tokens[place, :count]
-            output.scores[row, :count] = expansion.scores[place, :count]
+            output.tokens[row, :count] = expansion.tokens[position, :count]
+            output.scores[row, :count] = expansion.scores[position, :count]
         return output
 
     def shares_passes_with(self, other: Drafter) -> bool:
         return isinstance(other, RecordedDrafter) and other._requested is self._requested
 
-    def _place(self, node: int, index: Mapping[tuple[int, int], int]) -> int | None:
+    def _find_position(self, node: int, index: Mapping[tuple[int, int], int]) -> int | None:
         if node == self._root:
             return 0
         if node not in self._places:
             parent, token = self._nodes[node]
-            above = self._place(parent, index)
+            above = self._find_position(parent, index)
             self._places[node] = None if above is None else index.get((above, token))
         return self._places[node]
 

@@ -83,11 +83,11 @@ class VirtualRun:
         ring = [0, *range(1, n + 1), 0]
         self._data = ([link(0, 1, n), link(n, 0)] if self._grouped else
                       [link(a, b) for a, b in pairwise(ring)])
-        self._control = [link(0, place) for place in ring[1:-1]]
+        self._control = [link(0, stage) for stage in ring[1:-1]]
         self._back = link(1, 0)  # V1's credits: a worker sends them before anything else
         # Taps go straight to D0, each stage's over its own port; the small reports do not queue behind them.
-        self._taps = [link(place, 0) for place in ring[1:-1]]
-        self._reports = [link(place, 0) for place in ring[1:-1]]
+        self._taps = [link(stage, 0) for stage in ring[1:-1]]
+        self._reports = [link(stage, 0) for stage in ring[1:-1]]
         share = devices.d0.model.layers / n
         self._stages = [
             VirtualStage(i + 1, clock, engine, seconds, share if self._grouped else devices.layers[i],

@@ -15,11 +15,11 @@ from typing import Any
 from rich.table import Table
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.lab.bench.estimates import MEDIAN, METHOD, Estimate, Place, mean, paired_ratio, speeds
+from flowspec_edge.lab.bench.estimates import MEDIAN, METHOD, Estimate, PromptKey, mean, paired_ratio, speeds
 from flowspec_edge.lab.bench.exactness import types_of
 from flowspec_edge.lab.bench.results import BenchReport
 from flowspec_edge.lab.bench.samples import SHORT, Cell, Sample
-from flowspec_edge.lab.bench.tables import NOTHING, frame, number, timing
+from flowspec_edge.lab.bench.tables import NO_VALUE, frame, number, timing
 from flowspec_edge.util.terminal import counted_stages, plain
 
 _EXPECTED = frozenset({"commit", "versions", "tasks", "limit", "weights"})  # weights: said with dtype
@@ -72,10 +72,10 @@ def compare(paths: Sequence[Path], reports: Sequence[BenchReport]) -> Comparison
         raise UsageError(f"{paths[0]} and {paths[1]} have no prompt with a speed of the same method, task "
                          "and temperature: nothing to compare")
     shared = {(row.strategy, row.task, row.temperature) for row in rows}
-    alone = [[f"{name}, {task}, T = {temperature:g}" for name, task, temperature in one.cells
-              if (name, task, temperature) not in shared] for one in prompts]
+    alone = [[f"{name}, {task}, T = {temperature:g}" for name, task, temperature in side.cells
+              if (name, task, temperature) not in shared] for side in prompts]
     files = [_about(path, report) for path, report in zip(paths, reports, strict=True)]
-    differences = _differences(reports, [one.have_digests for one in prompts])
+    differences = _differences(reports, [side.have_digests for side in prompts])
     if cut := sum(row.different_chunks or 0 for row in rows):
         count = sum(row.prompts for row in rows)
         differences.append(f"segments of prompts: {cut} of {count} prompts were cut into others, by the times and the "
@@ -97,18 +97,18 @@ class _Prompts:
     def numbers(self, cell: Cell, texts: bool) -> dict[object, int]:
         """What identifies a prompt, its text or else its number → its number, of those whose answers have a
         speed."""
-        names, seen = self._each.get(cell[1], []) if texts else [], Counter[str]()
+        names, occurrences = self._each.get(cell[1], []) if texts else [], Counter[str]()
         keys: dict[int, object] = {}
         for at, name in enumerate(names):  # the same text twice is two prompts
-            keys[at] = name, seen[name]
-            seen[name] += 1
-        return {keys.get(place[1], place[1]): place[1] for place in speeds(self.cells.get(cell, []))}
+            keys[at] = name, occurrences[name]
+            occurrences[name] += 1
+        return {keys.get(key[1], key[1]): key[1] for key in speeds(self.cells.get(cell, []))}
 
 
 def _row(cell: Cell, first: _Prompts, second: _Prompts) -> ComparedRow:
     samples_before, samples_after = first.cells.get(cell, []), second.cells.get(cell, [])
     texts = first.have_digests and second.have_digests
-    a, b = (one.numbers(cell, texts) for one in (first, second))
+    a, b = (side.numbers(cell, texts) for side in (first, second))
     both = [(a[key], b[key]) for key in a if key in b]
     before, after = speeds(samples_before), speeds(samples_after)
     pairs = [(after[_at(cell, j)], before[_at(cell, i)]) for i, j in both]
@@ -122,7 +122,7 @@ def _row(cell: Cell, first: _Prompts, second: _Prompts) -> ComparedRow:
         different_chunks=_different(both, samples_before, samples_after, "prompt_chunk"))
 
 
-def _at(cell: Cell, prompt: int) -> Place:
+def _at(cell: Cell, prompt: int) -> PromptKey:
     return cell[1], prompt
 
 
@@ -132,12 +132,13 @@ def _draft(samples: Sequence[Sample]) -> str:
 
 def _different(both: Sequence[tuple[int, int]], samples_before: Sequence[Sample], samples_after: Sequence[Sample],
                field: str) -> int | None:
-    one, other = ({(s.prompt, s.repeat): getattr(s, field) for s in samples}
-                  for samples in (samples_before, samples_after))
-    if {"", None} & {*one.values(), *other.values()}:
+    values_before, values_after = ({(s.prompt, s.repeat): getattr(s, field) for s in samples}
+                                   for samples in (samples_before, samples_after))
+    if {"", None} & {*values_before.values(), *values_after.values()}:
         return None
-    repeats = {repeat for _, repeat in one} & {repeat for _, repeat in other}
-    return sum(any(one.get((i, repeat)) != other.get((j, repeat)) for repeat in repeats) for i, j in both)
+    repeats = {repeat for _, repeat in values_before} & {repeat for _, repeat in values_after}
+    return sum(any(values_before.get((i, repeat)) != values_after.get((j, repeat)) for repeat in repeats)
+               for i, j in both)
 
 
 def _about(path: Path, report: BenchReport) -> dict[str, Any]:
@@ -174,7 +175,7 @@ def _differences(reports: Sequence[BenchReport], have_digests: Sequence[bool]) -
 
 
 def _short(value: object) -> str:
-    text = NOTHING if value is None else str(value)
+    text = NO_VALUE if value is None else str(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
 
 
@@ -193,7 +194,7 @@ def comparison_table(comparison: Comparison) -> Table:
     table = frame(["strategy", "draft", "task"], ["T", "prompts", "A tokens/s", "B tokens/s", "B / A",
                                                   "other answers", "only in A", "only in B"])
     for row in comparison.rows:
-        before, after = (draft or NOTHING for draft in row.drafts)
+        before, after = (draft or NO_VALUE for draft in row.drafts)
         table.add_row(plain(row.strategy), plain(before if before == after else f"{before}, {after}"),
                       plain(row.task), f"{row.temperature:g}", str(row.prompts), _text(row.first),
                       _text(row.second), _text(row.ratio), number(row.different_answers, 0),
@@ -212,8 +213,8 @@ def comparison_notes(comparison: Comparison) -> list[str]:
 
 
 def _text(estimate: Estimate | None) -> str:
-    return estimate.text() if estimate else NOTHING
+    return estimate.text() if estimate else NO_VALUE
 
 
 def _numbers(prompts: Sequence[int]) -> str:
-    return ",".join(map(str, prompts)) or NOTHING
+    return ",".join(map(str, prompts)) or NO_VALUE

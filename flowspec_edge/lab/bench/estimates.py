@@ -19,7 +19,7 @@ METHOD = ("±: standard error over the prompts (repeats of a prompt are averaged
 MEDIAN = ("median: over the prompts, that of ×chunk_pp over the prompts' own ratios; a few answers that are "
           "drafted almost without a miss do not carry it")
 
-Place = tuple[str, int]  # a task and the number of a prompt in it
+PromptKey = tuple[str, int]  # a task and the number of a prompt in it
 
 
 @dataclass(frozen=True)
@@ -67,15 +67,15 @@ def average(parts: Sequence[Estimate | None]) -> Estimate | None:
     return Estimate(fmean(part.value for part in estimates), whole)
 
 
-def by_prompt(samples: Iterable[Sample], figure: Callable[[Sample], float]) -> dict[Place, float]:
+def by_prompt(samples: Iterable[Sample], figure: Callable[[Sample], float]) -> dict[PromptKey, float]:
     """Average each prompt over its repeats."""
-    by_place: dict[Place, list[float]] = {}
+    values_by_prompt: dict[PromptKey, list[float]] = {}
     for sample in samples:
-        by_place.setdefault((sample.task, sample.prompt), []).append(figure(sample))
-    return {place: fmean(values) for place, values in by_place.items()}
+        values_by_prompt.setdefault((sample.task, sample.prompt), []).append(figure(sample))
+    return {key: fmean(values) for key, values in values_by_prompt.items()}
 
 
-def speeds(samples: Iterable[Sample]) -> dict[Place, float]:
+def speeds(samples: Iterable[Sample]) -> dict[PromptKey, float]:
     """Tokens/s of each prompt whose answers have some."""
     return by_prompt((s for s in samples if not is_short(s)), lambda s: s.tokens_per_second or 0.0)
 
@@ -91,7 +91,7 @@ def speedup(samples: Sequence[Sample], base: Sequence[Sample]) -> Estimate | Non
     rates, base_rates = speeds(samples), speeds(base)
     if rates and base_rates and samples[0].cell == base[0].cell:
         return Estimate(1.0)
-    return paired_ratio([(rates[place], base_rates[place]) for place in rates if place in base_rates])
+    return paired_ratio([(rates[key], base_rates[key]) for key in rates if key in base_rates])
 
 
 def paired_ratio(pairs: Sequence[tuple[float, float]]) -> Estimate | None:

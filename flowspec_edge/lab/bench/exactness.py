@@ -75,8 +75,8 @@ def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> st
         return f"{summary}."
     methods = {name: exactness(s for s in samples if s.strategy == name)
                for name in dict.fromkeys(s.strategy for s in samples)}
-    each = ", ".join(f"{name} {one.answers_text} answers, {one.tokens_text} tokens"
-                     for name, one in methods.items() if one.different_answers)
+    each = ", ".join(f"{name} {method.answers_text} answers, {method.tokens_text} tokens"
+                     for name, method in methods.items() if method.different_answers)
     each += _through_stages(samples)
     why = "near ties of 16 bits explain all of them (≈)" if whole.mark == "≈" else \
         f"near ties of 16 bits explain {whole.near_ties} of them (≈), nothing explains the others (≠)"
@@ -86,18 +86,19 @@ def exactness_text(samples: Sequence[Sample], settings: Mapping[str, Any]) -> st
 def _through_stages(samples: Sequence[Sample]) -> str:
     """Answers that are not autoregressive decoding's through the same stages, if these can be told."""
     plainly = [s for s in samples if s.strategy == PLAIN]
-    answers = {_place(s): s.answer for s in plainly}
-    others = [s for s in samples if s.strategy != PLAIN and _place(s) in answers]
+    answers = {_answer_key(s): s.answer for s in plainly}
+    others = [s for s in samples if s.strategy != PLAIN and _answer_key(s) in answers]
     if not others or len(answers) < len(plainly) or not all(s.answer for s in (*plainly, *others)):
         return ""
     counts = []
     for name in dict.fromkeys(s.strategy for s in others):
-        of_strategy = [s for s in others if s.strategy == name]
-        counts.append(f"{name} {sum(s.answer != answers[_place(s)] for s in of_strategy)}/{len(of_strategy)}")
+        strategy_samples = [s for s in others if s.strategy == name]
+        different = sum(s.answer != answers[_answer_key(s)] for s in strategy_samples)
+        counts.append(f"{name} {different}/{len(strategy_samples)}")
     return f"; answers that are not {PLAIN}'s through the same stages: {', '.join(counts)}"
 
 
-def _place(sample: Sample) -> tuple[str, float, int, int]:
+def _answer_key(sample: Sample) -> tuple[str, float, int, int]:
     return sample.task, sample.temperature, sample.repeat, sample.prompt
 
 

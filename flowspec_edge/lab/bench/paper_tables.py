@@ -12,13 +12,13 @@ from flowspec_edge.lab.bench.results import BenchReport
 from flowspec_edge.lab.bench.rows import BASELINE, MEAN, ReportRow
 from flowspec_edge.lab.bench.samples import LOOP, SHORT
 from flowspec_edge.lab.bench.styles import style_of
-from flowspec_edge.lab.bench.tables import NOTHING, concurrency_markdown, markdown_table, number, timing
+from flowspec_edge.lab.bench.tables import NO_VALUE, concurrency_markdown, markdown_table, number, timing
 from flowspec_edge.strategies.registry import groups_note
 from flowspec_edge.util.terminal import counted_stages
 
 COMPARED = ("megatron", "galaxy", BASELINE, "pipedec", "flowspec")  # table I's order
 ABLATION = (BASELINE, "pruned_pp", "flowspec_no_sbd", "flowspec")
-_LEFT_OUT = ("autoregressive",)  # as in the paper; shown on request
+_OMITTED_METHODS = ("autoregressive",)  # as in the paper; shown on request
 
 Cells = list[str]
 
@@ -71,7 +71,7 @@ def _heading(report: BenchReport) -> str:
 
 def _order(report: BenchReport, first: Sequence[str], only: Collection[str] | None) -> list[str]:
     measured = dict.fromkeys(row.strategy for row in report.rows)
-    names = [name for name in measured if (name in only if only else name not in _LEFT_OUT)]
+    names = [name for name in measured if (name in only if only else name not in _OMITTED_METHODS)]
     return [name for name in first if name in names] + [name for name in names if name not in first]
 
 
@@ -111,9 +111,9 @@ def _accepted_table(report: BenchReport, strategies: Sequence[str], published: P
         line = [style_of(name).label]
         for temperature in temperatures:
             row = rows.get((name, temperature))
-            line += [number(row.alt), number(row.alr)] if row else [NOTHING, NOTHING]
+            line += [number(row.alt), number(row.alr)] if row else [NO_VALUE, NO_VALUE]
         for accepted in paper_acceptances:
-            line += [f"{kind[name]:.2f}" if name in kind else NOTHING
+            line += [f"{kind[name]:.2f}" if name in kind else NO_VALUE
                      for kind in (accepted.alt, accepted.alr)]
         body.append(line)
     return markdown_table(header, body)
@@ -121,13 +121,13 @@ def _accepted_table(report: BenchReport, strategies: Sequence[str], published: P
 
 def _speed(row: ReportRow | None) -> Cells:
     if row is None:
-        return [NOTHING, NOTHING]
-    return [f"{row.speed.text()} {row.exactness.mark}".rstrip() if row.speed else NOTHING,
-            row.ratio.text() if row.ratio else NOTHING]
+        return [NO_VALUE, NO_VALUE]
+    return [f"{row.speed.text()} {row.exactness.mark}".rstrip() if row.speed else NO_VALUE,
+            row.ratio.text() if row.ratio else NO_VALUE]
 
 
 def _published_speed(speed: float | None, base: float) -> Cells:
-    return [NOTHING, NOTHING] if speed is None else [f"{speed:.2f}", f"{speed / base:.2f}"]
+    return [NO_VALUE, NO_VALUE] if speed is None else [f"{speed:.2f}", f"{speed / base:.2f}"]
 
 
 def _note(report: BenchReport, published: PaperResults | None) -> str:
@@ -139,7 +139,7 @@ def _note(report: BenchReport, published: PaperResults | None) -> str:
         parts.append("Wall clock; all devices share this one machine.")
     drafts: dict[str, list[str]] = {}
     for name, draft in dict.fromkeys((row.strategy, row.draft) for row in report.rows):
-        if draft and name not in _LEFT_OUT:
+        if draft and name not in _OMITTED_METHODS:
             drafts.setdefault(draft, []).append(style_of(name).label)
     if drafts:
         parts.append("; ".join(f"drafts of {draft}: {', '.join(names)}" for draft, names in drafts.items())

@@ -140,15 +140,15 @@ def _draw_bars(axis: Axes, caption: str, rows: Sequence[ReportRow], by_task: boo
     names = list(dict.fromkeys(row.strategy for row in rows))
     width = 0.84 / len(names)
     for name in names:
-        of_strategy = [row for row in rows if row.strategy == name and row.tokens_per_second is not None]
-        if not of_strategy:
+        strategy_rows = [row for row in rows if row.strategy == name and row.tokens_per_second is not None]
+        if not strategy_rows:
             continue
-        at = [groups.index(group(row)) + (names.index(name) - (len(names) - 1) / 2) * width for row in of_strategy]
-        spread: Any = [row.tokens_per_second_se or 0.0 for row in of_strategy]
-        bars = axis.bar(at, [_or_nan(row.tokens_per_second) for row in of_strategy], width * 0.94,
-                        color=style_of(name).colour, label=_series_label(of_strategy[0]), capsize=2,
+        at = [groups.index(group(row)) + (names.index(name) - (len(names) - 1) / 2) * width for row in strategy_rows]
+        spread: Any = [row.tokens_per_second_se or 0.0 for row in strategy_rows]
+        bars = axis.bar(at, [_or_nan(row.tokens_per_second) for row in strategy_rows], width * 0.94,
+                        color=style_of(name).colour, label=_series_label(strategy_rows[0]), capsize=2,
                         yerr=spread if any(spread) else None)
-        axis.bar_label(bars, [_label(row) for row in of_strategy], fontsize=6, padding=1)
+        axis.bar_label(bars, [_label(row) for row in strategy_rows], fontsize=6, padding=1)
     axis.set_xticks(range(len(groups)), groups)
     finish(axis, f"{caption}; above the bars: tokens/s over Chunk-PP's")
 
@@ -318,11 +318,11 @@ def _draw_grid(axis: Axes, rows: Mapping[Value, ReportRow], firsts: Sequence[Sca
             if row is None or row.tokens_per_second is None:
                 continue
             dark = most > least and (row.tokens_per_second - least) / (most - least) > 0.6
-            word = {worst: "worst", best: "best"}.get(value, "") if best != worst else ""
+            extreme = {worst: "worst", best: "best"}.get(value, "") if best != worst else ""
             text = f"{row.tokens_per_second:.2f} {row.exactness.mark}".rstrip()
-            axis.text(x, y, f"{text}\n{word}" if word else text, ha="center", va="center", fontsize=8,
+            axis.text(x, y, f"{text}\n{extreme}" if extreme else text, ha="center", va="center", fontsize=8,
                       color="white" if dark else "black")
-            if word:
+            if extreme:
                 axis.add_patch(Rectangle((x - 0.48, y - 0.48), 0.96, 0.96, fill=False, edgecolor="#ee6677",
                                          linewidth=1.8))
     axis.set_xticks(range(len(seconds)), [label(second) for second in seconds])

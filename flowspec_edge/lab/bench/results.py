@@ -39,8 +39,8 @@ class Difference:
     repeat: int = 0
 
     def __str__(self) -> str:
-        place = f"{self.task} at T = {self.temperature:g}, repeat {self.repeat}, " if self.task else ""
-        return (f"{self.strategy}, {place}prompt {self.prompt}: token {self.position} is {_token(self.got)}, "
+        origin = f"{self.task} at T = {self.temperature:g}, repeat {self.repeat}, " if self.task else ""
+        return (f"{self.strategy}, {origin}prompt {self.prompt}: token {self.position} is {_token(self.got)}, "
                 f"plain decoding gives {_token(self.expected)}")
 
 
@@ -245,7 +245,7 @@ class _File(BaseModel):
     settings: dict[str, Any]
 
 
-def _of_earlier_files(samples: list[Sample]) -> list[Sample]:
+def _upgrade_samples(samples: list[Sample]) -> list[Sample]:
     """They call texts identical that near ties explain, and give an answer of one token a speed of 0."""
     return [replace(s, identical=s.identical and not s.near_ties,
                     tokens_per_second=None if s.tokens <= 1 else s.tokens_per_second,
@@ -253,7 +253,7 @@ def _of_earlier_files(samples: list[Sample]) -> list[Sample]:
             for s in samples]
 
 
-_Samples = Annotated[list[Sample], AfterValidator(_of_earlier_files)]
+_Samples = Annotated[list[Sample], AfterValidator(_upgrade_samples)]
 
 
 class _ReportFile(_File):
@@ -269,7 +269,7 @@ class _Point(BaseModel):
     differences: list[Difference]
 
 
-def _known_axis(name: str) -> str:
+def _canonical_axis(name: str) -> str:
     try:
         return axis_named(name).name
     except UsageError as error:
@@ -278,7 +278,7 @@ def _known_axis(name: str) -> str:
 
 class _SweepFile(_File):
     kind: Literal["sweep"]
-    axis: Annotated[str, AfterValidator(_known_axis)]
+    axis: Annotated[str, AfterValidator(_canonical_axis)]
     links: Links
     points: list[_Point]
     published: PaperFigures | None

@@ -178,8 +178,8 @@ def _row(samples: Sequence[Sample], base: Sequence[Sample]) -> ReportRow:
 
 def _over_prompts(samples: Sequence[Sample], base: Sequence[Sample]) -> dict[str, Any]:
     """Medians and the errors of the means."""
-    nothing = estimates.Estimate(0.0)
-    speed, speedup = estimates.speed(samples) or nothing, estimates.speedup(samples, base) or nothing
+    no_estimate = estimates.Estimate(0.0)
+    speed, speedup = estimates.speed(samples) or no_estimate, estimates.speedup(samples, base) or no_estimate
     return {"tokens_per_second_se": speed.error, "tokens_per_second_median": speed.median,
             "speedup_se": speedup.error, "speedup_median": speedup.median}
 
@@ -275,7 +275,8 @@ def _repeat_speed(samples: Iterable[Sample], repeat: int) -> float | None:
     for sample in samples:
         if sample.repeat == repeat:
             tasks.setdefault(sample.task, []).append(sample)
-    return _mean_of(_mean_of(s.tokens_per_second for s in of_task if not is_short(s)) for of_task in tasks.values())
+    return _mean_of(_mean_of(s.tokens_per_second for s in task_samples if not is_short(s))
+                    for task_samples in tasks.values())
 
 
 def _deviation(speeds: Iterable[float | None]) -> float | None:

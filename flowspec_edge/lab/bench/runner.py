@@ -213,11 +213,11 @@ def _answers(cluster: ClusterBackend, plan: BenchPlan, work: Workload, requests:
 
 
 def _check(answer: MeasuredAnswer, expected: tuple[list[int], str], request: Request,
-           explains: NearTieJudge | None, place: Difference) -> tuple[Difference | None, bool]:
+           explains: NearTieJudge | None, template: Difference) -> tuple[Difference | None, bool]:
     """Return the difference from plain decoding's text, and whether there is one that near ties explain."""
     tied = False
     for result in filter(None, (answer.alone, answer.result)):
-        difference = _compare(expected, result, place)
+        difference = _compare(expected, result, template)
         if difference and not (explains and explains(request, result.tokens, result.finish_reason)):
             return difference, False
         tied |= difference is not None
@@ -242,14 +242,14 @@ def _sample(strategy: str, task: str, temperature: float, repeat: int, prompt: i
     )
 
 
-def _compare(expected: tuple[list[int], str], result: Result, place: Difference) -> Difference | None:
+def _compare(expected: tuple[list[int], str], result: Result, template: Difference) -> Difference | None:
     tokens, reason = expected
     if result.tokens == tokens and result.finish_reason == reason:
         return None
     actual = result.tokens
     unequal = (i for i, (a, b) in enumerate(zip(tokens, actual, strict=False)) if a != b)
     at = next(unequal, min(len(tokens), len(actual)))
-    return replace(place, position=at, expected=tokens[at] if at < len(tokens) else None,
+    return replace(template, position=at, expected=tokens[at] if at < len(tokens) else None,
                    got=actual[at] if at < len(actual) else None)
 
 

@@ -22,7 +22,7 @@ from flowspec_edge.lab.first_token import FirstToken
 from flowspec_edge.strategies.registry import groups_note
 from flowspec_edge.util.terminal import counted_stages, plain
 
-NOTHING = "–"
+NO_VALUE = "–"
 PUBLISHED = "  published"  # a row of the paper's below one of ours
 CONCURRENCY = (
     "A request's speed: its tokens over the time from its arrival to the last of them; total: a group's, "
@@ -71,14 +71,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None, digits: int = 2, unit: str = "") -> str:
-    return NOTHING if value is None else f"{value:.{digits}f}{unit}"
+    return NO_VALUE if value is None else f"{value:.{digits}f}{unit}"
 
 
 def first_token_table(first_tokens: Sequence[FirstToken]) -> Table:
     rendered = frame((), ("prompt tokens", "first token s"))
     rendered.add_column("")
-    for one in first_tokens:
-        rendered.add_row(f"{one.prompt_tokens:,}", number(one.seconds), plain(one.why))
+    for row in first_tokens:
+        rendered.add_row(f"{row.prompt_tokens:,}", number(row.seconds), plain(row.why))
     return rendered
 
 
@@ -113,7 +113,7 @@ def table(rows: Sequence[ReportRow], caption: str) -> Table:
     rendered = frame([*["task"] * several, "strategy", "draft"], list(columns), caption, wide=True)
     previous = None
     for row in rows:
-        cells = [plain(row.strategy), plain(row.draft or NOTHING), *(cell(row) for cell in columns.values())]
+        cells = [plain(row.strategy), plain(row.draft or NO_VALUE), *(cell(row) for cell in columns.values())]
         rendered.add_row(*["" if row.task == previous else plain(row.task)] * several, *cells)
         previous = row.task
     rendered.caption = "\n".join(notes) or None
@@ -140,7 +140,7 @@ def _columns(rows: Sequence[ReportRow]) -> tuple[Columns, list[str]]:
         columns["short"] = lambda row: f"{row.short}/{row.answers}"
     if has_loop_counts:
         columns["loops"] = (
-            lambda row: NOTHING if row.repeating is None else f"{row.repeating}/{row.answers}")
+            lambda row: NO_VALUE if row.repeating is None else f"{row.repeating}/{row.answers}")
     if has_loops:
         columns |= {"looping": _figure_of("tokens_per_second_repeating"),
                     "others": _figure_of("tokens_per_second_other")}
@@ -165,10 +165,10 @@ def _concurrency_columns(rows: Sequence[ReportRow]) -> Columns:
         return lambda row: number(getattr(row.concurrency, name), digits)
 
     arrivals: Columns = {
-        "clients": lambda row: f"{row.concurrency.clients if row.concurrency else NOTHING}"}
+        "clients": lambda row: f"{row.concurrency.clients if row.concurrency else NO_VALUE}"}
     if first.arrival_rate:
         arrivals = {"arrivals/s":
-                    lambda row: f"{row.concurrency.arrival_rate:g}" if row.concurrency else NOTHING}
+                    lambda row: f"{row.concurrency.arrival_rate:g}" if row.concurrency else NO_VALUE}
     return {**arrivals, "total tokens/s": shared("total_tokens_per_second"),
             "slowest share": shared("slowest_share"), "fairness": shared("fairness"),
             "TTFT s": _figure_of("ttft_s"), "ITL p95 s": shared("pooled_itl_p95_s", 3),
@@ -192,7 +192,7 @@ def concurrency_markdown(report: BenchReport, only: Collection[str] | None = Non
             continue
         caption = title(report.clock, report.profile, report.settings["stages"], temperature)
         columns = _concurrency_columns(rows)
-        body = [[style_of(row.strategy).label, row.draft or NOTHING, row.task,
+        body = [[style_of(row.strategy).label, row.draft or NO_VALUE, row.task,
                  *(cell(row) for cell in columns.values()), row.exactness.answers_text,
                  row.exactness.tokens_text] for row in rows]
         parts += [f"## {report.settings['model']} model, {caption}",
@@ -309,7 +309,7 @@ def _lines(sweep: Sweep, speeds: Mapping[str, Mapping[Value, ReportRow]]) -> Tab
         measured = [rows.get(value) for value in values]
         figures = [row.tokens_per_second if row else None for row in measured]
         draft = next(row.draft for row in rows.values())
-        rendered.add_row(plain(name), plain(draft or NOTHING), *map(_speed, measured),
+        rendered.add_row(plain(name), plain(draft or NO_VALUE), *map(_speed, measured),
                          *(_retained(figures) for _ in share))
         if isinstance(sweep.published, BandwidthCurves):
             curve = sweep.published.curve(name)
@@ -354,12 +354,12 @@ def _extremes(name: str, rows: Mapping[Value, ReportRow], names: tuple[str, str]
 
 def _speed(row: ReportRow | None) -> str:
     if row is None or row.speed is None:
-        return NOTHING
+        return NO_VALUE
     return _alert(row, f"{row.speed.text()} {row.exactness.mark}".rstrip())
 
 
 def _retained(speeds: Sequence[float | None]) -> str:
     """The last value's tokens/s over the first one's."""
     if len(speeds) < 2 or not speeds[0] or speeds[-1] is None:
-        return NOTHING
+        return NO_VALUE
     return f"{speeds[-1] / speeds[0]:.1%}"

@@ -72,8 +72,8 @@ def draw(spans: Sequence[Span], stages: int, view: Window, turns: int) -> str:
     rows += [(f"V{i}", [s for s in spans if s.device == i and s.kind == "compute"])
              for i in range(1, stages + 1)]
     lines = [f"{'turn':<{_LABEL}}{_axis(columns, fine, view.skipped)}".rstrip()]
-    for name, of_device in rows:
-        cells = _cells(of_device, view.start, step, columns)
+    for name, device_spans in rows:
+        cells = _cells(device_spans, view.start, step, columns)
         lines.append(f"{name:<{_LABEL}}{_line(cells)}")
     lines.append(f"a column: 1/{fine} turn = {step * 1e3:.3g} ms; 12==: run 12; xx: cancelled; d: drafts; "
                  "v: lm_head, walk; .: idle")
@@ -134,7 +134,7 @@ Draw = Callable[[list[str]], str]  # from the arguments of ``bench timeline`` to
 def arguments(words: str) -> list[str]:
     """The arguments of ``flowspec bench timeline`` for a mark's words."""
     name, *options = words.split()
-    flags = [f"--{word}" if i % 2 == 0 else word for i, word in enumerate(options)]
+    flags = [f"--{option}" if i % 2 == 0 else option for i, option in enumerate(options)]
     return ["--strategy", name, *flags]
 
 

@@ -30,10 +30,10 @@ class Emulation:
     devices: Devices
     links: Links = "made"
 
-    def charge(self, place: int) -> Charge:
-        """Return the time of a pass of Vi (``place`` = i)."""
-        return Charge(lambda rows, context, alike: self.devices.stage_seconds(place, rows, context, alike=alike),
-                      self.devices.layers[place - 1])
+    def charge(self, stage: int) -> Charge:
+        """Return the time of a pass of Vi (``stage`` = i)."""
+        return Charge(lambda rows, context, alike: self.devices.stage_seconds(stage, rows, context, alike=alike),
+                      self.devices.layers[stage - 1])
 
     def save(self, path: Path) -> None:
         """Write a JSON file for the stages' processes."""

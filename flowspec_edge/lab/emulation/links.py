@@ -50,7 +50,7 @@ class _Channel:
         self._next_free_at = max(self._free_at, time.monotonic()) + occupied
         return _STAMP.pack(self._next_free_at + latency)
 
-    def sent(self) -> None:
+    def confirm_sent(self) -> None:
         """The socket accepted the message of the newest trailer."""
         self._free_at = self._next_free_at
 
@@ -77,7 +77,7 @@ class _Emulated(Endpoint):
     def _send(self, frames: Sequence[Buffer], timeout: float) -> bool:
         accepted = super()._send(frames, timeout)
         if accepted and self._newest:
-            self._newest.sent()
+            self._newest.confirm_sent()
         return accepted
 
     def _receive(self, timeout: float, most: int) -> list[bytes] | None:
@@ -110,22 +110,22 @@ class _EmulatedHub(_Emulated, ZmqHub):
 
 
 class EmulatedTransport(ZmqTransport):
-    """``place``: 0 is D0, i is Vi. ``instances``: the stages' identities, V1's first; only D0 needs them."""
+    """``rank``: 0 is D0, i is Vi. ``instances``: the stages' identities, V1's first; only D0 needs them."""
 
     link_class = _EmulatedLink
     client_class = _EmulatedClientLink
     hub_class = _EmulatedHub
 
-    def __init__(self, emulation: Emulation, place: int, instances: Sequence[str] = (),
+    def __init__(self, emulation: Emulation, rank: int, instances: Sequence[str] = (),
                  keys: KeyPair | None = None, unencrypted: bool = False) -> None:
         super().__init__(keys, unencrypted=unencrypted)
         self._emulation = emulation
-        self._place = place
-        self._places = {instance: place for place, instance in enumerate(instances, start=1)}
+        self._rank = rank
+        self._ranks = {instance: rank for rank, instance in enumerate(instances, start=1)}
 
     def push(self, endpoint: str, name: str, peer_keys: Collection[bytes] = ()) -> ZmqClientLink:
-        last = self._place == len(self._emulation.devices.stages)
-        return self._on(super().push(endpoint, name, peer_keys), 0 if last else self._place + 1)
+        last = self._rank == len(self._emulation.devices.stages)
+        return self._on(super().push(endpoint, name, peer_keys), 0 if last else self._rank + 1)
 
     def control(self, endpoint: str, name: str, identity: str,
                 peer_keys: Collection[bytes] = ()) -> ZmqClientLink:
@@ -134,7 +134,7 @@ class EmulatedTransport(ZmqTransport):
     def hub(self, endpoint: str, name: str, peer_keys: Mapping[str, bytes] = NO_PEERS, fd: int = -1
             ) -> ZmqHub:
         hub = super().hub(endpoint, name, peer_keys, fd)
-        channels = {peer: self._channel(place) for peer, place in self._places.items()}
+        channels = {peer: self._channel(rank) for peer, rank in self._ranks.items()}
         cast(_EmulatedHub, hub).channels = channels
         return hub
 
@@ -151,4 +151,4 @@ class EmulatedTransport(ZmqTransport):
         return link
 
     def _channel(self, receiver: int) -> _Channel:
-        return _Channel(self._emulation, partial(self._emulation.devices.hop_seconds, self._place, receiver))
+        return _Channel(self._emulation, partial(self._emulation.devices.hop_seconds, self._rank, receiver))

@@ -51,7 +51,7 @@ class NetnsTestbed:
         self._holders: list[subprocess.Popen[bytes]] = []
         try:
             for _ in range(self._places + 1):  # the last is the switch
-                self._holders.append(_held_namespace())
+                self._holders.append(_start_namespace())
             self._join()
         except BaseException:
             self.close()
@@ -61,19 +61,19 @@ class NetnsTestbed:
     def places(self) -> int:
         return self._places
 
-    def address(self, place: int) -> str:
-        return f"10.77.0.{self._checked(place) + 1}"
+    def address(self, rank: int) -> str:
+        return f"10.77.0.{self._checked(rank) + 1}"
 
-    def interface(self, place: int) -> str:
-        self._checked(place)
+    def interface(self, rank: int) -> str:
+        self._checked(rank)
         return _INTERFACE
 
-    def command(self, place: int, command: Sequence[str]) -> list[str]:
+    def command(self, rank: int, command: Sequence[str]) -> list[str]:
         """A command line that runs ``command`` on the device, in the same process (nsenter execs)."""
-        return self._inside(self._checked(place), command)
+        return self._inside(self._checked(rank), command)
 
     @contextmanager
-    def entered(self, place: int) -> Iterator[None]:
+    def entered(self, rank: int) -> Iterator[None]:
         """Moves the calling thread, and threads started in the block, to that device.
 
         Sockets stay where they were created.  Create a ZeroMQ context and its first socket inside: its
@@ -81,7 +81,7 @@ class NetnsTestbed:
         """
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         try:
-            target = os.open(self._namespace(self._checked(place)), os.O_RDONLY | os.O_CLOEXEC)
+            target = os.open(self._namespace(self._checked(rank)), os.O_RDONLY | os.O_CLOEXEC)
             try:
                 _set_namespace(target)
             finally:
@@ -103,8 +103,8 @@ class NetnsTestbed:
             lines = [*tc.rate_commands(_INTERFACE, mbps * _WIRE_SHARE)]
         else:
             lines = [*tc.commands(_INTERFACE, mbps * _WIRE_SHARE, [self.control_port])]
-        for place in range(self._places):
-            self._script(place, lines)
+        for rank in range(self._places):
+            self._script(rank, lines)
         self._shaped = mbps is not None
 
     def close(self) -> None:
@@ -129,34 +129,34 @@ class NetnsTestbed:
         switch = self._places
         lines = ["ip link add switch type bridge stp_state 0 forward_delay 0 mcast_snooping 0",
                  f"ip link set switch mtu {_MTU} up"]
-        for place in range(self._places):
+        for rank in range(self._places):
             # Creates the far end directly in the device's namespace.
-            lines += [f"ip link add port{place} mtu {_MTU} type veth peer name {_INTERFACE} "
-                      f"mtu {_MTU} netns {self._holders[place].pid}",
-                      f"ip link set port{place} master switch up"]
+            lines += [f"ip link add port{rank} mtu {_MTU} type veth peer name {_INTERFACE} "
+                      f"mtu {_MTU} netns {self._holders[rank].pid}",
+                      f"ip link set port{rank} master switch up"]
         self._script(switch, lines)
-        for place in range(self._places):
-            self._script(place, ["ip link set lo up",
-                                 f"ip address add {self.address(place)}/24 dev {_INTERFACE}",
-                                 f"ip link set {_INTERFACE} gso_max_segs {_GSO_SEGMENTS} up"])
+        for rank in range(self._places):
+            self._script(rank, ["ip link set lo up",
+                                f"ip address add {self.address(rank)}/24 dev {_INTERFACE}",
+                                f"ip link set {_INTERFACE} gso_max_segs {_GSO_SEGMENTS} up"])
 
-    def _script(self, place: int, lines: Sequence[Sequence[str] | str]) -> None:
-        device_name = f"device {place} of the testbed" if place < self._places else "the testbed's switch"
-        runner = LocalRunner(device_name, self._inside(place, []))
+    def _script(self, rank: int, lines: Sequence[Sequence[str] | str]) -> None:
+        device_name = f"device {rank} of the testbed" if rank < self._places else "the testbed's switch"
+        runner = LocalRunner(device_name, self._inside(rank, []))
         runner.run(["sh", "-es"], tc.script(lines))
 
-    def _inside(self, place: int, command: Sequence[str]) -> list[str]:
-        return ["nsenter", f"--net={self._namespace(place)}", "--", *command]
+    def _inside(self, rank: int, command: Sequence[str]) -> list[str]:
+        return ["nsenter", f"--net={self._namespace(rank)}", "--", *command]
 
-    def _namespace(self, place: int) -> str:
-        return f"/proc/{self._holders[place].pid}/ns/net"
+    def _namespace(self, rank: int) -> str:
+        return f"/proc/{self._holders[rank].pid}/ns/net"
 
-    def _checked(self, place: int) -> int:
+    def _checked(self, rank: int) -> int:
         if not self._holders:
             raise FlowspecError("the testbed is closed; create a new one")
-        if not 0 <= place < self._places:
-            raise UsageError(f"the testbed has places 0 to {self._places - 1}, not {place}")
-        return place
+        if not 0 <= rank < self._places:
+            raise UsageError(f"the testbed has places 0 to {self._places - 1}, not {rank}")
+        return rank
 
 
 def check_machine() -> None:
@@ -172,7 +172,7 @@ def check_machine() -> None:
         raise UsageError(str(error)) from error
 
 
-def _held_namespace() -> subprocess.Popen[bytes]:
+def _start_namespace() -> subprocess.Popen[bytes]:
     """A process in a new network namespace, which ends at the end of its stdin."""
     holder = subprocess.Popen(
         ["unshare", "--net", "--", "sh", "-c", "echo; exec cat"], stdin=subprocess.PIPE,
@@ -197,7 +197,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def measure_links(bed: NetnsTestbed, seconds: float = 0.4) -> list[LinkMeasure]:
     """Measure each device's link to the next (VN's: to D0), one after another, with data for ``seconds``."""
-    return [_measured(bed, place, (place + 1) % bed.places, seconds) for place in range(bed.places)]
+    return [_measured(bed, rank, (rank + 1) % bed.places, seconds) for rank in range(bed.places)]
 
 
 def _measured(bed: NetnsTestbed, sender: int, receiver: int, seconds: float) -> LinkMeasure:

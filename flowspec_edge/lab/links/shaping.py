@@ -166,8 +166,8 @@ class DeviceShaping:
         return [
             f"if {_SYSTEMD}; then systemd-run --quiet --collect --on-active={wait} "
             f"--timer-property=AccuracySec=1s --unit={self._unit(number)} "
-            f"/bin/sh -c '{_IF_OWN}' {files}; "
-            f"else setsid sh -c 'echo $$ > \"$2\"; sleep {wait}; {_IF_OWN}' {files} "
+            f"/bin/sh -c '{_RESTORE_IF_PRESENT}' {files}; "
+            f"else setsid sh -c 'echo $$ > \"$2\"; sleep {wait}; {_RESTORE_IF_PRESENT}' {files} "
             f"{pid_file} </dev/null >/dev/null 2>&1 & until [ -s {pid_file} ]; do sleep 0.02; done; fi",
         ]
 
@@ -212,7 +212,7 @@ class DeviceShaping:
 
 
 _SYSTEMD = "[ -d /run/systemd/system ]"
-_IF_OWN = '[ ! -e "$1" ] || exec sh "$0"'  # given the restore script and the run's file
+_RESTORE_IF_PRESENT = '[ ! -e "$1" ] || exec sh "$0"'  # given the restore script and the run's file
 
 
 def _comparable(entry: dict[str, Any]) -> tuple[Any, ...]:

@@ -65,7 +65,7 @@ def _add_published_cells(axis: Axes, records: Sequence[Record]) -> None:
                       ha="center", va="center", fontsize=6.5,
                       bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})
     beside = "; in white: the paper's" if published else ""
-    axis.set_title(f"tokens/s of FlowSpec, VIRTUAL TIME under {_one_title(records)}{beside}", loc="left",
+    axis.set_title(f"tokens/s of FlowSpec, VIRTUAL TIME under {_shared_title(records)}{beside}", loc="left",
                    fontsize=8)
 
 
@@ -130,7 +130,7 @@ def _wrapped(name: str, width: int) -> str:
 def _bandwidth(records: Sequence[Record]) -> Figure:
     figure, (axis,) = new_figure(1, _WIDTH, 3.2)
     _lines(axis, [r for r in records if r.quantity == "tokens_per_second"])
-    _finish(axis, "tokens/s", _one_title(records))
+    _finish(axis, "tokens/s", _shared_title(records))
     _ticks(axis, records, "link bandwidth (Mbps)", log=True)
     return figure
 
@@ -144,7 +144,7 @@ def _stages(records: Sequence[Record]) -> Figure:
     figure, axes = new_figure(len(quantities), _WIDTH, 2.1)
     for axis, quantity in zip(axes, quantities, strict=True):
         _lines(axis, [r for r in records if r.quantity == quantity])
-        _finish(axis, titles[quantity], _one_title(records))
+        _finish(axis, titles[quantity], _shared_title(records))
         _ticks(axis, records, "stages")
     return figure
 
@@ -152,19 +152,19 @@ def _stages(records: Sequence[Record]) -> Figure:
 def _law(records: Sequence[Record]) -> Figure:
     figure, (axis,) = new_figure(1, _WIDTH, 3.2)
     _lines(axis, [r for r in records if r.quantity == "acceptance_length"])
-    measured = _of_one_task([r for r in records if r.source == MEASURED])
+    measured = _filter_task([r for r in records if r.source == MEASURED])
     rates = [(_value(r), r.stages) for r in measured if r.quantity == "acceptance"]
     most = max(r.stages for r in records)
     for (rate, stages), line in ((max(rates), "--"), (min(rates), ":")):
         axis.plot(range(1, most + 1), [law(n, rate) for n in range(1, most + 1)], line, color="#777777",
                   linewidth=1, label=f"the law at a = {rate:.3f} (of n = {stages})")
-    _finish(axis, "equivalent acceptance length n·N/K", _one_title(records))
+    _finish(axis, "equivalent acceptance length n·N/K", _shared_title(records))
     _ticks(axis, records, "stages n")
     return figure
 
 
 def _lines(axis: Axes, records: Sequence[Record]) -> None:
-    measured = _of_one_task([r for r in records if r.source == MEASURED])
+    measured = _filter_task([r for r in records if r.source == MEASURED])
     for method in dict.fromkeys(r.method for r in measured):
         points = [(float(r.at), _value(r), r.standard_error) for r in measured if r.method == method]
         draw_curve(axis, method, points, style_of(method).label)
@@ -176,10 +176,10 @@ def _published_lines(axis: Axes, records: Sequence[Record]) -> None:
     measured one method: a marker and an entry for each."""
     sources = list(dict.fromkeys(r.source for r in records))
     for source, method in dict.fromkeys((r.source, r.method) for r in records):
-        style, of_method = style_of(method), [r for r in records if (r.source, r.method) == (source, method)]
+        style, method_records = style_of(method), [r for r in records if (r.source, r.method) == (source, method)]
         marker = style.marker if len(sources) == 1 else _SOURCE_MARKERS[sources.index(source)]
-        axis.plot([float(r.at) for r in of_method], [_value(r) for r in of_method], color=style.colour, marker=marker,
-                  **HOLLOW)
+        axis.plot([float(r.at) for r in method_records], [_value(r) for r in method_records], color=style.colour,
+                  marker=marker, **HOLLOW)
     for source, marker in zip(sources, _SOURCE_MARKERS, strict=False):
         colour = "#444444" if len(sources) == 1 else style_of(records[0].method).colour
         axis.plot([], [], color=colour, marker=marker, label=f"paper, {source}", **HOLLOW)
@@ -190,7 +190,7 @@ def _value(record: Record) -> float:
     return record.figure
 
 
-def _of_one_task(records: Sequence[Record]) -> list[Record]:
+def _filter_task(records: Sequence[Record]) -> list[Record]:
     tasks = {r.task for r in records}
     return [r for r in records if r.task == (MEAN if MEAN in tasks else records[0].task)]
 
@@ -199,8 +199,8 @@ def _ticks(axis: Axes, records: Sequence[Record], label: str, log: bool = False)
     ticks(axis, sorted({float(r.at) for r in records}), label, log)
 
 
-def _one_title(records: Sequence[Record]) -> str:
-    measured = _of_one_task([r for r in records if r.source == MEASURED])
+def _shared_title(records: Sequence[Record]) -> str:
+    measured = _filter_task([r for r in records if r.source == MEASURED])
     return f"{measured[0].profile}, T = {measured[0].temperature:g}, {measured[0].task}"
 
 

@@ -14,7 +14,7 @@ from flowspec_edge.lab.bench.samples import LOOP, SHORT
 from flowspec_edge.lab.bench.styles import METHODS, style_of
 from flowspec_edge.lab.bench.tables import published_depths
 from flowspec_edge.lab.reproduce.catalogue import Artefact, Kind
-from flowspec_edge.lab.reproduce.records import DRAFTS, MEASURED, OF_THE_HEAD, Measured, Record
+from flowspec_edge.lab.reproduce.records import DRAFTS, HEAD_ACCEPTANCE, MEASURED, Measured, Record
 from flowspec_edge.model.opened import DEMO
 from flowspec_edge.strategies.registry import groups_note
 
@@ -29,14 +29,14 @@ def about(artefact: Artefact, results: Sequence[Measured], command: str) -> list
         tasks = "; ".join(f"{t['name']}: {t['prompts']} prompts, SHA-256 {t['sha256'][:12]}"
                           for t in s["tasks"])
         drafts = f"draft {s['draft']}, {DRAFTS[measured.looks_up]}; {measured.acceptance}"
-        rest = (f"model {s['model']}; {tasks}; at most {s['max_new_tokens']} new tokens; {types_of(s)}; "
-                f"seed {s['seed']}; {drafts}; measured {measured.results.date} with "
-                f"{s['versions']['flowspec-edge']}")
+        conditions = (f"model {s['model']}; {tasks}; at most {s['max_new_tokens']} new tokens; {types_of(s)}; "
+                      f"seed {s['seed']}; {drafts}; measured {measured.results.date} with "
+                      f"{s['versions']['flowspec-edge']}")
         profile = f"{s['profile']['name']} ({s['profile']['provenance']})"
-        profiles.setdefault(rest, []).append(profile)
-    for rest, names in profiles.items():
+        profiles.setdefault(conditions, []).append(profile)
+    for conditions, names in profiles.items():
         distinct = list(dict.fromkeys(names))
-        lines.append(f"profile{'s' if len(distinct) > 1 else ''} {', '.join(distinct)}; {rest}")
+        lines.append(f"profile{'s' if len(distinct) > 1 else ''} {', '.join(distinct)}; {conditions}")
     revision = f", commit {commit()}" if commit() else ""
     return [*lines, f"flowspec-edge {versions()['flowspec-edge']}{revision}; {command}"]
 
@@ -53,7 +53,7 @@ def notes(artefact: Artefact, results: Sequence[Measured], records: Sequence[Rec
     lines += _counted(records, "repeating", f"Answers of a method that repeat themselves ({LOOP})")
     if note := groups_note(r.method for r in records if r.source == MEASURED):
         lines.append(f"{note}.")
-    lines += _left_out(artefact, results)
+    lines += _describe_omissions(artefact, results)
     lines += _deviations(records, all(measured.settings.get("model") == DEMO for measured in results))
     for measured in results:
         lines.append(f"{measured.measurement.name}: " + exactness_text(
@@ -102,18 +102,18 @@ def _counted(records: Sequence[Record], field: Literal["short", "repeating"], pr
     return [f"{property_name}: {counts}."]
 
 
-def _left_out(artefact: Artefact, results: Sequence[Measured]) -> list[str]:
+def _describe_omissions(artefact: Artefact, results: Sequence[Measured]) -> list[str]:
     """Name the package's methods that are missing in a table of all methods."""
     if not artefact.every_method:
         return []
     missing = {DRAFTS[measured.looks_up]:
                [name for name in METHODS if name not in measured.measurement.strategies]
                for measured in results}
-    omissions = "; ".join(f"{way}: {', '.join(names)}" for way, names in missing.items() if names)
+    omissions = "; ".join(f"{drafts}: {', '.join(names)}" for drafts, names in missing.items() if names)
     return [f"Left out: {omissions}." if omissions else f"All {len(METHODS)} methods of the package are here."]
 
 
-def _deviations(records: Sequence[Record], of_the_demo: bool) -> list[str]:
+def _deviations(records: Sequence[Record], is_demo: bool) -> list[str]:
     """Name the figures that are more than two standard errors from the paper's, each kind with its likely reason.
     Reasons that concern the head hold for the demonstration model."""
     deviations: dict[tuple[str, str], list[str]] = {}
@@ -131,7 +131,7 @@ def _deviations(records: Sequence[Record], of_the_demo: bool) -> list[str]:
     return [" ".join(filter(None, (
         f"More than two standard errors from the paper's {_NAMES[quantity]}, with {acceptance}: "
         f"{', '.join(which)}.", _BECAUSE[quantity],
-        (_HEADS if acceptance == OF_THE_HEAD else _CALIBRATED) if of_the_demo else "")))
+        (_HEADS if acceptance == HEAD_ACCEPTANCE else _CALIBRATED) if is_demo else "")))
         for (quantity, acceptance), which in deviations.items()]
 
 

@@ -26,7 +26,7 @@ from flowspec_edge.lab.reproduce.catalogue import Artefact, Kind, Measurement
 from flowspec_edge.model.opened import DEMO
 
 MEASURED = "measured"
-OF_THE_HEAD = "the head's acceptance"
+HEAD_ACCEPTANCE = "the head's acceptance"
 DRAFTS = {False: "all with the head alone", True: "all with the head and n-grams"}
 Quantity = Literal["tokens_per_second", "speedup", "tokens_per_second_other", "speedup_other", "alt", "alr",
                    "over_autoregressive", "over_stpp", "acceptance", "acceptance_length", "law"]
@@ -108,7 +108,7 @@ class Measured:
         """0.65 was fitted to the demonstration model: with another it makes no paper's acceptance."""
         share = self.settings.get("acceptance", 1.0)
         if share == 1:
-            return OF_THE_HEAD
+            return HEAD_ACCEPTANCE
         fitted = self.settings.get("model") == DEMO
         return f"acceptance calibrated to the paper's ({share:g})" if fitted else f"acceptance {share:g}"
 
@@ -119,8 +119,8 @@ class Measured:
 
 
 Others = Callable[[str], Sequence[Sample]]  # another method's samples of the same task and temperature
-Found = dict[Quantity, Estimate | None]  # None: no answer has one
-Figures = Callable[[Sequence[Sample], Others, int], Found]  # the number of stages last
+Estimates = dict[Quantity, Estimate | None]  # None: no answer has one
+Figures = Callable[[Sequence[Sample], Others, int], Estimates]  # the number of stages last
 
 
 def records_of(artefact: Artefact, results: Sequence[Measured], paper: PaperResults) -> list[Record]:
@@ -152,7 +152,7 @@ class _Point:
         methods = [m for m in self.measured.measurement.strategies if any(s.strategy == m for s in samples)]
         for temperature in dict.fromkeys(s.temperature for s in samples):
             for method in methods:
-                parts: list[Found] = []
+                parts: list[Estimates] = []
                 whole = [s for s in samples if (s.strategy, s.temperature) == (method, temperature)]
                 for task in tasks:
                     of_task = [s for s in whole if s.task == task]
@@ -165,12 +165,12 @@ class _Point:
                     parts.append(figures(of_task, others, self.stages))
                     yield from self._records_of(temperature, method, task, of_task, parts[-1])
                 if len(tasks) > 1 and len(parts) == len(tasks):
-                    means: Found = {name: average([part[name] for part in parts]) for name in parts[0]
-                                    if all(name in part for part in parts)}
+                    means: Estimates = {name: average([part[name] for part in parts]) for name in parts[0]
+                                        if all(name in part for part in parts)}
                     yield from self._records_of(temperature, method, MEAN, whole, means)
 
     def _records_of(self, temperature: float, method: str, task: str, samples: Sequence[Sample],
-                    figures: Found) -> Iterator[Record]:
+                    figures: Estimates) -> Iterator[Record]:
         all_judged = all(s.repeating is not None for s in samples)
         exact = exactness(samples)
         axis = self.measured.measurement.axis
@@ -188,9 +188,9 @@ class _Point:
                 looks_up=self.measured.looks_up)
 
 
-def _speeds(samples: Sequence[Sample], others: Others, stages: int) -> Found:
+def _speeds(samples: Sequence[Sample], others: Others, stages: int) -> Estimates:
     base = others(BASELINE)
-    figures: Found = {"tokens_per_second": speed(samples)}
+    figures: Estimates = {"tokens_per_second": speed(samples)}
     if base:
         figures["speedup"] = speedup(samples, base)
     not_repeating, base_not_repeating = _not_repeating(samples), _not_repeating(base)
@@ -205,12 +205,12 @@ def _not_repeating(samples: Sequence[Sample]) -> list[Sample]:
     return [s for s in samples if s.repeating is False and not is_short(s)]
 
 
-def _acceptance(samples: Sequence[Sample], others: Others, stages: int) -> Found:
+def _acceptance(samples: Sequence[Sample], others: Others, stages: int) -> Estimates:
     return {"alt": per_turn(samples), "alr": per_round(samples)}
 
 
-def _ratios(samples: Sequence[Sample], others: Others, stages: int) -> Found:
-    figures: Found = {"tokens_per_second": speed(samples)}
+def _ratios(samples: Sequence[Sample], others: Others, stages: int) -> Estimates:
+    figures: Estimates = {"tokens_per_second": speed(samples)}
     if plain := others("autoregressive"):
         figures["over_autoregressive"] = speedup(samples, plain)
     if static := others("stpp"):
@@ -218,7 +218,7 @@ def _ratios(samples: Sequence[Sample], others: Others, stages: int) -> Found:
     return figures
 
 
-def _law(samples: Sequence[Sample], others: Others, stages: int) -> Found:
+def _law(samples: Sequence[Sample], others: Others, stages: int) -> Estimates:
     """n N / K with K counted in time, and what the law says for the counted acceptance a."""
     if samples[0].strategy != "spd":
         return {}

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from flowspec_edge.lab.bench.rows import MEAN
 from flowspec_edge.lab.bench.styles import style_of
-from flowspec_edge.lab.bench.tables import NOTHING, frame, number
+from flowspec_edge.lab.bench.tables import NO_VALUE, frame, number
 from flowspec_edge.lab.reproduce.catalogue import Kind
 from flowspec_edge.lab.reproduce.records import DRAFTS, MEASURED, Quantity, Record
 from flowspec_edge.util.terminal import plain
@@ -33,15 +33,15 @@ def _first(records: Sequence[Record], quantity: Quantity, **fields: object) -> s
     for record in records:
         if record.quantity == quantity and all(getattr(record, k) == v for k, v in fields.items()):
             if record.estimate is None:
-                return NOTHING
+                return NO_VALUE
             return f"{record.estimate.text(3 if quantity == 'acceptance' else 2)} {record.mark}".rstrip()
-    return NOTHING
+    return NO_VALUE
 
 
 def _beside(published: Sequence[Record], measured: Sequence[Record]) -> str:
     """The published figure, followed in brackets by the ratio ours / published."""
     if not published or published[0].figure is None:
-        return NOTHING
+        return NO_VALUE
     figure = measured[0].figure if measured else None
     over = "" if figure is None else f" [{figure / published[0].figure:.2f}]"
     return f"{published[0].figure:.2f}{over}"
@@ -121,7 +121,7 @@ def _acceptance_panels(records: Sequence[Record]) -> list[PaperPanel]:
 
 
 def _draft(measured: Sequence[Record], method: object) -> str:
-    return _matching(measured, method=method)[0].draft or NOTHING
+    return _matching(measured, method=method)[0].draft or NO_VALUE
 
 
 def _whole(records: Sequence[Record]) -> object:
@@ -157,9 +157,9 @@ def _depth_panels(records: Sequence[Record]) -> list[PaperPanel]:
     depths, expansions = (sorted({key[i] for key in cells}) for i in (0, 1))
 
     def cell(depth: int, expansion: int) -> str:
-        own_cell, published = cells.get((depth, expansion)), published_cells.get((depth, expansion))
-        text = own_cell.estimate.text() if own_cell and own_cell.estimate else NOTHING
-        return f"{text}; {_beside([published], [own_cell] if own_cell else [])}" if published else text
+        measured_cell, published = cells.get((depth, expansion)), published_cells.get((depth, expansion))
+        text = measured_cell.estimate.text() if measured_cell and measured_cell.estimate else NO_VALUE
+        return f"{text}; {_beside([published], [measured_cell] if measured_cell else [])}" if published else text
 
     rows = [[f"d0 = {depth}", *(cell(depth, e) for e in expansions)] for depth in depths]
     heading = (f"tokens/s of FlowSpec, drafts of {measured[0].draft}, "
@@ -182,7 +182,7 @@ def _stages_panels(records: Sequence[Record]) -> list[PaperPanel]:
             ranges = {at: [number(r.figure) for r in records if (r.source, r.at, r.quantity) == (
                 source, at, quantity)] for at in values}
             if any(ranges.values()):
-                rows.append([f"PipeDec, paper, {source}", "", *(" to ".join(ranges[at]) or NOTHING
+                rows.append([f"PipeDec, paper, {source}", "", *(" to ".join(ranges[at]) or NO_VALUE
                                                             for at in values)])
         panels.append(PaperPanel(f"{heading}, {_heading(measured[0].profile, measured[0].temperature)}",
                                  ["method", "draft", *(f"{at} stages" for at in values)], rows))

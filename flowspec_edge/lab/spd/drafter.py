@@ -134,9 +134,9 @@ class SpdDrafter(Drafter):
 
     def _speculate(self, queries: Sequence[SpdRow]) -> Tensor:
         """The module's outputs [n, H] for ``queries`` as the newest rows."""
-        held = [self._cache.seen(layer, self._rows.slots).transpose(1, 2)[:, None]
-                for layer in range(len(self._module.layers))]
-        context = [(keys, values) for keys, values in held]
+        cached = [self._cache.read(layer, self._rows.slots).transpose(1, 2)[:, None]
+                  for layer in range(len(self._module.layers))]
+        context = [(keys, values) for keys, values in cached]
         visible = np.concatenate((self._rows.visible(queries), np.eye(len(queries), dtype=bool)), axis=1)
         mask = additive(visible, self._dtype, self._device)[None, None]
         features = self._module.newest(self._embed(queries))

@@ -99,7 +99,7 @@ class SpdModule(nn.Module):
         return (cast(LlamaDecoderLayer, layer) for layer in self.layers)
 
 
-_WHAT = "an SPD module"
+_TITLE = "an SPD module"
 _COUNTS = ("hidden_size", "num_attention_heads", "num_hidden_layers", "target_layers", "vocab_size")
 _STORED = (
     *_COUNTS, "attention_bias", "head_dim", "hidden_act", "intermediate_size", "max_position_embeddings",
@@ -110,15 +110,15 @@ _STORED = (
 def load_module(directory: Path, dtype: torch.dtype) -> SpdModule:
     """Raise UsageError for a missing file, FlowspecError that names a bad setting or tensor."""
     config = module_config(directory)
-    weights = checkpoint.read_weights(directory, _WHAT)
-    module = checkpoint.build(SpdModule, config, weights, directory, _WHAT, dtype)
+    weights = checkpoint.read_weights(directory, _TITLE)
+    module = checkpoint.build(SpdModule, config, weights, directory, _TITLE, dtype)
     module.rotary_emb = LlamaRotaryEmbedding(config)  # its buffers are computed, not stored
     return module
 
 
 def module_config(directory: Path) -> LlamaConfig:
     """UsageError or FlowspecError if config.json is missing or unusable."""
-    raw = checkpoint.read_config(directory, _WHAT)
+    raw = checkpoint.read_config(directory, _TITLE)
     for key in _COUNTS:
         if not isinstance(raw.get(key), int):
             raise FlowspecError(f"{directory / 'config.json'} has no {key}: this is not an SPD module's")

@@ -58,13 +58,13 @@ class SPD(LayeredStrategy):
         inner = {depth for depth in pipeline.depths[:-1] if depth < layers}
         self.segment_taps = tuple(sorted({*inner, *(depth // 2 for depth in (*inner, layers))} - {0}))
         self._first = pipeline.depths[0] if pipeline.depths else 0  # layers of the first stage
-        self._sent = self._before = -1  # runs of the newest layer and of the one before it; -1: none
+        self._newest_layer_run = self._before = -1  # runs of the newest layer and of the one before it; -1: none
         self._tapped = -1  # the newest run whose state after the first stage has arrived
 
     def send(self, nodes: Sequence[Node], root: bool) -> Segment:
         segment = super().send(nodes, root)
         comes = not root and self._first in self.segment_taps
-        self._before, self._sent = self._sent if comes else -1, segment.run
+        self._before, self._newest_layer_run = self._newest_layer_run if comes else -1, segment.run
         return segment
 
     def on_tap(self, run: int, layer: int) -> None:

@@ -43,9 +43,9 @@ from flowspec_edge.lab.training.target import (
 )
 from flowspec_edge.lab.training.text_files import (
     bind,
-    check_place,
     claim,
     make_part,
+    require_user_directory,
 )
 from flowspec_edge.model.opened import OpenModel
 from flowspec_edge.stage.shard import split_layers
@@ -209,7 +209,7 @@ def train_spd(model: OpenModel, out: Path | None = None, work: Path | None = Non
     recipe, loop = (_QUICK_RECIPE, QUICK) if quick else (SpdRecipe(steps=600), LoopOptions())
     console = Console(soft_wrap=True)
     if out is None:
-        check_place(model.path)
+        require_user_directory(model.path)
     out = out or model.path / KIND.directory
     eos = check_target(model)
     work = claim(console, out, work)

@@ -39,9 +39,9 @@ class ContextCache:
         return torch.cat((older_keys, keys), dim=2), torch.cat((older_values, values), dim=2)
 
 
-def norm(of: nn.Module, x: Tensor) -> Tensor:
+def norm(norm_module: nn.Module, x: Tensor) -> Tensor:
     """[..., width] to the same shape."""
-    module, wide = cast(Norm, of), x.float()
+    module, wide = cast(Norm, norm_module), x.float()
     # Not F.rms_norm, whose fused kernel on CUDA has a gradient from PyTorch 2.9 on.
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + module.eps)).to(x.dtype) * module.weight
 
@@ -54,40 +54,40 @@ class Attention:
 
     def angles(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and signed sines [B, 1, n, head_dim] of ``positions`` [B, n]."""
-        of = self._rotary(positions.flatten(), self._config.turns[0], like.dtype)
-        cos, sin = (part.view(*positions.shape, -1)[:, None] for part in (of.cos, of.sin))
+        rotation = self._rotary(positions.flatten(), self._config.turns[0], like.dtype)
+        cos, sin = (part.view(*positions.shape, -1)[:, None] for part in (rotation.cos, rotation.sin))
         return cos, sin
 
-    def __call__(self, of: Any, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: KeyValueCache,
+    def __call__(self, attention: Any, x: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor, cache: KeyValueCache,
                  layer: int = 0) -> Tensor:
         """x [B, n, width] to [B, n, H]; the mask is bool, [B or 1, 1, n, m]."""
-        queries = self._turned(of, "q", x, angles)
-        keys, values = cache.update(*self.keys_values(of, x, angles), layer)
+        queries = self._turned(attention, "q", x, angles)
+        keys, values = cache.update(*self.keys_values(attention, x, angles), layer)
         groups = queries.shape[1] // keys.shape[1]
         out = F.scaled_dot_product_attention(queries, keys.repeat_interleave(groups, 1),
                                              values.repeat_interleave(groups, 1), attn_mask=mask)
-        attended: Tensor = of.o_proj(out.transpose(1, 2).flatten(2))
+        attended: Tensor = attention.o_proj(out.transpose(1, 2).flatten(2))
         return attended
 
-    def keys_values(self, of: Any, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def keys_values(self, attention: Any, x: Tensor, angles: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """[B, kv_heads, n, head_dim] each."""
-        return self._turned(of, "k", x, angles), self._heads(of.v_proj(x)).transpose(1, 2)
+        return self._turned(attention, "k", x, angles), self._heads(attention.v_proj(x)).transpose(1, 2)
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self._config.head_dim))
 
-    def _turned(self, of: Any, name: str, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        heads = self._heads(getattr(of, f"{name}_proj")(x))
-        if hasattr(of, f"{name}_norm"):
-            heads = norm(getattr(of, f"{name}_norm"), heads)
+    def _turned(self, attention: Any, name: str, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        heads = self._heads(getattr(attention, f"{name}_proj")(x))
+        if hasattr(attention, f"{name}_norm"):
+            heads = norm(getattr(attention, f"{name}_norm"), heads)
         heads, (cos, signed_sin) = heads.transpose(1, 2), angles
         low, high = heads.chunk(2, -1)
         return heads * cos + torch.cat((high, low), -1) * signed_sin
 
 
-def mlp(of: Any, x: Tensor) -> Tensor:
+def mlp(block: Any, x: Tensor) -> Tensor:
     """[..., H] to [..., H]."""
-    out: Tensor = of.down_proj(of.activation(of.gate_proj(x)) * of.up_proj(x))
+    out: Tensor = block.down_proj(block.activation(block.gate_proj(x)) * block.up_proj(x))
     return out
 
 
@@ -119,7 +119,7 @@ class Eagle3Pass:
             states = norm(head.input_norm, states)
         if head.fc_norm is not None:
             parts = states.chunk(len(head.fc_norm), dim=-1)
-            states = torch.cat([norm(of, part) for of, part in zip(head.fc_norm, parts, strict=True)], -1)
+            states = torch.cat([norm(fc_norm, part) for fc_norm, part in zip(head.fc_norm, parts, strict=True)], -1)
         fused: Tensor = head.fc(states)
         return fused
 

@@ -137,9 +137,9 @@ class Student(ABC):
 
     def states_width(self) -> int:
         """Return the width S of the states that :meth:`read` gives."""
-        one = torch.zeros(1, 2, dtype=torch.long, device=self.target.device)
+        probe = torch.zeros(1, 2, dtype=torch.long, device=self.target.device)
         with torch.no_grad():
-            return self.read(one).states.shape[-1]
+            return self.read(probe).states.shape[-1]
 
     @abstractmethod
     def drafts(self, states: Tensor, rows: Tensor, anchors: Tensor, depth: int) -> Iterator[Tensor]:

@@ -77,11 +77,11 @@ class Optimiser:
         trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
         hidden = [p for n, p in trainable if p.ndim == 2 and not any(table in n for table in _TABLES)]
         ids = {id(p) for p in hidden}
-        rest = [p for _, p in trainable if id(p) not in ids]
+        other_parameters = [p for _, p in trainable if id(p) not in ids]
         self._rates = (muon_lr, adam_lr)
         self._optimisers: tuple[torch.optim.Optimizer, ...] = (
             Muon(hidden, muon_lr, weight_decay=0.01),
-            torch.optim.AdamW(rest, adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.AdamW(other_parameters, adam_lr, betas=(0.9, 0.95), weight_decay=0.0),
         )
         self._decay_from, self._warmup = decay_from, warmup
 

@@ -69,7 +69,7 @@ def _root(source: SourcePackage) -> Path | None:
 
 def documents() -> Iterator[SourceFile]:
     """Every usable file, in a fixed order, without exact duplicates."""
-    seen: set[bytes] = set()
+    digests: set[bytes] = set()
     for source in SOURCES:
         root = _root(source)
         if root is None:
@@ -85,8 +85,8 @@ def documents() -> Iterator[SourceFile]:
             except UnicodeDecodeError:
                 continue
             digest = hashlib.sha256(text.encode()).digest()
-            if digest not in seen:
-                seen.add(digest)
+            if digest not in digests:
+                digests.add(digest)
                 group = "/".join((source.name, *(parts[:-1][:2] or parts)))
                 yield SourceFile(source.name, "/".join((source.name, *parts)), group, text)
 

@@ -86,11 +86,11 @@ def documents(files: Sequence[Path], tokenizer: Any) -> Iterator[Document]:
     "messages".  The last two use the tokenizer's chat template, or without one are joined by newlines.
     Every other file is one text.
     """
-    seen: set[bytes] = set()
+    keys: set[bytes] = set()
     for file in files:
         for document in _lines(file, tokenizer) if file.suffix == ".jsonl" else [Document(_text(file))]:
-            if document.text.strip() and document.key not in seen:
-                seen.add(document.key)
+            if document.text.strip() and document.key not in keys:
+                keys.add(document.key)
                 yield document
 
 
@@ -119,16 +119,16 @@ def split(texts: list[np.ndarray[Any, Any]], keys: Sequence[bytes], held_out: in
 
     Holds out whole texts in the order of their ``keys``, and the end of the last one.
     """
-    held_texts: list[np.ndarray[Any, Any]] = []
+    held_out_texts: list[np.ndarray[Any, Any]] = []
     training_texts = list(texts)
     for index in sorted(range(len(texts)), key=lambda i: keys[i]):
         if not held_out:
             break
         cut = max(0, len(texts[index]) - held_out)
         training_texts[index], tail = texts[index][:cut], texts[index][cut:]
-        held_texts.append(tail)
+        held_out_texts.append(tail)
         held_out -= len(tail)
-    return np.concatenate(training_texts), np.concatenate(held_texts)
+    return np.concatenate(training_texts), np.concatenate(held_out_texts)
 
 
 def _build(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, window: int, held_out: int) -> None:
@@ -146,9 +146,9 @@ def _build(work: Path, files: Sequence[Path], tokenizer: Any, eos: int, window: 
         names = ", ".join(map(str, files[:3])) + (", …" if len(files) > 3 else "")
         raise UsageError(f"too little text to train on: {names} has {total} tokens in all, and {window} for "
                          f"a window and {held_out} to be held out are needed; give more text")
-    train, held_ids = split(ids, keys, max(held_out, total // HELD_OUT_ONE_IN))
+    train, held_out_ids = split(ids, keys, max(held_out, total // HELD_OUT_ONE_IN))
     np.save(work / "text-train.npy", train)
-    np.save(work / "text-held-out.npy", held_ids)
+    np.save(work / "text-held-out.npy", held_out_ids)
 
 
 def _text(file: Path) -> str:
@@ -231,7 +231,7 @@ def work_beside(out: Path) -> Path:
     return out.with_name(f"{out.name}-work")
 
 
-def check_place(model: Path) -> None:
+def require_user_directory(model: Path) -> None:
     """Raise UsageError if ``model`` came with the package, whose directory is no place for what a user trains."""
     if in_package(model):
         raise UsageError(f"{model} came with flowspec-edge, and a training does not write there: say where "

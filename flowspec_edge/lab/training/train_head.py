@@ -28,12 +28,12 @@ from flowspec_edge.lab.training.target import (
 from flowspec_edge.lab.training.text_files import (
     TrainingText,
     bind,
-    check_place,
     claim,
     data_files,
     digest,
     make_part,
     prepare_files,
+    require_user_directory,
 )
 from flowspec_edge.model.draft_kinds import DRAFT_KINDS, trained_kinds
 from flowspec_edge.model.opened import OpenModel
@@ -71,7 +71,7 @@ def train_head_part(model: OpenModel, kind: str, options: HeadOptions, date: str
     """
     console = Console(soft_wrap=True)
     eos, trainer = check_target(model), trainer_of(kind)
-    out = out or _place(model, kind)
+    out = out or _head_directory(model, kind)
     drafted = _drafted(model, kind, options.draft_vocab)
     recipe = recipe_for(kind, options)
     start = _start(model, kind, options.start, out)
@@ -110,11 +110,11 @@ def train_head_part(model: OpenModel, kind: str, options: HeadOptions, date: str
     make_part(console, out, part)
 
 
-def _place(model: OpenModel, kind: str) -> Path:
+def _head_directory(model: OpenModel, kind: str) -> Path:
     if model.target == model.path:
         raise UsageError(f"{model.display_path} is a plain checkpoint, which has no place for a head: say where it "
                          "goes with --out DIR, and bring it to the boards with models shard --draft DIR")
-    check_place(model.path)
+    require_user_directory(model.path)
     return model.path / DRAFT_KINDS[kind].directory
 
 
@@ -142,9 +142,9 @@ def _start(model: OpenModel, kind: str, directory: Path | None, out: Path) -> An
     if directory.resolve() == out.resolve():
         raise UsageError(f"{directory} is where the new head would go: say where else with --out DIR")
     config = model.parsed_config
-    nothing = torch.zeros(1).expand(config.vocab_size, config.hidden_size)
-    head = load(directory, nothing)
-    head.embed_tokens.weight = nn.Parameter(nothing, requires_grad=False)
+    zero_embedding = torch.zeros(1).expand(config.vocab_size, config.hidden_size)
+    head = load(directory, zero_embedding)
+    head.embed_tokens.weight = nn.Parameter(zero_embedding, requires_grad=False)
     return head
 
 

@@ -22,7 +22,7 @@ from flowspec_edge.model.draft_kinds import stored_kinds
 from flowspec_edge.model.gguf.config import ROPE_FACTORS, Fields, config_of
 from flowspec_edge.model.gguf.files import model_name, parts_of
 from flowspec_edge.model.gguf.header import GgufHeader, GgufTensor, read_header
-from flowspec_edge.model.gguf.names import places
+from flowspec_edge.model.gguf.names import tensor_locations
 from flowspec_edge.model.weights.gguf_types import can_be_read
 from flowspec_edge.model.weights.located import GGUF_TABLE
 
@@ -92,8 +92,9 @@ def _table(headers: Sequence[GgufHeader], config: dict[str, Any]) -> dict[str, A
         stored = [tensor for tensor in header.tensors if tensor.name != ROPE_FACTORS]
         for tensor in stored:
             _check(header.path, tensor)
-        tensors |= {place.name: {"file": number, "at": place.at, "type": place.type, "shape": place.shape,
-                                 "heads": place.heads, "offset": place.offset} for place in places(stored, config)}
+        tensors |= {location.name: {"file": number, "at": location.at, "type": location.type, "shape": location.shape,
+                                    "heads": location.heads, "offset": location.offset}
+                    for location in tensor_locations(stored, config)}
     types = {tensor.type.name: [tensor.type.values, tensor.type.size] for header in headers
              for tensor in header.tensors}
     return {"files": [_state(header.path) for header in headers], "types": types, "tensors": tensors}

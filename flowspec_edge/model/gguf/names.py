@@ -29,7 +29,7 @@ _ROTATED = ("attn_q", "attn_k")
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """A checkpoint's tensor in a GGUF file.
 
     shape   without the experts' dimension
@@ -45,7 +45,7 @@ class Place:
     offset: float = 0.0
 
 
-def places(tensors: Iterable[GgufTensor], config: dict[str, Any]) -> Iterator[Place]:
+def tensor_locations(tensors: Iterable[GgufTensor], config: dict[str, Any]) -> Iterator[TensorLocation]:
     """Name each tensor as the checkpoints of ``config``'s family do. A tensor without a place in such a model keeps its
     own name, by which loaders refuse it."""
     family = FAMILIES[config["model_type"]]
@@ -73,7 +73,7 @@ def places(tensors: Iterable[GgufTensor], config: dict[str, Any]) -> Iterator[Pl
                 matrix = {"gate": experts.gate, "up": experts.up, "down": experts.down}[stacked[1]]
                 size = tensor.shape[1] * tensor.row_bytes
                 for expert in range(tensor.shape[0]):
-                    yield Place(f"{layer}.{experts.block}.experts.{expert}.{matrix}.{part}", tensor.shape[1:],
-                                tensor.type.name, tensor.at + expert * size)
+                    yield TensorLocation(f"{layer}.{experts.block}.experts.{expert}.{matrix}.{part}", tensor.shape[1:],
+                                         tensor.type.name, tensor.at + expert * size)
                 continue
-        yield Place(name, tensor.shape, tensor.type.name, tensor.at, heads, offset)
+        yield TensorLocation(name, tensor.shape, tensor.type.name, tensor.at, heads, offset)

@@ -20,15 +20,15 @@ _CONTROL, _USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type; 2: unknown
 _UNKNOWN = 2
 _SPACE = "▁"  # as which SentencePiece writes a space
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_OTHER_CHARACTERS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _CASED = (r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
           r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*")
 # By tokenizer.ggml.pre: the pattern of pieces ("": GPT-2's), and whether digits stand alone before it.
 _PATTERNS = {
     "gpt-2": ("", False), "default": ("", False), "smollm": ("", True),
-    "llama-bpe": (rf"{_SHORT}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}", False),
-    "qwen2": (rf"{_SHORT}|{_WORDS}|\p{{N}}|{_REST}", False),
+    "llama-bpe": (rf"{_SHORT}|{_WORDS}|\p{{N}}{{1,3}}|{_OTHER_CHARACTERS}", False),
+    "qwen2": (rf"{_SHORT}|{_WORDS}|\p{{N}}|{_OTHER_CHARACTERS}", False),
     "tekken": (rf"{_CASED}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+", False),
 }
 _WHOLE_WORDS_FIRST = ("llama-bpe", "tekken")  # a piece that is a token is not merged from its parts

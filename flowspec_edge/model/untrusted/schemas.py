@@ -25,10 +25,10 @@ def enforceable(schema: dict[str, Any], fails: Fails) -> tuple[dict[str, Any], l
     """Return ``schema`` without what cannot be enforced, and what that was, the innermost first. What remains
     allows all that the schema allows; it may fail as a whole all the same."""
     trial = _Trial(schema, fails)
-    rest = trial.checked(schema, "")
-    if fails(rest):
-        rest = trial.checked(rest, "", contradictions=True)
-    return rest, trial.problems
+    remaining = trial.checked(schema, "")
+    if fails(remaining):
+        remaining = trial.checked(remaining, "", contradictions=True)
+    return remaining, trial.problems
 
 
 class _Trial:
@@ -48,21 +48,21 @@ class _Trial:
         if not isinstance(node, dict):
             self.problems.append((at, "must be a schema: an object or a boolean"))
             return {}
-        rest: dict[str, Any] = {}
+        remaining: dict[str, Any] = {}
         for keyword, value in node.items():
-            place = _join(at, keyword)
-            nested = self._nested(keyword, value, place, contradictions) if keyword in _NESTING else value
+            path = _join(at, keyword)
+            nested = self._nested(keyword, value, path, contradictions) if keyword in _NESTING else value
             if reason := self._reason(keyword, nested):
-                self.problems.append((place, reason))
+                self.problems.append((path, reason))
             else:
-                rest[keyword] = nested
-        stated_patterns, patterns = node.get("patternProperties"), rest.get("patternProperties", {})
+                remaining[keyword] = nested
+        stated_patterns, patterns = node.get("patternProperties"), remaining.get("patternProperties", {})
         if isinstance(stated_patterns, dict) and len(patterns) < len(stated_patterns):
-            rest.pop("additionalProperties", None)  # it would forbid what a lost pattern allows
-        if contradictions and (reason := self._fails(_alone(rest))):
+            remaining.pop("additionalProperties", None)  # it would forbid what a lost pattern allows
+        if contradictions and (reason := self._fails(_alone(remaining))):
             self.problems.append((at, reason))
-            return self._without_a_contradiction(rest)
-        return rest
+            return self._without_a_contradiction(remaining)
+        return remaining
 
     def _nested(self, keyword: str, value: Any, at: str, contradictions: bool) -> Any:
         """A keyword's value with its schemas checked; of patterns only those that can be enforced."""
@@ -92,9 +92,9 @@ class _Trial:
     def _without_a_contradiction(self, node: dict[str, Any]) -> dict[str, Any]:
         """Without the keyword, if it is only one, that contradicts the others."""
         for keyword in reversed(node):
-            rest = {name: value for name, value in node.items() if name != keyword}
-            if not self._fails(_alone(rest)):
-                return rest
+            remaining = {name: value for name, value in node.items() if name != keyword}
+            if not self._fails(_alone(remaining)):
+                return remaining
         return {name: node[name] for name in ("$defs", "definitions") if name in node}
 
     def _fails(self, schema: dict[str, Any]) -> str:

@@ -146,7 +146,7 @@ class Checkpoint:
         else:
             paths = location.indexed
         if _is_bare_decoder(paths):
-            paths = self._of_a_whole_model(paths)
+            paths = self._with_decoder_prefix(paths)
         if _has_embeddings_as_output(paths):
             paths = self._renamed(paths, {"lm_head.weight": "model.embed_tokens.weight"})
         return paths
@@ -159,7 +159,7 @@ class Checkpoint:
             paths_by_name |= dict.fromkeys(file.tensors, path)
         return paths_by_name
 
-    def _of_a_whole_model(self, paths: Mapping[str, Path]) -> dict[str, Path]:
+    def _with_decoder_prefix(self, paths: Mapping[str, Path]) -> dict[str, Path]:
         """Name a bare decoder's tensors as a causal language model's; transformers loads either."""
         names = {name: name if name.startswith(_BESIDE_THE_DECODER) else f"model.{name}" for name in paths}
         return self._renamed(paths, names)

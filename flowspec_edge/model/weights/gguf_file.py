@@ -36,19 +36,19 @@ class GgufFile(WeightFile):
         try:
             self._files = [_unaltered(file) for file in table_fields["files"]]
             self._types = {name: BlockType(name, *block) for name, block in table_fields["types"].items()}
-            self._places: dict[str, Mapping[str, Any]] = dict(table_fields["tensors"])
-            self.tensors = {name: TensorInfo(torch.Size(place["shape"]), _FLOATS.get(place["type"], torch.float32))
-                            for name, place in self._places.items()}
+            self._entries: dict[str, Mapping[str, Any]] = dict(table_fields["tensors"])
+            self.tensors = {name: TensorInfo(torch.Size(entry["shape"]), _FLOATS.get(entry["type"], torch.float32))
+                            for name, entry in self._entries.items()}
         except (KeyError, TypeError, ValueError) as error:
             raise FlowspecError(f"{table} is damaged ({error!r}): delete its directory; it is made again") from error
 
     def rename(self, names: Mapping[str, str]) -> None:
         super().rename(names)
-        self._places = {names.get(name, name): place for name, place in self._places.items()}
+        self._entries = {names.get(name, name): entry for name, entry in self._entries.items()}
 
     def type_of(self, name: str) -> str:
         """Return how a tensor is stored: "F16", "Q4_K" and so on."""
-        return str(self._places[name]["type"])
+        return str(self._entries[name]["type"])
 
     def is_plain(self, name: str) -> bool:
         """Whether each value is stored as a float of its own, not in a block."""
@@ -60,7 +60,7 @@ class GgufFile(WeightFile):
         shape = (len(blocks), *info.shape[1:])
         if kind in _FLOATS:
             values = blocks.view(_FLOATS[kind]).view(shape)
-            offset = self._places[name].get("offset", 0.0)
+            offset = self._entries[name].get("offset", 0.0)
             return values - offset if offset else values
         gguf = library()
         expanded = gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
@@ -68,15 +68,15 @@ class GgufFile(WeightFile):
 
     def blocks(self, name: str, lo: int, hi: int) -> Tensor:
         """Return rows [lo, hi) as they are stored, in a checkpoint's order: uint8 [hi - lo, bytes of a row]."""
-        info, place = self.info(name), self._places[name]
-        kind = self._types[place["type"]]
+        info, entry = self.info(name), self._entries[name]
+        kind = self._types[entry["type"]]
         row = max(1, prod(info.shape[1:]) // kind.values) * kind.size
-        heads = place.get("heads", 0)
+        heads = entry.get("heads", 0)
         span = info.rows // heads if heads else 1  # rows of a head are permuted among themselves
         first, last = lo // span * span, -(-hi // span) * span
         data = torch.empty((last - first, row), dtype=torch.uint8)
         if data.numel():
-            self._files[place["file"]].read_into(data.numpy().data.cast("B"), place["at"] + first * row)
+            self._files[entry["file"]].read_into(data.numpy().data.cast("B"), entry["at"] + first * row)
         if heads:
             data = data.view(-1, span // 2, 2, row).transpose(1, 2).reshape(-1, row)[lo - first : hi - first]
         return data

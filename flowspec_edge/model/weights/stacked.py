@@ -64,10 +64,10 @@ class StackedExperts(WeightFile):
             if tuple(bias.shape) != (experts, rows):
                 raise self._shape_error(f"{name}_bias", bias, f"[{experts}, {rows}]")
             for expert in range(experts):
-                one = f"{prefix}.{expert}.{matrix}"
-                self.tensors[f"{one}.weight"] = TensorInfo(torch.Size((rows // step, columns)), dtype)
-                self.tensors[f"{one}.bias"] = TensorInfo(torch.Size((rows // step,)), bias.dtype)
-                self._sources |= {f"{one}.{part}": (name, expert, matrix) for part in ("weight", "bias")}
+                expert_name = f"{prefix}.{expert}.{matrix}"
+                self.tensors[f"{expert_name}.weight"] = TensorInfo(torch.Size((rows // step, columns)), dtype)
+                self.tensors[f"{expert_name}.bias"] = TensorInfo(torch.Size((rows // step,)), bias.dtype)
+                self._sources |= {f"{expert_name}.{part}": (name, expert, matrix) for part in ("weight", "bias")}
         if len(set(counts.values())) > 1:
             counts_text = " and ".join(f"{name} has {count} experts" for name, count in counts.items())
             raise FlowspecError(f"{self.path.parent}: {counts_text}: the checkpoint is incomplete")

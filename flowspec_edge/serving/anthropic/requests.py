@@ -121,7 +121,7 @@ def _turns(messages: list[Any]) -> list[dict[str, Any]]:
         name = f"messages[{at}]"
         if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
             raise ApiError(400, f"{name}: must be an object whose role is user, assistant or system", name)
-        for turn in _of_message(message, name):
+        for turn in _convert_message(message, name):
             last = turns[-1] if turns else {}
             if last.get("role") == turn["role"] == "user":
                 last["content"] = "\n\n".join(filter(None, (last["content"], turn["content"])))
@@ -130,7 +130,7 @@ def _turns(messages: list[Any]) -> list[dict[str, Any]]:
     return turns
 
 
-def _of_message(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
+def _convert_message(message: dict[str, Any], name: str) -> list[dict[str, Any]]:
     role, content = message["role"], message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(blocks, list) or not blocks:

@@ -41,7 +41,7 @@ class NodeState(NamedTuple):  # cheap, because the cluster's thread makes a hund
     token: int
     position: int
     score: float
-    sent: bool
+    is_sent: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class TreeEvents:
                 pruned.append(node)
         nodes = [self._node(node, root, "accepted") for node in trunk]
         nodes += [self._node(node, root, "pruned") for node in pruned]
-        nodes += [self._node(node, root, "sent" if node.sent else "drafted") for node in alive]
+        nodes += [self._node(node, root, "sent" if node.is_sent else "drafted") for node in alive]
         return {"session": now.session, "at": now.at, "position": root.position, "root": root.id,
                 "root_text": self._text(root.token), "over": now.over, "nodes": nodes}
 
@@ -133,13 +133,13 @@ def _trunk(last: Snapshot | None, now: Snapshot) -> list[NodeState]:
     if last is None:
         return [now.root]
     trunk = [NodeState(last.root.id, -1, last.root.token, last.root.position, last.root.score, True)]
-    nodes_by_place = {(node.parent, node.token): node for node in (*last.nodes, *(now.nodes if now.over else ()))}
+    nodes_by_edge = {(node.parent, node.token): node for node in (*last.nodes, *(now.nodes if now.over else ()))}
     for token in now.text:
         before = trunk[-1]
         position = before.position + 1
         if position > now.root.position:
             break
-        node = nodes_by_place.get((before.id, token)) or NodeState(-1 - position, before.id, token, position, 0.0, True)
+        node = nodes_by_edge.get((before.id, token)) or NodeState(-1 - position, before.id, token, position, 0.0, True)
         if position == now.root.position:
             node = NodeState(now.root.id, before.id, token, position, now.root.score, True)
         trunk.append(node)

@@ -58,8 +58,8 @@ class Description:
     def event(self, state: str, reason: str | None, losses: Callable[[int], dict[str, Any]]
               ) -> dict[str, Any]:
         """Return the ``cluster`` event; ``state``: "starting", "up" or "lost"; ``losses``: of a place."""
-        boards = [{"place": place, "name": f"V{place}" if place else "D0", "layers": layers, **losses(place)}
-                  for place, layers in enumerate([None, *self.layers])]
+        boards = [{"place": rank, "name": f"V{rank}" if rank else "D0", "layers": layers, **losses(rank)}
+                  for rank, layers in enumerate([None, *self.layers])]
         return {"model": self.model, "strategy": self.strategy, "stages": len(self.layers),
                 "dtype": self.dtype, "profile": self.profile, "needs_key": self.needs_key, "chat": self.chat,
                 "tree": self.tree, "strategies": [*self.strategies],

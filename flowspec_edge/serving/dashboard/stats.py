@@ -105,7 +105,7 @@ class RequestStats(Observer):
         self._shown: dict[str, float | None] = {}
         self._joules: float | None = None  # per token of the newest answer
         self._total = {"requests": 0, "tokens": 0, "drafted": 0, "accepted": 0}
-        self._sent: deque[tuple[float, int, int]] = deque(maxlen=_SEGMENTS)  # when, session, rows
+        self._sent_segments: deque[tuple[float, int, int]] = deque(maxlen=_SEGMENTS)  # when, session, rows
         self._last_number = 0  # requests
         self.changes = 0  # beginnings and ends of requests
 
@@ -115,7 +115,7 @@ class RequestStats(Observer):
                 case SessionOpened():
                     self._opened(event)
                 case SegmentSent():
-                    self._sent.append((event.at, event.session, len(event.numbers)))
+                    self._sent_segments.append((event.at, event.session, len(event.numbers)))
                 case DraftDeviceWork(kind="verify"):
                     self._verified(event)
                 case SessionEnded():
@@ -207,7 +207,7 @@ class RequestStats(Observer):
                     "rounds_of": self._guessing,
                     "running": len(self._running), "waiting": len(waiting), "total": dict(self._total),
                     "requests": self._requests(now),
-                    "queue": [asdict(one) for one in waiting[:_MOST_WAITING]],
+                    "queue": [asdict(request) for request in waiting[:_MOST_WAITING]],
                     "together": {"tokens_per_second": sum(speeds) if speeds else None,
                                  "fairness": _fairness(speeds)}}
 
@@ -216,10 +216,10 @@ class RequestStats(Observer):
 
     def _requests(self, now: float) -> list[dict[str, Any]]:
         """Return the running requests, the oldest first."""
-        while self._sent and self._sent[0][0] < now - _SHARE_S:
-            self._sent.popleft()
+        while self._sent_segments and self._sent_segments[0][0] < now - _SHARE_S:
+            self._sent_segments.popleft()
         rows = dict.fromkeys(self._running, 0)
-        for _, session, count in self._sent:
+        for _, session, count in self._sent_segments:
             if session in rows:
                 rows[session] += count
         total = sum(rows.values())
@@ -284,26 +284,26 @@ class Boards(Observer):
                 self._computed_s += event.at - max(event.start, self._computed_until)
                 self._computed_until = event.at
 
-    def _add_heartbeat(self, place: int, counters: HeartbeatCounters, at: float) -> None:
+    def _add_heartbeat(self, rank: int, counters: HeartbeatCounters, at: float) -> None:
         with self._lock:
-            self._beats.setdefault(place, deque(maxlen=_NEWEST)).append((at, counters))
+            self._beats.setdefault(rank, deque(maxlen=_NEWEST)).append((at, counters))
 
     def _note_missing(self, places: Collection[int], at: float) -> None:
         """Note that these places are lost now, and no others."""
         with self._lock:
-            for place in places:
-                losses = self._losses.setdefault(place, Losses())
+            for rank in places:
+                losses = self._losses.setdefault(rank, Losses())
                 if losses.since is None:
                     losses.count, losses.since = losses.count + 1, at
-            for place, losses in self._losses.items():
-                if losses.since is not None and place not in places:
+            for rank, losses in self._losses.items():
+                if losses.since is not None and rank not in places:
                     losses.away_s, losses.since = at - losses.since, None
 
-    def losses(self, place: int) -> dict[str, Any]:
+    def losses(self, rank: int) -> dict[str, Any]:
         """Return whether a place is ``lost`` now, its ``losses`` since the start, and ``away_s``: the seconds that the
         last loss took, or None."""
         with self._lock:
-            return self._losses.get(place, Losses()).event()
+            return self._losses.get(rank, Losses()).event()
 
     def sample(self, system_stats: HeartbeatCounters, at: float) -> None:
         """Record D0's own state, because D0 sends no heartbeats."""
@@ -316,21 +316,21 @@ class Boards(Observer):
         host  the first place on the same machine
         """
         with self._lock:
-            beats = {place: list(newest) for place, newest in self._beats.items()}
-        boards = {place: _board(place, newest, now) for place, newest in sorted(beats.items())}
-        distinct_counters = once_per_board({place: beats[place][-1][1] for place in boards})
+            beats = {rank: list(newest) for rank, newest in self._beats.items()}
+        boards = {rank: _board(rank, newest, now) for rank, newest in sorted(beats.items())}
+        distinct_counters = once_per_board({rank: beats[rank][-1][1] for rank in boards})
         hosts: dict[float, int] = {}
-        for place, board in boards.items():
-            board["watts"] = distinct_counters[place].get("watts")
-            machine = beats[place][-1][1].get("machine")
-            board["host"] = place if machine is None else hosts.setdefault(machine, place)
+        for rank, board in boards.items():
+            board["watts"] = distinct_counters[rank].get("watts")
+            machine = beats[rank][-1][1].get("machine")
+            board["host"] = rank if machine is None else hosts.setdefault(machine, rank)
         if 0 in boards and len(boards) > 1:
             boards[0]["bytes_out_s"] = boards[min(set(boards) - {0})]["bytes_in_s"]
             boards[0]["bytes_in_s"] = boards[max(boards)]["bytes_out_s"]
         return {"at": now, "boards": list(boards.values())}
 
 
-def _board(place: int, beats: list[tuple[float, HeartbeatCounters]], now: float) -> dict[str, Any]:
+def _board(rank: int, beats: list[tuple[float, HeartbeatCounters]], now: float) -> dict[str, Any]:
     at, newest = beats[-1]
     first = next((i for i in reversed(range(len(beats))) if at - beats[i][0] >= 0.9 * _WINDOW_S), 0)
     totals, seconds = dict.fromkeys(RATES.values(), 0.0), at - beats[first][0]
@@ -338,7 +338,7 @@ def _board(place: int, beats: list[tuple[float, HeartbeatCounters]], now: float)
         for key, amount in increase(before, after, totals).items():
             totals[key] += amount
     current = seconds > 0 and now - at < _SILENT_S
-    board: dict[str, Any] = {"place": place}
+    board: dict[str, Any] = {"place": rank}
     board |= {name: newest.get(name) for name in SYSTEM_STATS}
     board |= {name: totals[key] / seconds if current else 0.0 for name, key in RATES.items()}
     board["busy"] = min(1.0, board["busy"])  # a long segment is counted when it ends

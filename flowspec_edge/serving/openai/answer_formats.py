@@ -26,7 +26,7 @@ class AnswerFormat:
     written: bool = False
 
 
-def wanted_answer(body: Body) -> AnswerFormat | None:
+def select_answer_format(body: Body) -> AnswerFormat | None:
     """Return the format that an answer must have; None: any text. ApiError if several fields ask for a format, or if
     one is wrong."""
     formats = [format for format in (_response_format(body), *_structured(body)) if format is not None]

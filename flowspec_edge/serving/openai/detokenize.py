@@ -151,9 +151,9 @@ class ToolCallParser:
 
     def close(self) -> list[str | CallPiece]:
         """Return the rest: the text has ended."""
-        rest, self._buffer = self._buffer, ""
+        remainder, self._buffer = self._buffer, ""
         in_call = self.calls or (self._form.open and self._step == self._head)
-        return [rest] if rest and not in_call else []
+        return [remainder] if remainder and not in_call else []
 
     # Each step yields what it reads from the buffer, and sets the next step when it has read everything.
 
@@ -168,14 +168,14 @@ class ToolCallParser:
 
     def _content(self) -> Iterator[str | CallPiece]:
         """Text before a call, without the whitespace before that."""
-        word = self._form.open
-        at = self._buffer.find(word)
+        marker = self._form.open
+        at = self._buffer.find(marker)
         if at >= 0:
             text = self._take(at).rstrip()
-            self._take(len(word))
+            self._take(len(marker))
             self._step = self._head
         else:
-            prefix = next((n for n in range(len(word) - 1, 0, -1) if self._buffer.endswith(word[:n])), 0)
+            prefix = next((n for n in range(len(marker) - 1, 0, -1) if self._buffer.endswith(marker[:n])), 0)
             text = self._take(len(self._buffer[:len(self._buffer) - prefix].rstrip()))
         yield "" if self.calls else text
 

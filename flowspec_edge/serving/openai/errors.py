@@ -75,9 +75,9 @@ def api_error(error: Exception) -> ApiError:
 def invalid(error: ValidationError) -> ApiError:
     """The first validation error of a body, with the field's path."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
+    field_path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
     message = first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{place}: {message}" if place else message, place or None)
+    return ApiError(400, f"{field_path}: {message}" if field_path else message, field_path or None)
 
 
 def _cut(text: str) -> str:

@@ -103,8 +103,8 @@ class FieldTable:
 
     def _described(self, field: RequestField, verdict: Verdict) -> str:
         """Say what becomes of a field. Without effect it is said only where the user has another way to the effect."""
-        names_another_way = re.search(r"\bsee\b|\buse\b|--|^it goes with|usage|refused", field.explanation)
-        if verdict == "no effect" and not names_another_way:
+        names_alternative = re.search(r"\bsee\b|\buse\b|--|^it goes with|usage|refused", field.explanation)
+        if verdict == "no effect" and not names_alternative:
             return "the answer is the same"
         everywhere = len(field.implemented) in (0, self._endpoints)
         endpoints = "" if everywhere else f"({', '.join(field.implemented)}) "

@@ -43,7 +43,7 @@ class Choice:
         self._reasoning, self._silent = prepared.reasoning_parser(), prepared.silent
         self._parser = ToolCallParser(prepared.calls) if prepared.calls else None
         self._token_decoder = TokenDecoder(prepared.decode)
-        self._logprobs_sent = 0  # tokens whose log-probabilities were sent
+        self._sent_logprobs = 0  # tokens whose log-probabilities were sent
 
     def read(self, event: Event) -> list[AnswerPiece]:
         """Return text, reasoning and parts of tool calls that are certain now; ApiError if the request
@@ -98,8 +98,8 @@ class Choice:
 
     def new_logprobs(self) -> list[TokenLogprob]:
         """Log-probabilities of the tokens read since the last call, if requested."""
-        new = self.pending.likelihoods[self._logprobs_sent:self.tokens]
-        self._logprobs_sent += len(new)
+        new = self.pending.likelihoods[self._sent_logprobs:self.tokens]
+        self._sent_logprobs += len(new)
         return self._token_decoder.decode(new)
 
 
@@ -197,7 +197,7 @@ class ResponseHandler:
         """Yield what is certain of each choice, starting with the first token; None after ``patience`` idle
         seconds."""
         while any(choice.finish is None for choice in self.choices):
-            arrival = await sse.unless_gone(events.get(), disconnection, patience)
+            arrival = await sse.wait_unless_disconnected(events.get(), disconnection, patience)
             if arrival is None:
                 yield None, []
                 continue

@@ -24,7 +24,7 @@ from flowspec_edge.model.grammar import GrammarText
 from flowspec_edge.model.opened import OpenModel, choose_sampling
 from flowspec_edge.model.text import THINKING, Tokenizer
 from flowspec_edge.sampling.settings import Penalties, Restrictions, Sampling
-from flowspec_edge.serving.openai.answer_formats import wanted_answer
+from flowspec_edge.serving.openai.answer_formats import select_answer_format
 from flowspec_edge.serving.openai.detokenize import Detokenizer
 from flowspec_edge.serving.openai.errors import ApiError
 from flowspec_edge.serving.openai.reasoning import ReasoningParser, reasoning_parser
@@ -160,7 +160,7 @@ class ServedModel:
         """A grammar that fixes how the answer begins leaves no room for reasoning."""
         form = self.tokenizer.reasoning_format
         must_call = bool(prepared.calls) and body.tool_choice not in (None, "auto")
-        if form is None or not body.splits_reasoning or must_call or wanted_answer(body) is not None:
+        if form is None or not body.splits_reasoning or must_call or select_answer_format(body) is not None:
             return prepared
         if self.tokenizer.hides(form.words):
             prepared = replace(prepared, decode=partial(self.tokenizer.decode, special=True))
@@ -283,7 +283,7 @@ class ServedModel:
         if isinstance(choice, NamedTool):
             tools = [tool for tool in tools if tool.name == choice.function.name]
         required = isinstance(choice, NamedTool) or choice == "required"
-        answer = wanted_answer(body)
+        answer = select_answer_format(body)
         if answer is not None and answer.written:
             raise ApiError(400, f"{answer.field}: a grammar and tools exclude each other: leave one out",
                            answer.field)
@@ -294,7 +294,7 @@ class ServedModel:
                 lambda special: form.grammar(tools, special, required, several, content)), "tools"
 
     def _answer_grammar(self, body: Body) -> tuple[GrammarText, str] | None:
-        answer = wanted_answer(body)
+        answer = select_answer_format(body)
         if answer is None:
             return None
         with _grammar_errors(answer.field):

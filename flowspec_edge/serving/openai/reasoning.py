@@ -49,8 +49,8 @@ class ReasoningParser(ABC):
 
     def close(self) -> list[Piece]:
         """Return the rest: the text has ended."""
-        rest, self._buffer = self._buffer, ""
-        return self._rest(rest)
+        remainder, self._buffer = self._buffer, ""
+        return self._flush(remainder)
 
     @abstractmethod
     def _first(self) -> Iterator[Piece]:
@@ -58,7 +58,7 @@ class ReasoningParser(ABC):
         everything."""
 
     @abstractmethod
-    def _rest(self, text: str) -> list[Piece]:
+    def _flush(self, text: str) -> list[Piece]:
         """Return the pieces of what the buffer has at the end of the text."""
 
     def _take(self, count: int) -> str:
@@ -72,7 +72,7 @@ class ThinkParser(ReasoningParser):
     def __init__(self, form: ReasoningFormat, starts_inside: bool, call: str) -> None:
         super().__init__()
         self._open, self._close = form.open, form.close
-        self._ends = [word for word in (form.close, call) if word]
+        self._ends = [marker for marker in (form.close, call) if marker]
         self._starts_inside = self.inside = starts_inside
         self._has_reasoning = False  # reasoning
 
@@ -89,11 +89,11 @@ class ThinkParser(ReasoningParser):
     def _reasoning(self) -> Iterator[Piece]:
         if not self._has_reasoning:
             self._buffer = self._buffer.lstrip()
-        at, word = min(((at, word) for word in self._ends if (at := self._buffer.find(word)) >= 0),
-                       default=(-1, ""))
-        if word:
+        at, marker = min(((at, marker) for marker in self._ends if (at := self._buffer.find(marker)) >= 0),
+                         default=(-1, ""))
+        if marker:
             text = self._take(at).rstrip()
-            self._take(len(word) if word == self._close else 0)
+            self._take(len(marker) if marker == self._close else 0)
             self.inside, self._step = False, self._between
         else:
             certain = len(self._buffer) - _partial_length(self._buffer, self._ends)
@@ -112,7 +112,7 @@ class ThinkParser(ReasoningParser):
         if self._buffer:
             yield self._take(len(self._buffer))
 
-    def _rest(self, text: str) -> list[Piece]:
+    def _flush(self, text: str) -> list[Piece]:
         text = text.rstrip() if self.inside else text
         return [] if not text else [ReasoningPiece(text)] if self.inside else [text]
 
@@ -146,12 +146,13 @@ class ChannelParser(ReasoningParser):
         self.inside, self._begins, self._step = channel == "analysis", True, self._body
 
     def _body(self) -> Iterator[Piece]:
-        at, word = min(((at, word) for word in self._ENDS if (at := self._buffer.find(word)) >= 0),
-                       default=(-1, ""))
-        yield from self._part(self._take(at if word else len(self._buffer) - _partial_length(self._buffer, self._ENDS)))
-        if word:
-            if word not in ("<|start|>", "<|channel|>"):  # which belong to the next head
-                self._take(len(word))
+        at, marker = min(((at, marker) for marker in self._ENDS if (at := self._buffer.find(marker)) >= 0),
+                         default=(-1, ""))
+        end = at if marker else len(self._buffer) - _partial_length(self._buffer, self._ENDS)
+        yield from self._part(self._take(end))
+        if marker:
+            if marker not in ("<|start|>", "<|channel|>"):  # which belong to the next head
+                self._take(len(marker))
             self.inside, self._step = False, self._first
 
     def _part(self, text: str) -> list[Piece]:
@@ -163,11 +164,11 @@ class ChannelParser(ReasoningParser):
         self._kinds_read.add(self.inside)
         return [ReasoningPiece(text)] if self.inside else [text]
 
-    def _rest(self, text: str) -> list[Piece]:
+    def _flush(self, text: str) -> list[Piece]:
         in_head = self._step != self._body and text.lstrip().startswith("<|")
         return [] if in_head else self._part(text)
 
 
 def _partial_length(text: str, words: Sequence[str]) -> int:
     """Length of the longest beginning of one of ``words`` that ``text`` ends with."""
-    return max((n for word in words for n in range(1, len(word)) if text.endswith(word[:n])), default=0)
+    return max((n for marker in words for n in range(1, len(marker)) if text.endswith(marker[:n])), default=0)

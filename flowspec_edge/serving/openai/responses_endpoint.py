@@ -197,15 +197,15 @@ class ResponseAnswer(Answer):
                     events += [*self._finished(), *self._begin(_call_item(piece))]
                 if piece.arguments:
                     self._output[-1]["arguments"] += piece.arguments
-                    events.append(self._of_item("function_call_arguments.delta", delta=piece.arguments))
+                    events.append(self._item_event("function_call_arguments.delta", delta=piece.arguments))
                 continue
             kind: Literal["message", "reasoning"] = "message" if isinstance(piece, str) else "reasoning"
             text = piece if isinstance(piece, str) else piece.text
             if not self._open or self._output[-1]["type"] != kind:
                 events += [*self._finished(), *self._begin(_text_item(kind))]
             self._output[-1]["content"][0]["text"] += text
-            of_part, more = _PARTS[kind]
-            events.append(self._of_item(f"{of_part}.delta", content_index=0, delta=text, **more))
+            part_event, more = _PARTS[kind]
+            events.append(self._item_event(f"{part_event}.delta", content_index=0, delta=text, **more))
         return events
 
     def closing(self, index: int, finish: Finish, extra: dict[str, Any] | None = None,
@@ -225,7 +225,7 @@ class ResponseAnswer(Answer):
         if item["type"] == "function_call":
             return [self._event("output_item.added", output_index=self._at, item=dict(item))]
         return [self._event("output_item.added", output_index=self._at, item={**item, "content": []}),
-                self._of_item("content_part.added", content_index=0, part=dict(item["content"][0]))]
+                self._item_event("content_part.added", content_index=0, part=dict(item["content"][0]))]
 
     def _finished(self, status: str = "completed") -> list[dict[str, Any]]:
         """Close the open item, if there is one."""
@@ -235,12 +235,12 @@ class ResponseAnswer(Answer):
         item["status"] = status
         if item["type"] != "function_call":
             [part] = item["content"]
-            of_part, more = _PARTS[item["type"]]
-            done = [self._of_item(f"{of_part}.done", content_index=0, text=part["text"], **more),
-                    self._of_item("content_part.done", content_index=0, part=part)]
+            part_event, more = _PARTS[item["type"]]
+            done = [self._item_event(f"{part_event}.done", content_index=0, text=part["text"], **more),
+                    self._item_event("content_part.done", content_index=0, part=part)]
         else:
-            done = [self._of_item("function_call_arguments.done", name=item["name"],
-                                  arguments=item["arguments"])]
+            done = [self._item_event("function_call_arguments.done", name=item["name"],
+                                     arguments=item["arguments"])]
         return [*done, self._event("output_item.done", output_index=self._at, item=item)]
 
     @property
@@ -281,7 +281,7 @@ class ResponseAnswer(Answer):
                 "top_p": sampling.top_p,
                 "truncation": "disabled", "usage": usage, "user": body.user}
 
-    def _of_item(self, event: str, /, **fields: Any) -> dict[str, Any]:
+    def _item_event(self, event: str, /, **fields: Any) -> dict[str, Any]:
         return self._event(event, item_id=self._output[-1]["id"], output_index=self._at, **fields)
 
     def _event(self, name: str, /, **fields: Any) -> dict[str, Any]:

@@ -127,7 +127,7 @@ def _flag(value: Any) -> Any:
     return bool(value) if type(value) is int and value in (0, 1) else value
 
 
-def _or_nothing(value: Any) -> Any:
+def _or_empty(value: Any) -> Any:
     return {} if value is None else value
 
 
@@ -215,7 +215,7 @@ class FunctionDefinition(Ignoring):
         """A type that is none is ignored unless the function is strict, as elsewhere in its schema."""
         kind = (self.parameters or {}).get("type", "object")
         kinds = kind if isinstance(kind, list) else [kind]
-        if "object" not in kinds and (self.strict or any(one in _OTHER_TYPES for one in kinds)):
+        if "object" not in kinds and (self.strict or any(name in _OTHER_TYPES for name in kinds)):
             raise ValueError("parameters: must be a JSON schema of the type object")
         return self
 
@@ -354,7 +354,7 @@ class Body(Ignoring):
     user: str | None = None
     priority: Annotated[Whole, AfterValidator(_priority)] | None = None
     strategy: str | None = None
-    flowspec: Annotated[Extensions, BeforeValidator(_or_nothing)] = Extensions()
+    flowspec: Annotated[Extensions, BeforeValidator(_or_empty)] = Extensions()
 
     @property
     def ignored(self) -> tuple[str, ...]:

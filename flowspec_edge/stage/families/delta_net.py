@@ -34,7 +34,7 @@ class DeltaNet(nn.Module):
     def __init__(self, config: DecoderConfig, index: int) -> None:
         super().__init__()
         self._index, self._by_key_head = index, config.family.form.delta_by_key_head
-        self._shape = shape = DeltaShape.of(config)
+        self._shape = shape = DeltaShape.from_config(config)
         hidden, values = config.hidden_size, shape.heads * shape.value_width
         if self._by_key_head:
             self.in_proj_qkvz: nn.Module = nn.Linear(hidden, shape.channels + values, bias=False)
@@ -70,12 +70,12 @@ class DeltaNet(nn.Module):
 
     def attend(self, inputs: Inputs, mask: None, cache: RecurrentPass, new: int) -> Tensor:
         """Add the first ``new`` rows to what the layer keeps; [N, heads, v] in float32."""
-        made = [(rows, layer.update(inputs.convolved[rows], self._kernel, inputs.log_decays[rows], inputs.betas[rows]))
-                for rows, layer in cache.recurrent(self._index) if layer is not None]
-        if len(made) == 1 and len(made[0][1]) == len(inputs.gates):
-            return made[0][1]
+        parts = [(rows, layer.update(inputs.convolved[rows], self._kernel, inputs.log_decays[rows], inputs.betas[rows]))
+                 for rows, layer in cache.recurrent(self._index) if layer is not None]
+        if len(parts) == 1 and len(parts[0][1]) == len(inputs.gates):
+            return parts[0][1]
         outputs = self.room(len(inputs.gates), inputs.log_decays)
-        for rows, output in made:
+        for rows, output in parts:
             outputs[rows] = output
         return outputs
 

@@ -33,7 +33,7 @@ class Routed(NamedTuple):
     """rows [N, H], the experts that each has chosen and their weights [N, k]."""
 
     rows: Tensor
-    chosen: Tensor
+    expert_ids: Tensor
     weights: Tensor
 
 
@@ -75,19 +75,19 @@ class Router(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False) if names.clamped else None
-        self._chosen, self._among_chosen = config.num_experts_per_tok, names.clamped
+        self._top_k, self._normalises_top_k = config.num_experts_per_tok, names.clamped
         self._normed = config.normed_weights
 
     def forward(self, x: Tensor) -> Routed:
         """[N, H] normed rows."""
         scores = product(x, self.weight, self.bias)
-        if self._among_chosen:  # the softmax of the chosen experts' scores
-            top, chosen = scores.topk(self._chosen, -1)
-            return Routed(x, chosen, top.softmax(-1))
-        weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(self._chosen, -1)
+        if self._normalises_top_k:  # the softmax of the chosen experts' scores
+            top, expert_ids = scores.topk(self._top_k, -1)
+            return Routed(x, expert_ids, top.softmax(-1))
+        weights, expert_ids = scores.softmax(-1, dtype=torch.float32).topk(self._top_k, -1)
         if self._normed:
             weights /= weights.sum(-1, keepdim=True)
-        return Routed(x, chosen, weights.to(x.dtype))
+        return Routed(x, expert_ids, weights.to(x.dtype))
 
 
 class Mixture(nn.Module):
@@ -99,7 +99,7 @@ class Mixture(nn.Module):
         self.add_module(names.router, Router(config, names))
         gated = (ClampedGate(config.swiglu_alpha, config.swiglu_limit) if names.clamped
                  else Gated(_ACTIVATIONS[config.activation]))
-        self.experts = Experts.of(names, config.hidden_size, config.expert_width, config.num_experts, gated)
+        self.experts = Experts.on_meta(names, config.hidden_size, config.expert_width, config.num_experts, gated)
         if config.shared:
             self.shared_expert = Mlp(config, config.shared)
             self.shared_expert_gate: nn.Module = nn.Linear(config.hidden_size, 1, bias=False)

@@ -101,11 +101,11 @@ def _yarn(powers: Tensor, rope: Mapping[str, Any], positions: int) -> tuple[Tens
     text, rotary_width = rope["original_max_position_embeddings"], 2 * len(powers)
     factor = positions / text if rope.get("factor") is None else rope["factor"]
 
-    def place(turns: float) -> float:
+    def frequency_index(turns: float) -> float:
         """Of the frequency that turns so often in the original text."""
         return rotary_width * math.log(text / (turns * 2 * math.pi)) / (2 * math.log(rope["rope_theta"]))
 
-    first, last = place(rope.get("beta_fast") or 32), place(rope.get("beta_slow") or 1)
+    first, last = frequency_index(rope.get("beta_fast") or 32), frequency_index(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary_width - 1)
@@ -117,8 +117,8 @@ def _yarn(powers: Tensor, rope: Mapping[str, Any], positions: int) -> tuple[Tens
 def _attention_factor(rope: Mapping[str, Any], factor: float) -> float:
     if (stated_factor := rope.get("attention_factor")) is not None:
         return float(stated_factor)
-    of, all_of = rope.get("mscale"), rope.get("mscale_all_dim")
-    return _grown(factor, of) / _grown(factor, all_of) if of and all_of else _grown(factor, 1.0)
+    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    return _grown(factor, mscale) / _grown(factor, mscale_all_dim) if mscale and mscale_all_dim else _grown(factor, 1.0)
 
 
 def _grown(factor: float, by: float) -> float:

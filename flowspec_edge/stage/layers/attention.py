@@ -31,17 +31,17 @@ Bool = NDArray[np.bool_]
 class Mask(Protocol):
     """What the rows of a pass see."""
 
-    def attend(self, queries: Tensor, held: Any, scaling: float, sinks: Tensor | None) -> Tensor:
+    def attend(self, queries: Tensor, kv: Any, scaling: float, sinks: Tensor | None) -> Tensor:
         """Return [n, heads, d] for queries [n + padding, heads, d]; the others as for :func:`attend`."""
 
 
-def attend(queries: Tensor, held: Any, mask: Mask, scaling: float, sinks: Tensor | None = None) -> Tensor:
+def attend(queries: Tensor, kv: Any, mask: Mask, scaling: float, sinks: Tensor | None = None) -> Tensor:
     """Return [N, heads, d] for queries [N, heads, d], the last of which may be padding.
 
-    held   keys and values [2, m, kv heads, d] as the cache's ``write`` returns them, or those of a batch's parts
+    kv     keys and values [2, m, kv heads, d] as the cache's ``write`` returns them, or those of a batch's parts
     sinks  [heads]: scores of columns whose value is 0
     """
-    outputs = mask.attend(queries, held, scaling, sinks)
+    outputs = mask.attend(queries, kv, scaling, sinks)
     if len(outputs) == len(queries):
         return outputs
     padded = queries.new_zeros(queries.shape)
@@ -56,27 +56,27 @@ class BatchMask:
         """``lengths``: rows of each part, at least one."""
         self._masks, self._lengths = masks, lengths
 
-    def attend(self, queries: Tensor, held: Sequence[Tensor | None], scaling: float, sinks: Tensor | None) -> Tensor:
+    def attend(self, queries: Tensor, kv: Sequence[Tensor | None], scaling: float, sinks: Tensor | None) -> Tensor:
         """As :meth:`Mask.attend`; rows of parts that have ended, of which nothing is held, become 0."""
-        made, start = queries.new_zeros(sum(self._lengths), *queries.shape[1:]), 0
-        for mask, n, own in zip(self._masks, self._lengths, held, strict=True):
+        outputs, start = queries.new_zeros(sum(self._lengths), *queries.shape[1:]), 0
+        for mask, n, part in zip(self._masks, self._lengths, kv, strict=True):
             at = slice(start, start := start + n)
-            if own is not None:
-                made[at] = mask.attend(queries[at], own, scaling, sinks)
-        return made
+            if part is not None:
+                outputs[at] = mask.attend(queries[at], part, scaling, sinks)
+        return outputs
 
 
 class BatchCache:
     """The caches of a batch's parts, in a pass with a :class:`BatchMask`."""
 
     def __init__(self, caches: Sequence[Any], lengths: Sequence[int],
-                 ended: Callable[[int], bool] = lambda place: False) -> None:
+                 ended: Callable[[int], bool] = lambda number: False) -> None:
         """``ended``: whether a part has ended, whose cache must not be touched any more; by its place."""
         self._caches, self._lengths, self._ended = caches, list(lengths), ended
 
     def write(self, rows: Tensor, layer_idx: int) -> list[Tensor | None]:
         """As ``KVCache.write``, by part; None for parts that have ended."""
-        return [None if self._ended(place) else cache.write(own, layer_idx) for place, (cache, own) in
+        return [None if self._ended(number) else cache.write(part_rows, layer_idx) for number, (cache, part_rows) in
                 enumerate(zip(self._caches, rows.split(self._lengths), strict=True))]
 
 
@@ -91,8 +91,8 @@ class SharedMask:
         self._rows = len(visible)
         self._hidden = additive(np.tile(visible, (groups, 1)), dtype, device)[None, None]
 
-    def attend(self, queries: Tensor, held: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
-        return _together([_call(queries[: self._rows], held[:, None], self._hidden, scaling, self._rows)], sinks)
+    def attend(self, queries: Tensor, kv: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
+        return _together([_call(queries[: self._rows], kv[:, None], self._hidden, scaling, self._rows)], sinks)
 
 
 def additive(visible: Bool, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -115,7 +115,7 @@ _AT_ONCE = 64  # rows whose own columns are in memory at once
 _START = 64  # rows: a window's first call begins at a multiple of them, where CUDA's kernels begin a tile
 
 
-def own_from(path: int) -> int:
+def tail_start(path: int) -> int:
     """Return from which row of its path a row with so many, its own included, reads columns of its own."""
     return max(0, (path - _NEWEST) // BLOCK * BLOCK)
 
@@ -161,11 +161,12 @@ class PathMask:
         for row in range(n):
             gap = int(text[row])
             path = gap + np.count_nonzero(visible[row, gap:])
-            begin = own_from(path)
+            begin = tail_start(path)
             lowest[row] = lo = 0 if window is None else max(0, path - window)
-            own = np.flatnonzero(visible[row, begin:]) + begin if begin <= gap else np.flatnonzero(visible[row])[begin:]
-            slots[row, : len(own)] = own
-            shown[row, max(0, lo - begin) : len(own)] = True
+            tail_columns = (np.flatnonzero(visible[row, begin:]) + begin if begin <= gap
+                            else np.flatnonzero(visible[row])[begin:])
+            slots[row, : len(tail_columns)] = tail_columns
+            shown[row, max(0, lo - begin) : len(tail_columns)] = True
             if lo < begin:
                 key = (lo // _START * _START, begin, lo > 0, -1 if begin <= gap else row)
                 shared.setdefault(key, []).append(row)
@@ -185,43 +186,44 @@ class PathMask:
         neighbours = rows[-1] - rows[0] + 1 == len(rows)
         return Prefix(slice(rows[0], rows[-1] + 1) if neighbours else indices(rows, device), columns, hidden)
 
-    def attend(self, queries: Tensor, held: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
+    def attend(self, queries: Tensor, kv: Tensor, scaling: float, sinks: Tensor | None) -> Tensor:
         n = len(self._hidden)
         queries = queries[:n]
-        pieces = [self._own(slice(lo, lo + _AT_ONCE), queries, held, scaling) for lo in range(0, n, _AT_ONCE)]
-        own = pieces[0] if len(pieces) == 1 else Attended(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
+        pieces = [self._attend_tail(slice(lo, lo + _AT_ONCE), queries, kv, scaling) for lo in range(0, n, _AT_ONCE)]
+        tail = pieces[0] if len(pieces) == 1 else Attended(*(torch.cat(parts) for parts in zip(*pieces, strict=True)))
         if not self._shared:
-            return _together([own], sinks)
+            return _together([tail], sinks)
         first = self._shared[0]
         if isinstance(first.rows, slice) and first.rows == slice(0, n):
-            return _together([self._seen(first, queries, held, scaling), own], sinks)
-        seen = Attended(torch.zeros_like(own.outputs), torch.full_like(own.log_sums, float("-inf")))
+            return _together([self._attend_prefix(first, queries, kv, scaling), tail], sinks)
+        prefixes = Attended(torch.zeros_like(tail.outputs), torch.full_like(tail.log_sums, float("-inf")))
         for prefix in self._shared:  # a row without one keeps a share of 0
-            for whole, part in zip(seen, self._seen(prefix, queries[prefix.rows], held, scaling), strict=True):
+            parts = self._attend_prefix(prefix, queries[prefix.rows], kv, scaling)
+            for whole, part in zip(prefixes, parts, strict=True):
                 whole[prefix.rows] = part
-        return _together([seen, own], sinks)
+        return _together([prefixes, tail], sinks)
 
-    def _own(self, rows: slice, queries: Tensor, held: Tensor, scaling: float) -> Attended:
+    def _attend_tail(self, rows: slice, queries: Tensor, kv: Tensor, scaling: float) -> Attended:
         """What ``rows`` make of the columns that each has of its own."""
-        hidden, (_, _, kv_heads, width) = self._hidden[rows], held.shape
-        columns = held.index_select(1, self._slots[rows].flatten()).view(2, len(hidden), TAIL, kv_heads, width)
+        hidden, (_, _, kv_heads, width) = self._hidden[rows], kv.shape
+        columns = kv.index_select(1, self._slots[rows].flatten()).view(2, len(hidden), TAIL, kv_heads, width)
         return _call(queries[rows], columns, hidden.expand(-1, -1, queries.shape[1] // kv_heads, -1), scaling, 1)
 
-    def _seen(self, prefix: Prefix, queries: Tensor, held: Tensor, scaling: float) -> Attended:
+    def _attend_prefix(self, prefix: Prefix, queries: Tensor, kv: Tensor, scaling: float) -> Attended:
         """What ``prefix.rows`` make of its columns."""
         n, step = len(queries), self._step
         more = -n % step
         calls = (n + more) // step
-        columns = held[:, prefix.columns] if isinstance(prefix.columns, slice) else held.index_select(1, prefix.columns)
+        columns = kv[:, prefix.columns] if isinstance(prefix.columns, slice) else kv.index_select(1, prefix.columns)
         hidden = prefix.hidden
         if more:
             queries = F.pad(queries, (0, 0, 0, 0, 0, more))
             hidden = None if hidden is None else F.pad(hidden, (0, 0, 0, more))
         if hidden is not None:
-            groups = queries.shape[1] // held.shape[2]
+            groups = queries.shape[1] // kv.shape[2]
             hidden = hidden.view(calls, 1, 1, step, -1).expand(-1, -1, groups, -1, -1).flatten(2, 3)
-        seen = _call(queries, columns[:, None].expand(-1, calls, -1, -1, -1), hidden, scaling, step)
-        return Attended(seen.outputs[:n], seen.log_sums[:n])
+        attended = _call(queries, columns[:, None].expand(-1, calls, -1, -1, -1), hidden, scaling, step)
+        return Attended(attended.outputs[:n], attended.log_sums[:n])
 
 
 class Attended(NamedTuple):
@@ -243,8 +245,8 @@ def _together(parts: Sequence[Attended], sinks: Tensor | None) -> Tensor:
     sums = [part.log_sums for part in parts]
     shares = torch.stack(sums if sinks is None else [*sums, sinks.float().expand_as(sums[0])], -1).softmax(-1)
     outputs = parts[0].outputs * shares[..., 0, None]
-    for place, part in enumerate(parts[1:], 1):
-        outputs = outputs + part.outputs * shares[..., place, None]
+    for index, part in enumerate(parts[1:], 1):
+        outputs = outputs + part.outputs * shares[..., index, None]
     return outputs.to(parts[0].outputs.dtype)
 
 
@@ -297,12 +299,12 @@ def _unfused(queries: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | Non
              ) -> tuple[Tensor, Tensor]:
     """As :func:`_kernel`, where PyTorch was built without it or it does not take heads of this width."""
     masks = [None] * len(queries) if hidden is None else hidden.expand(len(queries), -1, -1, -1)
-    made = []
+    attended = []
     for query, key, value, mask in zip(queries, keys, values, masks, strict=True):  # a product would copy shared keys
         scores = ((query * scaling) @ key.mT).float()
         if mask is not None:
             scores += mask
         log_sums = scores.logsumexp(-1)
-        made.append(((scores - log_sums[..., None]).exp_().to(value.dtype) @ value, log_sums))
-    outputs, sums = zip(*made, strict=True)
+        attended.append(((scores - log_sums[..., None]).exp_().to(value.dtype) @ value, log_sums))
+    outputs, sums = zip(*attended, strict=True)
     return torch.stack(outputs), torch.stack(sums)

@@ -118,17 +118,17 @@ class _Block(NamedTuple):
     columns: list[int]
 
 
-def make_plan(seen: NDArray[np.bool_], heads: tuple[int, int], block: int, ahead: int, device: torch.device
+def make_plan(visible: NDArray[np.bool_], heads: tuple[int, int], block: int, ahead: int, device: torch.device
               ) -> DeltaPlan:
     """Plan a pass.
 
-    seen   [n, m + n]: what each row sees of m entries, which begin with a block, and of the rows; itself, its
-           ancestors and nothing else, parents before children
-    heads  how many key heads and heads a layer has
-    ahead  the key of the state that is at hand beside the layer's own
+    visible  [n, m + n]: what each row sees of m entries, which begin with a block, and of the rows; itself, its
+             ancestors and nothing else, parents before children
+    heads    how many key heads and heads a layer has
+    ahead    the key of the state that is at hand beside the layer's own
     """
-    n, m = len(seen), seen.shape[1] - len(seen)
-    paths = [np.flatnonzero(row).tolist() for row in seen]
+    n, m = len(visible), visible.shape[1] - len(visible)
+    paths = [np.flatnonzero(row).tolist() for row in visible]
     begins = [(len(path) - 1) // block for path in paths]  # the step of each row
     states = [path[step * block - 1] if step else FOLDED for path, step in zip(paths, begins, strict=True)]
     blocks: list[_Block] = []
@@ -140,20 +140,20 @@ def make_plan(seen: NDArray[np.bool_], heads: tuple[int, int], block: int, ahead
     drafts: list[tuple[tuple[DeltaFold, ...], tuple[int, ...]]] = []
     arrays: list[list[int]] = []
     sequence: list[int] = []  # all rows, step by step
-    numbers = sorted({it.step for it in blocks})
+    numbers = sorted({part.step for part in blocks})
     for number in numbers:
         rows = [row for row in range(n) if begins[row] == number]
         sequence += rows
         keys, tiles, tiled = _tiles(rows, states, block)
         at = [where[m + row] for row in rows]
         drafts.append((tuple(fold for fold in folds if blocks[fold.block].step == number - 1), keys))
-        arrays += [rows, tiles, [tile for tile, _ in tiled], [place for _, place in tiled],
-                   [index for index, _ in at], [place for _, place in at]]
-    columns = [column for it in blocks for column in _padded(it.columns, block)]
+        arrays += [rows, tiles, [tile for tile, _ in tiled], [offset for _, offset in tiled],
+                   [index for index, _ in at], [offset for _, offset in at]]
+    columns = [column for part in blocks for column in _padded(part.columns, block)]
     arrays += [columns, [max(0, column - m) for column in columns], np.argsort(sequence).tolist()]
-    *of_steps, filled, queries, outputs = _uploaded(arrays, device)
+    *step_arrays, filled, queries, outputs = _uploaded(arrays, device)
     filled = filled.view(-1, block)
-    steps = [_step(of_steps[6 * i : 6 * i + 6], *draft, filled, m, heads, len(numbers) == 1)
+    steps = [_step(step_arrays[6 * i : 6 * i + 6], *draft, filled, m, heads, len(numbers) == 1)
              for i, draft in enumerate(drafts)]
     return DeltaPlan(filled, _by_head(filled, heads[0]), _by_head(queries.view(-1, block), heads[0]),
                      None if len(steps) == 1 else outputs, tuple(steps), _next_ahead(states, paths, block, ahead))
@@ -163,14 +163,14 @@ def _step(arrays: Sequence[Tensor], folds: tuple[DeltaFold, ...], keys: tuple[in
           heads: tuple[int, int], alone: bool) -> DeltaStep:
     """Make a step of the numbers of its rows, the rows of its tiles, the rows' tiles and places there, their blocks and
     places there; ``alone``: it has all rows of the pass."""
-    rows, tiles, tile, place, blocks, places = arrays
+    rows, tiles, tile, tile_offset, blocks, places = arrays
     block = columns.shape[1]
     sides = torch.arange(2, device=rows.device)
     group = torch.arange(heads[1], device=rows.device) // (heads[1] // heads[0])  # the key head of each head
     both = (tiles.view(-1, 1, block) * 2 + sides[:, None]) * heads[0]  # [tiles, 2, B]
     bags = _by_head(columns[blocks], heads[1]).flatten()
     return DeltaStep(folds, slice(None) if alone else rows, slice(m, None) if alone else rows + m, keys,
-                (both.flatten(1)[:, None] + group[:, None]), (tile[:, None], place[:, None] + sides * block),
+                (both.flatten(1)[:, None] + group[:, None]), (tile[:, None], tile_offset[:, None] + sides * block),
                 (blocks, places), bags, torch.arange(0, len(bags), block, device=rows.device))
 
 
@@ -186,8 +186,8 @@ def _add_block(blocks: list[_Block], where: dict[int, tuple[int, int]], path: Se
     """
     step = (len(path) - 1) // block
     columns = list(path[step * block :])
-    for place, column in enumerate(columns):
-        where.setdefault(column, (len(blocks), place))
+    for offset, column in enumerate(columns):
+        where.setdefault(column, (len(blocks), offset))
     blocks.append(_Block(step, columns))
 
 
@@ -271,8 +271,8 @@ def segment(rows: DeltaRows, states: Mapping[int, Tensor], entries: Entries, pla
                                              * rows.betas[step.rows][..., None])
             added = _summed(weights[in_blocks, :, places], entries.targets, step)
             outputs.append(remembered[:, 1] + added)
-    made = outputs[0] if plan.outputs is None else torch.cat(outputs)[plan.outputs]
-    return made, None if plan.ahead == FOLDED else ahead
+    row_outputs = outputs[0] if plan.outputs is None else torch.cat(outputs)[plan.outputs]
+    return row_outputs, None if plan.ahead == FOLDED else ahead
 
 
 def _summed(weights: Tensor, targets: Tensor, step: DeltaStep) -> Tensor:
@@ -288,8 +288,8 @@ def _remembered(tiles: Tensor, states: Mapping[int, Tensor], step: DeltaStep) ->
     tiles  [tiles, heads, 2B, k]
     """
     products = [tile @ states[key] for tile, key in zip(tiles, step.tiles, strict=True)]  # [heads, 2B, v] each
-    tile, place = step.products
-    return (products[0][None] if len(products) == 1 else torch.stack(products))[tile, :, place]
+    tile, offset = step.products
+    return (products[0][None] if len(products) == 1 else torch.stack(products))[tile, :, offset]
 
 
 class _Blocks(NamedTuple):
@@ -321,16 +321,16 @@ class _Blocks(NamedTuple):
 
     def fold(self, state: Tensor, block: int, targets: Tensor) -> Tensor:
         """Return the state after the whole block ``block``, whose entries have ``targets`` [B, heads, v]."""
-        one = _Blocks(*(tensor[block : block + 1] for tensor in self))
-        products = one._times_keys(one.keys) * one.ratios.unflatten(1, (one.keys.shape[1], -1))
+        single = _Blocks(*(tensor[block : block + 1] for tensor in self))
+        products = single._times_keys(single.keys) * single.ratios.unflatten(1, (single.keys.shape[1], -1))
         size = products.shape[-1]
         inverse = torch.linalg.solve_triangular(
-            one.betas[0] * products[0].flatten(0, 1), torch.eye(size, dtype=state.dtype, device=state.device),
+            single.betas[0] * products[0].flatten(0, 1), torch.eye(size, dtype=state.dtype, device=state.device),
             upper=False, unitriangular=True)
-        gates = one.gates[0]  # [heads, B]
+        gates = single.gates[0]  # [heads, B]
         last = gates[:, -1:]
         updates = (inverse @ targets.transpose(0, 1)) * (last - gates).exp()[..., None]
-        keys = one.keys[0].mT  # [key heads, k, B]
+        keys = single.keys[0].mT  # [key heads, k, B]
         keys = keys[:, None].expand(-1, len(state) // len(keys), -1, -1).flatten(0, 1)
         return torch.baddbmm(state * last.exp()[..., None], keys, updates)
 

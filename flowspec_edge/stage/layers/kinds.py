@@ -29,7 +29,7 @@ class KeysValues:
     kv_heads: int
     groups: int
     head_dim: int
-    kept_in: CacheBits = "16bit"
+    cache_bits: CacheBits = "16bit"
     window: int | None = None
 
     def rows(self, capacity: int, tentative: int) -> int:
@@ -43,15 +43,15 @@ class KeysValues:
     def reserved(self, rows: int, requests: int, tentative: int) -> int:
         return reserved(self.window, rows, requests, tentative)
 
-    def reusable(self, text: int, wanted: int, snapshot: int) -> int:
-        return wanted if self.window is None else window_reusable(self.window, text, wanted, snapshot)
+    def reusable(self, text: int, limit: int, snapshot: int) -> int:
+        return limit if self.window is None else window_reusable(self.window, text, limit, snapshot)
 
     def arena(self, layers: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int) -> KVArena:
-        return KVArena(layers, self.kv_heads, self.head_dim, dtype, device, self.kept_in, rows, self.window)
+        return KVArena(layers, self.kv_heads, self.head_dim, dtype, device, self.cache_bits, rows, self.window)
 
     def row_bytes(self, width: int) -> int:
         """Of one row in one layer; ``width``: bytes of a value in the compute dtype."""
-        return row_bytes(self.kv_heads, self.head_dim, width, self.kept_in)
+        return row_bytes(self.kv_heads, self.head_dim, width, self.cache_bits)
 
     def inputs(self, parts: Sequence[Part], index: int, dtype: torch.dtype, device: torch.device, step: int
                ) -> tuple[Any, Mask]:
@@ -61,7 +61,7 @@ class KeysValues:
         if len(parts) == 1:
             return caches[0], masks[0]
         counts = [len(part) for part in parts]
-        return BatchCache(caches, counts, lambda place: parts[place].ended), BatchMask(masks, counts)
+        return BatchCache(caches, counts, lambda number: parts[number].ended), BatchMask(masks, counts)
 
     def _mask(self, part: Part, cache: LayerCache, dtype: torch.dtype, device: torch.device, step: int) -> Mask:
         if dtype == torch.float32:
@@ -73,12 +73,13 @@ class KeysValues:
         return SharedMask(visible, self.groups, dtype, device)
 
 
-def layer_kinds(config: DecoderConfig, kept_in: CacheBits = "16bit") -> list[KeysValues | GatedDelta]:
+def layer_kinds(config: DecoderConfig, cache_bits: CacheBits = "16bit") -> list[KeysValues | GatedDelta]:
     """Of every layer of a model."""
     heads = config.num_key_value_heads
-    return [GatedDelta.of(config) if of == "linear_attention" else
-            KeysValues(heads, config.num_attention_heads // heads, config.head_dim, kept_in,
-                       config.sliding_window if of == "sliding_attention" else None) for of in config.layer_types]
+    return [GatedDelta.from_config(config) if layer_type == "linear_attention" else
+            KeysValues(heads, config.num_attention_heads // heads, config.head_dim, cache_bits,
+                       config.sliding_window if layer_type == "sliding_attention" else None)
+            for layer_type in config.layer_types]
 
 
 def by_kind(kinds: Iterable[CacheKind], first: int = 0) -> dict[CacheKind, list[int]]:

@@ -44,34 +44,34 @@ class KVArena:
     """
 
     def __init__(self, layers: Sequence[int], kv_heads: int, head_dim: int, dtype: torch.dtype,
-                 device: torch.device, kept_in: CacheBits = "16bit", rows: int = 0,
+                 device: torch.device, cache_bits: CacheBits = "16bit", rows: int = 0,
                  window: int | None = None) -> None:
         self.index = {layer: i for i, layer in enumerate(layers)}
         self.dtype, self.device, self.window = dtype, device, window
         self.rows = rows
         self.resized = 0  # how often the layers' memory has changed its place
-        self._kind = Int8KVCache if kept_in == "int8" else KVCache
-        width, stored = (head_dim + _SCALE, torch.int8) if kept_in == "int8" else (head_dim, dtype)
-        self.row_bytes = len(layers) * row_bytes(kv_heads, head_dim, dtype.itemsize, kept_in)
+        self._kind = Int8KVCache if cache_bits == "int8" else KVCache
+        width, stored = (head_dim + _SCALE, torch.int8) if cache_bits == "int8" else (head_dim, dtype)
+        self.row_bytes = len(layers) * row_bytes(kv_heads, head_dim, dtype.itemsize, cache_bits)
         # By layer, [key or value, slot, kv head, head_dim]: the heads of a row are contiguous, as the layers
         # produce them, so that writing, reading and moving rows touches memory in order.
         self.layers = [torch.empty(2, rows, kv_heads, width, dtype=stored, device=device) for _ in layers]
         # Not held: they hold the arena, and a circle would keep its memory until the collector finds it.
-        self._held: WeakSet[KVCache] = WeakSet()
+        self._live: WeakSet[KVCache] = WeakSet()
 
     @property
     def _caches(self) -> list[KVCache]:
         """In the order of their ranges."""
-        return sorted(self._held, key=lambda cache: (cache.start, cache.capacity))
+        return sorted(self._live, key=lambda cache: (cache.start, cache.capacity))
 
     @property
     def nbytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
-    def missing(self, capacity: int, of: KVCache | None = None) -> int:
-        """Rows by which the arena must grow for a cache, or ``of``, to hold ``capacity``."""
-        held = sum(cache.capacity for cache in self._caches if cache is not of)
-        return max(0, held + capacity - self.rows)
+    def missing(self, capacity: int, existing: KVCache | None = None) -> int:
+        """Rows by which the arena must grow for a cache, or ``existing``, to hold ``capacity``."""
+        occupied = sum(cache.capacity for cache in self._caches if cache is not existing)
+        return max(0, occupied + capacity - self.rows)
 
     def take(self, capacity: int) -> KVCache:
         """An empty cache.  May move the other caches' rows."""
@@ -81,14 +81,14 @@ class KVArena:
         start = self._gap(capacity)
         assert start is not None
         cache = self._kind(self, start, capacity)
-        self._held.add(cache)
+        self._live.add(cache)
         return cache
 
     def widen(self, cache: KVCache, capacity: int) -> None:
         """Let ``cache`` hold up to ``capacity`` rows, at least as many as now.  May move all caches' rows."""
         caches = self._caches
-        place = caches.index(cache)
-        end = caches[place + 1].start if place + 1 < len(caches) else self.rows
+        index = caches.index(cache)
+        end = caches[index + 1].start if index + 1 < len(caches) else self.rows
         if cache.start + capacity > end:
             self._resize(self.rows + self.missing(capacity, cache))
             self._compact(cache, capacity)
@@ -108,10 +108,10 @@ class KVArena:
 
     def trim(self) -> None:
         """Give back the memory behind the last range."""
-        self._resize(max((cache.start + cache.capacity for cache in self._held), default=0))
+        self._resize(max((cache.start + cache.capacity for cache in self._live), default=0))
 
     def give_back(self, cache: KVCache) -> None:
-        self._held.remove(cache)
+        self._live.remove(cache)
 
     def _gap(self, capacity: int) -> int | None:
         """The first slot of the first free range of ``capacity`` slots."""
@@ -126,10 +126,10 @@ class KVArena:
         """One layer at a time, so that at most one is in memory twice."""
         if rows == self.rows:
             return
-        kept, self.resized = min(rows, self.rows), self.resized + 1
+        kept_rows, self.resized = min(rows, self.rows), self.resized + 1
         for i in range(len(self.layers)):
             resized = self.layers[i].new_empty(2, rows, *self.layers[i].shape[2:])
-            resized[:, :kept] = self.layers[i][:, :kept]
+            resized[:, :kept_rows] = self.layers[i][:, :kept_rows]
             self.layers[i] = resized
             release(self.device)
         self.rows = rows
@@ -139,7 +139,7 @@ class KVArena:
         """Move all ranges together, with ``capacity`` slots for ``wider``."""
         caches = self._caches
         sizes = [capacity if cache is wider else cache.capacity for cache in caches]
-        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        starts = [sum(sizes[:count]) for count in range(len(sizes))]
         moves = [(cache.start, start, cache.occupied) for cache, start in zip(caches, starts, strict=True)]
         # The order of the ranges stays: those that move down, from the lowest on, then those that move up,
         # from the highest on, never overwrite rows that have not moved yet.
@@ -207,25 +207,25 @@ class KVCache:
         Returns all keys, then all values of the layer, new rows included: [2, len + n, kv_heads, head_dim].
         """
         slots = self._slots(layer_idx, self._length + len(rows))
-        slots[:, self._length :].copy_(self._as_kept(rows).transpose(0, 1))
-        return self._as_seen(slots)
+        slots[:, self._length :].copy_(self._encode(rows).transpose(0, 1))
+        return self._decode(slots)
 
     def write_to(self, slots: Tensor, rows: Tensor, layer_idx: int, width: int) -> Tensor:
         """Write them to ``slots``, int64 [n]; returns the layer's first ``width`` slots, as :meth:`write` does."""
-        self._slots(layer_idx, self.capacity).index_copy_(1, slots, self._as_kept(rows).transpose(0, 1))
-        return self.seen(layer_idx, width)
+        self._slots(layer_idx, self.capacity).index_copy_(1, slots, self._encode(rows).transpose(0, 1))
+        return self.read(layer_idx, width)
 
-    def seen(self, layer_idx: int, width: int) -> Tensor:
+    def read(self, layer_idx: int, width: int) -> Tensor:
         """The layer's first ``width`` slots: [2, width, kv_heads, head_dim] in the layers' dtype."""
-        return self._as_seen(self._slots(layer_idx, width))
+        return self._decode(self._slots(layer_idx, width))
 
     def _slots(self, layer_idx: int, count: int) -> Tensor:
         return self._arena.layers[self._arena.index[layer_idx]].narrow(1, self._begin, count)
 
-    def _as_kept(self, rows: Tensor) -> Tensor:
+    def _encode(self, rows: Tensor) -> Tensor:
         return rows
 
-    def _as_seen(self, slots: Tensor) -> Tensor:
+    def _decode(self, slots: Tensor) -> Tensor:
         return slots
 
     def append(self, rows: int) -> None:
@@ -331,12 +331,12 @@ def window_rows(window: int, tentative: int) -> int:
     return window_text(window) + tentative
 
 
-def window_reusable(window: int, text: int, wanted: int, snapshot: int) -> int:
-    """The most rows, up to ``wanted``, to which a cache that has up to ``text`` rows of a text can surely be
+def window_reusable(window: int, text: int, limit: int, snapshot: int) -> int:
+    """The most rows, up to ``limit``, to which a cache that has up to ``text`` rows of a text can surely be
     cut; 0: none."""
-    if text <= window - 1 + 2 * SLACK or text - wanted <= SLACK:
-        return wanted
-    return snapshot if snapshot <= wanted else 0
+    if text <= window - 1 + 2 * SLACK or text - limit <= SLACK:
+        return limit
+    return snapshot if snapshot <= limit else 0
 
 
 class Int8KVCache(KVCache):
@@ -346,10 +346,10 @@ class Int8KVCache(KVCache):
     not depend on when it is computed.
     """
 
-    def _as_kept(self, rows: Tensor) -> Tensor:
+    def _encode(self, rows: Tensor) -> Tensor:
         return in_int8(rows)
 
-    def _as_seen(self, slots: Tensor) -> Tensor:
+    def _decode(self, slots: Tensor) -> Tensor:
         return from_int8(slots, self._arena.dtype)
 
 
@@ -383,6 +383,6 @@ def from_int8(stored: Tensor, dtype: torch.dtype) -> Tensor:
     return stored[..., :-_SCALE].to(dtype) * scales.to(dtype)
 
 
-def row_bytes(kv_heads: int, head_dim: int, width: int, kept_in: CacheBits) -> int:
+def row_bytes(kv_heads: int, head_dim: int, width: int, cache_bits: CacheBits) -> int:
     """Of one row's keys and values in one layer; ``width``: bytes of a value in the compute dtype."""
-    return 2 * kv_heads * (head_dim + _SCALE if kept_in == "int8" else head_dim * width)
+    return 2 * kv_heads * (head_dim + _SCALE if cache_bits == "int8" else head_dim * width)

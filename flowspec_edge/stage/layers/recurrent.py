@@ -37,7 +37,7 @@ GRID = 256  # rows between snapshots, a multiple of BLOCK
 REUSABLE = 2  # snapshots of a text, the newest, that a session may begin with
 _USUAL = 8  # blocks of a pass
 _EXPECTED = 256  # uncommitted rows: of what a session may have, the part that trees in flight fill
-_KEPT = REUSABLE + 1  # one more than that, because a stage is ahead of the text that has come back to D0
+_MAX_SNAPSHOTS = REUSABLE + 1  # one more than that, because a stage is ahead of the text that has come back to D0
 
 Bool = NDArray[np.bool_]
 
@@ -60,7 +60,7 @@ class GatedDelta(DeltaShape):
         """That a session takes in a layer, its snapshots included, unless very late prunes leave more
         entries."""
         entries = min(tentative, _EXPECTED) + 3 * BLOCK  # two blocks of text, and a snapshot's rest
-        return (3 + _KEPT) * self.state_bytes(width) + entries * self.entry_bytes(width)
+        return (3 + _MAX_SNAPSHOTS) * self.state_bytes(width) + entries * self.entry_bytes(width)
 
     def request_bytes(self, width: int) -> int:
         """In a layer, for each request at once: its session, and the snapshots of texts that were retained,
@@ -78,10 +78,10 @@ class GatedDelta(DeltaShape):
         """Entries of a session of ``capacity`` rows, ``tentative`` of them uncommitted."""
         return min(capacity, tentative) + 2 * BLOCK
 
-    def reusable(self, text: int, wanted: int, snapshot: int) -> int:
-        rows = wanted // GRID * GRID
+    def reusable(self, text: int, limit: int, snapshot: int) -> int:
+        rows = limit // GRID * GRID
         return max(rows if rows // GRID > text // GRID - REUSABLE else 0,
-                   snapshot if snapshot <= wanted else 0)
+                   snapshot if snapshot <= limit else 0)
 
     def arena(self, layers: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int
               ) -> RecurrentArena:
@@ -94,7 +94,7 @@ class GatedDelta(DeltaShape):
     def inputs(self, parts: Sequence[Part], index: int, dtype: torch.dtype, device: torch.device, step: int
                ) -> tuple[RecurrentPass, None]:
         for part in parts:
-            _held(part, index).begin(part.mask)
+            _recurrent_cache(part, index).begin(part.mask)
         return RecurrentPass(parts, index), None
 
 
@@ -108,15 +108,15 @@ class RecurrentPass:
         """The rows of each part and what it keeps of the layer; None for those that have ended."""
         start = 0
         for part in self._parts:
-            held = None if part.ended else _held(part, self._kind).layers[layer_idx]
-            yield slice(start, start + len(part)), held
+            layer = None if part.ended else _recurrent_cache(part, self._kind).layers[layer_idx]
+            yield slice(start, start + len(part)), layer
             start += len(part)
 
 
-def _held(part: Part, kind: int) -> RecurrentCache:
-    held = part.cache.parts[kind]
-    assert isinstance(held, RecurrentCache)
-    return held
+def _recurrent_cache(part: Part, kind: int) -> RecurrentCache:
+    cache = part.cache.parts[kind]
+    assert isinstance(cache, RecurrentCache)
+    return cache
 
 
 class RecurrentArena:
@@ -133,9 +133,9 @@ class RecurrentArena:
     def nbytes(self) -> int:
         return sum(cache.nbytes for cache in self._caches)
 
-    def missing(self, capacity: int, of: RecurrentCache | None = None) -> int:
+    def missing(self, capacity: int, existing: RecurrentCache | None = None) -> int:
         """In entries' bytes, also for the states of a new session."""
-        if of is not None:
+        if existing is not None:
             return 0
         width = self._dtype.itemsize
         return -(-self._kind.session_bytes(capacity, width) // self._kind.entry_bytes(width))
@@ -171,8 +171,8 @@ class RecurrentCache:
 
     @property
     def nbytes(self) -> int:
-        kept = sum(snapshot.nbytes for layers in self._snapshots.values() for snapshot in layers)
-        return kept + sum(layer.nbytes for layer in self.layers.values())
+        snapshot_bytes = sum(snapshot.nbytes for layers in self._snapshots.values() for snapshot in layers)
+        return snapshot_bytes + sum(layer.nbytes for layer in self.layers.values())
 
     def reserve(self, rows: int) -> None:
         """Nothing: ``begin`` makes room."""
@@ -182,15 +182,15 @@ class RecurrentCache:
 
         mask  [n, first + len + n] bool: what its rows see
         """
-        seen = mask[:, self.first:]
-        if self._length + len(seen) > self.capacity:
-            raise FlowspecError(f"recurrent layers hold {self._length} rows that are not folded, {len(seen)} "
+        visible = mask[:, self.first:]
+        if self._length + len(visible) > self.capacity:
+            raise FlowspecError(f"recurrent layers hold {self._length} rows that are not folded, {len(visible)} "
                                 f"more to come, capacity {self.capacity}: open the session with more "
                                 "tentative rows")
         for layer in self.layers.values():
-            layer.make_room(self._length + len(seen))
-        plan = make_plan(seen, self._heads, BLOCK, self._ahead, self._device)
-        current = DeltaPass(plan, self._ahead, indices(last_ancestors(seen, self._kernel), self._device))
+            layer.make_room(self._length + len(visible))
+        plan = make_plan(visible, self._heads, BLOCK, self._ahead, self._device)
+        current = DeltaPass(plan, self._ahead, indices(last_ancestors(visible, self._kernel), self._device))
         # A pass that fails leaves layers that keep different states.
         self._ahead, self._next_ahead = FOLDED, plan.ahead
         for layer in self.layers.values():
@@ -210,14 +210,14 @@ class RecurrentCache:
         for stop in sorted(stops):
             self._fold(stop)
             self._snapshots[stop] = [layer.snapshot(stop - self.first) for layer in self.layers.values()]
-            for oldest in [at for at in self._snapshots if at != self._snapshot][:-_KEPT]:
+            for oldest in [at for at in self._snapshots if at != self._snapshot][:-_MAX_SNAPSHOTS]:
                 del self._snapshots[oldest]
         self._fold(rows)
 
     def _fold(self, rows: int) -> None:
         """Fold the blocks of the first ``rows`` rows."""
-        while (left := rows // BLOCK * BLOCK - self.first) > 0:
-            if FOLDED < self._ahead < left:
+        while (remaining := rows // BLOCK * BLOCK - self.first) > 0:
+            if FOLDED < self._ahead < remaining:
                 count = self._ahead + 1
                 for layer in self.layers.values():
                     layer.advance(count)
@@ -248,9 +248,9 @@ class RecurrentCache:
     def retain(self, rows: int) -> None:
         """Keep no more than the snapshots that a session may begin with: a stage may have folded more."""
         self.commit(rows)
-        held = [at for at in self._snapshots if at <= rows]
-        newest = [at for at in held if at % GRID == 0][-REUSABLE:]
-        self._snapshots = {at: self._snapshots[at] for at in held if at in newest or at == self._snapshot}
+        committed = [at for at in self._snapshots if at <= rows]
+        newest = [at for at in committed if at % GRID == 0][-REUSABLE:]
+        self._snapshots = {at: self._snapshots[at] for at in committed if at in newest or at == self._snapshot}
         self.first, self._length, self.capacity, self._ahead = rows, 0, 0, FOLDED
         for layer in self.layers.values():
             layer.clear()

@@ -51,7 +51,7 @@ class DeltaShape:
     kernel: int
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> Self:
+    def from_config(cls, config: DecoderConfig) -> Self:
         return cls(config.linear_num_key_heads, config.linear_num_value_heads, config.linear_key_head_dim,
                    config.linear_value_head_dim, config.linear_conv_kernel_dim)
 
@@ -133,8 +133,8 @@ class RecurrentLayer:
         self.state, self.ahead = snapshot.state, None
         self._length = len(snapshot.entries.keys)
         self.make_room(self._length)
-        for tensor, held in zip((*self._entries, self._inputs), (*snapshot.entries, snapshot.inputs), strict=True):
-            tensor[: len(held)] = held
+        for tensor, source in zip((*self._entries, self._inputs), (*snapshot.entries, snapshot.inputs), strict=True):
+            tensor[: len(source)] = source
 
     def fill(self, entries: int) -> None:
         """Make an empty layer look as if it held ``entries`` entries of zeros."""
@@ -211,21 +211,21 @@ def _norms(kind: DeltaShape, device: torch.device) -> HeadNorms:
     return HeadNorms(weights, 1e-6 / kind.key_width)
 
 
-def last_ancestors(seen: NDArray[np.bool_], kernel: int) -> NDArray[np.int64]:
-    """[n, kernel] int64: the columns of each row's last ancestors, oldest first, and its own, where ``seen``
+def last_ancestors(visible: NDArray[np.bool_], kernel: int) -> NDArray[np.int64]:
+    """[n, kernel] int64: the columns of each row's last ancestors, oldest first, and its own, where ``visible``
     [n, m + n] says what it sees of m entries and the n rows.  Columns begin behind ``kernel - 1`` rows of
     the text, into which they fall for a row with fewer ancestors."""
-    n, before = len(seen), kernel - 1
-    m = seen.shape[1] - n
-    found = np.empty((n, kernel), dtype=np.int64)
-    found[:, -1] = before + m + np.arange(n)
+    n, before = len(visible), kernel - 1
+    m = visible.shape[1] - n
+    ancestors = np.empty((n, kernel), dtype=np.int64)
+    ancestors[:, -1] = before + m + np.arange(n)
     if not n:
-        return found
-    above = seen.copy()
+        return ancestors
+    above = visible.copy()
     above[np.arange(n), m + np.arange(n)] = False
     ranks = above[:, ::-1].cumsum(1)[:, ::-1]  # 1 for the last ancestor
     for back in range(1, kernel):
         missing = back - ranks[:, 0]
         column = (above & (ranks == back)).argmax(1)
-        found[:, -1 - back] = np.where(missing > 0, before - missing, before + column)
-    return found
+        ancestors[:, -1 - back] = np.where(missing > 0, before - missing, before + column)
+    return ancestors

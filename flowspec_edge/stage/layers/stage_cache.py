@@ -87,8 +87,8 @@ class LayerArena(Protocol):
     @property
     def nbytes(self) -> int: ...
 
-    def missing(self, capacity: int, of: Any = None) -> int:
-        """Rows by which it must grow for a cache, or ``of``, to hold ``capacity``."""
+    def missing(self, capacity: int, existing: Any = None) -> int:
+        """Rows by which it must grow for a cache, or ``existing``, to hold ``capacity``."""
 
     def take(self, capacity: int) -> Any:
         """An empty LayerCache."""
@@ -113,8 +113,8 @@ class CacheKind(Hashable, Protocol):
         They are those of ``requests`` requests at once (0: any number), with ``tentative`` uncommitted rows each.
         """
 
-    def reusable(self, text: int, wanted: int, snapshot: int) -> int:
-        """The most rows, up to ``wanted``, from which a session can go on whose text has ``text`` rows and a
+    def reusable(self, text: int, limit: int, snapshot: int) -> int:
+        """The most rows, up to ``limit``, from which a session can go on whose text has ``text`` rows and a
         snapshot after ``snapshot`` of them; 0: none."""
 
     def arena(self, layers: Sequence[int], dtype: torch.dtype, device: torch.device, rows: int) -> LayerArena:
@@ -295,9 +295,9 @@ class StageMemory:
         """Rows for which memory is allocated, in the kind that has most."""
         return max((arena.rows for arena in self.arenas.values()), default=0)
 
-    def missing(self, capacity: int, tentative: int, of: StageCache | None = None) -> int:
-        """Bytes by which the memory must grow for a cache, or ``of``, to hold ``capacity`` rows."""
-        parts = of.parts if of else (None,) * len(self.arenas)
+    def missing(self, capacity: int, tentative: int, existing: StageCache | None = None) -> int:
+        """Bytes by which the memory must grow for a cache, or ``existing``, to hold ``capacity`` rows."""
+        parts = existing.parts if existing else (None,) * len(self.arenas)
         return sum(arena.missing(kind.rows(capacity, tentative), part) * arena.row_bytes
                    for (kind, arena), part in zip(self.arenas.items(), parts, strict=True))
 
@@ -325,10 +325,10 @@ class StageMemory:
             arena.give_back(part)
 
 
-def reusable(kinds: Iterable[CacheKind], text: int, wanted: int, snapshot: int = 0) -> int:
-    """Rows, at most ``wanted``, from which every kind's layers can go on if the text has ``text`` rows and a
+def reusable(kinds: Iterable[CacheKind], text: int, limit: int, snapshot: int = 0) -> int:
+    """Rows, at most ``limit``, from which every kind's layers can go on if the text has ``text`` rows and a
     snapshot was taken after ``snapshot`` (0: none)."""
-    distinct, rows = set(kinds), wanted
+    distinct, rows = set(kinds), limit
     while (fewer := min((kind.reusable(text, rows, snapshot) for kind in distinct), default=rows)) < rows:
         rows = fewer
     return rows

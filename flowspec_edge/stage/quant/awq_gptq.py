@@ -25,8 +25,8 @@ from flowspec_edge.stage.quant.grouped import GroupedScheme, pack
 from flowspec_edge.stage.quant.sizes import DEFAULT_GROUP, GROUPS
 
 _BITS = 4
-_IN_WORD = 32 // _BITS
-_AWQ_PLACE = (0, 4, 1, 5, 2, 6, 3, 7)  # position of column i of eight
+_CODES_PER_WORD = 32 // _BITS
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of column i of eight
 _MIDDLE = 8
 
 
@@ -127,7 +127,7 @@ class Importer(ABC):
 
     def _check(self, stored: Mapping[str, Tensor], rows: int, columns: int, groups: int) -> None:
         shapes = {"qweight": self._qweight_shape(rows, columns), "scales": (groups, rows),
-                  "qzeros": (groups, rows // _IN_WORD)}
+                  "qzeros": (groups, rows // _CODES_PER_WORD)}
         for name, shape in shapes.items():
             if tuple(stored[name].shape) != shape:
                 raise FlowspecError(f"{name} of a quantised matrix of {rows} x {columns} has shape "
@@ -147,11 +147,11 @@ class Importer(ABC):
 
 class AwqImporter(Importer):
     def _qweight_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        return columns, rows // _IN_WORD
+        return columns, rows // _CODES_PER_WORD
 
     def _codes(self, qweight: Tensor, lo: int, hi: int) -> Tensor:
-        words = _nibbles(qweight[:, lo // _IN_WORD:hi // _IN_WORD])
-        return words[..., _AWQ_PLACE].flatten(1).t()
+        words = _nibbles(qweight[:, lo // _CODES_PER_WORD:hi // _CODES_PER_WORD])
+        return words[..., _AWQ_ORDER].flatten(1).t()
 
     def _zeros(self, qzeros: Tensor, lo: int, hi: int) -> Tensor:
         return self._codes(qzeros, lo, hi)
@@ -175,13 +175,13 @@ class GptqImporter(Importer):
                              "in an order of importance: take one without it")
 
     def _qweight_shape(self, rows: int, columns: int) -> tuple[int, int]:
-        return columns // _IN_WORD, rows
+        return columns // _CODES_PER_WORD, rows
 
     def _codes(self, qweight: Tensor, lo: int, hi: int) -> Tensor:
         return _nibbles(qweight[:, lo:hi].t()).flatten(1)
 
     def _zeros(self, qzeros: Tensor, lo: int, hi: int) -> Tensor:
-        stored = _nibbles(qzeros[:, lo // _IN_WORD:hi // _IN_WORD]).flatten(1).t()
+        stored = _nibbles(qzeros[:, lo // _CODES_PER_WORD:hi // _CODES_PER_WORD]).flatten(1).t()
         return (stored + self._less) & 15
 
 

@@ -39,7 +39,7 @@ class QuantLinear(nn.Module, ABC):
 
     bias: Tensor | None
     row_dims: ClassVar[Mapping[str, int]] = {}  # buffer -> dimension of the rows, if not 0
-    looks_up_rows: bool = False  # whether ``own_logits`` reads no more than rows
+    looks_up_rows: bool = False  # whether ``logits_at`` reads no more than rows
 
     def __init__(self, scheme: Scheme, rows: int, columns: int, bias: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -85,8 +85,8 @@ class QuantLinear(nn.Module, ABC):
             return None
         whole = self.scheme.linear(rows, self.in_features, self.bias is not None, self.dtype, first.device)
         for name, buffer in whole.named_buffers():
-            owner, _, own_name = name.rpartition(".")  # int8's are those of two planes
-            rows_in = getattr(whole.get_submodule(owner), "row_dims", {}).get(own_name, 0)
+            owner, _, buffer_name = name.rpartition(".")  # int8's are those of two planes
+            rows_in = getattr(whole.get_submodule(owner), "row_dims", {}).get(buffer_name, 0)
             torch.cat([part.get_buffer(name) for part in parts], rows_in, out=buffer)
         return whole
 
@@ -98,7 +98,7 @@ class QuantLinear(nn.Module, ABC):
     @abstractmethod
     def forward(self, x: Tensor) -> Tensor: ...
 
-    def own_logits(self, x: Tensor, ids: Tensor) -> Tensor:
+    def logits_at(self, x: Tensor, ids: Tensor) -> Tensor:
         """Products of each row of ``x`` [n, in_features] with its own rows ``ids`` [n, k] of W: [n, k]."""
         products: Tensor = self(x)
         return products.gather(-1, ids)

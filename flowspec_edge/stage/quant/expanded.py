@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 _TILE, _LANES = 8, 4  # rows of a tile, and lanes of a row in it
-_WORD = 32  # columns of a row's lanes in one word each
+_WORD_COLUMNS = 32  # columns of a row's lanes in one word each
 
 
 # One word of codes has the columns 2 j, 2 j + 1 of its eight in bits 4 j and 4 j + 16; the other arguments are the
@@ -55,8 +55,8 @@ def rows_of_tiles(packed: Tensor, scales_zeros: Tensor, group: int, pairs: Pairs
     pairs         None: one kernel
     """
     tiles, runs, _, words = packed.shape
-    wide = max(1, group // (_WORD * words))  # runs of a group
-    narrow = max(1, _WORD * words // group)  # groups of a run
+    wide = max(1, group // (_WORD_COLUMNS * words))  # runs of a group
+    narrow = max(1, _WORD_COLUMNS * words // group)  # groups of a run
     shape = tiles, _TILE, runs // wide, wide, narrow, words // narrow, 4, _LANES
     codes = (packed.view(tiles, runs // wide, wide, _TILE, _LANES, narrow, words // narrow)
              .permute(0, 3, 1, 2, 5, 6, 4).unsqueeze(-2).expand(shape))
@@ -64,7 +64,7 @@ def rows_of_tiles(packed: Tensor, scales_zeros: Tensor, group: int, pairs: Pairs
             [:, :, :, None, :, None, None, None].expand(shape))
     shift = torch.arange(0, 16, 4, dtype=torch.int32, device=packed.device)[:, None].expand(shape)
     words_of_pairs = (pairs or _pairs_at_once())(_order(shape, packed.device), codes, both, shift)
-    return words_of_pairs.view(tiles * _TILE, runs * words * _WORD // 2).view(torch.bfloat16)
+    return words_of_pairs.view(tiles * _TILE, runs * words * _WORD_COLUMNS // 2).view(torch.bfloat16)
 
 
 def _order(shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -155,7 +155,7 @@ class ExpandingLinear(GroupedLinear):
 
     looks_up_rows = True
 
-    def own_logits(self, x: Tensor, ids: Tensor) -> Tensor:
+    def logits_at(self, x: Tensor, ids: Tensor) -> Tensor:
         at = ids.flatten()
         rows = expand(*(self.get_buffer(name)[at] for name in ("qweight", "scales", "zeros")))
         return torch.matmul(rows.view(*ids.shape, -1), x.float()[..., None]).squeeze(-1).to(x.dtype)
@@ -244,10 +244,10 @@ class CudaLinear(GroupedLinear):
     def looks_up_rows(self) -> bool:  # type: ignore[override]
         return rows_are_in_lanes(self.inner, self.get_buffer("packed").device)
 
-    def own_logits(self, x: Tensor, ids: Tensor) -> Tensor:
+    def logits_at(self, x: Tensor, ids: Tensor) -> Tensor:
         n, count = ids.shape
         if count % _TILE or not self.looks_up_rows:
-            return super().own_logits(x, ids)
+            return super().logits_at(x, ids)
         at = ids.flatten()
         products = self._multiply(x, packed_rows(self.get_buffer("packed"), at),
                                   self.get_buffer("scales_zeros")[:, at].contiguous())

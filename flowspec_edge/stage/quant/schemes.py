@@ -105,8 +105,8 @@ class Int8Linear(QuantLinear):
     def looks_up_rows(self) -> bool:  # type: ignore[override]
         return self.low.looks_up_rows
 
-    def own_logits(self, x: Tensor, ids: Tensor) -> Tensor:
-        return self.low.own_logits(x, ids).add(self.high.own_logits(x, ids), alpha=_PLANE)
+    def logits_at(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.low.logits_at(x, ids).add(self.high.logits_at(x, ids), alpha=_PLANE)
 
 
 BLOCK = 64
@@ -221,7 +221,7 @@ class LayerSchemes:
     eight: frozenset[str] = frozenset()
     int8: Scheme = field(default_factory=Int8Scheme)  # one for all: matrices of one scheme can be joined
 
-    def of(self, prefix: str) -> Scheme:
+    def scheme_for(self, prefix: str) -> Scheme:
         return self.int8 if prefix in self.eight else self.usual
 
 

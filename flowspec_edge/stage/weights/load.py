@@ -65,7 +65,7 @@ def load_modules(parts: Mapping[str, nn.Module], checkpoint: Checkpoint, dtype: 
         state = module.state_dict()
         values = {key: value for key, value in state.items() if key.endswith(_JOINED)}
         shapes = {f"{prefix}.{key}": value.shape for key, value in state.items() if key not in values}
-        shapes |= {name: place.shape for name, place in places.items()}
+        shapes |= {name: part.shape for name, part in places.items()}
         transposed = {f"{prefix}.{name}.weight" if name else f"{prefix}.weight"
                       for name, linear in module.named_modules()
                       if isinstance(linear, nn.Linear) and is_transposed(dtype, device)}
@@ -156,7 +156,7 @@ def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: Lay
         return isinstance(linear, nn.Linear) and f"{prefix}.{path}.weight" not in checkpoint
 
     for parent, paths, rows, columns in _side_by_side(module):
-        layer_scheme, *others = [schemes.of(f"{prefix}.{path}") for path in paths]
+        layer_scheme, *others = [schemes.scheme_for(f"{prefix}.{path}") for path in paths]
         if (all(is_packed(path, module.get_submodule(path)) for path in paths)
                 and all(other is layer_scheme for other in others) and layer_scheme.joins(rows, columns)):
             packed = layer_scheme.linear(sum(rows), columns, False, dtype, device)
@@ -166,7 +166,8 @@ def _packed(prefix: str, module: nn.Module, checkpoint: Checkpoint, schemes: Lay
     for path, linear in list(module.named_modules()):
         if path and is_packed(path, linear):
             rows, columns = linear.weight.shape
-            packed = schemes.of(f"{prefix}.{path}").linear(rows, columns, linear.bias is not None, dtype, device)
+            scheme = schemes.scheme_for(f"{prefix}.{path}")
+            packed = scheme.linear(rows, columns, linear.bias is not None, dtype, device)
             fill(path, packed, 0, rows)
             owner, _, child = path.rpartition(".")
             setattr(module.get_submodule(owner), child, packed)

@@ -12,7 +12,7 @@ from flowspec_edge.boards.deploy.actions import (
     Action,
     BoardState,
     Environment,
-    PartWanted,
+    RequiredPart,
     Step,
     ask_boards,
     run,
@@ -128,8 +128,8 @@ def test_facts_of_a_board_with_something_on_it(boards: ssh_boards.Boards) -> Non
 
     file = ("draft/config.json", 5, digest(f"{home}/draft/config.json"))
     state = BoardState("board-0", unit="flowspec-draft.service", environment=Environment("e" * 16, "", {}))
-    part = PartWanted("abc", (file,), digest(f"{home}/manifest.json"))
-    bare = PartWanted("other", (file,), "0" * 64)
+    part = RequiredPart("abc", (file,), digest(f"{home}/manifest.json"))
+    bare = RequiredPart("other", (file,), "0" * 64)
     found, missing = ask_boards(boards.inventory, [(boards.inventory.device[0], state, part),
                                                    (boards.inventory.device[1], state, bare)])
     assert isinstance(found, BoardFacts)

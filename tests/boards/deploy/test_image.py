@@ -18,7 +18,7 @@ from flowspec_edge.boards.deploy.actions import BoardState
 from flowspec_edge.boards.deploy.diff import Diff, make_diff
 from flowspec_edge.boards.deploy.resolve import Deployment, on_board
 from flowspec_edge.boards.deploy.steps.phases import decide
-from flowspec_edge.boards.doctor.discover import describe_software, of_facts, render_cluster_toml
+from flowspec_edge.boards.doctor.discover import board_from_facts, describe_software, render_cluster_toml
 from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.inventory import ClusterSettings, DeviceEntry, Inventory
 from flowspec_edge.boards.probe.checks import Needs, PreflightReport, Subject, faults, room_problems
@@ -181,7 +181,7 @@ def test_room_is_asked_for_with_the_shards() -> None:
 def test_a_cluster_file_for_an_image(docker: DockerFacts, said: str, problem: str) -> None:
     """Of boards that look like Jetsons and have no torch, which then is no fault."""
     l4t = {"etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 1"}
-    found = [of_facts(DeviceEntry(name=name, address=name), board(docker, files=l4t, user="me").system)
+    found = [board_from_facts(DeviceEntry(name=name, address=name), board(docker, files=l4t, user="me").system)
              for name in ("orin-0", "orin-1")]
     assert describe_software(found[0]) == said
     assert [fault.startswith(problem) for fault in found[0].faults] == [True] * bool(problem)

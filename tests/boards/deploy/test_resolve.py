@@ -64,7 +64,7 @@ def decide(home: Path, cluster: str, *boards: str) -> Deployment:
 
 def shown(found: Deployment) -> tuple[str, list[tuple[str, int, int]], list[str]]:
     return (found.draft.name, [(device.name, *layers) for device, layers in found.stages],
-            [device.name for device, _ in found.left_out])
+            [device.name for device, _ in found.unused_boards])
 
 
 MODEL, CUT = 'model = "model"', 'model = "cut"'
@@ -121,7 +121,7 @@ def test_an_unknown_memory_refuses_nothing_that_the_file_decides(home: Path) -> 
 def test_more_boards_than_layers(home: Path) -> None:
     found = decide(home, MODEL, *(f"b{i}" for i in range(8)), "v verify")
     assert shown(found) == ("b0", [*((f"b{i}", i - 1, i) for i in range(1, 6)), ("v", 5, 6)], ["b6", "b7"])
-    assert found.left_out[0][1] == "model has no more than 6 layers"
+    assert found.unused_boards[0][1] == "model has no more than 6 layers"
 
 
 @pytest.mark.parametrize("boards", [
@@ -135,7 +135,7 @@ def test_open_roles_and_profiles_are_the_planners(home: Path, boards: tuple[str,
                                 device.role) for device in found.inventory.device],
                 problem, Throughput(problem))
     assert shown(found) == (made.d0.name, [(s.board.name, *s.layers) for s in made.stages],
-                            [b.name for b, _ in made.left_out])
+                            [b.name for b, _ in made.unused_boards])
 
 
 def test_a_sharded_model_fixes_the_layers(home: Path) -> None:
@@ -144,7 +144,7 @@ def test_a_sharded_model_fixes_the_layers(home: Path) -> None:
     assert found.shards == home / "cut"
     found = decide(home, CUT, "a", "b", "c", "d verify", "e")
     assert shown(found) == ("a", [("b", 0, 1), ("c", 1, 3), ("d", 3, 6)], ["e"])
-    assert found.left_out[0][1].endswith("was cut into 3 stages")
+    assert found.unused_boards[0][1].endswith("was cut into 3 stages")
 
 
 @pytest.mark.parametrize(("cluster", "boards", "fault"), [

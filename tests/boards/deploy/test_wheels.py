@@ -117,11 +117,11 @@ def test_the_kind_of_a_board_by_its_facts() -> None:
     told = {"python": [3, 10, 12], "machine": "aarch64", "torch": {"version": "2.8.0", "build": "b"},
             "files": {"etc/nv_tegra_release": "# R36 (release), REVISION: 4.3, GCID: 1"}}
     facts = system_facts(told)
-    assert WheelTarget.of(facts, "nf4") == WheelTarget("3.10", "aarch64", "2.8.0", "b", l4t=True,
-                                                       four_bit=True)
-    assert WheelTarget.of(facts, "fp4").four_bit
+    assert WheelTarget.from_facts(facts, "nf4") == WheelTarget("3.10", "aarch64", "2.8.0", "b", l4t=True,
+                                                               four_bit=True)
+    assert WheelTarget.from_facts(facts, "fp4").four_bit
     plain = system_facts({**told, "files": {}})
-    assert WheelTarget.of(plain, "int4") == WheelTarget("3.10", "aarch64", "2.8.0", "b")
+    assert WheelTarget.from_facts(plain, "int4") == WheelTarget("3.10", "aarch64", "2.8.0", "b")
 
 
 def test_bitsandbytes_goes_where_weights_need_it(house: Path) -> None:

@@ -12,7 +12,7 @@ from flowspec_edge.boards.commands import LocalRunner
 from flowspec_edge.boards.doctor.cluster import why_not_shaped
 from flowspec_edge.boards.links import tc
 from flowspec_edge.boards.probe import system_rules as rules
-from flowspec_edge.boards.probe.checks import CHECKS, Place, Subject, faults
+from flowspec_edge.boards.probe.checks import CHECKS, CheckScope, Subject, faults
 from flowspec_edge.boards.probe.facts import BoardFacts, SystemFacts, system_facts
 from flowspec_edge.boards.probe.findings import WORST, Finding, merged
 
@@ -47,11 +47,11 @@ def facts(**changes: Any) -> SystemFacts:
     return system_facts({**FACTS, **changes})
 
 
-def judged(place: Place, subject: Subject) -> dict[str, Finding]:
+def judged(place: CheckScope, subject: Subject) -> dict[str, Finding]:
     """What the doctor finds; no check says worse than its severity."""
     found: list[Finding] = []
     for check in CHECKS:
-        if place in check.places and check.asks is Subject:
+        if place in check.scopes and check.asks is Subject:
             own = list(check.rule(subject))
             assert all(WORST.index(finding.state) >= WORST.index(check.severity) for finding in own)
             found += own

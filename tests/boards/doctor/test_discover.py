@@ -20,7 +20,7 @@ from kits.hypothesis_examples import examples
 
 from flowspec_edge.boards.doctor.discover import (
     DiscoveredBoard,
-    of_facts,
+    board_from_facts,
     parse_hosts,
     profile_of,
     render_cluster_toml,
@@ -45,7 +45,7 @@ JETSON = {
 
 def told(hostname: str = "orin", interface: str = "eth0", **changes: Any) -> DiscoveredBoard:
     """A Jetson's answer."""
-    return of_facts(DeviceEntry(name="10.0.0.1", address="10.0.0.1"), system_facts({
+    return board_from_facts(DeviceEntry(name="10.0.0.1", address="10.0.0.1"), system_facts({
         "hostname": hostname, "machine": "aarch64", "python": [3, 10, 12], "files": JETSON,
         "interface": interface, "disks": {"/opt/flowspec": {"free": 50_000_000_000}},
         "gpu": True, "torch": {"version": "2.7.0", "cuda": [8, 7], "why": ""}, "sudo": "", "user": "me",
@@ -108,7 +108,7 @@ def test_the_probe_reads_this_machine() -> None:
     assert facts["machine"] == os.uname().machine
     assert facts["interface"] == "lo"
     assert facts["disks"]["/opt/nothing/here"]["free"] > 0
-    found = of_facts(DeviceEntry(name="here", address="127.0.0.1"), system_facts(facts))
+    found = board_from_facts(DeviceEntry(name="here", address="127.0.0.1"), system_facts(facts))
     assert found.board.total_mb == procfs.sizes(Path("/proc/meminfo"))["MemTotal"] / 1e6
 
 

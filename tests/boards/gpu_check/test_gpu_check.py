@@ -36,7 +36,7 @@ from flowspec_edge.sampling.rule import Sampling, gumbel, log_probs
 
 def operation(name: str, device: str = "cpu") -> Finding:
     """Computed in this process."""
-    [check] = [check for check in CHECKS if check.name == name and "operations" in check.places]
+    [check] = [check for check in CHECKS if check.name == name and "operations" in check.scopes]
     it = ComputeDevice(device)
     return next(iter(check.rule(replace(it, results={one.name: attempt(one) for one in check.computes(it)}))))
 
@@ -192,7 +192,7 @@ def test_a_missing_model_fails_the_check(tmp_path: Path) -> None:
 def test_nf4_on_an_orin_is_not_advised() -> None:
     """Results as on a board: the products work, and still models should not be sharded so for it."""
     orin = ComputeDevice("cuda", (8, 7), bitsandbytes=True)
-    products = [check for check in CHECKS if "products" in check.places]
+    products = [check for check in CHECKS if "products" in check.scopes]
     done = {one.name: ComputationResult(one.name, 1e-3, "fp16") for check in products for one in check.computes(orin)}
     found = {finding.check: finding for check in products for finding in check.rule(replace(orin, results=done))}
     assert {finding.state for finding in found.values()} == {"ok"}

@@ -26,8 +26,8 @@ from flowspec_edge.boards.probe.compute_rules import (
     allocator,
     free_memory,
     largest_piece,
-    only_told,
     pieces,
+    report_only,
 )
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.errors import FlowspecError
@@ -159,6 +159,6 @@ def test_the_price_of_a_launch(device: str) -> None:
 
 @without_cuda
 def test_without_graphs_their_price_is_skipped() -> None:
-    found = only_told(attempt(Computation("launch in a graph", f"{gpu_facts.__name__}:launch_in_graph",
-                                          {"device": "cuda"})))
+    found = report_only(attempt(Computation("launch in a graph", f"{gpu_facts.__name__}:launch_in_graph",
+                                            {"device": "cuda"})))
     assert (found.state, bool(found.found)) == ("skipped", True)

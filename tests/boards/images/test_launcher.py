@@ -90,5 +90,5 @@ def test_the_unit_and_the_launcher_name_the_same_places() -> None:
     assert f"\nEnvironment={launcher._SERVICE}=%p-%i {launcher._UNIT}=%n\n" in text
     assert "docker rm --force %p-%i " in text
     assert f"\nSupplementaryGroups={launcher._GROUP}\n" in text
-    assert launcher._OWN == paths.USER
+    assert launcher._SERVICE_USER == paths.USER
     assert (*launcher._READ_ONLY, launcher._CACHE, launcher._KEYS) == (paths.HOME, paths.STATE, paths.CACHE, paths.ETC)

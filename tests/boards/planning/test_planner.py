@@ -121,7 +121,7 @@ def test_never_worse_than_every_split_there_is(instance: tuple[list[CandidateBoa
     assert made.slowest == pytest.approx(ours[0], abs=10 * NS)
     assert made.latency == pytest.approx(ours[1], abs=10 * NS)
     assert {b.name for b in boards} == {made.d0.name, *(s.board.name for s in made.stages),
-                                        *(b.name for b, _ in made.left_out)}
+                                        *(b.name for b, _ in made.unused_boards)}
 
 
 def profiles(split: PipelinePlan) -> list[str]:
@@ -170,7 +170,7 @@ def test_a_slow_board_more_may_cost_tokens() -> None:
     p = problem()
     chosen = plan(boards, p, Throughput(p))
     assert ([s.board.name for s in chosen.stages], chosen.d0.name) == (["quick"], "slow0")
-    [why] = {why for _, why in chosen.left_out}
+    [why] = {why for _, why in chosen.unused_boards}
     assert "adding it would give fewer tokens/s" in why
     many = plan(boards, p, Throughput(p, at_once=8))  # requests that fill the pipeline
     assert len(many.stages) == len(plan(boards, p).stages) == 4
@@ -211,13 +211,13 @@ def test_boards_left_out_say_why() -> None:
     boards = [board("d", role="draft"), board("a", usable_mb=9000), board("b", usable_mb=9000),
               board("small", usable_mb=600), board("slow", layer_ms=90), board("far", mbps=1)]
     made = plan(boards, problem(size(layers=8)))
-    why = {b.name: text for b, text in made.left_out}
+    why = {b.name: text for b, text in made.unused_boards}
     assert why["small"] == "too little memory for one layer: 449 MB are needed, and 100 MB are there"
     assert why["slow"] == "one layer takes 90 ms there, longer than the slowest stage"
     assert "a segment takes 1.05e+03 ms at the network port, longer than" in why["far"]
     assert not re.search(r"\b(its?|has|needs)\b", " ".join(why.values()))  # it may be said of several boards
     spare = plan([*boards[:3], board("c", role="verify")], problem(size(layers=1)))
-    assert {text for _, text in spare.left_out} == {"adding it would not make the slowest stage faster"}
+    assert {text for _, text in spare.unused_boards} == {"adding it would not make the slowest stage faster"}
 
 
 def test_roles_are_kept() -> None:

@@ -84,7 +84,7 @@ def test_a_testbed_has_the_times_of_the_plan(board: str, count: int, model: str,
     boards = [member.for_model(size)[0] for member in parse_devices([f"{board}:{count}"])]
     problem = problem_for(size, CONTEXT, 1, count)
     plan = planner.plan(boards, problem)
-    devices = Devices.of(profile, count - 1)
+    devices = Devices.from_profile(profile, count - 1)
     slowest = max(devices.stage_seconds(place, ROWS, CONTEXT) for place in range(1, count))
     layers = max(hi - lo for lo, hi in (stage.layers for stage in plan.stages))
     assert slowest == pytest.approx(plan.slowest * (size.layers / (count - 1)) / layers, rel=1e-6)
@@ -96,9 +96,9 @@ def test_a_testbed_has_the_times_of_the_plan(board: str, count: int, model: str,
 
 def test_a_testbed_has_its_number_of_stages() -> None:
     profile = profile_or_testbed("orin-nano-8gb-super:5/qwen3-32b/int4")
-    assert len(Devices.of(profile, 4).stages) == 4
+    assert len(Devices.from_profile(profile, 4).stages) == 4
     with pytest.raises(UsageError, match="has 5 boards, one of which drafts: use --stages 4, or leave"):
-        Devices.of(profile, 3)
+        Devices.from_profile(profile, 3)
 
 
 def test_boards_of_several_kinds_are_the_planners_devices() -> None:
@@ -108,7 +108,7 @@ def test_boards_of_several_kinds_are_the_planners_devices() -> None:
     members = parse_devices(["agx-orin-64gb", "orin-nano-8gb-super:3"])
     boards = [member.for_model(size)[0] for member in members]
     plan = planner.plan(boards, problem_for(size, CONTEXT, 1, len(boards)))
-    devices = Devices.of(profile, 3)  # stages follow from the boards
+    devices = Devices.from_profile(profile, 3)  # stages follow from the boards
     assert devices.stages == tuple(stage.board.profile for stage in plan.stages)
     assert devices.layers == tuple(hi - lo for lo, hi in (stage.layers for stage in plan.stages))
     assert len(set(devices.layers)) > 1  # an AGX computes more of them
@@ -118,7 +118,7 @@ def test_boards_of_several_kinds_are_the_planners_devices() -> None:
     with pytest.raises(UsageError, match="has 4 boards, one of which drafts: use --stages 3, or leave"):
         profile.check_stages(4)
     assert read_profile(profile.model_dump_json()) == profile  # --jobs
-    slow = Devices.of(profile.with_link(mbps=10), 3)
+    slow = Devices.from_profile(profile.with_link(mbps=10), 3)
     assert {board.link.mbps for board in (slow.d0, *slow.stages)} == {10}
 
 

@@ -74,7 +74,7 @@ def test_every_pass_reads_the_recurrent_states() -> None:
     memory = own.memory and own.memory.model_copy(update={"gb_per_s": 20.0})
     board = own.model_copy(update={"memory": memory})
     held = replace(size(layers=12, kv_row=0), state_read=40 * MB)
-    for of in (held, replace(held, experts=4, expert=100 * MB, chosen=4)):
+    for of in (held, replace(held, experts=4, expert=100 * MB, experts_per_token=4)):
         curve = scaled(board, of)[0].stage
         assert [curve.milliseconds(rows) for rows in (1, 64)] == pytest.approx([8.0, 8.0])
     assert scaled(board, replace(held, layers=32))[0].stage.milliseconds(1) == pytest.approx(6.0)
@@ -84,7 +84,7 @@ def test_experts_cost_what_their_rows_touch() -> None:
     """3 of 6 experts of 60 MB a row beside 40 MB, at 0.02 ms a MB: 3, 4.5, 5.25, 5.625 experts of independent
     rows, 3 of rows that choose the same, and in between by the board's correlation."""
     board = profile(layer_ms=8.0)
-    sparse = replace(size(), layer=400 * MB, layers=12, experts=6, expert=60 * MB, chosen=3)
+    sparse = replace(size(), layer=400 * MB, layers=12, experts=6, expert=60 * MB, experts_per_token=3)
     fitted, how = scaled(board, sparse)
     assert how.note.endswith("to 400 MB and 4096, of which 1 row reads 220 MB")
     own = board.model_copy(update={"stage": board.stage.model_copy(update={"correlation": 0.5})})
@@ -109,7 +109,7 @@ def test_launches_are_those_of_the_planned_model() -> None:
 def test_experts_are_launched_by_the_rows_that_touch_them() -> None:
     """Two launches for each of the 3, 5.25 and 6.9375 of 12 experts that 1, 2 and 3 rows touch."""
     measured = profile(layer_ms=8.0).model_copy(update={"launch": LaunchCost(us=1e5)})
-    sparse = replace(size(layer_mb=400), expert=30 * MB, experts=12, chosen=3, layer_launches=35)
+    sparse = replace(size(layer_mb=400), expert=30 * MB, experts=12, experts_per_token=3, layer_launches=35)
     fitted = scaled(measured, sparse)[0]
     assert [fitted.stage_seconds(rows, 2) for rows in (1, 2, 3)] == pytest.approx(
         [0.1 * (2 * (35 + 2 * touched) + 18) for touched in (3, 5.25, 6.9375)])

@@ -17,7 +17,7 @@ import pytest
 from kits import network_beds
 
 from flowspec_edge.boards.probe.facts import (
-    _SENT,
+    _MODULES,
     BoardFacts,
     BoardStatus,
     SystemFacts,
@@ -83,7 +83,7 @@ ASKED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("section", ASKED)
 def test_the_probe_is_a_program_for_an_older_python(section: str, tmp_path: Path) -> None:
     """JetPack 5's has to read it.  A board has none of flowspec's modules but those that are sent."""
-    sent = [*_SENT[section], *([torch_check] if section == "system" else [])]
+    sent = [*_MODULES[section], *([torch_check] if section == "system" else [])]
     for module in sent:
         tree = ast.parse(inspect.getsource(module), feature_version=(3, 8))
         imported = {name for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)

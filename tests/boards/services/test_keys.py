@@ -14,7 +14,7 @@ from flowspec_edge.boards.commands import SshRunner, as_root
 from flowspec_edge.boards.services.keys import (
     BoardKeys,
     ask,
-    held_keys,
+    board_public_keys,
     key_command,
     key_to_use,
     public_keys,
@@ -83,7 +83,7 @@ class Rotation:
         self.boards, self.here, self.devices = boards, here, boards.inventory.device
 
     def held(self) -> dict[str, tuple[str, ...]]:
-        return held_keys(self.boards.inventory, self.devices, pythons(self.boards), PATH)
+        return board_public_keys(self.boards.inventory, self.devices, pythons(self.boards), PATH)
 
     def added(self, places: Sequence[int]) -> None:
         actions = rotation(self.held(), recorded(self.devices, self.here))
@@ -151,7 +151,7 @@ def test_a_board_that_cannot_be_asked_is_named(boards: ssh_boards.Boards, tmp_pa
     found = ask(boards.inventory, devices, {**pythons(boards), "board-1": "/nowhere"}, "make", PATH)
     assert [key.error.split(" (")[0] for key in found] == ["", "board-1"]
     with pytest.raises(FlowspecError, match=r"^board-1 \(.*\): exit code 1$"):
-        held_keys(boards.inventory, devices, {**pythons(boards), "board-1": "/usr/bin/false"}, PATH)
+        board_public_keys(boards.inventory, devices, {**pythons(boards), "board-1": "/usr/bin/false"}, PATH)
     found = public_keys(boards.inventory, devices, {**pythons(boards), "board-1": "/usr/bin/true"}, tmp_path, PATH)
     assert "is not a compatible flowspec" in found[1].error
 

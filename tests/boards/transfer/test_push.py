@@ -20,7 +20,7 @@ from kits import network_beds, ssh_boards
 
 from flowspec_edge.boards import commands
 from flowspec_edge.boards.commands import SshRunner, as_root
-from flowspec_edge.boards.deploy.actions import BoardState, PartWanted, ask_boards
+from flowspec_edge.boards.deploy.actions import BoardState, RequiredPart, ask_boards
 from flowspec_edge.boards.images.archive import FILE, Image
 from flowspec_edge.boards.inventory import DeviceEntry
 from flowspec_edge.boards.paths import MODELS
@@ -98,7 +98,7 @@ def would_send(boards: ssh_boards.Boards, model: Manifest) -> list[tuple[int, bo
     anything: asked by a Python without flowspec."""
     bare = boards.inventory.model_copy(update={
         "cluster": boards.inventory.cluster.model_copy(update={"board_python": "/usr/bin/python3"})})
-    asked = ask_boards(bare, [(device, BoardState(device.name), PartWanted(
+    asked = ask_boards(bare, [(device, BoardState(device.name), RequiredPart(
         Path(HOME).name, tuple((file.path, file.size, file.sha256) for file in model.part(part).files),
         sha256_of(model.directory / "manifest.json")))
         for device, part in zip(bare.device, PARTS, strict=True)])

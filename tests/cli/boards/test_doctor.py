@@ -13,7 +13,7 @@ from kits.torch_devices import without_cuda
 
 from flowspec_edge.boards.doctor import gpu_report, run
 from flowspec_edge.boards.doctor.gpu_report import GpuReport
-from flowspec_edge.boards.probe.checks import Place
+from flowspec_edge.boards.probe.checks import CheckScope
 from flowspec_edge.boards.probe.findings import Finding
 from flowspec_edge.cli.main import main
 
@@ -73,7 +73,7 @@ def test_the_report_on_a_gpu(state: str, monkeypatch: pytest.MonkeyPatch, capsys
                              ) -> None:
     """As a table and as JSON; tests/boards makes a real one."""
     tokens: Literal["ok", "failed"] = "failed" if state == "failed" else "ok"
-    checks: dict[Place, list[Finding]] = {
+    checks: dict[CheckScope, list[Finding]] = {
         "products": [Finding("fp16", "ok", error=4e-4), Finding("nf4", "skipped", "not [here]")],
         "tokens": [Finding("fp16 flowspec_plus T=1", tokens, "96 tokens")]}
     monkeypatch.setattr(gpu_report, "check_gpu",

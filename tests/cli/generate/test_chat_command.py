@@ -155,13 +155,13 @@ def test_what_no_longer_fits_is_left_out(model: Path, told: Told) -> None:
     for i in range(40):
         text = f"question {i} " + "x" * 300
         question = chat.ask(text)
-        assert question.prompt == told.ids(*said[2 * question.left_out:], text)
+        assert question.prompt == told.ids(*said[2 * question.omitted_exchanges:], text)
         assert len(question.prompt) + question.limit <= found.max_positions
         assert question.limit >= 64
-        if question.left_out > left_out:  # no more than had to go
-            kept = told.ids(*said[2 * (question.left_out - 1):], text)
+        if question.omitted_exchanges > left_out:  # no more than had to go
+            kept = told.ids(*said[2 * (question.omitted_exchanges - 1):], text)
             assert len(kept) + 64 > found.max_positions
-        left_out = question.left_out
+        left_out = question.omitted_exchanges
         chat.answered(text, f"answer {i} " + "y" * 200)
         said += [text, f"answer {i} " + "y" * 200]
     assert left_out > 0

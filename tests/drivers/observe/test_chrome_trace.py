@@ -145,7 +145,7 @@ def test_clocks_elsewhere_are_mapped_by_the_quickest_message(tiny_model: Path) -
                     times, start=times.start - off, end=times.end - off, sent=times.sent - off))
             super().observe(event)
 
-    here, there = RequestTimeline(request), Elsewhere(request, one_clock=False)
+    here, there = RequestTimeline(request), Elsewhere(request, shares_clock=False)
     for trace in (here, there):
         VirtualCluster(tiny_model, STAGES, PROFILE, observer=trace).generate(request)
     shown, mapped = (tracks(check_format(chrome_trace(trace, STAGES, {}))) for trace in (here, there))

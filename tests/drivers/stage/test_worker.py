@@ -15,7 +15,7 @@ import pytest
 from kits.worker_thread import PATIENCE, HeldEngine, Stage, Start, segment
 
 from flowspec_edge.drivers.stage.parts import Charge
-from flowspec_edge.drivers.stage.status_sender import one_line
+from flowspec_edge.drivers.stage.status_sender import format_error
 from flowspec_edge.errors import FlowspecError
 from flowspec_edge.messages import (
     Cancel,
@@ -318,5 +318,5 @@ def test_a_stage_tells_a_d0_that_counts_from_behind(start: Start, real: StageEng
 
 
 def test_errors_become_one_line() -> None:
-    assert one_line(FlowspecError("what\nwhere")) == "what where"
-    assert one_line(KeyError("k")) == "KeyError: 'k'"
+    assert format_error(FlowspecError("what\nwhere")) == "what where"
+    assert format_error(KeyError("k")) == "KeyError: 'k'"

@@ -27,7 +27,7 @@ def test_each_stage_is_charged_its_own_curve_and_its_own_layers() -> None:
     assert devices.stage_seconds(1, 16) == pytest.approx(0.120)
     assert devices.stage_seconds(2, 16) == pytest.approx(0.050)
     assert devices.slot_seconds(16) == pytest.approx(0.120)
-    even = Devices.of(BASE, 5)
+    even = Devices.from_profile(BASE, 5)
     assert even.layers == (6.4,) * 5
     assert even.slot_seconds(16) == pytest.approx(0.064)
 
@@ -49,7 +49,7 @@ def test_a_group_goes_at_the_pace_of_its_slowest_device() -> None:
 
 def test_context_and_overhead_are_charged() -> None:
     profile = changed(stage={"context_ms": [10.0, 20.0], "overhead_ms": 2.0})
-    devices = Devices.of(profile, 8)  # half the layers of the curve
+    devices = Devices.from_profile(profile, 8)  # half the layers of the curve
     assert devices.stage_seconds(1, 16) == pytest.approx(0.042)
     assert devices.stage_seconds(1, 16, 500) == pytest.approx(0.042 + 0.0025)
     assert devices.stage_seconds(1, 116, 1000) == pytest.approx(0.002 + 0.0725 + 0.010)
@@ -58,7 +58,7 @@ def test_context_and_overhead_are_charged() -> None:
 
 def test_rows_of_an_output_and_nodes_of_a_pass_are_charged(tiny_model) -> None:
     profile = changed(lm_head={"row_ms": 0.25}, draft={"row_ms": 0.5}, host={"bookkeeping_ms": 1.0})
-    devices = Devices.of(profile, 2)
+    devices = Devices.from_profile(profile, 2)
     assert devices.d0.verify_seconds(0) == pytest.approx(0.001)
     assert devices.d0.verify_seconds(16) == pytest.approx(0.001 + 0.005 + 0.004)
     cluster = VirtualCluster(tiny_model, 2, profile)
@@ -91,11 +91,11 @@ def test_launches_are_charged_where_the_gpu_does_not_hide_them(tiny_model, stage
     """At 35 µs each; D0's, 33 a draft pass and 10 an output, are never hidden.  Tokens stay the same."""
     plain = changed(stage={"ms": [stage_ms, 2 * stage_ms]})
     dear = changed(stage={"ms": [stage_ms, 2 * stage_ms]}, launch={"us": 35.0, "layer": layer})
-    assert Devices.of(plain, 4).slot_seconds(16) == pytest.approx(stage_ms / 1e3)
-    assert Devices.of(dear, 4).slot_seconds(16) == pytest.approx(slot_ms / 1e3)
-    assert Devices.of(dear, 4).stage_seconds(1, 0) == 0
-    emulated = Emulation(Devices.of(dear, 4)).charge(1)
-    assert emulated.seconds(16, 0, 1.0) == Devices.of(dear, 4).stage_seconds(1, 16)
+    assert Devices.from_profile(plain, 4).slot_seconds(16) == pytest.approx(stage_ms / 1e3)
+    assert Devices.from_profile(dear, 4).slot_seconds(16) == pytest.approx(slot_ms / 1e3)
+    assert Devices.from_profile(dear, 4).stage_seconds(1, 0) == 0
+    emulated = Emulation(Devices.from_profile(dear, 4)).charge(1)
+    assert emulated.seconds(16, 0, 1.0) == Devices.from_profile(dear, 4).stage_seconds(1, 16)
     request = Request(list(range(5, 25)), "flowspec", 12)
     cluster = VirtualCluster(tiny_model, 4, dear)
     found = cluster.generate(request)

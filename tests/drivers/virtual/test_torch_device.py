@@ -52,7 +52,7 @@ def test_no_stage_is_forked_and_the_text_is_the_same(tiny_model: Path, device: s
     monkeypatch.setattr(processes, "DraftModels", Told)
     torch.empty(1, device=device)  # a context, if it is a GPU's: the stages must not inherit it
     stages = 1 if emulates else 2  # a single one of our own would share this process
-    place = emulated(Devices.of(load_profile("paper-7b"), stages)) if emulates else Here()
+    place = emulated(Devices.from_profile(load_profile("paper-7b"), stages)) if emulates else Here()
     with open_cluster(ClusterSpec(tiny_model, stages, device=device, threads=1), place) as clusters:
         result = clusters.generate(Request(PROMPT, "flowspec", 10))
         pids = clusters.pids

@@ -123,7 +123,7 @@ def output(rows: int, run: int = 0) -> Output:
 
 
 def pair(profile: Profile, links: Links) -> tuple[EmulatedTransport, EmulatedTransport]:
-    emulation = Emulation(Devices.of(profile, 1), links)
+    emulation = Emulation(Devices.from_profile(profile, 1), links)
     return EmulatedTransport(emulation, 0, ["v1"]), EmulatedTransport(emulation, 1)
 
 
@@ -154,7 +154,7 @@ def test_made_links_hold_every_message_back_in_order() -> None:
 
 def test_made_control_links_are_one_for_each_device() -> None:
     """A large message to V1 does not hold up V2's."""
-    devices = Devices.of(quick(mbps=0.01), 2)  # 10 kbit/s: 100 bytes in 80 ms
+    devices = Devices.from_profile(quick(mbps=0.01), 2)  # 10 kbit/s: 100 bytes in 80 ms
     d0, v1, v2 = (EmulatedTransport(Emulation(devices), place, ["a", "b"]) for place in range(3))
     try:
         hub = d0.hub("tcp://127.0.0.1:*", "hub")
@@ -214,7 +214,7 @@ def test_a_model_wider_than_the_profiles_cannot_be_padded() -> None:
 
 @pytest.mark.parametrize("links", ["made", "real"])
 def test_text_and_at_least_the_time_of_virtual_time(tiny_model: Path, links: Links) -> None:
-    devices = Devices.of(quick(), 2)
+    devices = Devices.from_profile(quick(), 2)
     virtual, plain = VirtualCluster(tiny_model, 2, devices), PlainDecoder(tiny_model)
     prompt = [1, 2, 3, 4, 5]
     expected = plain.generate(prompt, 12, Request(prompt).sampling)[0]

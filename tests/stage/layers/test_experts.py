@@ -93,9 +93,9 @@ def test_a_random_router_touches_what_independent_rows_do(rows: int) -> None:
     layer = nn.Module()
     layer.experts = mixture
     for _ in range(segments):
-        mixture.chosen = torch.rand(rows + 2, experts).topk(chosen).indices
+        mixture.expert_ids = torch.rand(rows + 2, experts).topk(chosen).indices
         found, expected = touched([layer], 1, rows + 1)
-        assert found == len({int(i) for i in mixture.chosen[1 : rows + 1].flatten()})
+        assert found == len({int(i) for i in mixture.expert_ids[1 : rows + 1].flatten()})
         assert expected == pytest.approx(independent(experts, chosen, rows))
         counts.append(float(found))
     error = 4 * torch.tensor(counts).std() / segments**0.5 + 1e-9
@@ -110,7 +110,7 @@ def test_correlation_of_equal_and_of_independent_rows(rows: int, same: float) ->
         layer, mixture = nn.Module(), Experts(nn.Identity() for _ in range(128))
         layer.experts = mixture
         draws = torch.rand(1 if same else rows, 128, generator=torch.Generator().manual_seed(seed))
-        mixture.chosen = draws.topk(8).indices.expand(rows, -1)
+        mixture.expert_ids = draws.topk(8).indices.expand(rows, -1)
         layers.append(layer)
     found = correlation_of(layers, rows)
     assert found == pytest.approx(same, abs=0.1)
@@ -135,7 +135,7 @@ def test_a_stage_counts_by_segment_and_by_session(model: Path) -> None:
     through(chain, book.builder.seal())
     added = {name: value - before[name] for name, value in first.counters_of(1).items()}
     mixtures = [layer.experts for layer in first.model.modules]
-    assert added["experts"] == sum(len(set(mixture.chosen.flatten().tolist())) for mixture in mixtures)
+    assert added["experts"] == sum(len(set(mixture.expert_ids.flatten().tolist())) for mixture in mixtures)
     assert added["experts_independent"] == pytest.approx(2 * independent(8, 3, 4))
     assert last.counters["experts"] > 0
 

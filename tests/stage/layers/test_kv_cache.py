@@ -234,14 +234,14 @@ def test_rows_go_to_any_slots_of_a_cache_that_grows(given_slots: list[list[int]]
         truth[:, slots] = rows.transpose(0, 1)
         seen = KVPass(cache, torch.tensor(slots), cache.capacity).write(rows, LAYERS[1] - 1)
         torch.testing.assert_close(seen, truth[:, : cache.capacity], rtol=0.02, atol=0.5 * (kept_in == "int8"))
-        assert torch.equal(seen, cache.seen(LAYERS[1] - 1, cache.capacity))
-        assert not cache.seen(LAYERS[0], cache.capacity).any()
+        assert torch.equal(seen, cache.read(LAYERS[1] - 1, cache.capacity))
+        assert not cache.read(LAYERS[0], cache.capacity).any()
     arena.give_back(before)
-    last, kept = cache.start, cache.seen(LAYERS[1] - 1, 1).clone()
+    last, kept = cache.start, cache.read(LAYERS[1] - 1, 1).clone()
     cache.capacity = 1
     arena.trim()
     assert (arena.rows, arena.nbytes) == (last + 1, (last + 1) * arena.row_bytes)
-    assert torch.equal(cache.seen(LAYERS[1] - 1, 1), kept)
+    assert torch.equal(cache.read(LAYERS[1] - 1, 1), kept)
 
 
 def test_only_numbers_that_are_held_have_slots() -> None:

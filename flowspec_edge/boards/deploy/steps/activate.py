@@ -29,7 +29,7 @@ from flowspec_edge.boards.images.archive import Image
 from flowspec_edge.boards.probe.facts import BoardFacts, ReleaseFacts, ServiceFacts
 from flowspec_edge.boards.services.keys import key_command
 
-_KEPT = 3  # releases kept besides current and previous
+_RETAINED_RELEASES = 3  # releases kept besides current and previous
 _START_S = 960.0  # longer than any TimeoutStartSec, so that systemd reports the failure
 # Prints the last line that the unit's program logged since the start, else systemd's last line about it.
 _START = """since=$(date +%s.%N)
@@ -63,8 +63,8 @@ def release(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     if facts.releases.get(state.release) == ReleaseFacts(file_digests(state), link):
         yield Action("release")
         return
-    place = paths.release_dir(state.release)
-    target, partial, old = quote(place), quote(f"{place}.partial"), quote(f"{place}.old")
+    directory = paths.release_dir(state.release)
+    target, partial, old = quote(directory), quote(f"{directory}.partial"), quote(f"{directory}.old")
     untried = f"[ -e {target} ] && [ ! -e {target}/{paths.UNTRIED} ] || touch {partial}/{paths.UNTRIED}"
     yield Action("release", (
         f"rm -rf {partial} {old} && mkdir {partial}", f"tar -xf - --no-same-owner -C {partial}",
@@ -88,14 +88,14 @@ def switch(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     yield Action("enabled at boot", () if _service(state, facts).enabled else (
         f"systemctl enable --quiet {quote(state.unit)}",))
     if state.unit == paths.DRAFT_UNIT:
-        yield _others_gone(state, facts)
+        yield _stop_others(state, facts)
         yield Action("restarting", (_RESTART_DRAFT.format(
             home=paths.HOME, units=paths.UNITS, unit=quote(state.unit)),) if _outdated(state, facts) else ())
 
 
 def activate(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
     if state.unit != paths.DRAFT_UNIT:
-        yield _others_gone(state, facts)
+        yield _stop_others(state, facts)
     yield started(state, facts)
 
 
@@ -117,11 +117,11 @@ def units(state: BoardState, facts: BoardFacts) -> Action:
                if path.startswith("units/")}
     changed = sorted(name for name, sha256 in digests.items() if facts.units.get(name) != sha256)
     new = {name: f"{paths.UNITS}/.{name}.new" for name in changed}
-    place = f"{paths.release_dir(state.release)}/units"
+    directory = f"{paths.release_dir(state.release)}/units"
     # The copies are synced before they are renamed: otherwise a power failure could leave an empty unit file,
     # which systemd treats as masked.
     return Action("units", (
-        *(quote("install", "-m", "644", f"{place}/{name}", new[name]) for name in changed),
+        *(quote("install", "-m", "644", f"{directory}/{name}", new[name]) for name in changed),
         f"sync -f {paths.UNITS}",
         *(quote("mv", "-T", new[name], f"{paths.UNITS}/{name}") for name in changed),
         "systemctl daemon-reload") if changed else ())
@@ -156,7 +156,7 @@ def tidy(state: BoardState, facts: BoardFacts) -> Action:
     switched = facts.current != paths.release_dir(state.release)
     used = {state.release, _name(_before(state, facts) if switched and facts.current else facts.previous)}
     spare = [name for name in facts.releases if name not in used and not name.endswith((".partial", ".old"))]
-    retained = used | {*spare[:_KEPT]}
+    retained = used | {*spare[:_RETAINED_RELEASES]}
     in_use = {_name(release.venv) for name, release in facts.releases.items() if name in retained}
     if state.environment:
         in_use.add(state.environment.digest)
@@ -194,7 +194,7 @@ def old_parts(state: BoardState, facts: BoardFacts) -> Iterator[Action]:
                                                                sorted(unneeded))),))
 
 
-def _others_gone(state: BoardState, facts: BoardFacts) -> Action:
+def _stop_others(state: BoardState, facts: BoardFacts) -> Action:
     return stop_and_forget("units of another role", [unit for unit in facts.services if unit != state.unit])
 
 

@@ -24,7 +24,7 @@ from flowspec_edge.boards.images.archive import FILE, Image
 from flowspec_edge.boards.probe.facts import BoardFacts
 from flowspec_edge.util.interpreter import code_command
 
-SENT = "image sent"  # the step of its transfer
+SEND_STEP = "image sent"  # the step of its transfer
 _CHECK = Path(__file__).with_name("environment_check.py")
 _TIMEOUT_S = 3600.0  # some GB are read and written again, on an SD card perhaps
 # Arguments: the archive; the tag to give the image; the ids under which Docker may list it; the tags inside the

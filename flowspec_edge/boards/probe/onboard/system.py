@@ -123,10 +123,10 @@ def links() -> dict[str, dict[str, Any]]:
     leased = dynamic_interfaces(output("ip", "-4", "-o", "addr", "show"))
     interfaces = {}
     for name in ipv4_addresses():
-        place = f"{_NET_CLASS}/{name}"
-        speed = text(f"{place}/speed").strip()
+        directory = f"{_NET_CLASS}/{name}"
+        speed = text(f"{directory}/speed").strip()
         interfaces[name] = {
-            "wireless": any(os.path.exists(f"{place}/{kind}") for kind in ("wireless", "phy80211")),
+            "wireless": any(os.path.exists(f"{directory}/{kind}") for kind in ("wireless", "phy80211")),
             "mbps": int(speed) if speed.isdigit() and int(speed) else None, "dynamic": name in leased}
     return interfaces
 
@@ -180,7 +180,7 @@ def contained() -> set[int]:
         return set()
     names = output("docker", "ps", "--filter=name=^flowspec-", "--format={{.Names}}").split()
     process_lists = [output("docker", "top", name, "-eo", "pid") for name in names]
-    return {int(word) for text in process_lists for word in text.split() if word.isdigit()}
+    return {int(pid) for text in process_lists for pid in text.split() if pid.isdigit()}
 
 
 def holders(ports: list[int]) -> dict[int, tuple[Any, str]]:
