@@ -46,10 +46,10 @@ def serving(*options: str | int) -> Iterator[tuple[str, int]]:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
             assert process.stdout is not None
-            found = re.search(r"http://[^\s,]+/v1", process.stdout.readline())
-            if not found:
+            match = re.search(r"http://[^\s,]+/v1", process.stdout.readline())
+            if not match:
                 raise FlowspecError("the server did not start; try: flowspec serve")
-            yield found[0], process.pid
+            yield match[0], process.pid
         finally:
             process.send_signal(signal.SIGTERM)
 

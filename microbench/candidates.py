@@ -56,12 +56,12 @@ class Watched(OutputHead):
 
 def drafted(name: str, prompts: int, tokens: int) -> tuple[OutputHead, nn.Module, Tensor]:
     """Return lm_head, the EAGLE-2 head, and the states of its drafts."""
-    model, kept = resolve_model(name), dict[str, Any]()
+    model, loaded = resolve_model(name), dict[str, Any]()
 
-    def watching(kind: str, opened: Any, head: OutputHead, *rest: Any) -> Callable[[], Any]:
-        kept["watched"] = Watched(head)
-        kept["make"] = load_drafters(kind, opened, kept["watched"], *rest)
-        return kept["make"]  # type: ignore[no-any-return]
+    def watching(kind: str, opened: Any, head: OutputHead, *arguments: Any) -> Callable[[], Any]:
+        loaded["watched"] = Watched(head)
+        loaded["make"] = load_drafters(kind, opened, loaded["watched"], *arguments)
+        return loaded["make"]  # type: ignore[no-any-return]
 
     vars(models)["load_drafters"] = watching
     cluster = VirtualCluster(model.path, 2, load_profile("paper-7b"))
@@ -71,8 +71,8 @@ def drafted(name: str, prompts: int, tokens: int) -> tuple[OutputHead, nn.Module
         for temperature in (0.0, 1.0):
             cluster.generate(Request(list(getattr(text, "tokens", text)), "flowspec", tokens,
                                      Sampling(temperature, seed=1), EAGLE2, model.stop_ids))
-    watched = kept["watched"]
-    return watched, kept["make"]()._head, torch.cat(watched.states)
+    watched = loaded["watched"]
+    return watched, loaded["make"]()._head, torch.cat(watched.states)
 
 
 @torch.inference_mode()
@@ -84,10 +84,10 @@ def recall(name: str, prompts: int, tokens: int) -> Iterator[Row]:
     every = OutputHead.forward(lm_head, torch.eye(lm_head.hidden_size, dtype=lm_head.dtype)).T  # the matrix
     factors = {"own": sample_states(head, rank_outputs, lm_head), "drafted": others}
     for rank in RANKS:
-        bases = {what: principal(seen[:2048], rank).to(states.dtype) for what, seen in factors.items()}
+        bases = {source: principal(sample[:2048], rank).to(states.dtype) for source, sample in factors.items()}
         bases["svd"] = torch.linalg.eigh(every.T @ every)[1][:, -rank:].T
-        for what, base in bases.items():
-            for bits in ("16bit", "int4") if what == "own" else ("16bit",):
+        for source, base in bases.items():
+            for bits in ("16bit", "int4") if source == "own" else ("16bit",):
                 up = nn.Linear(rank, len(every), bias=False)
                 up.weight = nn.Parameter((every @ base.T).contiguous(), requires_grad=False)
                 module = nn.Sequential(up)
@@ -95,10 +95,10 @@ def recall(name: str, prompts: int, tokens: int) -> Iterator[Row]:
                     quantise_linears(module, scheme("int4"), torch.device("cpu"))
                 low = module(tried @ base.T)
                 for count in COUNTS:
-                    found = (best[:, :, None] == low.topk(count).indices[:, None]).any(-1).float()
-                    case = f"{what}, factor in {bits}, rank {rank}, {count} candidates"
-                    yield f"{case}: best one", float(found[:, 0].mean()), ""
-                    yield f"{case}: best ten", float(found.mean()), ""
+                    hits = (best[:, :, None] == low.topk(count).indices[:, None]).any(-1).float()
+                    case = f"{source}, factor in {bits}, rank {rank}, {count} candidates"
+                    yield f"{case}: best one", float(hits[:, 0].mean()), ""
+                    yield f"{case}: best ten", float(hits.mean()), ""
 
 
 def speed(testbed: str) -> Iterator[Row]:
@@ -107,21 +107,22 @@ def speed(testbed: str) -> Iterator[Row]:
         for temperature in sorted({text.sampling.temperature for text in recording.texts}):
             texts = [text for text in recording.texts if text.sampling.temperature == temperature][:8]
             for strategy in ("flowspec", "flowspec_plus", "chunk_pp"):
-                made = partial(Request, strategy=strategy, params=EAGLE2)
+                make_request = partial(Request, strategy=strategy, params=EAGLE2)
                 for count in (0, 128):
                     profile = profile_or_testbed(testbed, count)
                     assert profile.boards
                     cluster = VirtualCluster(recording, profile.boards - 1, profile)
-                    speeds = [cluster.generate(made(list(text.prompt), max_new_tokens=len(text.answer),
-                                                    sampling=text.sampling)).stats.tokens_per_second for text in texts]
+                    requests = [make_request(list(text.prompt), max_new_tokens=len(text.answer), sampling=text.sampling)
+                                for text in texts]
+                    speeds = [cluster.generate(request).stats.tokens_per_second for request in requests]
                     yield (f"{name}, T = {temperature:g}, {strategy}, {count or 'no'} candidates",
-                           fmean(one for one in speeds if one), "tokens/s")
+                           fmean(rate for rate in speeds if rate), "tokens/s")
 
 
 if __name__ == "__main__":
-    given = options(__doc__, model="smollm2-135m", testbed="orin-nano-8gb-super:5/qwen3.6-27b/int4", prompts=6,
-                    tokens=32, only="recall,speed")
-    if "recall" in given.only:
-        print_rows(recall(given.model, given.prompts, given.tokens))
-    if "speed" in given.only:
-        print_rows(speed(given.testbed))
+    args = options(__doc__, model="smollm2-135m", testbed="orin-nano-8gb-super:5/qwen3.6-27b/int4", prompts=6,
+                   tokens=32, only="recall,speed")
+    if "recall" in args.only:
+        print_rows(recall(args.model, args.prompts, args.tokens))
+    if "speed" in args.only:
+        print_rows(speed(args.testbed))

@@ -31,21 +31,21 @@ def with_curve(profile: Profile, rows: list[float], ms: list[float]) -> Profile:
 
 
 def main() -> None:
-    given = options(__doc__, prompts=12, tokens=96, profile="paper-7b", stages=4)
-    model, named, prompts = resolve_model(), load_profile(given.profile), demo_prompts(given.prompts)
+    args = options(__doc__, prompts=12, tokens=96, profile="paper-7b", stages=4)
+    model, named, prompts = resolve_model(), load_profile(args.profile), demo_prompts(args.prompts)
     for name, corners in CURVES.items():
         profile = with_curve(named, *corners) if corners else named
         for temperature in (0.0, 1.0):
-            speeds = {kind: _speed(VirtualCluster(model.path, given.stages, profile, learn=kind == "learned"),
-                                   [Request(ids, "flowspec_plus", given.tokens, Sampling(temperature, seed=1),
+            speeds = {kind: _speed(VirtualCluster(model.path, args.stages, profile, learn=kind == "learned"),
+                                   [Request(ids, "flowspec_plus", args.tokens, Sampling(temperature, seed=1),
                                             params=Params(plus_without="curve" if kind == "fixed" else ""))
                                     for ids in prompts])
                       for kind in ("fixed", "told", "learned")}
-            print(f"{given.profile}, curve: {name}, {given.stages} stages, T = {temperature:g}, "
+            print(f"{args.profile}, curve: {name}, {args.stages} stages, T = {temperature:g}, "
                   f"{len(prompts)} prompts, VIRTUAL TIME: {Params().segment} rows {speeds['fixed']:.2f} "
                   f"tokens/s, told {speeds['told']:.2f}, learned {speeds['learned']:.2f} "
                   f"({speeds['learned'] / speeds['told'] - 1:+.1%})", flush=True)
-    print(f"D0: {_decision_us(given.stages):.0f} us for a report of each of {given.stages} stages and a "
+    print(f"D0: {_decision_us(args.stages):.0f} us for a report of each of {args.stages} stages and a "
           "decision")
 
 

@@ -41,8 +41,8 @@ from flowspec_edge.tree.draft_api import DraftRequest
 from flowspec_edge.util.tensors import to_torch
 
 VOCABULARY = 32_000
-WANTED_MS = {"greedy": 2.0, "T 1, noise": 4.0}  # at L 80, k 10
-WANTED_TOGETHER_MS = 6.0  # of four requests
+LIMIT_MS = {"greedy": 2.0, "T 1, noise": 4.0}  # at L 80, k 10
+LIMIT_TOGETHER_MS = 6.0  # of four requests
 SAMPLINGS = {"greedy": Sampling(), "T 1, noise": Sampling(1.0, seed=1)}
 STRATEGIES = ("flowspec", "flowspec_plus")
 _PASSES = 5  # that fit into a turn of paper-7b
@@ -62,9 +62,9 @@ class _Text:
 
     def untimed(self, make: Callable[[], Tensor]) -> Tensor:
         start = now(self._flat.device)
-        made = make()
+        tensor = make()
         self.seconds += now(self._flat.device) - start
-        return made
+        return tensor
 
     def target_logits(self, positions: Sequence[int]) -> Tensor:
         """Return logits with which the text's next token wins at each position."""
@@ -112,7 +112,7 @@ class _Head(LmHead):
         return to_torch(hidden).to(self.head.device, torch.float16)
 
 
-_Asked = list[tuple[_Text, list[int]]]
+_PassPositions = list[tuple[_Text, list[int]]]
 
 
 class _Drafter(TreeDrafter):
@@ -120,13 +120,13 @@ class _Drafter(TreeDrafter):
 
     rows_behind = 1
 
-    def __init__(self, text: _Text, device: torch.device, asked: _Asked) -> None:
-        """Set up the drafter of a text; ``asked``: the pass's positions, in the texts of all drafters that share it."""
+    def __init__(self, text: _Text, device: torch.device, pass_positions: _PassPositions) -> None:
+        """Set up the drafter of a text; ``pass_positions``: of the pass, in the texts of all drafters that share it."""
         shape = CacheShape(KeysValues(32, 1, 128), 1, torch.float16, device)
-        model = PassModel(_states, lambda outputs: _draft_logits(asked), _WIDTH, True, lambda position: None)
+        model = PassModel(_states, lambda outputs: _draft_logits(pass_positions), _WIDTH, True, lambda position: None)
         super().__init__(shape, model)
         self._text_of = text
-        self._asked_rows = asked
+        self._pass_positions = pass_positions
         self._states: list[Tensor] = []
 
     def shares_passes_with(self, other: Drafter) -> bool:
@@ -139,7 +139,7 @@ class _Drafter(TreeDrafter):
             self._queue += tokens
 
     def _select_outputs(self, request: DraftRequest) -> Tensor:
-        self._asked_rows.append((self._text_of, [node.position for node in request.nodes]))
+        self._pass_positions.append((self._text_of, [node.position for node in request.nodes]))
         return super()._select_outputs(request)
 
     def _inputs(self, rows: Rows) -> PassInputs:
@@ -152,7 +152,7 @@ class _Drafter(TreeDrafter):
         for drafter, rows, _ in parts:
             drafter._cache.mask(rows.placed)
             drafter._cache.for_pass(rows.placed)
-        return [_states(torch.cat(own.states)) for *_, own in parts]
+        return [_states(torch.cat(inputs.states)) for *_, inputs in parts]
 
 
 def _states(states: Tensor | None, *_: Any) -> Tensor:
@@ -161,11 +161,11 @@ def _states(states: Tensor | None, *_: Any) -> Tensor:
     return states
 
 
-def _draft_logits(asked: _Asked) -> Tensor:
+def _draft_logits(pass_positions: _PassPositions) -> Tensor:
     """Return the logits of all rows of a pass, as one tensor."""
-    parts = [partial(text.draft_logits, positions) for text, positions in asked]
-    logits = asked[0][0].untimed(lambda: torch.cat([part() for part in parts]))
-    asked.clear()
+    parts = [partial(text.draft_logits, positions) for text, positions in pass_positions]
+    logits = pass_positions[0][0].untimed(lambda: torch.cat([part() for part in parts]))
+    pass_positions.clear()
     return logits
 
 
@@ -177,9 +177,9 @@ def turns(name: str, sampling: Sampling, count: int = 300, vocabulary: int = VOC
     """
     on = torch.device(device)
     texts = [_Text(vocabulary, on, seed + i) for i in range(requests)]
-    scheduler, asked = Scheduler(), _Asked()
+    scheduler, pass_positions = Scheduler(), _PassPositions()
     for i, text in enumerate(texts):
-        scheduler.add(_draft_session(name, sampling, text, vocabulary, on, i + 1, asked))
+        scheduler.add(_draft_session(name, sampling, text, vocabulary, on, i + 1, pass_positions))
     pipeline: deque[Segment | Batch] = deque()
     costs: list[float] = []
     while len(costs) < count + 2 * _STAGES:
@@ -213,11 +213,11 @@ def _complete(job: Job) -> None:
 
 
 def _draft_session(name: str, sampling: Sampling, text: _Text, vocabulary: int, device: torch.device,
-                   session: int, asked: _Asked) -> DraftSession:
+                   session: int, pass_positions: _PassPositions) -> DraftSession:
     request = Request(text.tokens[:8], name, 90_000, sampling, Params())
     pipeline = Pipeline(_STAGES, slot_seconds=SlotCurve().seconds)
     return DraftSession(request, lambda builder: strategy_class(name)(request.params, builder, pipeline),
-                        _Drafter(text, device, asked), _Head(text, vocabulary, device), time.perf_counter,
+                        _Drafter(text, device, pass_positions), _Head(text, vocabulary, device), time.perf_counter,
                         session)
 
 
@@ -240,9 +240,9 @@ def main() -> None:
     for requests, name, (label, sampling) in product((1, 4), STRATEGIES, SAMPLINGS.items()):
         costs = turns(name, sampling, device=device, requests=requests)
         p90 = statistics.quantiles(costs, n=10)[-1]
-        wanted = WANTED_MS[label] if requests == 1 else WANTED_TOGETHER_MS
+        limit_ms = LIMIT_MS[label] if requests == 1 else LIMIT_TOGETHER_MS
         print(f"D0 on {device}, V {VOCABULARY:,}, per turn, {requests} x {name}, {label}: median "
-              f"{statistics.median(costs):.2f} ms, p90 {p90:.2f} ms (wanted: median at most {wanted:g} ms)")
+              f"{statistics.median(costs):.2f} ms, p90 {p90:.2f} ms (wanted: median at most {limit_ms:g} ms)")
 
 
 if __name__ == "__main__":

@@ -43,21 +43,21 @@ def measure(prompts: int, tokens: int, profile: str, stages: int, clients: int =
 
 
 def main() -> None:
-    given = options(__doc__, prompts=4, tokens=64, profile="paper-7b", stages=4, clients=1)
-    found = measure(given.prompts, given.tokens, given.profile, given.stages, given.clients)
+    args = options(__doc__, prompts=4, tokens=64, profile="paper-7b", stages=4, clients=1)
+    rows_by_clock = measure(args.prompts, args.tokens, args.profile, args.stages, args.clients)
     speed = {clock: {name: fmean(map(_speed, groups)) for name, groups in rows.items()}
-             for clock, rows in found.items()}
+             for clock, rows in rows_by_clock.items()}
     for name in STRATEGIES:
-        pairs = zip(found["emulated"][name], found["virtual"][name], strict=True)
+        pairs = zip(rows_by_clock["emulated"][name], rows_by_clock["virtual"][name], strict=True)
         each = ", ".join(f"{_speed(a) / _speed(b):.3f}" for a, b in pairs)
         emulated, virtual = speed["emulated"][name], speed["virtual"][name]
-        print(f"{name}, {given.stages} stages, {given.profile}, {given.clients} at once: "
+        print(f"{name}, {args.stages} stages, {args.profile}, {args.clients} at once: "
               f"EMULATED {emulated:.2f} tokens/s, VIRTUAL TIME {virtual:.2f}, "
               f"ratio {emulated / virtual:.3f} (each: {each})")
-    if given.clients > 1:
+    if args.clients > 1:
         return
     gain = speed["emulated"]["flowspec"] / speed["emulated"]["chunk_pp"]
-    alt = {name: _alt([group[0].stats for group in found["virtual"][name]]) for name in STRATEGIES}
+    alt = {name: _alt([group[0].stats for group in rows_by_clock["virtual"][name]]) for name in STRATEGIES}
     turns = alt["flowspec"] / alt["chunk_pp"]
     print(f"flowspec over chunk_pp: {gain:.3f} x in EMULATED wall clock, {turns:.3f} x in tokens per turn "
           f"(VIRTUAL TIME): {gain / turns:.3f} of it is kept")

@@ -24,7 +24,7 @@ from flowspec_edge.stage.quant.schemes import scheme
 from microbench._common import Row, options, print_rows, random_codes
 
 ROWS = (1, 2, 4, 8, 16, 32)
-WIDTH, INNER, CHOSEN = 2048, 768, 8
+WIDTH, INNER, TOP_K = 2048, 768, 8
 _TIMES = 9
 
 
@@ -32,21 +32,21 @@ def stacked(experts: int) -> Any:
     """Return the experts of transformers, in bf16."""
     config = AutoConfig.for_model("qwen3_moe", hidden_size=WIDTH, moe_intermediate_size=INNER,
                                   num_experts=experts)
-    made = Qwen3MoeExperts(config).to(torch.bfloat16).eval()
-    for value in made.parameters():
+    module = Qwen3MoeExperts(config).to(torch.bfloat16).eval()
+    for value in module.parameters():
         nn.init.normal_(value, std=0.02)
-    return made
+    return module
 
 
 def ours(theirs: Any, int4: bool) -> Experts:
     """Return the experts as a stage loads them: views of the same weights, or random codes of 4 bits."""
-    made = separated(theirs, ExpertNames())
-    experts: list[Any] = list(made.children())
+    module = separated(theirs, ExpertNames())
+    experts: list[Any] = list(module.children())
     for expert, gate_up, down in zip(experts, theirs.gate_up_proj, theirs.down_proj, strict=True):
         for name in expert.side_by_side:
             delattr(expert, name)
         expert.joined, expert.down_proj = map(_int4 if int4 else _plain, (gate_up, down))
-    return made
+    return module
 
 
 def _plain(weight: Tensor) -> nn.Module:
@@ -65,13 +65,13 @@ def _int4(weight: Tensor) -> nn.Module:
 
 
 def choice(rows: int, experts: int, shared: int) -> Tensor:
-    """Choose experts for each row: [rows, CHOSEN] int64.
+    """Choose experts for each row: [rows, TOP_K] int64.
 
     The first ``shared`` of them are the same in all rows; of the others each row chooses by itself.
     """
     order = torch.randperm(experts)
-    own = torch.rand(rows, experts - shared).topk(CHOSEN - shared).indices
-    return torch.cat([order[:shared].expand(rows, -1), order[shared:][own]], 1)
+    own_choices = torch.rand(rows, experts - shared).topk(TOP_K - shared).indices
+    return torch.cat([order[:shared].expand(rows, -1), order[shared:][own_choices]], 1)
 
 
 @torch.inference_mode()
@@ -82,29 +82,29 @@ def measure(theirs: Any, modules: dict[str, Experts], rows: int, shared: int) ->
     """
     ways: dict[str, Any] = {**modules, "transformers' grouped products, bf16": "grouped_mm",
                             "transformers' loop, bf16": "eager"}
-    taken: dict[str, list[float]] = {name: [] for name in ways}
+    times_by_name: dict[str, list[float]] = {name: [] for name in ways}
     counts = []
     for _ in range(_TIMES):
-        for name, way in ways.items():
-            if isinstance(way, str):
-                theirs.config._experts_implementation = way
+        for name, module in ways.items():
+            if isinstance(module, str):
+                theirs.config._experts_implementation = module
             x = torch.randn(rows, WIDTH, dtype=torch.bfloat16)
-            chosen = choice(rows, theirs.num_experts, shared)
-            weights = torch.rand(rows, CHOSEN).softmax(-1).to(torch.bfloat16)
-            counts.append(len(chosen.unique()))
+            expert_ids = choice(rows, theirs.num_experts, shared)
+            weights = torch.rand(rows, TOP_K).softmax(-1).to(torch.bfloat16)
+            counts.append(len(expert_ids.unique()))
             begun = time.process_time()
-            (theirs if isinstance(way, str) else way)(x, chosen, weights)
-            taken[name].append(1e3 * (time.process_time() - begun))
-    told = f"rows: {rows}, of {CHOSEN} experts shared: {shared}"
-    lines = [(f"{name}, {told}", median(times[1:]), "ms") for name, times in taken.items()]
-    return [*lines, (f"experts touched of {theirs.num_experts}, {told}", mean(counts), ""),
-            (f"  by independent rows: U({rows})", independent(theirs.num_experts, CHOSEN, rows), "")]
+            (theirs if isinstance(module, str) else module)(x, expert_ids, weights)
+            times_by_name[name].append(1e3 * (time.process_time() - begun))
+    case = f"rows: {rows}, of {TOP_K} experts shared: {shared}"
+    lines = [(f"{name}, {case}", median(times[1:]), "ms") for name, times in times_by_name.items()]
+    return [*lines, (f"experts touched of {theirs.num_experts}, {case}", mean(counts), ""),
+            (f"  by independent rows: U({rows})", independent(theirs.num_experts, TOP_K, rows), "")]
 
 
 def main() -> None:
     theirs = stacked(options(__doc__, experts=128).experts)
     modules = {f"ours, {name}": ours(theirs, int4) for name, int4 in (("bf16", False), ("int4", True))}
-    for shared in (0, CHOSEN // 2):
+    for shared in (0, TOP_K // 2):
         for rows in ROWS:
             print_rows(measure(theirs, modules, rows, shared))
 

@@ -94,12 +94,12 @@ def streamed(client: httpx2.Client, body: dict[str, Any]) -> Iterator[str]:
 def flooding(url: str, flood: Flood, prompts: Sequence[list[int]]) -> Iterator[None]:
     over = threading.Event()
 
-    def one(number: int) -> None:
-        asked = 0
+    def send_requests(number: int) -> None:
+        sent_count = 0
         while not over.is_set():
-            asked += 1
-            user = {"user": f"user {number} {asked}"} if flood.users else {}
-            fields = {"prompt": prompts[(number + asked) % len(prompts)], **flood.fields, **user}
+            sent_count += 1
+            user = {"user": f"user {number} {sent_count}"} if flood.users else {}
+            fields = {"prompt": prompts[(number + sent_count) % len(prompts)], **flood.fields, **user}
             try:
                 with client_at(url, "127.0.0.1") as client:
                     for _ in streamed(client, fields):
@@ -108,7 +108,7 @@ def flooding(url: str, flood: Flood, prompts: Sequence[list[int]]) -> Iterator[N
             except (httpx2.HTTPError, FlowspecError):
                 over.wait(_FLOOD_RETRY_S)
 
-    threads = [threading.Thread(target=one, args=(i,), daemon=True) for i in range(flood.connections)]
+    threads = [threading.Thread(target=send_requests, args=(i,), daemon=True) for i in range(flood.connections)]
     for thread in threads:
         thread.start()
     try:
@@ -126,8 +126,8 @@ def first_token(client: httpx2.Client, prompt: list[int], limit_s: float) -> tup
     while time.monotonic() - start < limit_s:
         try:
             pieces = []
-            left = limit_s - (time.monotonic() - start)
-            timer = threading.Timer(left, client.close)  # keep-alives would outlast any timeout
+            remaining_s = limit_s - (time.monotonic() - start)
+            timer = threading.Timer(remaining_s, client.close)  # keep-alives would outlast any timeout
             timer.start()
             try:
                 for piece in streamed(client, {"prompt": prompt, "max_tokens": _ANSWER}):
@@ -181,19 +181,19 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=4)
     parser.add_argument("--emulate", default="paper-7b", help="a profile; empty: this machine's pace")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
-    prompts = [prompt[:48] for prompt in demo_prompts(given.requests)]
+    args = parser.parse_args()
+    prompts = [prompt[:48] for prompt in demo_prompts(args.requests)]
     rows: list[Waits] = []
     alone: list[str] = []
-    emulate = ["--emulate", given.emulate] if given.emulate else []
-    with serving("--stages", given.stages, "--context", _CONTEXT, *emulate) as (url, _):
+    emulate = ["--emulate", args.emulate] if args.emulate else []
+    with serving("--stages", args.stages, "--context", _CONTEXT, *emulate) as (url, _):
         for flood in floods(max(map(len, prompts))):
-            row, texts = measure(url, flood, prompts, given.limit, alone, rows[0].median_s if rows else None)
+            row, texts = measure(url, flood, prompts, args.limit, alone, rows[0].median_s if rows else None)
             alone = alone or texts
             rows.append(row)
             print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
             time.sleep(2.0)  # what was cancelled ends within a turn or two, of which no answer tells
-    print(json.dumps([asdict(row) for row in rows], indent=1) if given.json else table(rows))
+    print(json.dumps([asdict(row) for row in rows], indent=1) if args.json else table(rows))
 
 
 if __name__ == "__main__":

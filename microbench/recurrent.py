@@ -51,10 +51,10 @@ def shaped(small: bool = False) -> Qwen3NextConfig:
 
 def ours_of(net: Any, config: Qwen3NextConfig) -> DeltaNet:
     """Return a stage's module with the weights of transformers' ``net``."""
-    made = DeltaNet(decoder_config(config.to_dict(), "this benchmark"), 0)
-    made.load_state_dict(net.state_dict(), assign=True)
-    made.requires_grad_(False).prepare()
-    return made
+    layer = DeltaNet(decoder_config(config.to_dict(), "this benchmark"), 0)
+    layer.load_state_dict(net.state_dict(), assign=True)
+    layer.requires_grad_(False).prepare()
+    return layer
 
 
 def cache_of(config: Qwen3NextConfig, dtype: torch.dtype) -> RecurrentCache:
@@ -70,16 +70,16 @@ def run(net: DeltaNet, cache: RecurrentCache, x: Tensor, mask: NDArray[np.bool_]
 
 
 def causal(cache: RecurrentCache, rows: int) -> NDArray[np.bool_]:
-    held = cache.first + len(cache)
-    return np.tri(rows, held + rows, held, dtype=bool)
+    length = cache.first + len(cache)
+    return np.tri(rows, length + rows, length, dtype=bool)
 
 
 def branched(cache: RecurrentCache, text: int, rows: int, branches: int = 10) -> NDArray[np.bool_]:
     """Return what rows see of a tree whose branches, behind ``text`` rows, take turns in growing by a row."""
     columns = np.arange(cache.first + len(cache) + rows) - text
     new = columns[len(columns) - rows :, None]
-    seen: NDArray[np.bool_] = (columns < 0) | ((columns <= new) & (columns % branches == new % branches))
-    return seen
+    visible: NDArray[np.bool_] = (columns < 0) | ((columns <= new) & (columns % branches == new % branches))
+    return visible
 
 
 def read_in(net: DeltaNet, cache: RecurrentCache, x: Tensor) -> Tensor:
@@ -112,20 +112,20 @@ def times() -> None:
         text = torch.randn(context, config.hidden_size)
         theirs = DynamicCache(config=config)
         net(text[None], cache_params=theirs)
-        one = text[None, :1]
+        row = text[None, :1]
         print(f"context {context}: transformers' step, one row: "
-              f"{milliseconds(partial(net, one, cache_params=theirs)):.2f}")
+              f"{milliseconds(partial(net, row, cache_params=theirs)):.2f}")
         cache = cache_of(config, dtype)
         read_in(ours, cache, text)
         for waiting in (0, 60, 120):
             while cache.first + len(cache) < context + waiting:
                 run(ours, cache, torch.randn(20, config.hidden_size), branched(cache, context, 20))
                 cache.append(20)
-            found = []
+            timings = []
             for rows in (1, 4, 16):
                 x, mask = torch.randn(rows, config.hidden_size), branched(cache, context, rows)
-                found.append(f"{rows}: {milliseconds(partial(run, ours, cache, x, mask)):.2f}")
-            print(f"    {waiting} uncommitted rows in ten branches, rows of a pass {', '.join(found)}")
+                timings.append(f"{rows}: {milliseconds(partial(run, ours, cache, x, mask)):.2f}")
+            print(f"    {waiting} uncommitted rows in ten branches, rows of a pass {', '.join(timings)}")
     x = torch.randn(16, config.hidden_size)
     alone = milliseconds(lambda: (net.in_proj_qkvz(x), net.in_proj_ba(x), net.out_proj(x.repeat(1, 2))))
     print(f"the projections alone, 16 rows: {alone:.2f}")
@@ -146,22 +146,22 @@ def drift() -> None:
         truth = wide(x[None].to(dtype).float(), cache_params=exact)[0]
         out = [net(row[None, None].to(dtype), cache_params=theirs)[0] for row in x]
         cache = cache_of(config, dtype)
-        own, ours = [], ours_of(net, config)
+        own_outputs, ours = [], ours_of(net, config)
         for piece in x.to(dtype).split(7):
-            own.append(run(ours, cache, piece, causal(cache, len(piece))))
+            own_outputs.append(run(ours, cache, piece, causal(cache, len(piece))))
             cache.append(len(piece))
             cache.commit(cache.first + len(cache) - 3)
         cache.commit(tokens)  # whole blocks
         state = exact.layers[0].recurrent_states[0][0]
         print(dtype, "relative error of outputs, first and last 500 rows, and of the state behind all:")
-        for name, found, held in (("ours", torch.cat(own), cache.layers[0].state),
-                                  ("transformers", torch.cat(out), theirs.layers[0].recurrent_states[0][0])):
-            parts = [relative(found[rows].float(), truth[rows]) for rows in (slice(500), slice(-500, None))]
-            print(f"    {name}: {parts[0]:.2e} {parts[1]:.2e}, state {relative(held.float(), state):.2e}")
+        for name, outputs, cached_state in (("ours", torch.cat(own_outputs), cache.layers[0].state),
+                                            ("transformers", torch.cat(out), theirs.layers[0].recurrent_states[0][0])):
+            parts = [relative(outputs[rows].float(), truth[rows]) for rows in (slice(500), slice(-500, None))]
+            print(f"    {name}: {parts[0]:.2e} {parts[1]:.2e}, state {relative(cached_state.float(), state):.2e}")
 
 
-def relative(found: Tensor, truth: Tensor) -> float:
-    return float((found - truth).norm() / truth.norm())
+def relative(outputs: Tensor, truth: Tensor) -> float:
+    return float((outputs - truth).norm() / truth.norm())
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ class RankedChain(Chain):
     name = "ranked_chain"
     ranks: ClassVar[Counter[int]] = Counter()  # 0 is the first choice, _CHOICES none of those asked for
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._choices: dict[int, list[int]] = {}  # by position of the node before
 
     def next_draft(self) -> DraftRequest | None:
@@ -58,13 +58,13 @@ class RankedChain(Chain):
 
 
 def main() -> None:
-    given = options(__doc__, prompts="", draft="eagle2", limit=16, tokens=64)
+    args = options(__doc__, prompts="", draft="eagle2", limit=16, tokens=64)
     model = resolve_model()
     tokenizer = Tokenizer(model)
-    prompts = demo_prompts(given.limit)
-    if given.prompts:
-        found = load_prompts(Path(given.prompts), given.limit)
-        prompts = [tokenizer.encode(prompt.text)[-_LONGEST:] for prompt in found]
+    prompts = demo_prompts(args.limit)
+    if args.prompts:
+        file_prompts = load_prompts(Path(args.prompts), args.limit)
+        prompts = [tokenizer.encode(prompt.text)[-_LONGEST:] for prompt in file_prompts]
     name = strategy_class("microbench.runner_up:RankedChain").name
     ranks = strategy_class(name).ranks  # type: ignore[attr-defined]
     cluster = VirtualCluster(model.path, 4, load_profile("paper-7b"))
@@ -73,14 +73,14 @@ def main() -> None:
         ranks.clear()
         for prompt in prompts:
             before = Counter(ranks)
-            result = cluster.generate(Request(prompt, name, given.tokens, Sampling(temperature),
-                                              params=Params(draft=given.draft)))
+            result = cluster.generate(Request(prompt, name, args.tokens, Sampling(temperature),
+                                              params=Params(draft=args.draft)))
             if repeats_itself(result.tokens):
                 ranks.clear()
                 ranks.update(before)
         total, first = sum(ranks.values()), ranks[0]
-        what = f"T = {temperature:g}, {given.draft}, {total} tokens"
-        rows += [(f"{what}: first choice right", first / total, ""),
+        title = f"T = {temperature:g}, {args.draft}, {total} tokens"
+        rows += [(f"{title}: first choice right", first / total, ""),
                  ("  second choice right where the first is not", ranks[1] / (total - first), ""),
                  ("  one of the next two", (ranks[2] + ranks[3]) / (total - first), "")]
     print_rows(rows)

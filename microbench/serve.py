@@ -73,11 +73,11 @@ def ask(client: OpenAI, prompt: list[int], tokens: int, seed: int) -> TimedAnswe
 
 
 def closed_loop(client: OpenAI, prompts: Sequence[list[int]], tokens: int, clients: int) -> list[TimedAnswer]:
-    def one(number: int) -> dict[int, TimedAnswer]:
+    def ask_in_turn(number: int) -> dict[int, TimedAnswer]:
         return {i: ask(client, prompts[i], tokens, i) for i in range(number, len(prompts), clients)}
 
     with ThreadPoolExecutor(clients) as pool:
-        answers = {i: answer for part in pool.map(one, range(clients)) for i, answer in part.items()}
+        answers = {i: answer for part in pool.map(ask_in_turn, range(clients)) for i, answer in part.items()}
     return [answers[i] for i in range(len(prompts))]
 
 
@@ -137,17 +137,17 @@ def endurance(tokens: int) -> list[str]:
     Raise FlowspecError if an answer is lost or differs from the first one to the same prompt and seed.
     """
     different = prompts_of(10)
-    lines, asked = [], list[TimedAnswer]()
+    lines, answers = [], list[TimedAnswer]()
     with serving(*_SERVER) as (url, pid), OpenAI(base_url=url, api_key="none", timeout=_TIMEOUT_S) as client:
         members = process_tree(pid)
         for count in range(1, _MEMORY_AT[-1] + 1):
             i = (count - 1) % len(different)
-            asked.append(ask(client, different[i], tokens, i))
+            answers.append(ask(client, different[i], tokens, i))
             if count in _MEMORY_AT:
                 sets = ", ".join(f"{resident_mb(member) or 0:.0f}" for member in members)
                 lines.append(f"after {count:3} requests: resident {sets} MB (D0, then its children)")
-        check(asked, [asked[i % len(different)] for i in range(len(asked))])
-        check(closed_loop(client, different[:8], tokens, 8), asked[:8])
+        check(answers, [answers[i % len(different)] for i in range(len(answers))])
+        check(closed_loop(client, different[:8], tokens, 8), answers[:8])
         sets = ", ".join(f"{resident_mb(member) or 0:.0f}" for member in members)
         lines.append(f"after 8 at once:     resident {sets} MB; no answer lost, every text as before")
     return lines
@@ -162,13 +162,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16, help="for each number of clients")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--profile", default="paper-7b")
-    given = parser.parse_args()
-    prompts = prompts_of(given.requests)
-    tokens, profile = given.tokens, given.profile
+    args = parser.parse_args()
+    prompts = prompts_of(args.requests)
+    tokens, profile = args.tokens, args.profile
     show(f"virtual time, {profile}", virtual_load(prompts, tokens, profile))
     show(f"processes, emulating {profile}", processes_load(prompts, tokens, profile))
     show("processes, at this machine's pace", processes_load(prompts, tokens, None))
-    print("\n".join(endurance(given.tokens)), flush=True)
+    print("\n".join(endurance(args.tokens)), flush=True)
 
 
 if __name__ == "__main__":

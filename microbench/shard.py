@@ -154,8 +154,8 @@ def loading(dtype: ShardDtype, directory: Path) -> list[Row]:
     source, out = directory / f"made-{dtype}", directory / f"stages-{dtype}"
     LOADED.write_config(source)
     in_fresh_process(_make, source, out, dtype, (2,))
-    held, peak = in_fresh_process(_load, out)
-    return [(f"loading a stage of {dtype}: peak / its bytes ({held / 1e6:.0f} MB)", peak / held, "x")]
+    stage_bytes, peak = in_fresh_process(_load, out)
+    return [(f"loading a stage of {dtype}: peak / its bytes ({stage_bytes / 1e6:.0f} MB)", peak / stage_bytes, "x")]
 
 
 def large(directory: Path) -> list[Row]:
@@ -168,11 +168,11 @@ def large(directory: Path) -> list[Row]:
     layer, cutting = in_fresh_process(_make, source, out, "int4", (10, 10, 10, 10))
     subprocess.run([sys.executable, "-m", "flowspec_edge.cli.main", "models", "inspect", str(out),
                     "--context", str(CONTEXT)], check=True)
-    held, peak = in_fresh_process(_load, out)
+    stage_bytes, peak = in_fresh_process(_load, out)
     counted, resident = in_fresh_process(_serve, out)
     return [
         (f"sharding: peak / largest layer ({layer / 1e6:.0f} MB)", cutting / layer, "x"),
-        (f"loading stage 1: peak / its bytes ({held / 1e6:.0f} MB)", peak / held, "x"),
+        (f"loading stage 1: peak / its bytes ({stage_bytes / 1e6:.0f} MB)", peak / stage_bytes, "x"),
         ("stage 1: weights and cache, counted", counted / 1e6, "MB"),
         (f"stage 1: resident, interpreter included, {CONTEXT} rows, {ROWS} computed", resident / 1e6, "MB"),
     ]
@@ -201,11 +201,11 @@ def _make(source: Path, out: Path, dtype: ShardDtype, split: tuple[int, ...]) ->
 
 def _load(out: Path) -> tuple[int, int]:
     """Load a stage; return its bytes in memory, and the peak of loading it."""
-    held: list[Any] = []
+    shards: list[Any] = []
     manifest = Manifest.read(out)
     warm_up(manifest.dtype)
-    peak = _peak_of(lambda: held.append(load_shard(out, 0, manifest.stages, manifest.compute_dtype)))
-    return held[0].nbytes, peak
+    peak = _peak_of(lambda: shards.append(load_shard(out, 0, manifest.stages, manifest.compute_dtype)))
+    return shards[0].nbytes, peak
 
 
 def _serve(out: Path) -> tuple[int, int]:
@@ -243,8 +243,8 @@ def in_fresh_process(measure: Callable[..., Figures], *arguments: object) -> Fig
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["flowspec_edge.stage.engine", "flowspec_edge.sharding.job"])
     with context.Pool(1) as pool:
-        found: Figures = pool.apply(measure, arguments)
-        return found
+        figures: Figures = pool.apply(measure, arguments)
+        return figures
 
 
 def warm_up(dtype: ShardDtype) -> None:

@@ -78,13 +78,13 @@ def _stage(engine: StageEngine, tokens: np.ndarray) -> Callable[[], Tensor]:
         return to_torch(output.hidden)
 
     text = np.arange(CACHED, dtype=np.int32)
-    nothing = text[:0]
-    compute(tokens[:CACHED], text, [(2 << i) - 1 for i in range(CACHED)], 0, 0, nothing)
+    no_commits = text[:0]
+    compute(tokens[:CACHED], text, [(2 << i) - 1 for i in range(CACHED)], 0, 0, no_commits)
 
     def tree() -> Tensor:
         first = CACHED + ROWS * (runs - 1)
         return compute(tokens[CACHED:], (CACHED + depths).astype(np.int32), paths, first, first,
-                       text if runs == 1 else nothing)
+                       text if runs == 1 else no_commits)
 
     return tree
 

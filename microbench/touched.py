@@ -46,20 +46,20 @@ class Counts:
     def __init__(self) -> None:
         self.sums: defaultdict[tuple[str, int], list[float]] = defaultdict(lambda: [0.0] * 4)
 
-    def add(self, kind: str, experts: int, chosen: Tensor) -> None:
-        """Count the experts ``chosen`` [n, k] of a layer."""
-        n, k = chosen.shape
+    def add(self, kind: str, experts: int, expert_ids: Tensor) -> None:
+        """Count the experts ``expert_ids`` [n, k] of a layer."""
+        n, k = expert_ids.shape
         expected = independent(experts, k, n)
-        for i, value in enumerate((len(chosen.unique()), expected, expected - k, 1)):
+        for i, value in enumerate((len(expert_ids.unique()), expected, expected - k, 1)):
             self.sums[kind, n][i] += value
 
     def table(self, kind: str) -> Iterator[Row]:
         sizes = {n: sums for (name, n), sums in self.sums.items() if name == kind and n > 1}
         for n in sorted(sizes.keys() & set(SIZES)):
-            found, expected, spread, passes = sizes[n]
-            yield f"{kind}, rows: {n}: experts touched a layer", found / passes, ""
+            distinct, expected, spread, passes = sizes[n]
+            yield f"{kind}, rows: {n}: experts touched a layer", distinct / passes, ""
             yield f"  by independent rows: U({n})", expected / passes, ""
-            yield "  correlation c", (expected - found) / spread, ""
+            yield "  correlation c", (expected - distinct) / spread, ""
 
 
 class Counting(StageEngine):
@@ -68,35 +68,35 @@ class Counting(StageEngine):
     def compute(self, segments: Sequence[Segment], poll: Poll | None = None) -> list[SegmentResult]:
         results = super().compute(segments, poll)
         numbers = sum(len(segment.numbers) for segment in segments)
-        layers = [(experts, chosen) for experts, chosen in computed(shard_of(self).modules)
-                  if len(chosen) == numbers]  # else rows died meanwhile
-        for experts, chosen in layers:
-            self._count(segments, experts, chosen)
+        layers = [(experts, expert_ids) for experts, expert_ids in computed(shard_of(self).modules)
+                  if len(expert_ids) == numbers]  # else rows died meanwhile
+        for experts, expert_ids in layers:
+            self._count(segments, experts, expert_ids)
         for n in SIZES if len(segments) == 1 and numbers <= _LONGEST else ():
             if 2 * n <= numbers:
-                rows = _alike([chosen[: 2 * n] for _, chosen in layers], n)
-                for experts, chosen in layers:
-                    self.counts.add("oracle", experts, chosen[rows])
+                rows = _alike([expert_ids[: 2 * n] for _, expert_ids in layers], n)
+                for experts, expert_ids in layers:
+                    self.counts.add("oracle", experts, expert_ids[rows])
         return results
 
-    def _count(self, segments: Sequence[Segment], experts: int, chosen: Tensor) -> None:
+    def _count(self, segments: Sequence[Segment], experts: int, expert_ids: Tensor) -> None:
         first = segments[0]
         if len(segments) > 1:
             if all(len(segment.numbers) for segment in segments):
                 lengths = torch.tensor([len(segment.numbers) for segment in segments])
                 starts = lengths.cumsum(0) - lengths
-                self.counts.add(f"likeliest of {len(segments)}", experts, chosen[starts])
-        elif len(chosen) > _LONGEST:
+                self.counts.add(f"likeliest of {len(segments)}", experts, expert_ids[starts])
+        elif len(expert_ids) > _LONGEST:
             for n in SIZES:
-                for start in range(0, len(chosen) - n + 1, n):
-                    self.counts.add("chain", experts, chosen[start : start + n])
+                for start in range(0, len(expert_ids) - n + 1, n):
+                    self.counts.add("chain", experts, expert_ids[start : start + n])
         else:
             for n in SIZES:
-                if n <= len(chosen):
-                    self.counts.add("segment", experts, chosen[:n])
+                if n <= len(expert_ids):
+                    self.counts.add("segment", experts, expert_ids[:n])
             for rows in _siblings(first):
                 for n in range(2, len(rows) + 1):
-                    self.counts.add("siblings", experts, chosen[rows[:n]])
+                    self.counts.add("siblings", experts, expert_ids[rows[:n]])
 
 
 def _alike(layers: Sequence[Tensor], n: int) -> list[int]:
@@ -104,7 +104,7 @@ def _alike(layers: Sequence[Tensor], n: int) -> list[int]:
     rows = [0]
     while len(rows) < n:
         rows.append(min(set(range(len(layers[0]))) - set(rows),
-                        key=lambda row: sum(len(chosen[[*rows, row]].unique()) for chosen in layers)))
+                        key=lambda row: sum(len(expert_ids[[*rows, row]].unique()) for expert_ids in layers)))
     return rows
 
 
@@ -113,11 +113,11 @@ def _siblings(segment: Segment) -> Iterator[list[int]]:
     bits = unpack_bits(segment.bits, 8 * segment.bits.shape[1])
     parents = []
     for row, number in zip(bits, segment.numbers.tolist(), strict=True):
-        seen = row.nonzero()[0] + segment.base
-        parents.append(int(max(seen[seen < number], default=-1)))
+        ancestors = row.nonzero()[0] + segment.base
+        parents.append(int(max(ancestors[ancestors < number], default=-1)))
     for _, rows in groupby(sorted(range(len(parents)), key=parents.__getitem__), parents.__getitem__):
-        if len(found := list(rows)) > 1:
-            yield found
+        if len(siblings := list(rows)) > 1:
+            yield siblings
 
 
 class CountingCluster(VirtualCluster):
@@ -135,14 +135,14 @@ class CountingCluster(VirtualCluster):
 
 
 def main() -> None:
-    given = options(__doc__, model="demo-sparse", prompts=8, tokens=48)
+    args = options(__doc__, model="demo-sparse", prompts=8, tokens=48)
     counts = Counts()
-    cluster = CountingCluster(resolve_model(given.model).path, counts)
+    cluster = CountingCluster(resolve_model(args.model).path, counts)
     params = Params(plus_without="curve")
     for temperature in (0.0, 1.0):
-        requests = [Request(prompt[-64:], "flowspec_plus", given.tokens, params=params,
+        requests = [Request(prompt[-64:], "flowspec_plus", args.tokens, params=params,
                             sampling=Sampling(temperature=temperature, seed=1))
-                    for prompt in demo_prompts(given.prompts)]
+                    for prompt in demo_prompts(args.prompts)]
         for request in requests:
             cluster.generate(request)
         for start in range(0, len(requests), _TOGETHER):

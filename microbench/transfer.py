@@ -63,8 +63,8 @@ def board(directory: Path) -> Iterator[Inventory]:
         with subprocess.Popen(bed.command(0, inside), stderr=subprocess.PIPE, text=True) as server:
             assert server.stderr is not None
             try:
-                if "listening" not in (said := server.stderr.readline()):
-                    raise FlowspecError(f"sshd does not start: {said.strip()}")
+                if "listening" not in (line := server.stderr.readline()):
+                    raise FlowspecError(f"sshd does not start: {line.strip()}")
                 device = DeviceEntry(name="board", address=address, role="verify", ssh_user="root",
                                      ssh_key=str(directory / "user"))
                 draft = device.model_copy(update={"name": "draft", "role": "draft",

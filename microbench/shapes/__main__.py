@@ -32,72 +32,74 @@ from microbench.shapes.stopwatch import copy_rate
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    given = _parser().parse_args(arguments)
+    args = _parser().parse_args(arguments)
     try:
-        device, _ = pick(given.device, gpus(), architectures(), needed=0)
-        if given.json is not None:
-            check_writable(given.json)
+        device, _ = pick(args.device, gpus(), architectures(), needed=0)
+        if args.json is not None:
+            check_writable(args.json)
         with memory_errors(device):
-            figures = _measured(given, device)
-        if given.json is not None:
-            write_output(given.json, json.dumps(figures, indent=1) + "\n")
+            figures = _measured(args, device)
+        if args.json is not None:
+            write_output(args.json, json.dumps(figures, indent=1) + "\n")
     except FlowspecError as error:
         print(f"microbench.shapes: error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 
 
-def _measured(given: argparse.Namespace, device: str) -> dict[str, Any]:
+def _measured(args: argparse.Namespace, device: str) -> dict[str, Any]:
     """Measure the requested figures; each table is printed when it is complete."""
-    dtype = given.dtype or ("bf16" if device == "cpu" else "fp16")
+    dtype = args.dtype or ("bf16" if device == "cpu" else "fp16")
     console = Console(highlight=False)
     rate = copy_rate(device)
     about = host_info(device)
     threads = torch.get_num_threads()
     where = about.get("gpu", f"CPU, {threads} thread{'s'[:threads > 1]}")
-    console.print(f"{given.shape}, random weights in {dtype}, {where}; a large copy reads and writes "
+    console.print(f"{args.shape}, random weights in {dtype}, {where}; a large copy reads and writes "
                   f"{rate / 1e9:.1f} GB/s", soft_wrap=True)
     figures: dict[str, Any] = {
-        "shape": given.shape, "dtype": dtype, "device": device, "threads": threads, "machine": about,
+        "shape": args.shape, "dtype": dtype, "device": device, "threads": threads, "machine": about,
         "versions": versions(), "copy_gb_per_s": round(rate / 1e9, 3)}
-    if given.what in (None, "stage"):
-        segments = list(segment_times(given.shape, dtype, device, given.layers, given.rows, given.contexts,
+    if args.what in (None, "stage"):
+        segments = list(segment_times(args.shape, dtype, device, args.layers, args.rows, args.contexts,
                                       rate))
-        show(console, _stage_table(segments, given.layers, SHAPES[given.shape].num_hidden_layers))
-        figures |= {"layers": given.layers, "stage": [asdict(segment) for segment in segments]}
-    if given.what in (None, "d0"):
-        parts = list(part_times(given.shape, dtype, device))
+        show(console, _stage_table(segments, args.layers, SHAPES[args.shape].num_hidden_layers))
+        figures |= {"layers": args.layers, "stage": [asdict(segment) for segment in segments]}
+    if args.what in (None, "d0"):
+        parts = list(part_times(args.shape, dtype, device))
         show(console, _d0_table(parts))
         figures["d0"] = [asdict(part) for part in parts]
     return figures
 
 
 def _stage_table(segments: Sequence[SegmentTime], layers: int, all_layers: int) -> Table:
-    made = frame([], ["context", "rows", "ms", f"ms, {all_layers} layers (scaled)", "MB read",
-                      "share of a copy's bytes/s", "launches"],
-                 f"A segment in {layers} layer{'s'[:layers > 1]}", wide=True)
-    for one in segments:
-        counted = one.launches if one.cuda_launches is None else f"{one.launches} (CUDA: {one.cuda_launches})"
-        made.add_row(str(one.context), str(one.rows), f"{one.ms:.2f}", f"{one.whole_ms:.0f}",
-                     f"{one.bytes / 1e6:.0f}", f"{one.copy_share:.0%}", str(counted))
-    return made
+    table = frame([], ["context", "rows", "ms", f"ms, {all_layers} layers (scaled)", "MB read",
+                       "share of a copy's bytes/s", "launches"],
+                  f"A segment in {layers} layer{'s'[:layers > 1]}", wide=True)
+    for segment in segments:
+        counted = str(segment.launches)
+        if segment.cuda_launches is not None:
+            counted += f" (CUDA: {segment.cuda_launches})"
+        table.add_row(str(segment.context), str(segment.rows), f"{segment.ms:.2f}", f"{segment.whole_ms:.0f}",
+                      f"{segment.bytes / 1e6:.0f}", f"{segment.copy_share:.0%}", counted)
+    return table
 
 
 def _d0_table(parts: Sequence[PartTime]) -> Table:
-    made = frame(["part"], ["ms", "launches"], f"D0's parts, {CONTEXT} rows in the head's cache", wide=True)
-    for one in parts:
-        made.add_row(one.part, f"{one.ms:.2f}", str(one.launches or "–"))
-    return made
+    table = frame(["part"], ["ms", "launches"], f"D0's parts, {CONTEXT} rows in the head's cache", wide=True)
+    for part in parts:
+        table.add_row(part.part, f"{part.ms:.2f}", str(part.launches or "–"))
+    return table
 
 
 def _counts(text: str) -> list[int]:
     try:
-        found = [int(part) for part in text.split(",")]
+        counts = [int(part) for part in text.split(",")]
     except ValueError:
-        found = [0]
-    if min(found) < 1:
+        counts = [0]
+    if min(counts) < 1:
         raise argparse.ArgumentTypeError(f"whole numbers from 1, separated by commas, not {text!r}")
-    return found
+    return counts
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -51,10 +51,10 @@ def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
     at = torch.device(device)
     lm_head = random_matrix((shape.vocab_size, shape.hidden_size), computed, device)
     hidden = random_matrix((ROWS, shape.hidden_size), computed, device) * 50
-    sent = from_torch(hidden)
+    states = from_torch(hidden)
     positions = count(CONTEXT, ROWS)  # new ones in every run, so that no noise is cached
 
-    def of_rows(rows: int) -> NDArray[np.int64]:
+    def row_positions(rows: int) -> NDArray[np.int64]:
         return np.arange(rows) + next(positions)
 
     # Neighbouring logits a few units apart over the whole vocabulary, as in a trained model.
@@ -62,11 +62,11 @@ def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
     drafts = logits[:NODES]
 
     def choosing(sampling: Sampling) -> object:
-        return choose(logits, of_rows(ROWS), sampling)
+        return choose(logits, row_positions(ROWS), sampling)
 
     def ranking(sampling: Sampling) -> object:
         rank: Rank = "draft" if sampling.greedy else "noise"
-        return rank_children(drafts, of_rows(NODES), CHILDREN, sampling, rank, _TAU)
+        return rank_children(drafts, row_positions(NODES), CHILDREN, sampling, rank, _TAU)
 
     all_bits: tuple[HeadBits, ...] = ("int8", "int4")
     packed = [bits for bits in all_bits if (scheme := head_scheme(bits))
@@ -86,7 +86,7 @@ def part_times(name: str, dtype: str, device: str) -> Iterator[PartTime]:
         parts[f"choose, {ROWS} rows, {label}"] = partial(choosing, sampling)
     for label, sampling in (("greedy", Sampling()), ("noise", Sampling(1.0))):
         parts[f"rank_children, {NODES} rows, {label}"] = partial(ranking, sampling)
-    parts[f"{ROWS} hidden states to the device"] = lambda: to_device(to_torch(sent), at)
+    parts[f"{ROWS} hidden states to the device"] = lambda: to_device(to_torch(states), at)
     with torch.inference_mode():
         for part, work in parts.items():
             yield PartTime(part, 1e3 * median_seconds(work, device), launches(work))

@@ -79,8 +79,8 @@ def _timed(name: str, table: EmbeddingTable, prepare: Callable[[], torch.Tensor]
         table(tokens)
         seconds.append(time.perf_counter() - start)
         read += _read_bytes() - before
-    for what, share in (("median", 50), ("99 %", 99), ("worst", 100)):
-        yield f"{name}, {what}", 1e3 * float(np.percentile(seconds, share)), "ms"
+    for quantile, share in (("median", 50), ("99 %", 99), ("worst", 100)):
+        yield f"{name}, {quantile}", 1e3 * float(np.percentile(seconds, share)), "ms"
     yield f"{name}, read from the disk in a look-up", read / lookups / 1e3, "KB"
 
 
@@ -121,12 +121,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16, help="of a segment")
     parser.add_argument("--lookups", type=int, default=200)
     parser.add_argument("--directory", type=Path, help="for the table; default: where temporary files go")
-    given = parser.parse_args()
+    args = parser.parse_args()
     config = known_models()[MODEL].config
-    with tempfile.TemporaryDirectory(dir=given.directory) as directory:
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         path = Path(directory, "embed.safetensors")
         write_table(path, config["vocab_size"], config["hidden_size"])
-        print_rows(look_ups(path, given.rows, given.lookups))
+        print_rows(look_ups(path, args.rows, args.lookups))
     beat = WorkerConfig.model_fields["heartbeat_s"].default
     print_rows([("for comparison: time between two heartbeats", 1e3 * beat, "ms")])
 

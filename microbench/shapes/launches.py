@@ -33,8 +33,8 @@ class Launches(TorchDispatchMode):
         kwargs = kwargs or {}
         if func not in WHOLE:
             with self:  # in inference mode composite operations arrive here undecomposed
-                if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
-                    return made
+                if (result := func.decompose(*args, **kwargs)) is not NotImplemented:
+                    return result
         if (name := func.overloadpacket.__name__) not in FREE:
             self.counted[name] += 1
         return func(*args, **kwargs)

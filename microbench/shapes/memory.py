@@ -60,16 +60,16 @@ _TEXT = 64  # rows that the draft cache takes at a time
 class Footprint:
     """The memory of a process, planned and measured, in bytes.
 
-    planned    weights and caches that the plan counts, without the process
-    held       of all tensors, weights and caches
-    anonymous  growth of the process's anonymous memory, after a segment or draft passes
-    free       what of that malloc kept, although it was free
-    peak       growth of its resident memory at its highest, files that it maps included
-    cached     of the parts' files that are left in the page cache
+    planned       weights and caches that the plan counts, without the process
+    tensor_bytes  of all tensors, weights and caches
+    anonymous     growth of the process's anonymous memory, after a segment or draft passes
+    free          what of that malloc kept, although it was free
+    peak          growth of its resident memory at its highest, files that it maps included
+    cached        of the parts' files that are left in the page cache
     """
 
     planned: int
-    held: int
+    tensor_bytes: int
     anonymous: int
     free: int
     peak: int
@@ -113,9 +113,9 @@ def _write_source(model: str, source: Path, layers: int | None) -> None:
 
 def _in_page_cache(directory: Path) -> int:
     files = [path for path in directory.rglob("*") if path.is_file()]
-    said = subprocess.run(["fincore", "--bytes", "--noheadings", "--output", "RES", *files], check=True,
-                          capture_output=True, text=True).stdout
-    return sum(map(int, said.split()))
+    output = subprocess.run(["fincore", "--bytes", "--noheadings", "--output", "RES", *files], check=True,
+                            capture_output=True, text=True).stdout
+    return sum(map(int, output.split()))
 
 
 # ---- each of these runs in a process of its own ----------------------------------------------------
@@ -163,7 +163,7 @@ def _write_head(source: Path, directory: Path) -> None:
 
 
 def _load(out: Path, parts: Sequence[str], rows: int) -> tuple[int, int, int, int]:
-    """Load the parts, and return ``held``, ``anonymous``, ``free`` and ``peak`` of a Footprint."""
+    """Load the parts, and return ``tensor_bytes``, ``anonymous``, ``free`` and ``peak`` of a Footprint."""
     warm_up("int4")
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
@@ -191,11 +191,11 @@ def _load(out: Path, parts: Sequence[str], rows: int) -> tuple[int, int, int, in
 
 
 def _tensor_bytes() -> int:
-    held = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-            for tensor in gc.get_objects()
-            if issubclass(type(tensor), Tensor)  # isinstance would import lazy modules
-            and tensor.device.type == "cpu"}
-    return sum(held.values())
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+                for tensor in gc.get_objects()
+                if issubclass(type(tensor), Tensor)  # isinstance would import lazy modules
+                and tensor.device.type == "cpu"}
+    return sum(storages.values())
 
 
 def _full_draft_cache(head: Path, dtype: str, rows: int) -> TreeCache:
@@ -219,24 +219,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kv-cache", choices=["16bit", "int8"], default="16bit")
     parser.add_argument("--layers", type=int, help="of a shallower model, for less disk")
     parser.add_argument("--directory", type=Path, help="for the parts; default: where temporary files go")
-    given = parser.parse_args(arguments)
-    parts = [given.part] if given.part else [FIRST, DRAFT]
+    args = parser.parse_args(arguments)
+    parts = [args.part] if args.part else [FIRST, DRAFT]
     try:
-        with tempfile.TemporaryDirectory(dir=given.directory) as directory:
-            found = footprint(given.model, parts, Path(directory), given.boards, given.context,
-                              given.kv_cache, given.layers)
+        with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+            figures = footprint(args.model, parts, Path(directory), args.boards, args.context,
+                                args.kv_cache, args.layers)
     except FlowspecError as error:
         print(f"microbench.shapes.memory: error: {error}", file=sys.stderr)
         return error.exit_code
-    named = f"{given.model}, {' and '.join(parts)}: "
+    named = f"{args.model}, {' and '.join(parts)}: "
     print_rows([
-        (f"{named}weights and caches, planned", found.planned / 1e6, "MB"),
-        ("  of all tensors", found.held / 1e6, "MB"),
-        ("  growth of anonymous memory", found.anonymous / 1e6, "MB"),
-        ("    of which malloc keeps although it is free", found.free / 1e6, "MB"),
-        ("  growth of resident memory at its peak", found.peak / 1e6, "MB"),
-        ("  of the files, left in the page cache", found.cached / 1e6, "MB"),
-        ("  anonymous / planned", found.anonymous / found.planned, "x")])
+        (f"{named}weights and caches, planned", figures.planned / 1e6, "MB"),
+        ("  of all tensors", figures.tensor_bytes / 1e6, "MB"),
+        ("  growth of anonymous memory", figures.anonymous / 1e6, "MB"),
+        ("    of which malloc keeps although it is free", figures.free / 1e6, "MB"),
+        ("  growth of resident memory at its peak", figures.peak / 1e6, "MB"),
+        ("  of the files, left in the page cache", figures.cached / 1e6, "MB"),
+        ("  anonymous / planned", figures.anonymous / figures.planned, "x")])
     return 0
 
 

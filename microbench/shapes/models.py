@@ -36,8 +36,8 @@ class Shape:
 
     def config(self, layers: int) -> Any:
         fields = {name: value for name, value in asdict(self).items() if name != "family"}
-        made = Qwen3Config if self.family == "qwen3" else LlamaConfig
-        return made(**{**fields, "num_hidden_layers": layers, "max_position_embeddings": 8192})
+        config_class = Qwen3Config if self.family == "qwen3" else LlamaConfig
+        return config_class(**{**fields, "num_hidden_layers": layers, "max_position_embeddings": 8192})
 
 
 SHAPES = {
@@ -98,13 +98,13 @@ def fill_random(module: nn.Module, dtype: torch.dtype, device: torch.device) -> 
 
 
 def _pack(layer: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    chosen = scheme("int4")
+    int4 = scheme("int4")
     for path, linear in list(layer.named_modules()):
         if not isinstance(linear, nn.Linear):
             continue
         rows, columns = linear.weight.shape
-        packed = chosen.linear(rows, columns, linear.bias is not None, dtype, device)
-        packed.fill(random_codes(chosen, rows, columns),
+        packed = int4.linear(rows, columns, linear.bias is not None, dtype, device)
+        packed.fill(random_codes(int4, rows, columns),
                     None if linear.bias is None else torch.zeros(rows, dtype=dtype))
         parent, _, child = path.rpartition(".")
         setattr(layer.get_submodule(parent), child, packed)

@@ -98,8 +98,8 @@ def train_lm(name: str, recipe: LMRecipe, corpus: TokenizedCorpus, work: Path, s
         if teacher is None:
             return F.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         with torch.no_grad():
-            wanted = teacher(input_ids=rows[:, :-1], use_cache=False).logits.float().softmax(-1)
-        return (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
+            target_probabilities = teacher(input_ids=rows[:, :-1], use_cache=False).logits.float().softmax(-1)
+        return (logits.logsumexp(-1) - (target_probabilities * logits).sum(-1)).mean()
 
     step_loss = compiled(micro_loss, loop.compile)
 
@@ -133,8 +133,8 @@ def bits_per_byte(model: LlamaForCausalLM, corpus: TokenizedCorpus, limit: int |
         starts = range(half, len(ids) - 1 - half, half)
         pieces = [(ids[: context + 1], 0), *((ids[s : s + context + 1], half) for s in starts)]
     else:
-        chosen = np.linspace(0, len(ids) - half - 1, max(1, limit // half)).astype(int)
-        pieces = [(ids[s : s + half + 1], 0) for s in chosen]
+        offsets = np.linspace(0, len(ids) - half - 1, max(1, limit // half)).astype(int)
+        pieces = [(ids[s : s + half + 1], 0) for s in offsets]
         share = len(pieces) * half / len(ids)
     nats = 0.0
     was_training = model.training

@@ -69,23 +69,23 @@ def looping(ids: Tensor, prompt: int = 0, eos: int = 0) -> Tensor:
     for a period of at most 32; not in the first ``prompt`` tokens, nor after the end of the text.
     """
     position = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    found = torch.zeros_like(ids, dtype=torch.bool)
+    repeated = torch.zeros_like(ids, dtype=torch.bool)
     for period in range(1, min(PERIOD, ids.shape[1] - 1) + 1):
-        equal = torch.zeros_like(found)
+        equal = torch.zeros_like(repeated)
         equal[:, period:] = ids[:, period:] == ids[:, :-period]
         last_unequal = torch.where(equal, -1, position).cummax(1).values
-        found |= position - last_unequal > max(_SHORTEST, period)
-    found[:, :prompt] = False
-    found[:, prompt:] &= (ids[:, prompt:] == eos).cumsum(1) <= 1
-    return found
+        repeated |= position - last_unequal > max(_SHORTEST, period)
+    repeated[:, :prompt] = False
+    repeated[:, prompt:] &= (ids[:, prompt:] == eos).cumsum(1) <= 1
+    return repeated
 
 
 def unlikelihood(model: LlamaForCausalLM, ids: Tensor, marked: Tensor) -> Tensor:
     """Return the sum of -log(1 - p) over the ``marked`` tokens, bool [B, n], of ``ids`` [B, n]."""
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
-    chosen = marked[:, 1:]
-    logits = model.lm_head(hidden[chosen]).float()
-    p = logits.softmax(-1).gather(1, ids[:, 1:][chosen][:, None])
+    targets = marked[:, 1:]
+    logits = model.lm_head(hidden[targets]).float()
+    p = logits.softmax(-1).gather(1, ids[:, 1:][targets][:, None])
     return -torch.log1p(-p.clamp(max=_LARGEST)).sum()
 
 

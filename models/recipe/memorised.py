@@ -38,28 +38,28 @@ def is_memorised(answer: str, text: str) -> bool:
 def answers(limit: int, most: int) -> list[str]:
     model = resolve_model(DEMO)
     tokenizer, decoder = Tokenizer(model), PlainDecoder(model.path)
-    made: list[str] = []
+    texts: list[str] = []
     for prompt in load_prompts(demo_prompts(), limit):
         tokens, _ = decoder.generate(tokenizer.encode(prompt.text), most, Sampling(), model.stop_ids)
-        made.append(tokenizer.decode(tokens))
-    return made
+        texts.append(tokenizer.decode(tokens))
+    return texts
 
 
-def report(found: Sequence[str], text: str) -> None:
-    counted = [number for number, answer in enumerate(found) if is_memorised(answer, text)]
+def report(texts: Sequence[str], text: str) -> None:
+    counted = [number for number, answer in enumerate(texts) if is_memorised(answer, text)]
     for number in counted:
-        print(f"prompt {number}: {found[number]!r}")
+        print(f"prompt {number}: {texts[number]!r}")
     print(f"memorised, by the prompts' numbers from 0: {', '.join(map(str, counted)) or 'none'} "
-          f"({len(counted)} of {len(found)} answers)")
+          f"({len(counted)} of {len(texts)} answers)")
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description="Which answers recite the training text.")
     options.add_argument("--limit", type=int, default=24)
     options.add_argument("--max-new-tokens", type=int, default=96)
-    chosen = options.parse_args()
+    args = options.parse_args()
     text = _END.join(document.text for document in documents() if not is_held_out(document.group))
-    report(answers(chosen.limit, chosen.max_new_tokens), text)
+    report(answers(args.limit, args.max_new_tokens), text)
 
 
 if __name__ == "__main__":

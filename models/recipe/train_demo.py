@@ -74,9 +74,9 @@ def train_demo(out: Path, work: Path | None = None, quick: bool = False) -> None
 def _bind_directories(out: Path, work: Path, recipe: DemoRecipe) -> None:
     make_directory(out)
     make_directory(work)
-    wanted = asdict(recipe)
-    del wanted["loop"]
-    bind(work / "recipe.json", wanted, "another recipe")
+    expected_recipe = asdict(recipe)
+    del expected_recipe["loop"]
+    bind(work / "recipe.json", expected_recipe, "another recipe")
     card = out / "card.toml"
     if card.exists() and f'recipe = "{recipe.name}"' not in card.read_text(encoding="utf-8").splitlines():
         raise UsageError(f"{out} holds a model of another recipe; give another --out")
@@ -106,9 +106,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory of the finished model")
     parser.add_argument("--work", type=Path, help="directory of checkpoints; default: OUT.work")
     parser.add_argument("--quick", action="store_true", help="a few steps of tiny models, to try the recipe")
-    given = parser.parse_args()
+    args = parser.parse_args()
     try:
-        train_demo(given.out, given.work, given.quick)
+        train_demo(args.out, args.work, args.quick)
     except FlowspecError as error:
         print(f"train_demo: error: {error}", file=sys.stderr)
         return error.exit_code

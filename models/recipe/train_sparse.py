@@ -88,8 +88,8 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         experts, k = self.recipe.experts, self.recipe.chosen
         shares = F.linear(x, self.router).softmax(-1)
-        top, chosen = shares.topk(k, dim=-1)
-        weights = torch.zeros_like(shares).scatter(-1, chosen, top / top.sum(-1, keepdim=True))
+        top, expert_ids = shares.topk(k, dim=-1)
+        weights = torch.zeros_like(shares).scatter(-1, expert_ids, top / top.sum(-1, keepdim=True))
         used = (weights > 0).to(shares.dtype).flatten(0, -2).mean(0) / k
         self.balance = experts * (used * shares.flatten(0, -2).mean(0)).sum()
         inner = F.silu(F.linear(x, self.gate)) * F.linear(x, self.up)
@@ -103,7 +103,7 @@ def upcycle(dense: LlamaForCausalLM, rows: Tensor, recipe: SparseRecipe) -> Llam
     model = LlamaForCausalLM(dense.config)
     model.load_state_dict(dense.state_dict())
     inputs: list[Tensor] = []
-    hooks = [layer.mlp.register_forward_hook(lambda _m, given, _out: inputs.append(given[0].flatten(0, 1)))
+    hooks = [layer.mlp.register_forward_hook(lambda _m, arguments, _out: inputs.append(arguments[0].flatten(0, 1)))
              for layer in model.model.layers]
     model(input_ids=rows, use_cache=False)
     for hook in hooks:
@@ -117,11 +117,11 @@ def _cut(mlp: Any, x: Tensor, recipe: SparseRecipe) -> Mixture:
     gate, up, down = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
     strength = (F.silu(x @ gate.T) * (x @ up.T)).abs() * down.norm(dim=0)  # [n, neurons]
     order = strength.mean(0).argsort(descending=True)
-    shared, own = order[: recipe.shared], order[recipe.shared :]
-    groups = _balanced_groups(strength[:, own].T, recipe.experts)
+    shared, routed = order[: recipe.shared], order[recipe.shared :]
+    groups = _balanced_groups(strength[:, routed].T, recipe.experts)
     gates, ups, downs, energies = [], [], [], []
     for e in range(recipe.experts):
-        mine = own[groups == e]
+        mine = routed[groups == e]
         energies.append(strength[:, mine].sum(1))
         copies = order[torch.arange(recipe.inner - len(shared) - len(mine)) + recipe.shared]
         picked = torch.cat((shared, mine, copies))
@@ -134,8 +134,8 @@ def _cut(mlp: Any, x: Tensor, recipe: SparseRecipe) -> Mixture:
         downs.append(down[:, picked] * scale)
     energy = torch.stack(energies, 1)
     # Ridge regression from the layer's input to each expert's part of the sum, as logits.
-    wanted = (energy - energy.mean(0)) / energy.std(0)
-    router = torch.linalg.solve(x.T @ x + 1e-2 * len(x) * torch.eye(x.shape[1]), x.T @ wanted).T
+    standardised = (energy - energy.mean(0)) / energy.std(0)
+    router = torch.linalg.solve(x.T @ x + 1e-2 * len(x) * torch.eye(x.shape[1]), x.T @ standardised).T
     return Mixture(recipe, router.contiguous(), torch.cat(gates), torch.cat(ups), torch.cat(downs, 1))
 
 
@@ -148,14 +148,14 @@ def _balanced_groups(features: Tensor, groups: int, rounds: int = 12) -> Tensor:
     assigned = torch.zeros(len(unit), dtype=torch.int64)
     for _ in range(rounds):
         likeness = unit @ centres.T
-        left = [room] * groups
+        room_left = [room] * groups
         # Those with most to lose choose first.
         best = likeness.topk(2, dim=1).values
         for i in (best[:, 0] - best[:, 1]).argsort(descending=True).tolist():
             for e in likeness[i].argsort(descending=True).tolist():
-                if left[e]:
+                if room_left[e]:
                     assigned[i] = e
-                    left[e] -= 1
+                    room_left[e] -= 1
                     break
         centres = F.normalize(torch.stack([unit[assigned == e].sum(0) for e in range(groups)]), dim=1)
     return assigned
@@ -164,19 +164,19 @@ def _balanced_groups(features: Tensor, groups: int, rounds: int = 12) -> Tensor:
 def as_mixtral(model: LlamaForCausalLM, recipe: SparseRecipe) -> MixtralForCausalLM:
     """Return the same model in transformers' class."""
     shape = model.config.to_dict()
-    kept = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "max_position_embeddings", "rms_norm_eps", "rope_parameters", "bos_token_id", "eos_token_id",
-            "pad_token_id", "tie_word_embeddings", "head_dim")
+    shared_fields = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                     "max_position_embeddings", "rms_norm_eps", "rope_parameters", "bos_token_id", "eos_token_id",
+                     "pad_token_id", "tie_word_embeddings", "head_dim")
     sparse = MixtralForCausalLM(MixtralConfig(
-        **{key: shape[key] for key in kept}, intermediate_size=recipe.inner, num_local_experts=recipe.experts,
+        **{key: shape[key] for key in shared_fields}, intermediate_size=recipe.inner, num_local_experts=recipe.experts,
         num_experts_per_tok=recipe.chosen, router_aux_loss_coef=recipe.balance, sliding_window=None))
     weights = {name: value for name, value in model.state_dict().items() if ".mlp." not in name}
     for i, layer in enumerate(model.model.layers):
-        mixture, place = layer.mlp, f"model.layers.{i}.mlp"
+        mixture, prefix = layer.mlp, f"model.layers.{i}.mlp"
         parts = [part.unflatten(0, (recipe.experts, -1)) for part in (mixture.gate, mixture.up)]
-        weights |= {f"{place}.gate.weight": mixture.router,
-                    f"{place}.experts.gate_up_proj": torch.cat(parts, 1),
-                    f"{place}.experts.down_proj":
+        weights |= {f"{prefix}.gate.weight": mixture.router,
+                    f"{prefix}.experts.gate_up_proj": torch.cat(parts, 1),
+                    f"{prefix}.experts.down_proj":
                         mixture.down.unflatten(1, (recipe.experts, -1)).transpose(0, 1)}
     sparse.load_state_dict(weights)
     return sparse.eval()
@@ -191,9 +191,9 @@ def train_sparse(dense: LlamaForCausalLM, corpus: TokenizedCorpus, recipe: Spars
 
     def micro_loss(rows: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = dense(input_ids=rows[:, :-1], use_cache=False).logits.softmax(-1)
+            target_probabilities = dense(input_ids=rows[:, :-1], use_cache=False).logits.softmax(-1)
         logits = model(input_ids=rows[:, :-1], use_cache=False).logits
-        learned = (logits.logsumexp(-1) - (wanted * logits).sum(-1)).mean()
+        learned = (logits.logsumexp(-1) - (target_probabilities * logits).sum(-1)).mean()
         balance: Tensor = sum((mixture.balance for mixture in mixtures), torch.zeros(()))
         loss: Tensor = learned + recipe.balance * balance / len(mixtures)
         return loss
@@ -221,17 +221,17 @@ def main() -> int:
     parser.add_argument("--dense", type=Path, default=Path("models/demo"), help="default: models/demo")
     parser.add_argument("--work", type=Path, help="directory of checkpoints; default: OUT.work")
     parser.add_argument("--steps", type=int, default=SparseRecipe.steps)
-    given = parser.parse_args()
-    recipe = SparseRecipe(steps=given.steps)
-    work = given.work or given.out.with_name(given.out.name + ".work")
+    args = parser.parse_args()
+    recipe = SparseRecipe(steps=args.steps)
+    work = args.work or args.out.with_name(args.out.name + ".work")
     try:
-        make_directory(given.out)
+        make_directory(args.out)
         make_directory(work)
-        dense = load_lm(given.dense / "target")
-        tokenizer = Tokenizer.from_file(str(given.dense / "target" / "tokenizer.json"))
+        dense = load_lm(args.dense / "target")
+        tokenizer = Tokenizer.from_file(str(args.dense / "target" / "tokenizer.json"))
         corpus = prepare_for(work, tokenizer, int(dense.config.eos_token_id), recipe.seed)
-        make_part(Console(soft_wrap=True), given.out / "target",
-                  partial(_target, dense, corpus, recipe, work, given.out))
+        make_part(Console(soft_wrap=True), args.out / "target",
+                  partial(_target, dense, corpus, recipe, work, args.out))
     except FlowspecError as error:
         print(f"train_sparse: error: {error}", file=sys.stderr)
         return error.exit_code

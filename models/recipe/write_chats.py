@@ -60,8 +60,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parallel", type=int, default=8, help="Chats at a time.")
     parser.add_argument("--longest", type=int, default=320, help="Tokens of an answer at most.")
-    given = parser.parse_args()
-    write_chats(given.url, given.model, given.out, given.tokens, given.seed, given.parallel, given.longest)
+    args = parser.parse_args()
+    write_chats(args.url, args.model, args.out, args.tokens, args.seed, args.parallel, args.longest)
 
 
 if __name__ == "__main__":
