@@ -60,7 +60,7 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What should be run.
+    """The split, or the board alone, that should be run.
 
     boards         D0 first, then the stages in order; one if it holds everything
     dtype_why      why this element type
@@ -77,10 +77,15 @@ class Recommendation:
 
 @dataclass
 class PlanReport:
-    """``plan``: None if no split fits, but one board holds the whole model; ``alone_rows``: the table of
-    boards if one of them alone is recommended; ``other_devices``: boards whose profile is of another device
-    than their file's torch_device, which for D0 is ``torch_device``; ``next``: commands; ``kinds_of``: whose texts
-    ``Prediction.by_kind`` is of, if they are not the label's."""
+    """What `flowspec plan` shows.
+
+    plan           None if no split fits, but one board holds the whole model
+    alone_rows     the table of boards if one of them alone is recommended
+    other_devices  boards whose profile is of another device than their file's torch_device, which for D0 is
+                   ``torch_device``
+    next           commands
+    kinds_of       whose texts ``Prediction.by_kind`` is of, if they are not the label's
+    """
 
     size: ModelBytes
     context: int
@@ -173,7 +178,7 @@ class PlanReport:
                 f"{size_note}; flowspec models fetch {called} downloads both")
 
     def as_json(self) -> dict[str, Any]:
-        """Sizes in MB (10^6 bytes), times in ms."""
+        """Return the fields of ``--json``, sizes in MB (10^6 bytes), times in ms."""
         plan = self.plan
         boards = [{key: round(value, 3) if isinstance(value, float) else value
                    for key, value in asdict(row).items()} for row in self.boards]
@@ -214,7 +219,7 @@ class PlanReport:
 
 
 def answer(report: PlanReport) -> list[str]:
-    """The first lines: what to run, on which of the boards, how fast, and the next commands."""
+    """Return the first lines: what to run, on which of the boards, how fast, and the next commands."""
     plan, size = report.recommended, report.size
     assert plan
     best, every, used = plan.best, len(report.boards), len(plan.boards)
