@@ -29,7 +29,7 @@ HEAD = ("| boards | model | 4: stage ms | tokens/s | 5: stage ms | tokens/s |", 
 
 
 def rows(predicted: bool) -> Iterator[str]:
-    """The table's rows, of models that fit; without predictions "…" stands for tokens/s."""
+    """Yield the table's rows, of models that fit; without predictions "…" stands for tokens/s."""
     for name in PROFILES:
         for model, dtype in MODELS:
             cells = [cell for count in COUNTS for cell in cells_of(name, count, model, dtype, predicted)]
@@ -41,7 +41,7 @@ size_of = cache(model_bytes)
 
 
 def cells_of(name: str, count: int, model: str, dtype: PlanDtype, predicted: bool) -> tuple[str, str]:
-    """The slowest stage, and tokens/s with a head, by n-grams, and plain; or why it does not fit."""
+    """Return the slowest stage, and tokens/s with a head, by n-grams, and plain; or why it does not fit."""
     size = size_of(model, dtype)
     boards = [board.for_model(size)[0] for board in parse_devices([f"{name}:{count}"])]
     problem = problem_for(size, CONTEXT, 1, count)
@@ -72,7 +72,7 @@ def table(predicted: bool = True) -> str:
 
 
 def without_predictions(text: str) -> str:
-    """The table in the document's ``text`` with "…" for tokens/s."""
+    """Return the table in the document's ``text`` with "…" for tokens/s."""
     return re.sub(r"\| [\d.]+ / [\d.]+ / [\d.]+ (?=\|)", "| … ", TABLE.findall(text)[0])
 
 

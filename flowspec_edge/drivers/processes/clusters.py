@@ -11,7 +11,7 @@ from flowspec_edge.d0.config import DraftConfig
 from flowspec_edge.d0.observer import Observer
 from flowspec_edge.d0.run_events import RunEvent, StagesBack, StagesLost
 from flowspec_edge.drivers.processes.process_cluster import ProcessCluster
-from flowspec_edge.drivers.processes.spec import BoardStages, ClusterBackend, ClusterSpec, Connected, Here, Processes
+from flowspec_edge.drivers.processes.spec import BoardStages, ClusterSpec, Connected, ExecutionBackend, Here, Processes
 from flowspec_edge.drivers.ring import Addresses
 from flowspec_edge.drivers.stage.sd_notify import Notifier
 from flowspec_edge.transport import keys
@@ -22,8 +22,8 @@ C = TypeVar("C")
 @overload
 def open_cluster(spec: ClusterSpec, backend: Processes = ...) -> ProcessCluster: ...
 @overload
-def open_cluster(spec: ClusterSpec, backend: ClusterBackend[C]) -> C: ...
-def open_cluster(spec: ClusterSpec, backend: Processes | ClusterBackend[C] = Here()  # noqa: B008
+def open_cluster(spec: ClusterSpec, backend: ExecutionBackend[C]) -> C: ...
+def open_cluster(spec: ClusterSpec, backend: Processes | ExecutionBackend[C] = Here()  # noqa: B008
                  ) -> ProcessCluster | C:
     """Return a cluster, which the caller closes.
 

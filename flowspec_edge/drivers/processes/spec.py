@@ -107,7 +107,7 @@ Processes = Here | Connected | BoardStages
 C_co = TypeVar("C_co", covariant=True)
 
 
-class ClusterBackend(Protocol[C_co]):
+class ExecutionBackend(Protocol[C_co]):
     """A backend with clusters of its own, such as ``drivers.virtual.place.Virtual``."""
 
     def open(self, spec: ClusterSpec) -> C_co:
