@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import UsageError
-from flowspec_edge.messages import Output
+from flowspec_edge.messages import Close, Open, Output
 from flowspec_edge.model.config import load_config
+from flowspec_edge.stage.layers.stage_cache import reusable
 from flowspec_edge.stage.shard import load_lm_head
 from flowspec_edge.util.tensors import to_torch
 
@@ -57,7 +58,8 @@ def reference(path: Path, dtype: torch.dtype = torch.float32) -> Reference:
 
 def run(path: Path, stages: int, dtype: str = "fp32", device: str = "cpu"
         ) -> list[tuple[tuple[int, ...], Tensor]]:
-    """(text, logits [V]) of a prompt in two pieces and of a random draft tree in two segments."""
+    """(text, logits [V]) of a prompt in two pieces, of a random draft tree in two segments, of a row behind a commit
+    in it, and of a session that goes on from the prompt's retained rows."""
     book, chain, rng = Book(), engines(path, stages, dtype, device=device), np.random.default_rng(0)
     head = load_lm_head(path, dtype)
     found = []
@@ -74,6 +76,15 @@ def run(path: Path, stages: int, dtype: str = "fp32", device: str = "cpu"
             parent = nodes[int(rng.integers(len(nodes)))]
             nodes.append(book.add(int(rng.integers(VOCAB)), parent))
         collect(through(chain, book.builder.seal())[1])
+    book.commit(nodes[1])
+    collect(through(chain, book.text([5]))[1])
+    kinds = [kind for engine in chain for kind in engine.model.kinds]
+    if rows := reusable(kinds, len(book.committed), len(TEXT) - 1):  # recurrent layers have no snapshot there
+        for engine in chain:
+            engine.close(Close(1, tuple(book.committed)))
+            engine.open(Open(2, 0, 64, parent_session=1, rows=rows))
+        book = Book(2, kept=tuple(TEXT[:rows]))
+        collect(through(chain, book.text([5, 9]))[1])
     return found
 
 
@@ -81,7 +92,7 @@ def run(path: Path, stages: int, dtype: str = "fp32", device: str = "cpu"
 def test_logits_are_those_of_transformers(models: dict[str, Path], name: str, stages: int) -> None:
     exact = reference(models[name])
     rows = run(models[name], stages)
-    assert len(rows) == len(TEXT) + 10
+    assert len(rows) >= len(TEXT) + 11
     for text, logits in rows:
         torch.testing.assert_close(logits, exact.logits(text), atol=tolerance(name), rtol=0)
 
