@@ -74,27 +74,6 @@ def test_reopening_starts_afresh_in_the_same_memory(engine: StageEngine, oracle:
     assert engine.cache_bytes == 32 * 2 * 2 * 2 * 8 * 4  # rows, layers, k and v, kv heads, head_dim, fp32
 
 
-@pytest.mark.parametrize("moment", ["before", "between layers"])
-def test_reopened_while_a_segment_is_here(engine: StageEngine, oracle: Oracle, moment: str) -> None:
-    """The old segment comes out empty, under its old epoch, and does not affect the new session."""
-    admitted = engine.admit(Book().text(TEXT))
-    assert admitted is not None
-
-    def reopen() -> None:
-        engine.open(Open(1, 1, 16))
-
-    if moment == "before":
-        reopen()
-        _, output, *_ = engine.compute([admitted])[0]
-    else:
-        _, output, *_ = engine.compute([admitted], poll=reopen)[0]
-    assert isinstance(output, Output)
-    assert (output.epoch, len(output.numbers), output.hidden.array.shape) == (0, 0, (0, 32))
-    assert held(engine) == []
-    book = Book(epoch=1)
-    assert_rows(through([engine], book.text(TEXT))[1], book, oracle)
-
-
 def test_a_prune_between_layers_thins_what_is_passed_on(model: Path, oracle: Oracle) -> None:
     chain = engines(model, 2)
     book = Book()
@@ -233,5 +212,3 @@ def test_bad_opens(engine: StageEngine) -> None:
         engine.open(Open(2, 0, 16, version=99))
     with pytest.raises(ProtocolError, match="capacity of 0 rows"):
         engine.open(Open(2, 0, 0))
-    with pytest.raises(FlowspecError, match="no memory for a KV cache of 1099511627776 rows"):
-        engine.open(Open(2, 0, 1 << 40))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from kits.family_checkpoints import VOCAB, family_model
 from kits.sharded_models import cut
-from kits.stages import Book, Oracle, assert_rows, engines, random_tokens, through
+from kits.stages import Book, Oracle, engines, random_tokens, through
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -125,16 +125,6 @@ def test_the_manifest_counts_what_a_request_holds(sparse: Path, tmp_path: Path,
 
 def state_memory(engine: StageEngine) -> int:
     return sum(arena.nbytes for arena in engine._memory.arenas.values() if isinstance(arena, RecurrentArena))
-
-
-def test_a_restarted_session_computes_the_text_again(dense: Path) -> None:
-    oracle, chain, text = Oracle(dense), engines(dense, 2, capacity=64), random_tokens(30, VOCAB, seed=3)
-    through(chain, Book().text(text[:20]))
-    for engine in chain:
-        engine.open(Open(1, 1, 64))
-    book = Book(epoch=1)
-    assert_rows(through(chain, book.text(text[:20]))[1], book, oracle)
-    assert_rows(through(chain, book.text(text[20:]))[1], book, oracle)
 
 
 def test_a_text_that_begins_at_a_snapshot(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,31 +90,6 @@ def test_a_table_that_is_replaced_by_renaming_stays_the_old_one(model: Path, cop
     assert_rows(answer(engine, book, [5, 17, 42]), book, oracle)
 
 
-def emptied(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def halved(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
-def altered(path: Path) -> None:
-    whole = bytearray(path.read_bytes())
-    whole[-4] ^= 1
-    path.write_bytes(whole)
-
-
-@pytest.mark.parametrize(("change", "said"), [
-    (Path.unlink, "is missing: copy"), (emptied, "has 0 bytes, and manifest.json says"),
-    (halved, "bytes, and manifest.json says"), (altered, "has been altered")])
-def test_a_table_that_is_not_the_manifests(copy: Path, change: Callable[[Path], None], said: str) -> None:
-    change(copy / FILE)
-    with pytest.raises(FlowspecError, match=said) as no:
-        load_shard(copy, 0, 1, "fp32")
-    assert "embed.safetensors" in str(no.value)
-    assert "\n" not in str(no.value)
-
-
 @pytest.mark.parametrize("shape", [(96, 32), (98, 32), (97, 16), (97,)])
 def test_a_table_of_another_vocabulary_or_width(model: Path, tmp_path: Path, shape: tuple[int, ...]) -> None:
     checkpoint = Path(shutil.copytree(model, tmp_path / "copy"))
