@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from kits.stages import Book, Oracle, engines, random_tokens, through
+from kits.stages import Book, Oracle, assert_rows, engines, random_tokens, through
 from kits.tiny_models import tiny_llama
 
 from flowspec_edge.messages import Cancel, Open
@@ -36,6 +37,14 @@ def test_text_equals_transformers(model: Path, oracle: Oracle, stages: int) -> N
         theirs = oracle.model(torch.tensor([TEXT])).logits[0]
     torch.testing.assert_close(logits, theirs, atol=1e-4, rtol=1e-4)
     assert torch.equal(logits.argmax(-1), theirs.argmax(-1))
+
+
+def test_a_committed_row_in_the_segment_that_commits_it(model: Path, oracle: Oracle) -> None:
+    """Legal by the visibility rule: the base may lie above rows of the very segment."""
+    book, chain = Book(), engines(model, 2)
+    segment = book.text(TEXT[:6])
+    early = replace(segment, base=6, committed=np.arange(6, dtype=np.int32), bits=np.zeros((6, 1), np.uint8))
+    assert_rows(through(chain, early)[1], book, oracle)
 
 
 def test_taps_come_from_the_stage_that_computed_them(model: Path, oracle: Oracle) -> None:
@@ -80,6 +89,7 @@ def test_children_of_a_cancelled_run_are_orphans(model: Path) -> None:
     doomed = book.builder.seal()
     engine.cancel(Cancel(1, 0, (doomed.run,)))
     through(chain, doomed)
+    assert engine.cache_of(1).committed == 6  # what it commits applies
     book.add(6, parent)
     other = book.add(7, book.committed[-1])
     _, output = through(chain, book.builder.seal())
