@@ -15,7 +15,7 @@ from kits.stages import Book, Oracle, engines, random_tokens, through
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from flowspec_edge.errors import ProtocolError, UsageError
+from flowspec_edge.errors import ProtocolError
 from flowspec_edge.lab.plain import load_reference_model
 from flowspec_edge.messages import Close, Open
 from flowspec_edge.model.config import cache_values, load_config
@@ -154,16 +154,3 @@ def engine_parts(engine: StageEngine) -> list[RecurrentCache]:
     cache = engine.cache_of(1)
     assert cache is not None
     return [part for part in cache.parts if isinstance(part, RecurrentCache)]
-
-
-@pytest.mark.parametrize(("extra", "says"), [
-    ({"linear_num_value_heads": 5}, "5 heads of recurrent layers cannot share 2 key heads evenly"),
-    ({"hidden_act": "gelu"}, "the convolution's activation is silu, not 'gelu'"),
-    ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim must be a whole number from 1"),
-])
-def test_configurations_that_are_refused(dense: Path, tmp_path: Path, extra: dict[str, object], says: str
-                                         ) -> None:
-    config = json.loads((dense / "config.json").read_text()) | extra
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UsageError, match=says):
-        load_config(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,9 +19,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from flowspec_edge.boards.planning.model_size import model_bytes
-from flowspec_edge.errors import FlowspecError, UsageError
+from flowspec_edge.errors import FlowspecError
 from flowspec_edge.lab.plain import separated
-from flowspec_edge.model.config import load_config
 from flowspec_edge.model.expert_counts import correlated, independent
 from flowspec_edge.model.experts import (
     Experts,
@@ -170,18 +168,3 @@ def test_damaged_experts_and_routers_are_named(model: Path, tmp_path: Path, name
         with pytest.raises(FlowspecError, match=says) as caught:
             read()
         assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("field", "value", "says"), [
-    ("num_experts_per_tok", 9, "a row cannot choose 9 experts of 8"),
-    ("num_experts_per_tok", 0, "num_experts_per_tok must be a whole number from 1 to 4096, not 0"),
-    ("num_local_experts", "8", "num_local_experts must be a whole number from 1 to 4096, not '8'"),
-    ("moe_intermediate_size", -3, "moe_intermediate_size must be a whole number"),
-    ("quantization_config", {"quant_method": "mxfp4"}, "weights quantised with mxfp4 cannot be read"),
-])
-def test_impossible_mixtures_are_refused(model: Path, tmp_path: Path, field: str, value: object, says: str
-                                         ) -> None:
-    fields = json.loads((model / "config.json").read_text()) | {field: value}
-    (tmp_path / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(UsageError, match=says):
-        load_config(tmp_path)
