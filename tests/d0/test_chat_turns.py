@@ -34,7 +34,7 @@ SMALL = Params(segment=4, width=4, tree_size=20, depth=3, prefill_chunk=16, pipe
 SAMPLINGS = (Sampling(), Sampling(1.0, seed=11))
 KINDS = {"own": SMALL, "eagle3": replace(SMALL, draft="eagle3"), "lm": replace(SMALL, draft="lm"),
          "ngram": replace(SMALL, draft="ngram", ngram_min=1),
-         "merged": replace(SMALL, draft="eagle2", ngram=True, ngram_min=1)}
+         "merged": replace(SMALL, draft="eagle3", ngram=True, ngram_min=1)}
 PIPELINED = [name for name, chosen in STRATEGIES.items() if chosen.parallelism == "pipeline"]
 CASES = [*((name, "own") for name in PIPELINED if name != "spd"),  # whose drafter cannot be handed on
          *(("flowspec", kind) for kind in KINDS if kind != "own"), ("pipeinfer", "merged")]
