@@ -100,6 +100,17 @@ def test_without_a_limit_everybody_fits_and_nothing_is_kept() -> None:
     assert pool.find([1] * 30, lambda prefix: True) is None
 
 
+def test_of_equals_the_one_left_last() -> None:
+    pool = PrefixCache(LIMIT)
+    for session in (1, 2):
+        pool.begin(session, 30)
+    for session in (2, 1):
+        pool.retain(ended(session, [1] * 30))
+    reuse = pool.find([1] * 25, lambda _: True)
+    assert reuse is not None
+    assert (reuse.prefix.session, reuse.rows) == (1, 24)
+
+
 def test_a_budget_counts_what_sessions_take() -> None:
     """Texts and as many drafts as there are sessions: what a plan reserves is what requests need."""
     params = Params(tree_size=400)

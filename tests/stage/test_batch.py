@@ -8,22 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
 from kits.stages import Book, Oracle, assert_cache, assert_rows, engines, random_tokens
-from kits.tiny_models import tiny_llama
 
 from flowspec_edge.messages import Cancel, Close, Open, Output, Prune, Segment
 from flowspec_edge.stage.engine import StageEngine
 
 I32 = np.int32
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=4, hidden=32)
 
 
 def opened(model: Path, stages: int, sessions: int, row_step: int = 1) -> list[StageEngine]:

@@ -17,18 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.hypothesis_examples import examples
 from kits.session_messages import VOCAB, stories
-from kits.stage_schedules import LAYERS, SLOTS, STAGES, Control, Step, passed_on, passes, places, play
+from kits.stage_schedules import SLOTS, STAGES, Control, Step, passed_on, passes, places, play
 from kits.stages import engines, windowed
-from kits.tiny_models import tiny_llama
 
 from flowspec_edge.messages import Cancel, Close, Open, Output, Segment
 from flowspec_edge.stage.engine import StageEngine
 from flowspec_edge.stage.shard import Shard, load_shard
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32, vocab=VOCAB)
 
 
 @pytest.fixture(scope="module", params=["full", "windows"])

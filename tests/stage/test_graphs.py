@@ -18,7 +18,7 @@ from kits.graph_recorder import Recording, record, recorded
 from kits.session_messages import VOCAB
 from kits.sharded_models import cut
 from kits.stages import Book, Oracle, assert_rows, engines, random_tokens, through
-from kits.tiny_models import tiny_llama, tiny_model
+from kits.tiny_models import tiny_model
 from kits.torch_devices import needs_cuda
 
 from flowspec_edge.messages import Open
@@ -153,8 +153,3 @@ def test_graphs_of_cuda(model: Path, dtype: str) -> None:
     warm_up(engine)
     choice = choose_graphs(engine, CudaRecorder(shard.device), Clock(2.0, 1.0))
     assert (sorted(engine.graphs), choice.reason) == ([16, 32, 48, 64], "")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=4, hidden=32, vocab=VOCAB)

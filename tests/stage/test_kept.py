@@ -26,7 +26,6 @@ from kits.stages import (
     through,
     windowed,
 )
-from kits.tiny_models import tiny_llama
 
 from flowspec_edge.errors import ProtocolError
 from flowspec_edge.messages import Close, Open, Output, Segment
@@ -37,11 +36,6 @@ from flowspec_edge.stage.shard import Shard, load_shard
 
 ROW = LAYERS * 2 * 2 * 8 * 4  # bytes: layers, key and value, kv heads, head_dim, fp32
 TEXT = random_tokens(9, VOCAB, seed=5)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=LAYERS, hidden=32, vocab=VOCAB)
 
 
 @pytest.fixture(scope="module", params=["one by one", "recorded", "windows", "recurrent"])

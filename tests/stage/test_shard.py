@@ -11,18 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kits.sharded_models import edit
 from kits.stages import stored_state
-from kits.tiny_models import tiny_llama, tiny_model
+from kits.tiny_models import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from flowspec_edge.errors import FlowspecError, UsageError
 from flowspec_edge.stage.shard import find_embedding, load_lm_head, load_shard, split_layers
 from flowspec_edge.util.weight_file import EmbeddingTable
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("llama"), layers=4, hidden=32)
 
 
 @pytest.fixture

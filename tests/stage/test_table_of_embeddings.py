@@ -11,7 +11,6 @@ import pytest
 import torch
 from kits.sharded_models import cut, edit
 from kits.stages import Book, Oracle, assert_rows
-from kits.tiny_models import tiny_llama
 from safetensors.torch import load_file, save_file
 
 from flowspec_edge.errors import FlowspecError
@@ -21,11 +20,6 @@ from flowspec_edge.stage.shard import load_shard
 
 TABLE = "model.embed_tokens.weight"
 FILE = Path("stage-1", "embed.safetensors")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llama(tmp_path_factory.mktemp("model"), layers=2, hidden=32)
 
 
 @pytest.fixture(scope="module")
