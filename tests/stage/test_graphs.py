@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from kits.family_checkpoints import FAMILIES, family_model
-from kits.graph_recorder import Recording, record, recorded
+from kits.graph_recorder import record, recorded
 from kits.session_messages import VOCAB
 from kits.sharded_models import cut
 from kits.stages import Book, Oracle, assert_rows, engines, random_tokens, through
@@ -131,18 +131,6 @@ def test_what_cannot_be_recorded_runs_as_before(model: Path, error: Exception) -
     oracle, book = Oracle(model), Book()
     engine.open(Open(1, 0, 64))
     assert_rows(through([engine], book.text(random_tokens(9, VOCAB, seed=1)))[1], book, oracle)
-
-
-def test_a_piece_knows_no_place(model: Path) -> None:
-    """The operations between two layers' attention are the same wherever the rows are in the text."""
-    engine, found = prepared(model), []
-    for text in (3, 300):
-        engine.open(Open(1, text, 600))
-        through([engine], (book := Book(epoch=text)).text(random_tokens(text, VOCAB, seed=text)))
-        with Recording() as calls:
-            through([engine], book.text(random_tokens(16, VOCAB, seed=9)))
-        found.append(calls.names())
-    assert found[0] == found[1]
 
 
 @needs_cuda

@@ -59,8 +59,6 @@ def test_round_trip(tmp_path, with_embedding):
 
 
 def test_missing_files_and_other_targets(tmp_path):
-    with pytest.raises(UsageError, match=r"config\.json is missing"):
-        load_head(tmp_path / "nowhere", None, torch.float32)
     weights = published(tmp_path)
     with pytest.raises(UsageError, match=r"neither model.safetensors nor pytorch_model.bin"):
         load_head(tmp_path, None, torch.float32)
@@ -71,9 +69,6 @@ def test_missing_files_and_other_targets(tmp_path):
         load_head(tmp_path, torch.zeros(60, H), torch.float32)
     published(tmp_path, num_hidden_layers=2)
     with pytest.raises(FlowspecError, match="one layer, not 2"):
-        load_head(tmp_path, None, torch.float32)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(FlowspecError, match="is not valid JSON"):
         load_head(tmp_path, None, torch.float32)
 
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from kits.family_checkpoints import family_dir
+from kits.sharded_models import edit
 from kits.stages import Book, engines, random_tokens, through
-from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
@@ -138,14 +138,6 @@ def test_a_stage_counts_by_segment_and_by_session(model: Path) -> None:
     assert last.counters["experts"] > 0
 
 
-def edited(model: Path, to: Path, name: str, value: torch.Tensor | None) -> Path:
-    path = Path(shutil.copytree(model, to)) / "model.safetensors"
-    tensors = load_file(path)
-    tensors.pop(name, None)
-    save_file(tensors if value is None else {**tensors, name: value}, path, metadata={"format": "pt"})
-    return to
-
-
 _LAYER = "model.layers.1.mlp"
 
 
@@ -160,7 +152,8 @@ _LAYER = "model.layers.1.mlp"
 ])
 def test_damaged_experts_and_routers_are_named(model: Path, tmp_path: Path, name: str,
                                                value: torch.Tensor | None, says: str) -> None:
-    path = edited(model, tmp_path / "model", name, value)
+    path = Path(shutil.copytree(model, tmp_path / "model"))
+    edit(path, **{name.replace(".", "__"): value})
     readers = [lambda: load_shard(path, 0, 2, "fp32"), lambda: open_source(str(path), [])]
     if "experts.8" not in name:  # the planner asks for the tensors that it knows
         readers.append(lambda: model_bytes(str(path), "fp32"))
