@@ -69,13 +69,6 @@ def test_the_power_mode_goes_by_its_name(bench: Bench, jetson: Fleet) -> None:
     assert jetson.shell(1, _POWER).split() == ["0", "governed"]
 
 
-def test_a_mode_that_takes_a_reboot_says_so(bench: Bench, jetson: Fleet) -> None:
-    only_shows = "#!/bin/sh\n[ $1 = -q ] && exec cat /var/lib/nvpmodel\nexit 1\n"
-    jetson.shell(1, f"printf '{only_shows}' > /usr/local/bin/nvpmodel")
-    (first,) = bench.run("software", replace(bench.state(1), power_mode="MAXN_SUPER"))
-    assert first.error == "power mode: this change takes a reboot: run nvpmodel -m 2 there, and confirm it"
-
-
 def test_mode_and_clocks_last_until_they_are_put_back(running: Bench, jetson: Fleet) -> None:
     unit = (resource_dir("deploy") / "units" / paths.POWER_UNIT).read_text()
     plain = running.state(1)

@@ -77,14 +77,6 @@ def test_a_board_that_restarts_has_its_files(fleet: Fleet) -> None:
     assert "kept" not in fleet.shell(1, "ls /srv")
 
 
-def test_services_are_each_board_s_own(fleet: Fleet) -> None:
-    for board in (1, 2):
-        fleet.shell(board, "systemd-run --unit=own sleep 1000")
-    fleet.shell(1, "systemctl stop own")
-    assert fleet.shell(2, "systemctl is-active own").strip() == "active"
-    fleet.shell(2, "systemctl stop own")
-
-
 def test_a_fleet_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     script = ("import sys, pathlib\nfrom kits import container_boards\n"
               "fleet = container_boards.Fleet(pathlib.Path(sys.argv[1]), 2)\n"

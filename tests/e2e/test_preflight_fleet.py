@@ -86,17 +86,6 @@ def test_a_torch_that_only_root_can_read(fleet: container_boards.Fleet, file: Pa
     assert f"let every user read {TORCH}/__init__.py" in problem
 
 
-def test_a_torch_that_only_the_user_has(fleet: container_boards.Fleet, file: Path) -> None:
-    """Asked by root through sudo, of the user that ssh came in as."""
-    own = f"/home/{container_boards.USER}/.local/lib/python3.11/site-packages"
-    with changed(fleet, f"mv {TORCH} {TORCH}-away; mkdir -p {own}; ln -s {TORCH}-away {own}/torch",
-                 f"mv {TORCH}-away {TORCH}; rm -r /home/{container_boards.USER}/.local"):
-        torch, [problem] = ask(fleet, file)
-    assert torch["own"] == {"torch": f"{own}/torch/__init__.py"}
-    assert problem == (f"board-2: torch: only in {own}, which services do not see; install it for all users: "
-                       "sudo pip3 install 'torch<2.14,>=2.6' numpy")
-
-
 def test_a_rebuilt_torch_needs_room_for_an_environment(cluster: Cluster) -> None:
     """On the stage of two boards, whose card has no room for a second one."""
     fleet, stage = cluster.fleet, cluster.fleet.name(1)
