@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 from kits.browser import board_names, loaded, needs_browser, scrolls_sideways, visit
 from kits.hypothesis_examples import examples
 from kits.process_clusters import until
+from kits.requests import continued
 from kits.tiny_model_dir import never_ends, tiny_model_dir
 from kits.watched_server import Watchable, Watched, watchable, watched_cluster
 from playwright.sync_api import Browser, Page, Request, Route, expect
 
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import OpenModel
-from flowspec_edge.model.text import Tokenizer
 from flowspec_edge.sampling.rule import Sampling
 from flowspec_edge.serving.dashboard.stats import RequestStats
 
@@ -162,11 +161,8 @@ def test_a_race_has_both_speeds_and_the_same_text_twice(browser: Browser, watche
         expect(verdict).to_have_attribute("data-same", "true")
         expect(verdict).to_have_text(re.compile(rf"FlowSpec has \d+\.\d\d times the speed of plain.*"
                                                 rf"at temperature {temperature or 0}\b.*\b{TOKENS}\b"))
-        tokenizer = Tokenizer(OpenModel(model))
-        ids = tokenizer.encode(PROMPT)
         sampling = Sampling(temperature=float(temperature or 0), seed=plain["seed"])
-        tokens, _ = PlainDecoder(model).generate(ids, TOKENS, sampling, OpenModel(model).stop_ids)
-        expected = tokenizer.decode(ids + tokens)[len(tokenizer.decode(ids)):]
+        _, expected = continued(OpenModel(model), PROMPT, TOKENS, sampling)
         assert [answer.text_content() for answer in page.locator(".answer").all()] == [expected] * 2
         assert not scrolls_sideways(page)
         page.select_option("#strategy", "chunk_pp")

@@ -12,18 +12,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 
 import pytest
 from kits import board_images, container_boards
 from kits.deployments import PATIENCE, PROMPT, Cluster
 from kits.power_cuts import PowerFleet, power_fleet
+from kits.requests import continued
 
 from flowspec_edge.boards import paths
-from flowspec_edge.lab.plain import PlainDecoder
 from flowspec_edge.model.opened import resolve_model
-from flowspec_edge.model.text import Tokenizer
-from flowspec_edge.sampling.rule import Sampling
 
 pytestmark = [pytest.mark.fleet, container_boards.needs_fleet]
 
@@ -84,18 +81,11 @@ def both_fail(fleet: PowerFleet, names: bool) -> None:
     fleet.wait_ready()
 
 
-@cache
-def plain() -> list[int]:
-    demo = resolve_model("demo")
-    prompt = Tokenizer(demo).encode(PROMPT)
-    return PlainDecoder(demo.path).generate(prompt, COUNT, Sampling(), demo.stop_ids)[0]
-
-
 def completes(cluster: Cluster) -> str:
     """The release that `up` brings about, and that answers as plain decoding does."""
     told = cluster.deploy("up")
     assert told["ok"], told["problems"] or told
-    assert cluster.tokens("--max-new-tokens", str(COUNT)) == plain()
+    assert cluster.tokens("--max-new-tokens", str(COUNT)) == continued(resolve_model("demo"), PROMPT, COUNT)[0]
     release: str = told["release"]
     return release
 
