@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kits import network_beds
 
 from flowspec_edge.boards.probe.facts import (
     _SENT,
@@ -26,28 +25,6 @@ from flowspec_edge.boards.probe.facts import (
     torch_check_program,
 )
 from flowspec_edge.boards.probe.onboard import system, torch_check
-from flowspec_edge.lab.links.namespaces import NetnsTestbed
-
-LINKS = program("system", address="", paths=[], ports=[], torch_check={
-    "program": "", "device": "cpu", "protections": []})
-
-
-@network_beds.needs_netns
-def test_an_address_that_is_leased() -> None:
-    """As a DHCP client sets one, with a lifetime."""
-    with NetnsTestbed(2) as bed:
-        name = bed.interface(1)
-        for place, leased in ((0, False), (1, True)):
-            if leased:
-                subprocess.run(bed.command(1, ["ip", "addr", "change", f"{bed.address(1)}/24", "dev", name,
-                                               "valid_lft", "3600", "preferred_lft", "3600"]), check=True)
-            done = subprocess.run(bed.command(place, [sys.executable, "-s", "-"]), input=LINKS, check=True,
-                                  capture_output=True, text=True)
-            link = json.loads(done.stdout)["system"]["links"][bed.interface(place)]
-            assert (link["dynamic"], link["wireless"]) == (leased, False)
-            show = bed.command(place, ["cat", f"/sys/class/net/{bed.interface(place)}/speed"])
-            speed = subprocess.run(show, capture_output=True, text=True, check=False).stdout.strip()
-            assert link["mbps"] == (int(speed) if speed.isdigit() else None)
 
 
 def test_wifi_and_a_slow_port(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
